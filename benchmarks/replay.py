@@ -8,7 +8,7 @@ import numpy as np
 
 from dp_ray.engine.world import World
 from dp_ray.monitor.messages import Message, Shapes, WorkerReady
-from dp_ray.steps.shapes import Report, Seen, ShardSpan, report_interval
+from dp_ray.steps.shapes import Report, ShardSpan, Sizes, report_interval
 
 MANY = 4_096  # workers
 STEPS_A_SECOND = 50
@@ -47,7 +47,7 @@ def _packed(message: Message) -> bytes:
 
 def _report(world: World, first_step: int) -> Report:
     """One shard a step, alike in all steps; only the first report has to say what it looked like."""
-    seen = {0: Seen("[4, 5]", "[4, 2]", 4)} if first_step == 0 else {}
+    seen = {0: Sizes("[4, 5]", "[4, 2]", 4)} if first_step == 0 else {}
     times = np.full(STEPS_IN_A_REPORT, 0.1, np.float32)
     span = ShardSpan(first_step, STEPS_IN_A_REPORT, world.rank, 0, times)
     return Report(world, first_step + STEPS_IN_A_REPORT - 1, seen, [span])

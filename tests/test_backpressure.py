@@ -19,11 +19,11 @@ from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.outputs import merging
 from dp_ray.outputs.files import OUTPUTS, FileMerge, forget_lost, prove_outputs
-from dp_ray.outputs.merging import AgreedCut, Merger
+from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Done, FileCut, Split, Work
+from dp_ray.plan.split import Done, FilePlan, Split, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, Ledger
 from dp_ray.storage import Storage
@@ -60,9 +60,9 @@ class Worker(threading.Thread):
     def _predict(self) -> None:
         run, world = self._run, self._world
         work = Work(SPLIT, world.world_size, world.rank, Done(ledger.done_ranges(self._begun.parts)))
-        cut = AgreedCut(run, self._begun, SPLIT, 1, world, lambda: self.control.wants_stop)
-        with Merger(run, self._begun, SPLIT, ORDER, cut, world) as merger:
-            on = run.child(PARTS), work.shards, cut.find
+        plan = AgreedFilePlan(run, self._begun, SPLIT, 1, world, lambda: self.control.wants_stop)
+        with Merger(run, self._begun, SPLIT, ORDER, plan, world) as merger:
+            on = run.child(PARTS), work.shards, plan.agree
             with PartWriter(*on, attempt=self._begun.attempt, num_workers=world.world_size) as writer:
                 for step, shards in work:
                     if shards:
@@ -218,7 +218,7 @@ def test_workers_that_run_one_after_another_do_not_wait(run: Storage, monkeypatc
 class Model:
     """The rule alone, without files: who may run a step, and how far each worker's merging can go."""
 
-    def __init__(self, cut: FileCut, size: int) -> None:
+    def __init__(self, cut: FilePlan, size: int) -> None:
         self.cut = cut
         self.size = size
         mergers = min(size, cut.files)
@@ -254,7 +254,7 @@ class Model:
 @given(steps=st.integers(1, 60), size=st.integers(1, 6), data=st.data())
 def test_somebody_can_always_go_on(steps: int, size: int, data: st.DataObject) -> None:
     """After any schedule; and if nobody keeps anything but what the rule asks for, all come to the end."""
-    model = Model(FileCut(data.draw(st.integers(1, steps)), steps), size)
+    model = Model(FilePlan(data.draw(st.integers(1, steps)), steps), size)
     assert 0 <= model.enough <= model.most
     moves = st.tuples(st.integers(0, size - 1), st.sampled_from(["step", "step", "merge"]), st.booleans())
     for rank, act, keeps in data.draw(st.lists(moves, max_size=60)):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import dp_ray
 from dp_ray.errors import Error, StorageError
-from dp_ray.results.compare import compared, compared_run, compared_values
+from dp_ray.results.compare import comparison_text, comparison_values, read_compared_run
 from dp_ray.results.text import BLOCKS, sparkline
 from dp_ray.rundir.claim import held
 from dp_ray.storage import Storage
@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def told_of(*results: dp_ray.Result) -> str:
-    return compared([compared_run(result.storage()) for result in results])
+    return comparison_text([read_compared_run(result.storage()) for result in results])
 
 
 def rate_of(result: dp_ray.Result) -> float:
@@ -100,10 +100,10 @@ def test_environments_are_compared_as_far_as_both_runs_tell(here: Path) -> None:
         about = {"drivers": [{}, {**drivers[0], "started": name, "packages": packages}]}
         Path(name, "about.json").write_text(json.dumps(about))
     Path("three", "about.json").unlink(missing_ok=True)
-    one, two, three = (compared_run(result.storage()) for result in results)
-    assert compared_values([one, two])["environment"] == {"packages.torch": ["2.12", "2.13"]}
-    assert ["packages.torch", "2.12", "2.13"] in [line.split() for line in compared([one, two]).splitlines()]
-    assert compared_values([one, three])["environment"] == {}
+    one, two, three = (read_compared_run(result.storage()) for result in results)
+    assert comparison_values([one, two])["environment"] == {"packages.torch": ["2.12", "2.13"]}
+    assert ["packages.torch", "2.12", "2.13"] in [line.split() for line in comparison_text([one, two]).splitlines()]
+    assert comparison_values([one, three])["environment"] == {}
 
 
 def test_a_page_that_compares_is_written(
@@ -121,7 +121,7 @@ def test_the_time_split_of_the_results_is_compared(here: Path) -> None:
     results = [train(here, name, epochs=1) for name in ("one", "two")]
     path = here / "one" / "result.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "time_split": {"all": {"forward": 0.25}}}))
-    values = compared_values([compared_run(result.storage()) for result in results])
+    values = comparison_values([read_compared_run(result.storage()) for result in results])
     assert values["time_split"]["time_split.forward"][0] == 0.25
     assert values["time_split"]["data_wait_share"] == [result.data_wait_share for result in results]
     assert ["time_split.forward", "0.25"] in [line.split()[:2] for line in told_of(*results).splitlines()]
@@ -132,19 +132,19 @@ def test_runs_that_did_not_end_are_compared(here: Path) -> None:
     with pytest.raises(Error):
         train(here, "two", collate="tests.support.odd:fails")
     with held(claimed_in(here)):
-        runs = [compared_run(Storage(str(here / name))) for name in ("one", "two", "run")]
-    table = {row[0]: row[1:] for row in (line.split("  ") for line in compared(runs).splitlines())}
+        runs = [read_compared_run(Storage(str(here / name))) for name in ("one", "two", "run")]
+    table = {row[0]: row[1:] for row in (line.split("  ") for line in comparison_text(runs).splitlines())}
     assert [cell.strip() for cell in table["status"] if cell] == ["done", "failed", "running"]
-    assert compared_values(runs)["metrics"]["loss"] == [result.metrics["loss"], None, None]
+    assert comparison_values(runs)["metrics"]["loss"] == [result.metrics["loss"], None, None]
 
 
 def test_what_is_no_run_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(here, "one", epochs=1)
     with pytest.raises(StorageError, match=r"none: holds no run.json"):
-        compared_run(Storage(str(here / "none")))
+        read_compared_run(Storage(str(here / "none")))
     (here / "one" / "result.json").write_text("[")
     with pytest.raises(StorageError, match="one: is damaged"):
-        compared_run(Storage(str(here / "one")))
+        read_compared_run(Storage(str(here / "one")))
     assert status_of(monkeypatch, "compare", "one") == 2
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import dp_ray
 from dp_ray.driver.from_run import follow_up
-from dp_ray.results.compare import compared_run, differing_keys
+from dp_ray.results.compare import differing_keys, read_compared_run
 from dp_ray.rundir.start import _split_location
 from dp_ray.storage import Storage
 from tests.support import training
@@ -126,7 +126,9 @@ def test_a_training_of_an_earlier_version_has_its_keys_renamed(run_dir: Path, tm
     (old / "run.json").write_text(json.dumps(says))
     job = follow_up("evaluate", str(old), None, {}).job
     assert (job.device_map, job.timeouts.capacity, job.timeouts.step) == (None, 601, 600)
-    assert list(differing_keys([compared_run(Storage(str(one))) for one in (run_dir, old)])) == ["timeouts.capacity"]
+    assert list(differing_keys([read_compared_run(Storage(str(one))) for one in (run_dir, old)])) == [
+        "timeouts.capacity"
+    ]
 
 
 def test_an_unfinished_one_goes_on_under_its_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.checkpoint import load_checkpoint, pack
 from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
-from dp_ray.tasks.replay import Replayed, Wanted
+from dp_ray.tasks.replay import Replayed, StepChoice
 from dp_ray.tensors.files import write_tensors
 from tests.support import training
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
@@ -234,7 +234,7 @@ def test_each_step_that_runs_again_has_the_historys_loss(tmp_path: Path, width: 
     run_group(made, run.location)
     for step, row in enumerate(history_of(Path(run.location))):
         found: list[Replayed] = []
-        replay(run.location, Wanted(step, None), found.append, lambda line: None)
+        replay(run.location, StepChoice(step, None), found.append, lambda line: None)
         assert found[0].loss == row["loss"]
 
 

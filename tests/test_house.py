@@ -26,9 +26,6 @@ TAKE_MORE = {
     "dp_ray/engine/trainer.py:__init__",
     "dp_ray/outputs/files.py:__init__",
     "dp_ray/outputs/parts.py:__init__",
-    "dp_ray/steps/times.py:_row",
-    "dp_ray/tasks/checkpoints.py:__init__",
-    "dp_ray/tasks/train.py:__init__",
 }
 
 

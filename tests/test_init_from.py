@@ -20,7 +20,7 @@ from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.rundir.history import CLOCKED
 from dp_ray.rundir.start import read_start
 from dp_ray.storage import Storage
-from dp_ray.tensors.files import held
+from dp_ray.tensors.files import in_memory
 from tests.support import training
 from tests.support.cluster import Run
 
@@ -304,7 +304,7 @@ def test_weights_of_which_nothing_fits_are_refused_without_strict_too(tmp_path: 
 
 def test_what_is_loaded_row_by_row_is_the_same() -> None:
     """As with `strategy: fsdp`, here with one worker, which holds all rows."""
-    weights = {name: held(torch.full_like(one, 0.5)) for name, one in Headed(3).state_dict().items()}
+    weights = {name: in_memory(torch.full_like(one, 0.5)) for name, one in Headed(3).state_dict().items()}
     model = Headed(5, extra=True)
     with pytest.raises(ModelError, match=r"missing: scale; of another size: head.weight .*; set strict"):
         load_rows(model, weights, "w", World(), advice="; set strict")

@@ -32,7 +32,7 @@ from dp_ray.results.compare import differing_keys
 from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
 from dp_ray.tasks.checkpoints import check_updates, updates_of
-from dp_ray.tasks.replay import Wanted
+from dp_ray.tasks.replay import StepChoice
 from tests.support.cluster import ROOT
 
 LONG = np.arange(5000.0)
@@ -263,5 +263,5 @@ def test_a_run_whose_args_no_file_holds_is_not_run_again_from_its_file(tmp_path:
     with pytest.raises(JobError, match=r"dataset\.args\.value\S* was given as a Python object"):
         check_no_objects(run, "evaluate", kept, {})
     with pytest.raises(JobError, match=r"dataset\.args\.value\S* was given as a Python object"):
-        replay(str(run), Wanted(1), nobody, nobody)
+        replay(str(run), StepChoice(1), nobody, nobody)
     check_no_objects(run, "evaluate", kept, {"dataset": "a:b"})

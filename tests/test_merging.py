@@ -23,7 +23,7 @@ from dp_ray.outputs.files import MANIFEST, OUTPUTS, FileMerge, RowProof, forget_
 from dp_ray.outputs.parts import PartWriter
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Done, FileCut, Frontier, Range, Shard, Split, Work, num_files
+from dp_ray.plan.split import Done, FilePlan, Frontier, Range, Shard, Split, Work, num_files
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, Ledger
 from dp_ray.storage import Storage
@@ -68,7 +68,7 @@ class Worker:
         self._order = order
         size, rank = world
         work = Work(split, size, rank, Done(ledger.done_ranges(begun.parts)))
-        cut = FileCut(ledger.files_in(ledger.committed(run)) or 1, split.total_steps)
+        cut = FilePlan(ledger.files_in(ledger.committed(run)) or 1, split.total_steps)
         left = [number for number in range(cut.files) if number not in ledger.records_in(begun.parts)]
         self.merges = [FileMerge(run, begun, cut, number, split, order) for number in left[rank::size]]
         self._steps = iter(work)
@@ -238,7 +238,7 @@ def test_a_frontier_says_what_is_done_whatever_the_order(data: st.DataObject) ->
 
 @given(steps=st.integers(1, 300), data=st.data())
 def test_the_steps_are_cut_evenly_and_each_is_in_the_file_that_says_so(steps: int, data: st.DataObject) -> None:
-    cut = FileCut(data.draw(st.integers(1, steps)), steps)
+    cut = FilePlan(data.draw(st.integers(1, steps)), steps)
     ranges = [cut.steps_of(number) for number in range(cut.files)]
     assert [step for one in ranges for step in one] == list(range(steps))
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
@@ -257,7 +257,7 @@ def test_a_file_has_about_so_many_bytes_and_no_less_than_a_step(
 
 
 def test_names_sort_whatever_their_number() -> None:
-    cut = FileCut(1_000_000, 2_000_000)
+    cut = FilePlan(1_000_000, 2_000_000)
     assert cut.name(99_999) < cut.name(100_000) < cut.name(999_999)
 
 
@@ -344,7 +344,7 @@ def test_files_that_cannot_be_read_as_one_are_told_with_their_steps(tmp_path: Pa
     for folder in (PARTS, FILES, OUTPUTS):
         run.child(folder).create()
     ledger.note_files(run, "", 2)
-    cut = FileCut(2, 4)
+    cut = FilePlan(2, 4)
     for number, give in enumerate([lambda samples: {"x": torch.from_numpy(samples)}, after]):
         writer = PartWriter(run.child(PARTS), range(1), lambda row_bytes: cut)
         for step in cut.steps_of(number):
@@ -383,7 +383,7 @@ def test_a_look_takes_in_only_the_parts_that_are_new(tmp_path: Path, monkeypatch
     split, names = Split(10_000, 2, 1), list[str]()
     read, looked_at = counted(monkeypatch, ledger, "_attempt_of"), counted(monkeypatch, Split, "worker")
     merge = FileMerge(
-        Storage(str(tmp_path)), Ledger("", []), FileCut(1, 5000), 0, split, Order(10_000, shuffle=False)
+        Storage(str(tmp_path)), Ledger("", []), FilePlan(1, 5000), 0, split, Order(10_000, shuffle=False)
     )
     monkeypatch.setattr(Storage, "names", lambda folder: names)
     monkeypatch.setattr(FileMerge, "_join", lambda *_: None)

@@ -34,12 +34,12 @@ from dp_ray.monitor.monitor import Monitor, listening
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.steps.reports import ReportFile
-from dp_ray.steps.shapes import Recorder, Seen
+from dp_ray.steps.shapes import Recorder, Sizes
 from dp_ray.storage import Storage
 from dp_ray.tasks.hooks import Note
 from dp_ray.trackers.tensorboard import TensorBoardWriter
 
-SEEN = Seen("[5, 5]", "[5, 2]", 5)
+SEEN = Sizes("[5, 5]", "[5, 2]", 5)
 
 
 def monitor_of(shapes: bool = False, quiet: bool = False) -> Monitor:

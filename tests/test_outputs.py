@@ -39,7 +39,7 @@ from dp_ray.outputs.files import (
 from dp_ray.outputs.parts import PartWriter
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Done, FileCut, Split, Work
+from dp_ray.plan.split import Done, FilePlan, Split, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import PARTS, done_ranges
 from dp_ray.storage import Storage
@@ -71,7 +71,7 @@ def run_worker(
     """Write a worker's parts; the (step, shard) it ran. Dies in step `lost_at`, its last shard not taken."""
     ran = []
     files = ledger.files_in(ledger.committed(run)) or 1
-    cut = FileCut(files, work.split.total_steps)
+    cut = FilePlan(files, work.split.total_steps)
     with PartWriter(run.child(PARTS), work.shards, lambda row_bytes: cut, batch_dim, attempt=attempt) as writer:
         for step, shards in work:
             for shard in shards:
@@ -230,8 +230,8 @@ def test_a_part_gets_its_name_after_what_must_come_before(tmp_path: Path) -> Non
     assert folder.names() == ["steps-0-1-shards-0-1.arrow", "steps-1-2-shards-0-1.arrow"]
 
 
-def one_file(row_bytes: float) -> FileCut:
-    return FileCut(1, 100)
+def one_file(row_bytes: float) -> FilePlan:
+    return FilePlan(1, 100)
 
 
 def refuse() -> None:
@@ -262,7 +262,7 @@ def test_no_part_is_in_two_files(tmp_path: Path) -> None:
 
 def test_a_worker_that_never_learns_of_the_cut_keeps_nothing(tmp_path: Path) -> None:
     """Rank 0 was asked to stop before its first step; so is this worker."""
-    known = iter([None, FileCut(1, 3)])
+    known = iter([None, FilePlan(1, 3)])
     split, folder = Split(30, 10, 1), Storage(str(tmp_path))
     with PartWriter(folder, range(1), lambda row_bytes: next(known)) as writer:
         for step, (shard,) in itertools.islice(Work(split), 2):

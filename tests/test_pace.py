@@ -8,7 +8,7 @@ import pytest
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Checkpoint
-from dp_ray.tasks.checkpoints import Pace
+from dp_ray.tasks.checkpoints import CheckpointPace
 from tests.support.group import StopsBefore, run_group, weights_of
 from tests.support.trainings import job_of
 
@@ -31,7 +31,7 @@ def walked(
     A save takes `loop` seconds of the training's, and `writing` in the background.
     """
     clock = Clock()
-    pace = Pace(when, clock)
+    pace = CheckpointPace(when, clock)
     saved: list[float] = []
     written, busy_until = 0.0, 0.0
     for step in range(steps):

@@ -16,7 +16,7 @@ from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
-from dp_ray.tasks.replay import Replayed, Wanted, compared
+from dp_ray.tasks.replay import Replayed, StepChoice, compared
 from tests.support import forked, training
 from tests.support.bad_data import Broken
 from tests.support.cli import status_of
@@ -39,7 +39,7 @@ EVAL = {"dataset": {"target": "tests.support.training:Images", "args": {"length"
 def again(run_dir: Path | str, step: int, shard: int | None = None) -> Replayed:
     """The step, run again in this process."""
     found: list[Replayed] = []
-    replay(str(run_dir), Wanted(step, shard), found.append, lambda line: None)
+    replay(str(run_dir), StepChoice(step, shard), found.append, lambda line: None)
     return found[0]
 
 

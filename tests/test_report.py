@@ -9,7 +9,7 @@ import pytest
 
 from dp_ray.report.page import facts_of, time_split
 from dp_ray.report.run_data import read_run
-from dp_ray.results.compare import compared, compared_run
+from dp_ray.results.compare import comparison_text, read_compared_run
 from dp_ray.results.result import lines
 from dp_ray.results.text import relative
 from dp_ray.rundir.listing import listed_runs
@@ -92,5 +92,5 @@ def test_what_verify_measures_for_itself_is_not_shown(here: Path, capsys: pytest
     result = train(here, "one", metrics=metrics, eval={"dataset": "tests.support.training:Pairs"}, quiet=False)
     told = capsys.readouterr()
     assert "eval_right" in told.err and "digest" not in told.err + told.out
-    assert "digest" not in "\n".join(lines(result)) + compared([compared_run(result.storage())] * 2)
+    assert "digest" not in "\n".join(lines(result)) + comparison_text([read_compared_run(result.storage())] * 2)
     assert "eval_outputs_digest" in result.metrics

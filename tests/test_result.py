@@ -19,13 +19,13 @@ from dp_ray.errors import StorageError
 from dp_ray.outputs.files import MANIFEST
 from dp_ray.outputs.parts import PartWriter
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import FileCut, Split, Work
+from dp_ray.plan.split import FilePlan, Split, Work
 from dp_ray.results.result import Result, load
 from dp_ray.results.text import Table
 from dp_ray.rundir.files import RESULT, SHAPES
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.steps.reports import Collector, ReportFile
-from dp_ray.steps.shapes import Recorder, Seen, ShardReport
+from dp_ray.steps.shapes import Recorder, ShardReport, Sizes
 from dp_ray.storage import Storage
 from tests.support.merging import begin, merge
 
@@ -35,7 +35,7 @@ SPLIT = Split(10, 6, 2)
 
 def make_outputs(run: Storage) -> None:
     begin(run)
-    with PartWriter(run.child(PARTS), range(2), lambda row_bytes: FileCut(1, 2)) as writer:
+    with PartWriter(run.child(PARTS), range(2), lambda row_bytes: FilePlan(1, 2)) as writer:
         for step, shards in Work(SPLIT):
             for shard in shards:
                 writer.on_shard(shard, np.arange(shard.start, shard.stop), OUTPUTS[shard.start : shard.stop])
@@ -51,7 +51,7 @@ def make_shapes(run: Storage) -> None:
         with Recorder(World(), collector.take, 3600.0) as recorder:
             for step, shards in Work(SPLIT):
                 for shard in shards:
-                    recorder.on_shard(shard, Seen(f"[{shard.rows}, 5]", f"[{shard.rows}, 2]", shard.rows), 1.5)
+                    recorder.on_shard(shard, Sizes(f"[{shard.rows}, 5]", f"[{shard.rows}, 2]", shard.rows), 1.5)
                 recorder.on_step(step)
         collector.close()
         file.close()

@@ -10,7 +10,7 @@ import dp_ray
 from dp_ray.engine.world import World
 from dp_ray.plan.split import Done, Range, Shard
 from dp_ray.steps.reports import Collector, Journal, ReportColumns, read_journal, table_of
-from dp_ray.steps.shapes import Recorder, Seen
+from dp_ray.steps.shapes import Recorder, Sizes
 from dp_ray.storage import Storage
 from tests.support import forked
 
@@ -54,7 +54,7 @@ def test_reports_of_a_worker_that_is_ahead_are_kept_too(tmp_path: Path) -> None:
     for world, steps in zip(worlds, (3, 9), strict=True):
         with Recorder(world, collector.take, interval=60) as recorder:
             for step in range(steps):
-                recorder.on_shard(Shard(step, world.rank, 0, 5), Seen("[5, 5]", "[5, 2]", 5), 1.0)
+                recorder.on_shard(Shard(step, world.rank, 0, 5), Sizes("[5, 5]", "[5, 2]", 5), 1.0)
                 recorder.on_step(step)
     collector.emit()
     for rows in blocks:

@@ -22,9 +22,9 @@ from dp_ray.engine.world import World
 from dp_ray.plan.split import Done, Range, Shard
 from dp_ray.steps import reports
 from dp_ray.steps.reports import Collector, ReportColumns, ReportFile, read_reports, read_spans
-from dp_ray.steps.shapes import Recorder, Report, Seen, ShardReport, ShardSpan, decode_sizes, report_interval
+from dp_ray.steps.shapes import Recorder, Report, ShardReport, ShardSpan, Sizes, decode_sizes, report_interval
 
-SEEN = [Seen(f"[{rows}, 5]", f"[{rows}, 2]", rows) for rows in range(1, 5)]
+SEEN = [Sizes(f"[{rows}, 5]", f"[{rows}, 2]", rows) for rows in range(1, 5)]
 NEVER = 3600.0  # seconds between two reports that nobody asked for
 WAIT = 30.0
 
@@ -34,11 +34,11 @@ class Row(NamedTuple):
 
     step: int
     shard: int
-    seen: Seen
+    seen: Sizes
     milliseconds: float
 
 
-def spelled(report: Report, seen: dict[int, Seen]) -> list[Row]:
+def spelled(report: Report, seen: dict[int, Sizes]) -> list[Row]:
     """A report's rows one by one, with the sizes that this and earlier reports named."""
     seen.update(report.seen)
     rows = []
@@ -102,7 +102,7 @@ histories = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(histories)
-def test_all_that_was_recorded_is_sent(steps: list[tuple[list[tuple[int, Seen]], bool]]) -> None:
+def test_all_that_was_recorded_is_sent(steps: list[tuple[list[tuple[int, Sizes]], bool]]) -> None:
     """Whatever shards a step has, whenever what there is is sent, also in the middle of a step."""
     recorded: list[Row] = []
     with recording() as (recorder, sent):
@@ -116,7 +116,7 @@ def test_all_that_was_recorded_is_sent(steps: list[tuple[list[tuple[int, Seen]],
             if flush:
                 recorder.flush()
                 assert sent[-1].through == step
-    named: dict[int, Seen] = {}
+    named: dict[int, Sizes] = {}
     assert sorted(row for report in sent for row in spelled(report, named)) == sorted(recorded)
     for report in sent:
         assert [span.first_step for span in report.spans] == sorted(span.first_step for span in report.spans)
@@ -201,7 +201,7 @@ def test_recording_beside_the_background_thread_loses_nothing() -> None:
         for step in range(3000):
             record(recorder, Row(step, 0, SEEN[step % 3 == 0], float(step)))
             recorder.on_step(step)
-    seen: dict[int, Seen] = {}
+    seen: dict[int, Sizes] = {}
     rows = [row for report in sent for row in spelled(report, seen)]
     assert rows == [Row(step, 0, SEEN[step % 3 == 0], float(step)) for step in range(3000)]
     through = [report.through for report in sent]
@@ -213,7 +213,7 @@ class Emitted(NamedTuple):
 
     step: int
     shard: int
-    seen: Seen
+    seen: Sizes
     milliseconds: float
     worker: tuple[int, int]  # attempt and rank
 
@@ -271,7 +271,7 @@ class Play:
         self.safe: set[tuple[int, int]] = set()
         self.clock = 0
 
-    def seen(self, step: int, shard: int) -> Seen | None:
+    def seen(self, step: int, shard: int) -> Sizes | None:
         """What a shard of a step looks like; None where it is empty."""
         return self.sizes[(step // self.every * (shard + 1)) % len(self.sizes)]
 
@@ -313,7 +313,7 @@ class Worker:
         self.recorder = Recorder(world_of(*name, world_size), self.sent.append, NEVER)
         self.shards = range(play.shards * name[1] // world_size, play.shards * (name[1] + 1) // world_size)
         self.rows: list[Row] = []
-        self.named: dict[int, Seen] = {}
+        self.named: dict[int, Sizes] = {}
 
     def advance(self, steps: int) -> None:
         for _ in range(min(steps, self.play.steps - self.step)):
@@ -533,7 +533,7 @@ def write(path: Path, blocks: Sequence[Sequence[ShardReport]]) -> None:
         for block in blocks:
             first = len(collector.worlds)
             collector.worlds += [World(one.rank, node=one.node, device=torch.device(one.device)) for one in block]
-            collector.seen += [Seen(text(one.input_size), text(one.output_size), one.rows) for one in block]
+            collector.seen += [Sizes(text(one.input_size), text(one.output_size), one.rows) for one in block]
             numbers = np.arange(first, first + len(block), dtype=np.int32)
             step, shard = (np.array([getattr(one, name) for one in block]) for name in ("step", "shard"))
             times = np.array([one.milliseconds for one in block], np.float32)
@@ -640,7 +640,7 @@ def test_the_memory_of_many_sizes_in_many_small_blocks_is_what_they_take(tmp_pat
     def go() -> None:
         for step in range(400):
             numbers = shards + len(collector.seen)
-            collector.seen += [Seen(f"[1, {number}]", f"[{number}]", 1) for number in numbers.tolist()]
+            collector.seen += [Sizes(f"[1, {number}]", f"[{number}]", 1) for number in numbers.tolist()]
             file.write(collector, ReportColumns(np.full(16, step), shards, world, numbers, ones))
 
     with (tmp_path / "x").open("wb") as sink:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dp_ray.errors import ModelError
-from dp_ray.steps.shapes import Probe, Seen, decode_sizes, encode_sizes, shape_lines
+from dp_ray.steps.shapes import Probe, Sizes, decode_sizes, encode_sizes, shape_lines
 
 Size = torch.Size
 
@@ -56,7 +56,7 @@ def test_one_tensor_is_seen_as_its_size() -> None:
     with Probe(linear) as probe:
         output = linear(X)
         seen, _ = probe.take()
-    assert seen == Seen("[4, 5]", "[4, 2]", 4)
+    assert seen == Sizes("[4, 5]", "[4, 2]", 4)
     assert (decode_sizes(seen.input_size), decode_sizes(seen.output_size)) == (X.shape, output.shape)
 
 
@@ -96,7 +96,7 @@ def test_the_last_of_several_calls_counts() -> None:
     with Probe(model) as probe:
         for rows in (2, 3, 2, 1):
             model(torch.ones(rows, 5))
-        assert probe.take()[0] == Seen("[1, 5]", "[1, 1]", 1)
+        assert probe.take()[0] == Sizes("[1, 5]", "[1, 1]", 1)
 
 
 def test_equal_inputs_with_other_outputs_are_told_apart() -> None:

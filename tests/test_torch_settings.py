@@ -206,7 +206,8 @@ def test_the_compilers_configs_are_as_before(when: str, monkeypatch: pytest.Monk
     with monkeypatch.context() as hidden:
         if when == "by the job":
             hidden.delitem(sys.modules, "torch._dynamo.config")
-        restore = torch_settings()
+        restorer = torch_settings()
+        next(restorer)
     config.recompile_limit = 3
-    restore()
+    next(restorer, None)
     assert config.recompile_limit == limit != 3

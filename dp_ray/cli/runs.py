@@ -83,16 +83,16 @@ def compare(run_dirs: tuple[str, ...], as_json: bool, html: str | None) -> None:
 
 
 def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
-    from dp_ray.results.compare import compared, compared_run, compared_values
+    from dp_ray.results.compare import comparison_text, comparison_values, read_compared_run
     from dp_ray.rundir.files import damage_told
     from dp_ray.storage import Storage
 
     runs = []
     for run_dir in run_dirs:
         with damage_told(run_dir):
-            runs.append(compared_run(Storage(run_dir)))
+            runs.append(read_compared_run(Storage(run_dir)))
     with damage_told(" or ".join(run_dirs)):
-        click.echo(json_text(compared_values(runs)) if as_json else harmless(compared(runs)))
+        click.echo(json_text(comparison_values(runs)) if as_json else harmless(comparison_text(runs)))
 
 
 @click.command()
@@ -140,14 +140,14 @@ def track(run_dir: str) -> None:
 def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bool) -> None:
     """Run a step of a training again in this process: its loss, its rows, what is not finite; writes nothing."""
     from dp_ray.driver.replay import replay as run_replay
-    from dp_ray.tasks.replay import Replayed, Wanted
+    from dp_ray.tasks.replay import Replayed, StepChoice
 
     stdout = sys.stdout
 
     def show(found: Replayed) -> None:
         click.echo(json_text(found.to_json()) if as_json else harmless("\n".join(found.lines())), file=stdout)
 
-    run_replay(run_dir, Wanted(step, shard), show, lambda line: say(line), debugs)
+    run_replay(run_dir, StepChoice(step, shard), show, lambda line: say(line), debugs)
 
 
 @click.command("list")

@@ -15,7 +15,7 @@ from dp_ray.monitor.messages import WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs.files import outputs_path, outputs_sha256
 from dp_ray.plan.split import Split
-from dp_ray.results.result import Result, ema_told, with_best_weights
+from dp_ray.results.result import Result, ema_values, with_best_weights
 from dp_ray.results.text import measured, relative
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir, kept_steps
@@ -104,7 +104,7 @@ def _training_values(job: Job, storage: Storage, monitor: Monitor | None) -> dic
     early = monitor.task_messages.stopped_early if monitor else None
     return {
         "best": with_best_weights(best, storage),
-        "ema": job.ema and ema_told(job.ema.decay, storage),
+        "ema": job.ema and ema_values(job.ema.decay, storage),
         "stopped_early": early and early.to_json(),
     }
 

@@ -21,7 +21,7 @@ from dp_ray.rundir.claim import located, read_claim
 from dp_ray.rundir.files import RESULT, RUN, read_json
 from dp_ray.rundir.history import StepRows, history_so_far
 from dp_ray.storage import Storage
-from dp_ray.tasks.replay import Again, Given, Replayed, Wanted, run_again
+from dp_ray.tasks.replay import ReplayContext, Replayed, Rerun, StepChoice, run_again
 from dp_ray.tasks.task import settings_of
 
 # Keys that a replay sets: it runs the steps alone, in this process.
@@ -29,7 +29,11 @@ WITHOUT: dict[str, Any] = {"workers": 0, "env": {}, "stop_on_nan": False, "flops
 
 
 def replay(
-    run_dir: str, wanted: Wanted, show: Callable[[Replayed], None], say: Callable[[str], None], debugs: bool = False
+    run_dir: str,
+    choice: StepChoice,
+    show: Callable[[Replayed], None],
+    say: Callable[[str], None],
+    debugs: bool = False,
 ) -> None:
     """Run a step of the training in `run_dir` again and `show` what it gave; the run directory stays as it is.
 
@@ -49,11 +53,11 @@ def replay(
                 f"the run was on {', '.join(sorted(types))}, and this is on {world.device.type}: the last bits differ"
             )
         try:
-            given = Given(job, world, run, StepRows(history_so_far(run)), say)
-            with settings_of(job, world), run_again(given, wanted) as again:
-                show(again.replayed)
+            context = ReplayContext(job, world, run, StepRows(history_so_far(run)), say)
+            with settings_of(job, world), run_again(context, choice) as rerun:
+                show(rerun.replayed)
                 if debugs:
-                    _debug(again, say)
+                    _debug(rerun, say)
         except Error as error:
             if debugs and (cause := cause_of(error)) is not None and not isinstance(cause, bdb.BdbQuit):
                 say(str(error))
@@ -121,10 +125,10 @@ def _placed(job: Job) -> tuple[Job, tuple[torch.device, ...]]:
     return job, devices_here(job)
 
 
-def _debug(again: Again, say: Callable[[str], None]) -> None:
+def _debug(rerun: Rerun, say: Callable[[str], None]) -> None:
     """Run a shard once more, with a debugger that stops in the forward of the module to look at."""
-    look, found = again.look, again.findings.output or again.findings.gradient
-    shards = [one for one, _ in again.findings.rows if found is None or one.shard.shard == found.shard]
+    look, found = rerun.look, rerun.findings.output or rerun.findings.gradient
+    shards = [one for one, _ in rerun.findings.rows if found is None or one.shard.shard == found.shard]
     if not shards:
         say("no rows, so there is nothing to debug")
         return

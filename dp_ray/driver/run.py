@@ -63,7 +63,7 @@ from dp_ray.rundir.listing import PROGRESS
 from dp_ray.rundir.quarantine import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
 from dp_ray.rundir.start import LINKS, first_step
 from dp_ray.steps.reports import REPORTS, ReportFile, read_journal, read_spans
-from dp_ray.steps.shapes import Seen, ShardSpan
+from dp_ray.steps.shapes import ShardSpan, Sizes
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.system.threads import planned_stops, repeated
@@ -478,7 +478,7 @@ def follow(
         raise error
 
 
-def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, ShardSpan]]:
+def _reported(job: Job, run: Storage) -> list[tuple[World, Sizes, ShardSpan]]:
     """Return the shape reports of earlier attempts, only of steps and shards whose work is kept."""
     steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
     trained = [Range(0, steps[-1], 0, job.num_shards)] if steps else []  # a training resumes from its last checkpoint

@@ -56,7 +56,7 @@ from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.incidents import IncidentLog, read_incidents
 from dp_ray.rundir.listing import PROGRESS
 from dp_ray.steps.reports import REPORTS, Collector, Journal, ReportColumns, ReportFile
-from dp_ray.steps.shapes import Keep, Report, Seen, ShardSpan, decode_sizes, shape_lines
+from dp_ray.steps.shapes import Keep, Report, ShardSpan, Sizes, decode_sizes, shape_lines
 from dp_ray.steps.times import TIMES, Logged, StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.system.threads import repeated
@@ -232,7 +232,7 @@ class ShapeReports:
         self._collector = Collector(self._on_rows)
         self._decoded: dict[int, tuple[Any, Any]] = {}
 
-    def restore(self, spans: Sequence[tuple[World, Seen, ShardSpan]]) -> None:
+    def restore(self, spans: Sequence[tuple[World, Sizes, ShardSpan]]) -> None:
         """Take in the reports that a resumed run has of its finished steps."""
         self._collector.restore(spans)
 

@@ -1,10 +1,11 @@
-"""Between a model's outputs and Arrow columns: one column for each tensor, one row for each sample.
+"""Convert between a model's outputs and Arrow columns: one column for each tensor, one row for each sample.
 
 A tensor of at least two dimensions is a fixed-shape tensor column. Rows that differ in shape, or hold no numbers, are
 structs of `data` and `shape`. Floats that Arrow lacks (bfloat16, float8) are stored as float32, which holds them
 exactly. Complex numbers are stored as pairs. The schema's metadata keeps each column's original dtype and shape.
 
-Carried values as Arrow columns: one value of the dataset's item beside each row of the outputs.
+`rows_of` and `to_arrow` lead there, `from_arrow` and `rebuild` back. The values of `outputs.carry` are columns
+beside them: one value of the dataset's item for each row.
 """
 
 import json
@@ -24,11 +25,16 @@ from dp_ray.tensors.tree import Keys, TreeSpec, difference, flatten, is_plain, u
 
 SINGLE = {"none": pa.null(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": pa.string()}
 KINDS = {**SINGLE, **{f"list of {name}": pa.list_(kind) for name, kind in SINGLE.items()}}
+METADATA = b"dp_ray"
+SAMPLE_INDEX = "sample_index"
+WIDENED = {torch.bfloat16, *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))}
+# One array for each carried key, then one tensor for each leaf of the outputs, with the rows in dimension 0.
+Rows = list[pa.Array | torch.Tensor]
 
 
 @dataclass(frozen=True)
 class CarriedColumn:
-    """The values of a key: its column's name, and their kind, one of KINDS."""
+    """A key of `outputs.carry`: its column's name, and the kind of its values, one of KINDS."""
 
     key: str
     name: str
@@ -40,26 +46,26 @@ class CarriedColumn:
         return KINDS[self.kind]
 
     def join(self, other: "CarriedColumn") -> "CarriedColumn":
-        """The column that holds the values of both: of None and any kind, and of whole numbers and others.
+        """Return the column that holds the values of both: of None and any kind, and of whole numbers and others.
 
         Raises DataError, which names the key, if there is no such kind.
         """
         fields = [pa.schema([(self.key, one.arrow_type)]) for one in (self, other)]
         try:
-            (found,) = pa.unify_schemas(fields, promote_options="permissive").types
+            (joined,) = pa.unify_schemas(fields, promote_options="permissive").types
         except (pa.ArrowTypeError, pa.ArrowInvalid):
             raise DataError(
                 f"outputs.carry: the values of {self.key!r} are {self.kind} in some shards and {other.kind} in "
                 "others; they must be of one kind"
             ) from None
-        return CarriedColumn(self.key, self.name, kind_of(found))
+        return CarriedColumn(self.key, self.name, kind_of(joined))
 
     def array(self, pieces: Sequence[pa.Array]) -> pa.Array:
-        """The values of all pieces, in order, in the column's type."""
+        """Join the values of all pieces, in order, in the column's type."""
         return pa.concat_arrays([self.converted(piece) for piece in pieces])
 
     def converted(self, values: pa.Array) -> pa.Array:
-        """Values of the key in the column's type; raises DataError, which names the key, if it cannot hold one."""
+        """Convert the key's values to the column's type; raise DataError, naming it, if one does not fit."""
         try:
             return values.cast(self.arrow_type)
         except pa.ArrowInvalid as error:
@@ -67,42 +73,14 @@ class CarriedColumn:
             raise DataError(f"{says}; carry them as text") from error
 
 
-def kind_of(found: pa.DataType) -> str:
-    """The name of an Arrow type in KINDS; raises DataError if it has none."""
+def kind_of(arrow_type: pa.DataType) -> str:
+    """Return the name of an Arrow type in KINDS; raise DataError if it has none."""
     for name, kind in KINDS.items():
-        if kind == found:
+        if kind == arrow_type:
             return name
     raise DataError(
-        f"outputs.carry: values of Arrow's type {found} cannot be carried; they may be {', '.join(KINDS)}"
+        f"outputs.carry: values of Arrow's type {arrow_type} cannot be carried; they may be {', '.join(KINDS)}"
     )
-
-
-def carried_arrays(
-    carried: Mapping[str, Sequence[Any]], indices: "np.ndarray[Any, np.dtype[np.int64]]"
-) -> dict[str, pa.Array]:
-    """The carried values of some samples as Arrow arrays, by key.
-
-    Raises DataError, which names samples, if the values of a key are of several kinds.
-    """
-    return {key: _array(key, values, indices) for key, values in carried.items()}
-
-
-def _array(key: str, values: Sequence[Any], indices: "np.ndarray[Any, np.dtype[np.int64]]") -> pa.Array:
-    try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        first: dict[str, int] = {}
-        for index, value in zip(indices.tolist(), values, strict=True):
-            first.setdefault(type(value).__qualname__, index)
-        first.pop("NoneType", None)
-        told = ", ".join(f"{kind} in sample {index}" for kind, index in first.items())
-        why = f"they are of several kinds ({told})" if len(first) > 1 else f"{told}: {error}"
-        raise DataError(f"outputs.carry: the values of {key!r} cannot be one column: {why}") from error
-
-
-METADATA = b"dp_ray"
-SAMPLE_INDEX = "sample_index"
-WIDENED = {torch.bfloat16, *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))}
 
 
 @dataclass(frozen=True)
@@ -117,10 +95,10 @@ class Column:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The leaf's dtype; raises StorageError if torch does not know it."""
-        found = getattr(torch, self.dtype, None)
-        if not isinstance(found, torch.dtype):
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
             raise StorageError(f"column {self.name!r} is of the unknown dtype {self.dtype!r}")
-        return found
+        return dtype
 
     @property
     def is_complex(self) -> bool:
@@ -173,35 +151,35 @@ class Layout:
     @property
     def metadata(self) -> dict[bytes, bytes]:
         """This layout as the schema's metadata; `from_metadata` is the inverse."""
-        says = {
+        values = {
             "spec": self.spec.to_json(),
             "columns": [asdict(column) for column in self.columns],
             "batch_dim": self.batch_dim,
         }
         if self.carried:
-            says["carried"] = [asdict(column) for column in self.carried]
-        return {METADATA: json.dumps(says).encode()}
+            values["carried"] = [asdict(column) for column in self.carried]
+        return {METADATA: json.dumps(values).encode()}
 
     @classmethod
     def from_metadata(cls, metadata: dict[bytes, bytes] | None) -> "Layout":
         """Read the layout from a schema's metadata; raises StorageError if it has none."""
         if not metadata or METADATA not in metadata:
             raise StorageError("this Parquet file does not hold outputs of dp_ray")
-        says = json.loads(metadata[METADATA])
+        values = json.loads(metadata[METADATA])
         columns = [
             Column(one["name"], one["dtype"], None if one["shape"] is None else tuple(one["shape"]), one["is_array"])
-            for one in says["columns"]
+            for one in values["columns"]
         ]
-        carried = tuple(CarriedColumn(**one) for one in says.get("carried", []))
-        return cls(TreeSpec.from_json(says["spec"]), tuple(columns), says["batch_dim"], carried)
+        carried = tuple(CarriedColumn(**one) for one in values.get("carried", []))
+        return cls(TreeSpec.from_json(values["spec"]), tuple(columns), values["batch_dim"], carried)
 
     def join(self, other: "Layout") -> "Layout":
-        """The layout that holds the rows of both: a column whose row shapes differ becomes variable.
+        """Return the layout that holds the rows of both: a column whose row shapes differ becomes variable.
 
         Raises ModelError, which names the column, if the nesting or the dtypes differ.
         """
-        if found := difference(self.spec, other.spec):
-            raise ModelError(f"the model's outputs are not nested alike on all shards: {found}")
+        if (problem := difference(self.spec, other.spec)) is not None:
+            raise ModelError(f"the model's outputs are not nested alike on all shards: {problem}")
         if self.spec != other.spec:
             raise ModelError(
                 f"the model's outputs have their keys in another order on some shards: {self.spec.paths} "
@@ -212,8 +190,62 @@ class Layout:
         return Layout(self.spec, columns, self.batch_dim, carried)
 
 
-# One array for each carried key, then one tensor for each leaf of the outputs, with the rows in dimension 0.
-Rows = list[pa.Array | torch.Tensor]
+def _common_column(first: Column, other: Column) -> Column:
+    if (first.name, first.dtype, first.is_array) != (other.name, other.dtype, other.is_array):
+        raise ModelError(
+            f"output {first.name!r} is not alike on all shards: {first.dtype} on one, {other.dtype} on another"
+        )
+    return first if first.shape == other.shape else Column(first.name, first.dtype, None, first.is_array)
+
+
+def rows_of(
+    outputs: Any, rows: int, batch_dim: int, carried: Mapping[str, pa.Array] | None = None
+) -> tuple[Layout, Rows]:
+    """Split a shard's outputs into their layout and their leaves, on the CPU with rows in dimension 0.
+
+    `carried` holds an array for each carried key.
+
+    Raises ModelError, which names the leaf's path, if a leaf does not have one entry for each of the `rows` rows.
+    """
+    leaves, spec = flatten(gather([outputs], [rows], batch_dim))
+    if not leaves:
+        raise ModelError(f"the model returned no tensor to merge, but {outputs!r:.60}")
+    carried = carried or {}
+    names = _column_names([*carried, *spec.paths])
+    beside = [CarriedColumn(key, names.pop(0), kind_of(array.type)) for key, array in carried.items()]
+    tensors = [_rows_first(name, leaf, batch_dim) for name, leaf in zip(names, leaves, strict=True)]
+    columns = [
+        Column(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray))
+        for name, tensor, leaf in zip(names, tensors, leaves, strict=True)
+    ]
+    return Layout(spec, tuple(columns), batch_dim, tuple(beside)), [*carried.values(), *tensors]
+
+
+def _column_names(paths: Sequence[str]) -> list[str]:
+    """Name the columns by their keys and paths; a bare tensor is `output`, and a name that is taken gets a `_`."""
+    names: list[str] = []
+    for path in paths:
+        name = path or "output"
+        while name in (SAMPLE_INDEX, "position", *names):
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _rows_first(name: str, leaf: Any, batch_dim: int) -> torch.Tensor:
+    """Copy a leaf with its rows in dimension 0.
+
+    It is a copy because the model may overwrite what it returned, and a view would keep its whole base alive.
+    """
+    if isinstance(leaf, np.ndarray):
+        try:
+            tensor = torch.from_numpy(np.array(leaf, order="C"))
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"output {name!r} is an array of {leaf.dtype}, which cannot be kept: {error}") from None
+    else:
+        tensor = leaf.detach()
+    rows_first = tensor.movedim(rows_dim(tensor, batch_dim), 0)
+    return rows_first.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def without_objects(outputs: Any) -> tuple[Any, dict[str, str]]:
@@ -242,31 +274,31 @@ def _without_objects(spec: TreeSpec, above: Keys, left_out: dict[str, str]) -> T
     return replace(spec, children=children) if changed else spec
 
 
-def rows_of(
-    outputs: Any, rows: int, batch_dim: int, carried: Mapping[str, pa.Array] | None = None
-) -> tuple[Layout, Rows]:
-    """Split a shard's outputs into their layout and their leaves, on the CPU with rows in dimension 0.
+def carried_arrays(
+    carried: Mapping[str, Sequence[Any]], indices: "np.ndarray[Any, np.dtype[np.int64]]"
+) -> dict[str, pa.Array]:
+    """Convert the carried values of some samples to Arrow arrays, by key.
 
-    `carried` holds an array for each carried key.
-
-    Raises ModelError, which names the leaf's path, if a leaf does not have one entry for each of the `rows` rows.
+    Raises DataError, which names samples, if the values of a key are of several kinds.
     """
-    leaves, spec = flatten(gather([outputs], [rows], batch_dim))
-    if not leaves:
-        raise ModelError(f"the model returned no tensor to merge, but {outputs!r:.60}")
-    carried = carried or {}
-    names = _column_names([*carried, *spec.paths])
-    beside = [CarriedColumn(key, names.pop(0), kind_of(array.type)) for key, array in carried.items()]
-    tensors = [_rows_first(name, leaf, batch_dim) for name, leaf in zip(names, leaves, strict=True)]
-    columns = [
-        Column(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray))
-        for name, tensor, leaf in zip(names, tensors, leaves, strict=True)
-    ]
-    return Layout(spec, tuple(columns), batch_dim, tuple(beside)), [*carried.values(), *tensors]
+    return {key: _array(key, values, indices) for key, values in carried.items()}
+
+
+def _array(key: str, values: Sequence[Any], indices: "np.ndarray[Any, np.dtype[np.int64]]") -> pa.Array:
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        first: dict[str, int] = {}
+        for index, value in zip(indices.tolist(), values, strict=True):
+            first.setdefault(type(value).__qualname__, index)
+        first.pop("NoneType", None)
+        kinds = ", ".join(f"{kind} in sample {index}" for kind, index in first.items())
+        why = f"they are of several kinds ({kinds})" if len(first) > 1 else f"{kinds}: {error}"
+        raise DataError(f"outputs.carry: the values of {key!r} cannot be one column: {why}") from error
 
 
 def to_arrow(column: CarriedColumn | Column, pieces: Sequence[Any]) -> pa.Array:
-    """The rows of all `pieces`, tensors or carried values, in order, as one Arrow array of the column's type."""
+    """Join the rows of all `pieces`, tensors or carried values, in order, in one Arrow array of the column's type."""
     if isinstance(column, CarriedColumn):
         return column.array(pieces)
     if column.is_struct:
@@ -280,79 +312,17 @@ def to_arrow(column: CarriedColumn | Column, pieces: Sequence[Any]) -> pa.Array:
     return pa.ExtensionArray.from_storage(kind, storage)
 
 
-def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Tensor]:
-    """The inverse of `to_arrow`: rows in dimension 0, or a list with one tensor a row if their shapes differ."""
-    if column.shape is None:
-        return [_row_of(column, row["data"], row["shape"]) for row in array]
-    if column.is_struct:
-        return torch.empty(len(array), *column.shape, dtype=column.torch_dtype)
-    flat = array.storage.flatten() if isinstance(array, pa.ExtensionArray) else array
-    return _to_torch(column, plain_values(flat)).reshape(len(array), *column.shape)
-
-
-def converted(before: CarriedColumn | Column, after: CarriedColumn | Column, array: pa.Array) -> pa.Array:
-    """A column's array as that of a column which holds more: rows of any shape, or values of another kind."""
-    if isinstance(after, CarriedColumn):
-        return after.converted(array)
-    assert isinstance(before, Column)
-    if before.shape == after.shape:
-        return array
-    return to_arrow(after, [row.unsqueeze(0) for row in from_arrow(before, array)])
-
-
-def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[torch.Tensor]]) -> Any:
-    """Nest the leaves as the model nested its outputs; each leaf has its rows in dimension 0."""
-
-    def as_was(column: Column, leaf: Any) -> Any:
-        if isinstance(leaf, list):
-            return [row.numpy() for row in leaf] if column.is_array else leaf
-        moved = leaf.movedim(0, layout.batch_dim) if leaf.ndim > max(1, layout.batch_dim) else leaf
-        return moved.numpy() if column.is_array else moved
-
-    return unflatten(layout.spec, [as_was(*pair) for pair in zip(layout.columns, leaves, strict=True)])
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes in C order, whatever its dtype."""
-    if not tensor.numel():
-        return memoryview(b"")  # torch cannot view the strides of an empty numpy array
-    return memoryview(as_bytes(tensor.cpu()).numpy())  # type: ignore[arg-type]
-
-
-def _rows_first(name: str, leaf: Any, batch_dim: int) -> torch.Tensor:
-    """Copy a leaf with its rows in dimension 0.
-
-    It is a copy because the model may overwrite what it returned, and a view would keep its whole base alive.
-    """
-    tensor = _from_numpy(name, leaf) if isinstance(leaf, np.ndarray) else leaf.detach()
-    rows_first = tensor.movedim(rows_dim(tensor, batch_dim), 0)
-    return rows_first.to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _from_numpy(name: str, leaf: Any) -> torch.Tensor:
-    try:
-        return torch.from_numpy(np.array(leaf, order="C"))
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"output {name!r} is an array of {leaf.dtype}, which cannot be kept: {error}") from None
-
-
-def _column_names(paths: Sequence[str]) -> list[str]:
-    """Name the columns by their keys and paths; a bare tensor is `output`, and a name that is taken gets a `_`."""
-    names: list[str] = []
-    for path in paths:
-        name = path or "output"
-        while name in (SAMPLE_INDEX, "position", *names):
-            name += "_"
-        names.append(name)
-    return names
-
-
-def _common_column(first: Column, other: Column) -> Column:
-    if (first.name, first.dtype, first.is_array) != (other.name, other.dtype, other.is_array):
-        raise ModelError(
-            f"output {first.name!r} is not alike on all shards: {first.dtype} on one, {other.dtype} on another"
-        )
-    return first if first.shape == other.shape else Column(first.name, first.dtype, None, first.is_array)
+def _variable(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
+    """Return rows of any shape as structs of their numbers and their shape."""
+    rows = [row for piece in pieces for row in piece.unbind()]
+    data = [_to_numpy(row).reshape(-1) for row in rows]
+    offsets = np.cumsum([0, *(len(values) for values in data)], dtype=np.int64)
+    kind = column.arrow_type.field("data").type.value_type
+    flat = array_of(np.concatenate(data)) if data else pa.nulls(0, kind)
+    shapes = pa.array([list(row.shape) for row in rows], pa.list_(pa.int64()))
+    return pa.StructArray.from_arrays(
+        [pa.LargeListArray.from_arrays(array_of(offsets), flat), shapes], names=["data", "shape"]
+    )
 
 
 def _to_numpy(tensor: torch.Tensor) -> Any:
@@ -368,6 +338,17 @@ def _to_numpy(tensor: torch.Tensor) -> Any:
         raise ModelError(f"an output of dtype {tensor.dtype} cannot be kept: {error}") from None
 
 
+def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Tensor]:
+    """Return the rows in dimension 0, or one tensor a row if their shapes differ: the inverse of `to_arrow`."""
+    if column.shape is None:
+        values = ((row["data"].values.to_numpy(zero_copy_only=False), row["shape"].as_py()) for row in array)
+        return [_to_torch(column, data).reshape(shape) for data, shape in values]
+    if column.is_struct:
+        return torch.empty(len(array), *column.shape, dtype=column.torch_dtype)
+    flat = array.storage.flatten() if isinstance(array, pa.ExtensionArray) else array
+    return _to_torch(column, plain_values(flat)).reshape(len(array), *column.shape)
+
+
 def _to_torch(column: Column, values: Any) -> torch.Tensor:
     values = values if values.flags.writeable else values.copy()
     tensor = torch.from_numpy(values)
@@ -378,17 +359,30 @@ def _to_torch(column: Column, values: Any) -> torch.Tensor:
     return tensor.to(column.torch_dtype)
 
 
-def _variable(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
-    rows = [row for piece in pieces for row in piece.unbind()]
-    data = [_to_numpy(row).reshape(-1) for row in rows]
-    offsets = np.cumsum([0, *(len(values) for values in data)], dtype=np.int64)
-    kind = column.arrow_type.field("data").type.value_type
-    flat = array_of(np.concatenate(data)) if data else pa.nulls(0, kind)
-    shapes = pa.array([list(row.shape) for row in rows], pa.list_(pa.int64()))
-    return pa.StructArray.from_arrays(
-        [pa.LargeListArray.from_arrays(array_of(offsets), flat), shapes], names=["data", "shape"]
-    )
+def converted(before: CarriedColumn | Column, after: CarriedColumn | Column, array: pa.Array) -> pa.Array:
+    """Convert a column's array to a column which holds more: rows of any shape, or values of another kind."""
+    if isinstance(after, CarriedColumn):
+        return after.converted(array)
+    assert isinstance(before, Column)
+    if before.shape == after.shape:
+        return array
+    return to_arrow(after, [row.unsqueeze(0) for row in from_arrow(before, array)])
 
 
-def _row_of(column: Column, data: pa.Scalar, shape: pa.Scalar) -> torch.Tensor:
-    return _to_torch(column, data.values.to_numpy(zero_copy_only=False)).reshape(shape.as_py())
+def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[torch.Tensor]]) -> Any:
+    """Nest the leaves as the model nested its outputs; each leaf has its rows in dimension 0."""
+    rebuilt: list[Any] = []
+    for column, leaf in zip(layout.columns, leaves, strict=True):
+        if isinstance(leaf, list):
+            rebuilt.append([row.numpy() for row in leaf] if column.is_array else leaf)
+            continue
+        moved = leaf.movedim(0, layout.batch_dim) if leaf.ndim > max(1, layout.batch_dim) else leaf
+        rebuilt.append(moved.numpy() if column.is_array else moved)
+    return unflatten(layout.spec, rebuilt)
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's bytes in C order, whatever its dtype."""
+    if not tensor.numel():
+        return memoryview(b"")  # torch cannot view the strides of an empty numpy array
+    return memoryview(as_bytes(tensor.cpu()).numpy())  # type: ignore[arg-type]

@@ -1,16 +1,12 @@
-"""Merges parts into one file of the outputs, step after step, as its parts are committed.
+"""The files of the outputs: merged from parts, hashed, proved and listed.
 
-A hash of each step's outputs, computed where the step is merged.
+Begin at `FileMerge`: it merges the parts of one file, step after step, as workers commit them. `RowProof` proves the
+rows on the way: each position of the order once, with the order's sample. `StepDigests` hashes each step's raw bytes:
+leaf after leaf, and each leaf row after row. So a digest depends neither on workers and files, nor on how a leaf is
+stored. A `FileRecord` notes that a file is whole.
 
-The digest of a step is the SHA-256 of its outputs' raw bytes: leaf after leaf, and each leaf row after row. So it
-depends neither on workers and files, nor on how a leaf is stored.
-
-The manifest: which files hold the outputs of a run, in order, with their rows, bytes and hashes.
-
-Proves that the outputs are whole: each position of the order once, with the order's sample.
-
-The worker that merges a file proves its rows, block by block. The driver proves the files, by their records alone.
-Positions that are known to be missing can be given to both.
+At the end the driver proves the files by their records alone (`prove_outputs`), and writes the manifest: which files
+hold the outputs of a run, in order, with their rows, bytes and hashes.
 """
 
 import functools
@@ -29,9 +25,9 @@ import pyarrow.parquet as pq
 
 from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.outputs.columns import METADATA, SAMPLE_INDEX, Column, Layout, from_arrow, raw_bytes
-from dp_ray.outputs.parts import AGAIN, POSITION, PartReader, RowsInOrder
+from dp_ray.outputs.parts import POSITION, RUN_AGAIN, PartReader, RowsInOrder
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import FileCut, Frontier, Range, Shard, Split
+from dp_ray.plan.split import FilePlan, Frontier, Range, Shard, Split
 from dp_ray.rundir import ledger
 from dp_ray.rundir.files import read_json, write_json
 from dp_ray.rundir.ledger import FILES, PART_NAME, PARTS, Ledger, check_newest, fenced, range_of, record_name
@@ -40,6 +36,240 @@ from dp_ray.tables import numbers, plain_values
 
 HELD_BYTES = 16 << 20  # of one leaf of one step; more of it is held on the local disk
 PIECE = 1 << 20
+GROUP_BYTES = 8 << 20
+OUTPUTS = "outputs"  # the folder of the files
+MANIFEST = "outputs_manifest.json"  # beside the folder, which polars cannot read if it holds any other file
+EARLIER_MANIFEST = "outputs/manifest.json"
+MERGED = "outputs.parquet"  # what earlier versions wrote in place of the folder
+BEGIN_ANEW = "make them alike, and run the job again with --overwrite (overwrite=True)"
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the outputs: its name, and the positions `first .. end - 1` that it holds.
+
+    `sha256` is that of the file's bytes. `steps` are the digests of its steps, in order. `layout` is its columns, as
+    the file's metadata has them; earlier versions did not keep it. Where all samples were set aside, there is a
+    record without rows and no file.
+    """
+
+    name: str
+    rows: int
+    first: int
+    end: int
+    bytes: int
+    sha256: str
+    steps: tuple[str, ...]
+    layout: str = ""
+
+    @property
+    def path(self) -> str:
+        """The file's path in the run directory."""
+        return f"{OUTPUTS}/{self.name}"
+
+    def described(self) -> dict[str, Any]:
+        """Return the file's entry in the manifest: a hash in place of the digests of its steps."""
+        values = asdict(self)
+        del values["steps"], values["end"], values["layout"]
+        return {**values, "steps_sha256": hash_of_steps([self])}
+
+
+class FileMerge:
+    """The merging of one file. If it is ended before the file has its name, it is begun anew from the parts.
+
+    `between` is called between two blocks of rows, and may raise an error to end the merging. `find_missing` gives
+    the positions that have no outputs, as far as they are known.
+    """
+
+    def __init__(
+        self,
+        run: Storage,
+        ledger: Ledger,
+        plan: FilePlan,
+        number: int,
+        split: Split,
+        order: Order,
+        between: Callable[[], None] = lambda: None,
+        find_missing: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        self._between = between
+        self._run = fenced(run, ledger.attempt)
+        self._parts = self._run.child(PARTS)
+        self._ledger = ledger
+        self._number = number
+        self._name = plan.name(number)
+        self._steps = plan.steps_of(number)
+        self.first_step = self._steps.start
+        self._split = split
+        self._order = order
+        self._find_missing = find_missing
+        self._missing: Collection[int] = ()
+        self._seen: set[str] = set()  # all names in the folder of the parts
+        self._names: list[str] = []
+        self._done = Frontier(self._steps.start)
+        self.through = self._steps.start  # the first step that is not merged yet
+        self._open: OpenFile | None = None
+
+    def advance(self) -> bool:
+        """Merge the steps all of whose parts are there by now; True once the file has its name.
+
+        Raises StorageError if the parts do not hold each position once, or if this attempt is superseded.
+        """
+        new = self._new_parts()
+        self._missing = frozenset(self._find_missing())  # after the parts: a bad sample is kept before its part
+        while self.through < self._steps.stop and all(map(self._is_there, self._shards())):
+            self.through += 1
+        if new:
+            self._join(new)
+        if self._open is not None:
+            self._open.proof.know_missing(self._missing)
+            self._open.write_until(self._position(self.through), self.through, self._between)
+        if self.through < self._steps.stop:
+            return False
+        self._commit()
+        return True
+
+    def refuse(self) -> None:
+        """Raise StorageError for a file whose parts are not all there, though no worker will write any more."""
+        lost = next(shard for shard in self._shards() if shard not in self._done and not self._is_missing(shard))
+        raise StorageError(f"the outputs of position {lost.start} is missing; {RUN_AGAIN}")
+
+    def close(self) -> None:
+        """Discard the file unless it has its name."""
+        if self._open is not None:
+            self._open.discard()
+            self._open = None
+
+    def _new_parts(self) -> list[str]:
+        """Find the parts of this file that have come since the last call: only names that are new are looked at."""
+        names = self._parts.names()
+        new = self._ledger.counting(name for name in names if name not in self._seen)
+        self._seen.update(names)
+        parts = [name for name in new if _first_step(name) in self._steps]
+        self._names += parts
+        for name in parts:
+            self._done.add(_range(name))
+        return parts
+
+    def _shards(self) -> list[Shard]:
+        """Return all shards of the first step that is not merged yet."""
+        return self._split.worker(1, 0, self.through)
+
+    def _is_there(self, shard: Shard) -> bool:
+        """Return whether a shard's rows are in a part, or will not come."""
+        if shard not in self._done and self._is_missing(shard):
+            self._done.skip(shard)
+        return shard in self._done
+
+    def _is_missing(self, shard: Shard) -> bool:
+        """Return whether no row of a shard will come, since all its samples were set aside."""
+        return bool(self._missing) and all(at in self._missing for at in range(shard.start, shard.stop))
+
+    def _join(self, names: list[str]) -> None:
+        """Add parts to the open file. If its layout cannot hold their rows, it is begun anew in one that can."""
+        new = self._readers(names)
+        layouts = [] if self._open is None else [self._open.layout]
+        layout = functools.reduce(Layout.join, [*layouts, *(reader.layout for reader in new)])
+        if self._open is None or self._open.layout != layout:
+            self.close()
+            first, end = self._position(self._steps.start), self._position(self._steps.stop)
+            proof = RowProof(self._order, first, end, self._missing)
+            digests = StepDigests(layout, self._split.batch_size, self._steps.start)
+            self._open = OpenFile(self._run, self._name, layout, proof, digests)
+            new = self._readers(self._names)
+        self._open.rows.add(new)
+
+    def _readers(self, names: list[str]) -> list[PartReader]:
+        return [PartReader(self._parts, name, self._position(_first_step(name))) for name in names]
+
+    def _position(self, step: int) -> int:
+        """Return the first position of a step, or the end of all of them."""
+        return min(self._split.rows_kept, step * self._split.batch_size)
+
+    def _commit(self) -> None:
+        """Give the file its name and its record; then its parts are not needed any more."""
+        first, end = self._position(self._steps.start), self._position(self._steps.stop)
+        if self._open is not None:
+            record = self._open.commit(first, end)
+        else:  # all samples of its steps were set aside: there is a record, and no file
+            nothing = hashlib.sha256().hexdigest()
+            record = FileRecord(self._name, 0, first, end, 0, nothing, (nothing,) * len(self._steps))
+        self._open = None
+        done = Range(self._steps.start, self._steps.stop, 0, self._split.shards)
+        # Killed before the record, the file is merged again from its parts, and replaced. Killed after it, the parts
+        # that are left are not read again.
+        write_record(self._run, record_name(self._number, done, self._ledger.attempt), record)
+        check_newest(self._run, self._ledger.attempt)  # a newer attempt may need these parts
+        for name in self._names:
+            self._parts.delete(name)
+
+
+def _range(name: str) -> Range:
+    """Return the steps and shards of a part; an empty range before all steps if this is not the name of one."""
+    match = PART_NAME.fullmatch(name)
+    return range_of(match) if match else Range(-1, -1, 0, 0)
+
+
+def _first_step(name: str) -> int:
+    return _range(name).first_step
+
+
+class RowProof:
+    """The proof of rows, block after block: of the positions `first .. end - 1` but for the `missing` ones."""
+
+    def __init__(self, order: Order, first: int, end: int, missing: Collection[int] = ()) -> None:
+        self._order = order
+        self._at = first
+        self._end = end
+        self.know_missing(missing)
+
+    def know_missing(self, missing: Collection[int]) -> None:
+        """Note the positions that have no outputs, as they are known by now."""
+        self._missing = np.array(sorted(missing), np.int64)
+
+    def take(self, block: pa.Table) -> None:
+        """Prove the next rows; raises StorageError, which names the position, if others were to come."""
+        positions = numbers(block.column(POSITION))
+        expected = self._next(len(positions))
+        wrong = np.flatnonzero(positions != expected)
+        if len(wrong):
+            due, got = int(expected[wrong[0]]), int(positions[wrong[0]])
+            what = "is missing" if got > due else "is there twice"
+            raise StorageError(f"the outputs of position {min(due, got)} {what}; {RUN_AGAIN}")
+        if len(positions) and positions[-1] >= self._end:
+            self.refuse(self._end)
+        self._check_samples(positions, numbers(block.column(SAMPLE_INDEX)))
+        self._at = int(positions[-1]) + 1 if len(positions) else self._at
+
+    def refuse(self, position: int) -> None:
+        """Raise StorageError for rows from `position` on, which are more than there are to be."""
+        raise StorageError(
+            f"there are outputs of position {position}, but no more than {self._end} are due; {RUN_AGAIN}"
+        )
+
+    def end(self) -> None:
+        """Raise StorageError, which names the position, unless the rows are complete."""
+        due = self._next(1)
+        if len(due) and due[0] < self._end:
+            raise StorageError(f"the outputs end at position {due[0]} of {self._end}; {RUN_AGAIN}")
+
+    def _next(self, count: int) -> Positions:
+        """Return the next `count` positions that are due."""
+        candidates = np.arange(self._at, self._at + count + len(self._missing))
+        return np.setdiff1d(candidates, self._missing, assume_unique=True)[:count]
+
+    def _check_samples(self, positions: Positions, samples: Positions) -> None:
+        if not len(positions):
+            return
+        first = int(positions[0])
+        expected = self._order.indices(first, int(positions[-1]) + 1)[positions - first]
+        wrong = np.flatnonzero(samples != expected)
+        if len(wrong):
+            raise StorageError(
+                f"position {positions[wrong[0]]} holds the outputs of sample {samples[wrong[0]]}, "
+                f"where the order has sample {expected[wrong[0]]}; {RUN_AGAIN}"
+            )
 
 
 class StepDigests:
@@ -53,7 +283,7 @@ class StepDigests:
         self._begin()
 
     def take(self, block: pa.Table) -> None:
-        """Take the next rows, with their positions."""
+        """Hash the next rows, which have their positions."""
         steps = numbers(block.column(POSITION)) // self._batch_size
         borders = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
         for first, end in pairwise(borders):
@@ -62,7 +292,7 @@ class StepDigests:
                 self._add(block.slice(first, end - first))
 
     def through(self, step: int) -> None:
-        """End all steps before `step`, also those without rows."""
+        """End all steps before `step`, even those without rows."""
         while self._first_step + len(self.done) < step:
             for leaf in self._others:
                 leaf.seek(0)
@@ -92,7 +322,7 @@ class StepDigests:
 
 
 def _bytes_of(column: Column, rows: pa.Array) -> Iterator[memoryview]:
-    """The raw bytes of a leaf's rows."""
+    """Yield the raw bytes of a leaf's rows."""
     if column.is_stored_raw:
         flat = rows.storage.flatten() if isinstance(rows, pa.ExtensionArray) else rows
         yield memoryview(plain_values(flat).data).cast("B")
@@ -102,389 +332,32 @@ def _bytes_of(column: Column, rows: pa.Array) -> Iterator[memoryview]:
         yield raw_bytes(tensor)
 
 
-OUTPUTS = "outputs"  # the folder of the files
-MANIFEST = "outputs_manifest.json"  # beside the folder, which polars cannot read if it holds any other file
-EARLIER_MANIFEST = "outputs/manifest.json"
-MERGED = "outputs.parquet"  # what earlier versions wrote in place of the folder
+class HashedFile:
+    """An unfinished file that hashes the bytes written to it, as the stream of a Parquet writer."""
 
+    closed = False
 
-@dataclass(frozen=True)
-class FileRecord:
-    """A file of the outputs: its name, and the positions `first .. end - 1` that it holds.
+    def __init__(self, file: UnfinishedFile) -> None:
+        self.file = file
+        self.digest = hashlib.sha256()
+        self._bytes = 0
 
-    `sha256` is that of the file's bytes. `steps` are the digests of its steps, in order. `layout` is its columns, as
-    the file's metadata has them; earlier versions did not keep it. Where all samples were set aside, there is a
-    record without rows and no file.
-    """
+    def write(self, data: Any) -> None:
+        """Write bytes."""
+        self.digest.update(data)
+        self._bytes += len(memoryview(data).cast("B"))
+        self.file.write(data)
 
-    name: str
-    rows: int
-    first: int
-    end: int
-    bytes: int
-    sha256: str
-    steps: tuple[str, ...]
-    layout: str = ""
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self._bytes
 
-    @property
-    def path(self) -> str:
-        """The file's path in the run directory."""
-        return f"{OUTPUTS}/{self.name}"
-
-    def described(self) -> dict[str, Any]:
-        """The file as the manifest tells it: a hash in place of the digests of its steps."""
-        values = asdict(self)
-        del values["steps"], values["end"], values["layout"]
-        return {**values, "steps_sha256": hash_of_steps([self])}
-
-
-def hash_of_steps(records: Iterable[FileRecord]) -> str:
-    """The SHA-256 of the digests of the files' steps, in order: what `outputs_sha256` is of all files."""
-    digest = hashlib.sha256()
-    for record in records:
-        digest.update(bytes.fromhex("".join(record.steps)))
-    return digest.hexdigest()
-
-
-def write_record(run: Storage, name: str, record: FileRecord) -> None:
-    """Write the record of a file that is whole: from now on the file counts."""
-    run.child(FILES).write_text(name, json.dumps(asdict(record)) + "\n")
-
-
-def forget_lost(run: Storage) -> None:
-    """Remove the records of files that are gone or have another size: their steps run again."""
-    folder = run.child(FILES)
-    for name in ledger.records_in(ledger.committed(run)).values():
-        record = _read_record(folder, name)
-        if record.rows and run.size(record.path) != record.bytes:
-            folder.delete(name)
-
-
-def read_records(run: Storage, names: Iterable[str]) -> list[FileRecord]:
-    """The records among these names, in the order of their files; raises StorageError if one is damaged."""
-    return [_read_record(run.child(FILES), name) for _, name in sorted(ledger.records_in(names).items())]
-
-
-def _read_record(folder: Storage, name: str) -> FileRecord:
-    values = read_json(folder, name)
-    try:
-        return FileRecord(**{**values, "steps": tuple(values["steps"])})
-    except (KeyError, TypeError) as error:
-        raise StorageError(f"{folder}/{name}: is damaged: {error!r}") from None
-
-
-def write_manifest(run: Storage, records: Sequence[FileRecord]) -> str:
-    """Write the manifest of all files; return the hash of the outputs."""
-    outputs_sha256 = hash_of_steps(records)
-    told = {"rows": sum(one.rows for one in records), "outputs_sha256": outputs_sha256}
-    write_json(run, MANIFEST, {**told, "files": [one.described() for one in records if one.rows]})
-    run.delete(EARLIER_MANIFEST)
-    return outputs_sha256
-
-
-def _manifest_of(run: Storage) -> str | None:
-    """The name of a run's manifest, which earlier versions wrote into the folder; None if there is none."""
-    return next(filter(run.exists, (MANIFEST, EARLIER_MANIFEST)), None)
-
-
-def file_names(run: Storage) -> list[str]:
-    """The files of a finished run's outputs, in order, by their paths in the run directory.
-
-    Raises StorageError if the manifest is damaged.
-    """
-    if (manifest := _manifest_of(run)) is None:
-        return [MERGED]
-    try:
-        return [f"{OUTPUTS}/{one['name']}" for one in read_json(run, manifest)["files"]]
-    except (KeyError, TypeError) as error:
-        raise StorageError(f"{run}/{manifest}: is damaged: {error!r}") from None
-
-
-def outputs_sha256(run: Storage) -> str:
-    """The hash of a finished run's outputs, as the manifest tells it."""
-    return str(read_json(run, _manifest_of(run) or MANIFEST)["outputs_sha256"])
-
-
-def names_so_far(run: Storage) -> list[str]:
-    """The files of the outputs that are whole, from the first on without a gap, while a run goes on."""
-    if _manifest_of(run) or run.exists(MERGED):
-        return file_names(run)
-    records = ledger.records_in(ledger.committed(run))
-    whole = [number for number in range(len(records)) if all(before in records for before in range(number + 1))]
-    return [one.path for one in read_records(run, [records[number] for number in whole]) if one.rows]
-
-
-def outputs_path(run: Storage) -> str:
-    """The folder of the outputs, or the one file that an earlier version wrote."""
-    return str(run.child(OUTPUTS if _manifest_of(run) or not run.exists(MERGED) else MERGED))
-
-
-ANEW = "make them alike, and run the job again with --overwrite (overwrite=True)"
-Positions = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class RowProof:
-    """Proves blocks of rows, one after another, of the positions `first .. end - 1` but for the `missing` ones."""
-
-    def __init__(self, order: Order, first: int, end: int, missing: Collection[int] = ()) -> None:
-        self._order = order
-        self._at = first
-        self._end = end
-        self.know_missing(missing)
-
-    def know_missing(self, missing: Collection[int]) -> None:
-        """Take the positions that have no outputs, as they are known by now."""
-        self._missing = np.array(sorted(missing), np.int64)
-
-    def take(self, block: pa.Table) -> None:
-        """Prove the next rows; raises StorageError, which names the position, if others were to come."""
-        positions = numbers(block.column(POSITION))
-        expected = self._next(len(positions))
-        wrong = np.flatnonzero(positions != expected)
-        if len(wrong):
-            due, got = int(expected[wrong[0]]), int(positions[wrong[0]])
-            what = "is missing" if got > due else "is there twice"
-            raise StorageError(f"the outputs of position {min(due, got)} {what}; {AGAIN}")
-        if len(positions) and positions[-1] >= self._end:
-            self.refuse(self._end)
-        self._check_samples(positions, numbers(block.column(SAMPLE_INDEX)))
-        self._at = int(positions[-1]) + 1 if len(positions) else self._at
-
-    def refuse(self, position: int) -> None:
-        """Raise StorageError for rows from `position` on, which are more than there are to be."""
-        raise StorageError(f"there are outputs of position {position}, but no more than {self._end} are due; {AGAIN}")
-
-    def end(self) -> None:
-        """Raise StorageError, which names the position, unless the rows are complete."""
-        if len(due := self._next(1)) and due[0] < self._end:
-            raise StorageError(f"the outputs end at position {due[0]} of {self._end}; {AGAIN}")
-
-    def _next(self, count: int) -> Positions:
-        """The next `count` positions that are due."""
-        candidates = np.arange(self._at, self._at + count + len(self._missing))
-        return np.setdiff1d(candidates, self._missing, assume_unique=True)[:count]
-
-    def _check_samples(self, positions: Positions, samples: Positions) -> None:
-        if not len(positions):
-            return
-        first = int(positions[0])
-        expected = self._order.indices(first, int(positions[-1]) + 1)[positions - first]
-        wrong = np.flatnonzero(samples != expected)
-        if len(wrong):
-            raise StorageError(
-                f"position {positions[wrong[0]]} holds the outputs of sample {samples[wrong[0]]}, "
-                f"where the order has sample {expected[wrong[0]]}; {AGAIN}"
-            )
-
-
-def prove_outputs(run: Storage, rows: int, missing: Collection[int] = ()) -> None:
-    """Prove that the files of a run's outputs are whole, and write their manifest; no row of them is read.
-
-    Raises what `check_files` and `check_layouts` raise.
-    """
-    records = read_records(run, ledger.committed(run))
-    if not records:
-        raise StorageError(f"{run}: there are no outputs; {AGAIN}")
-    check_files(run, records, rows, missing)
-    check_layouts(run, records)
-    if not any(record.rows for record in records):
-        raise DataError(f"{run}: there are no outputs: all samples were set aside, see quarantine/")
-    write_manifest(run, records)
-
-
-def check_files(run: Storage, records: Sequence[FileRecord], rows: int, missing: Collection[int] = ()) -> None:
-    """Raise StorageError unless the files hold the positions `0 .. rows - 1` in order, but for the `missing` ones.
-
-    Each file must have as many bytes as were written.
-    """
-    at = 0
-    for record in records:
-        if record.first != at:
-            raise StorageError(f"{run}/{record.path}: begins at position {record.first}, not {at}; {AGAIN}")
-        absent = sum(record.first <= position < record.end for position in missing)
-        if record.rows != record.end - record.first - absent:
-            due = record.end - record.first - absent
-            raise StorageError(f"{run}/{record.path}: holds {record.rows} rows, where {due} are due; {AGAIN}")
-        if (size := run.size(record.path)) != record.bytes and record.rows:
-            got = "is gone" if size is None else f"has {size} bytes, where {record.bytes} were written"
-            raise StorageError(f"{run}/{record.path}: {got}; {AGAIN}")
-        at = record.end
-    if at != rows:
-        raise StorageError(f"the outputs end at position {at} of {rows}; {AGAIN}")
-
-
-def check_layouts(run: Storage, records: Sequence[FileRecord]) -> None:
-    """Raise ModelError or DataError, which names steps, unless the files can be read as one: alike but for shapes."""
-    joined: Layout | None = None
-    first = 0
-    for record in records:
-        end = first + len(record.steps)
-        if record.layout:
-            layout = Layout.from_metadata({METADATA: record.layout.encode()})
-            try:
-                joined = layout if joined is None else joined.join(layout)
-            except (ModelError, DataError) as error:
-                where = f"the outputs of steps {first} to {end - 1} do not go with those of the steps before"
-                raise type(error)(f"{run}/{record.path}: {where}: {error}; {ANEW}") from error
-        first = end
-
-
-GROUP_BYTES = 8 << 20
-
-
-class FileMerge:
-    """The merging of one file. If it is ended before the file has its name, it is begun anew from the parts.
-
-    `between` is called between two blocks of rows, and may raise an error to end the merging. `find_missing` gives
-    the positions that have no outputs, as far as they are known.
-    """
-
-    def __init__(
-        self,
-        run: Storage,
-        ledger: Ledger,
-        cut: FileCut,
-        number: int,
-        split: Split,
-        order: Order,
-        between: Callable[[], None] = lambda: None,
-        find_missing: Callable[[], Collection[int]] = tuple,
-    ) -> None:
-        self._between = between
-        self._run = fenced(run, ledger.attempt)
-        self._parts = self._run.child(PARTS)
-        self._ledger = ledger
-        self._cut = cut
-        self._number = number
-        self._steps = cut.steps_of(number)
-        self._split = split
-        self._order = order
-        self._find_missing = find_missing
-        self._missing: Collection[int] = ()
-        self._seen: set[str] = set()  # all names in the folder of the parts
-        self._names: list[str] = []
-        self._done = Frontier(self._steps.start)
-        self._through = self._steps.start
-        self._open: OpenFile | None = None
-
-    @property
-    def first_step(self) -> int:
-        """The first step of the file."""
-        return self._steps.start
-
-    @property
-    def through(self) -> int:
-        """The first step that is not merged yet."""
-        return self._through
-
-    def advance(self) -> bool:
-        """Merge the steps all of whose parts are there by now; True once the file has its name.
-
-        Raises StorageError if the parts do not hold each position once, or if this attempt is superseded.
-        """
-        new = self._look()
-        self._missing = frozenset(self._find_missing())  # after the parts: a bad sample is kept before its part
-        self._move_on()
-        if new:
-            self._join(new)
-        if self._open is not None:
-            self._open.proof.know_missing(self._missing)
-            self._open.write_until(self._position(self._through), self._through, self._between)
-        if self._through < self._steps.stop:
-            return False
-        self._commit()
-        return True
-
-    def refuse(self) -> None:
-        """Raise StorageError for a file whose parts are not all there, though no worker will write any more."""
-        lost = next(shard for shard in self._shards() if shard not in self._done and not self._is_missing(shard))
-        raise StorageError(f"the outputs of position {lost.start} is missing; {AGAIN}")
+    def flush(self) -> None:
+        """Flush the file."""
+        self.file.flush()
 
     def close(self) -> None:
-        """Discard the file unless it has its name."""
-        if self._open is not None:
-            self._open.discard()
-            self._open = None
-
-    def _look(self) -> list[str]:
-        """Find the parts of this file that have come since the last look. Only names that are new are looked at."""
-        names = self._parts.names()
-        new = self._ledger.counting(name for name in names if name not in self._seen)
-        self._seen.update(names)
-        parts = [name for name in new if _first_step(name) in self._steps]
-        self._names += parts
-        for name in parts:
-            self._done.add(_range(name))
-        return parts
-
-    def _move_on(self) -> None:
-        """Find the first step of which parts are missing."""
-        while self._through < self._steps.stop and all(map(self._is_there, self._shards())):
-            self._through += 1
-
-    def _shards(self) -> list[Shard]:
-        """All shards of the first step that is not merged yet."""
-        return self._split.worker(1, 0, self._through)
-
-    def _is_there(self, shard: Shard) -> bool:
-        """Whether a shard's rows are in a part, or will not come."""
-        if shard not in self._done and self._is_missing(shard):
-            self._done.skip(shard)
-        return shard in self._done
-
-    def _is_missing(self, shard: Shard) -> bool:
-        """Whether no row of a shard will come, since all its samples were set aside."""
-        return bool(self._missing) and all(at in self._missing for at in range(shard.start, shard.stop))
-
-    def _join(self, names: list[str]) -> None:
-        """Add parts to the open file. If its layout cannot hold their rows, it is begun anew in one that can."""
-        new = self._readers(names)
-        layouts = [*([self._open.layout] if self._open else []), *(reader.layout for reader in new)]
-        layout = functools.reduce(Layout.join, layouts)
-        if self._open is None or self._open.layout != layout:
-            self.close()
-            self._open, new = self._begin(layout), self._readers(self._names)
-        self._open.rows.add(new)
-
-    def _readers(self, names: list[str]) -> list[PartReader]:
-        return [PartReader(self._parts, name, self._position(_first_step(name))) for name in names]
-
-    def _begin(self, layout: Layout) -> "OpenFile":
-        first, end = self._position(self._steps.start), self._position(self._steps.stop)
-        proof = RowProof(self._order, first, end, self._missing)
-        digests = StepDigests(layout, self._split.batch_size, self._steps.start)
-        return OpenFile(self._run, self._cut.name(self._number), layout, proof, digests)
-
-    def _position(self, step: int) -> int:
-        """The first position of a step, or the end of all of them."""
-        return min(self._split.rows_kept, step * self._split.batch_size)
-
-    def _commit(self) -> None:
-        """Give the file its name and its record; then its parts are not needed any more."""
-        first, end = self._position(self._steps.start), self._position(self._steps.stop)
-        record = self._open.commit(first, end) if self._open else self._without_rows(first, end)
-        self._open = None
-        done = Range(self._steps.start, self._steps.stop, 0, self._split.shards)
-        write_record(self._run, record_name(self._number, done, self._ledger.attempt), record)
-        check_newest(self._run, self._ledger.attempt)
-        for name in self._names:
-            self._parts.delete(name)
-
-    def _without_rows(self, first: int, end: int) -> FileRecord:
-        """The record of a file that is not there, since all its samples were set aside."""
-        nothing = hashlib.sha256().hexdigest()
-        name = self._cut.name(self._number)
-        return FileRecord(name, 0, first, end, 0, nothing, (nothing,) * len(self._steps))
-
-
-def _range(name: str) -> Range:
-    """The steps and shards of a part; an empty range before all steps if this is not the name of one."""
-    match = PART_NAME.fullmatch(name)
-    return range_of(match) if match else Range(-1, -1, 0, 0)
-
-
-def _first_step(name: str) -> int:
-    return _range(name).first_step
+        """Do nothing, as `UnfinishedFile.close`: the writer closes its stream before the file gets its name."""
 
 
 class OpenFile:
@@ -497,7 +370,15 @@ class OpenFile:
         self.proof = proof
         self._digests = digests
         self._stream = HashedFile(UnfinishedFile(run, f"{OUTPUTS}/{name}"))
-        self._writer = open_writer(self._stream, layout.schema)
+        # Neither compressed nor with dictionaries: outputs hardly compress, and are read once.
+        self._writer = pq.ParquetWriter(
+            self._stream,
+            layout.schema,
+            compression="none",
+            use_dictionary=False,
+            write_statistics=[SAMPLE_INDEX],
+            write_batch_size=1 << 16,
+        )
         self._held: list[pa.Table] = []
         self._held_bytes = 0
         self._num_rows = 0
@@ -523,20 +404,21 @@ class OpenFile:
     def commit(self, first: int, end: int) -> FileRecord:
         """Finish the file, which holds the positions `first .. end - 1`, and give it its name."""
         self.proof.end()
-        if (left := self.rows.left()) is not None:
+        left = self.rows.left()
+        if left is not None:
             self.proof.refuse(left)
         if self._held:
             self._write_group()
         self._writer.close()
         self.close()
-        self._stream.commit()
-        written = self._stream.tell()
+        self._stream.file.commit()
+        written, sha256 = self._stream.tell(), self._stream.digest.hexdigest()
         steps = tuple(self._digests.done)
         layout = self.layout.metadata[METADATA].decode()
-        return FileRecord(self._name, self._num_rows, first, end, written, self._stream.sha256, steps, layout)
+        return FileRecord(self._name, self._num_rows, first, end, written, sha256, steps, layout)
 
     def close(self) -> None:
-        """Close what is read."""
+        """Close the parts' files, and remove what is held on the local disk."""
         self.rows.close()
         self._digests.close()
 
@@ -547,57 +429,132 @@ class OpenFile:
             with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
                 self._writer.close()
         finally:
-            self._stream.discard()
+            self._stream.file.discard()
 
 
-class HashedFile:
-    """An unfinished file that hashes the bytes written to it."""
-
-    closed = False
-
-    def __init__(self, file: UnfinishedFile) -> None:
-        self._file = file
-        self._digest = hashlib.sha256()
-        self._bytes = 0
-
-    @property
-    def sha256(self) -> str:
-        """The SHA-256 of the bytes so far."""
-        return self._digest.hexdigest()
-
-    def write(self, data: Any) -> None:
-        """Write bytes."""
-        self._digest.update(data)
-        self._bytes += len(memoryview(data).cast("B"))
-        self._file.write(data)
-
-    def tell(self) -> int:
-        """The number of bytes written."""
-        return self._bytes
-
-    def flush(self) -> None:
-        """Flush the stream."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Do nothing, as `UnfinishedFile.close`."""
-
-    def commit(self) -> None:
-        """Give the file its name."""
-        self._file.commit()
-
-    def discard(self) -> None:
-        """Remove the file."""
-        self._file.discard()
+def hash_of_steps(records: Iterable[FileRecord]) -> str:
+    """Return the SHA-256 of the digests of the files' steps, in order; of all files it is `outputs_sha256`."""
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(bytes.fromhex("".join(record.steps)))
+    return digest.hexdigest()
 
 
-def open_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
-    """Open a Parquet writer without compression or dictionaries: outputs hardly compress and are read once."""
-    return pq.ParquetWriter(
-        stream,
-        schema,
-        compression="none",
-        use_dictionary=False,
-        write_statistics=[SAMPLE_INDEX],
-        write_batch_size=1 << 16,
-    )
+def write_record(run: Storage, name: str, record: FileRecord) -> None:
+    """Write the record of a file that is whole: from now on the file counts."""
+    run.child(FILES).write_text(name, json.dumps(asdict(record)) + "\n")
+
+
+def read_records(run: Storage, names: Iterable[str]) -> list[FileRecord]:
+    """Read the records among these names, in the order of their files; raise StorageError if one is damaged."""
+    return [_read_record(run.child(FILES), name) for _, name in sorted(ledger.records_in(names).items())]
+
+
+def _read_record(folder: Storage, name: str) -> FileRecord:
+    values = read_json(folder, name)
+    try:
+        return FileRecord(**{**values, "steps": tuple(values["steps"])})
+    except (KeyError, TypeError) as error:
+        raise StorageError(f"{folder}/{name}: is damaged: {error!r}") from None
+
+
+def forget_lost(run: Storage) -> None:
+    """Remove the records of files that are gone or have another size: their steps run again."""
+    folder = run.child(FILES)
+    for name in ledger.records_in(ledger.committed(run)).values():
+        record = _read_record(folder, name)
+        if record.rows and run.size(record.path) != record.bytes:
+            folder.delete(name)
+
+
+def prove_outputs(run: Storage, rows: int, missing: Collection[int] = ()) -> None:
+    """Prove that the files of a run's outputs are whole, and write their manifest; no row of them is read.
+
+    Raises what `check_files` and `check_layouts` raise.
+    """
+    records = read_records(run, ledger.committed(run))
+    if not records:
+        raise StorageError(f"{run}: there are no outputs; {RUN_AGAIN}")
+    check_files(run, records, rows, missing)
+    check_layouts(run, records)
+    if not any(record.rows for record in records):
+        raise DataError(f"{run}: there are no outputs: all samples were set aside, see quarantine/")
+    values = {"rows": sum(one.rows for one in records), "outputs_sha256": hash_of_steps(records)}
+    write_json(run, MANIFEST, {**values, "files": [one.described() for one in records if one.rows]})
+    run.delete(EARLIER_MANIFEST)
+
+
+def check_files(run: Storage, records: Sequence[FileRecord], rows: int, missing: Collection[int] = ()) -> None:
+    """Raise StorageError unless the files hold the positions `0 .. rows - 1` in order, but for the `missing` ones.
+
+    Each file must have as many bytes as were written.
+    """
+    at = 0
+    for record in records:
+        if record.first != at:
+            raise StorageError(f"{run}/{record.path}: begins at position {record.first}, not {at}; {RUN_AGAIN}")
+        absent = sum(record.first <= position < record.end for position in missing)
+        if record.rows != record.end - record.first - absent:
+            due = record.end - record.first - absent
+            raise StorageError(f"{run}/{record.path}: holds {record.rows} rows, where {due} are due; {RUN_AGAIN}")
+        size = run.size(record.path)
+        if size != record.bytes and record.rows:
+            got = "is gone" if size is None else f"has {size} bytes, where {record.bytes} were written"
+            raise StorageError(f"{run}/{record.path}: {got}; {RUN_AGAIN}")
+        at = record.end
+    if at != rows:
+        raise StorageError(f"the outputs end at position {at} of {rows}; {RUN_AGAIN}")
+
+
+def check_layouts(run: Storage, records: Sequence[FileRecord]) -> None:
+    """Raise ModelError or DataError, which names steps, unless the files can be read as one: alike but for shapes."""
+    joined: Layout | None = None
+    first = 0
+    for record in records:
+        end = first + len(record.steps)
+        if record.layout:
+            layout = Layout.from_metadata({METADATA: record.layout.encode()})
+            try:
+                joined = layout if joined is None else joined.join(layout)
+            except (ModelError, DataError) as error:
+                where = f"the outputs of steps {first} to {end - 1} do not go with those of the steps before"
+                raise type(error)(f"{run}/{record.path}: {where}: {error}; {BEGIN_ANEW}") from error
+        first = end
+
+
+def names_so_far(run: Storage) -> list[str]:
+    """Return the files of the outputs that are whole, from the first on without a gap, while a run goes on."""
+    if _manifest_of(run) or run.exists(MERGED):
+        return file_names(run)
+    records = ledger.records_in(ledger.committed(run))
+    whole = [number for number in range(len(records)) if all(before in records for before in range(number + 1))]
+    return [one.path for one in read_records(run, [records[number] for number in whole]) if one.rows]
+
+
+def file_names(run: Storage) -> list[str]:
+    """Return the files of a finished run's outputs, in order, by their paths in the run directory.
+
+    Raises StorageError if the manifest is damaged.
+    """
+    manifest = _manifest_of(run)
+    if manifest is None:
+        return [MERGED]
+    try:
+        return [f"{OUTPUTS}/{one['name']}" for one in read_json(run, manifest)["files"]]
+    except (KeyError, TypeError) as error:
+        raise StorageError(f"{run}/{manifest}: is damaged: {error!r}") from None
+
+
+def outputs_path(run: Storage) -> str:
+    """Return the folder of the outputs, or the one file that an earlier version wrote."""
+    return str(run.child(OUTPUTS if _manifest_of(run) or not run.exists(MERGED) else MERGED))
+
+
+def outputs_sha256(run: Storage) -> str:
+    """Return the hash of a finished run's outputs, as its manifest has it."""
+    return str(read_json(run, _manifest_of(run) or MANIFEST)["outputs_sha256"])
+
+
+def _manifest_of(run: Storage) -> str | None:
+    """Return the name of a run's manifest, which earlier versions wrote into the folder; None if there is none."""
+    return next(filter(run.exists, (MANIFEST, EARLIER_MANIFEST)), None)

@@ -1,16 +1,20 @@
-"""Merges a worker's files of the outputs in a thread, while its loop runs; `AgreedCut` says which files there are."""
+"""Merge a worker's files of the outputs in a thread, while its loop runs.
+
+Begin at `Merger`. `AgreedFilePlan` says which files there are; a `FileMerge` of `files.py` merges one of them.
+"""
 
 import math
 import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import closing
+from dataclasses import dataclass
 
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, has_peers
 from dp_ray.outputs.files import FileMerge
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import FileCut, Split, num_files
+from dp_ray.plan.split import FilePlan, Split, num_files
 from dp_ray.rundir.ledger import (
     FILES,
     Ledger,
@@ -31,47 +35,40 @@ END_SECONDS = 0.02  # the same, once it has ended; at least as long as a look ta
 CHECK_SECONDS = 5.0  # between two checks whether this attempt is superseded
 
 
-class AgreedCut:
-    """How the outputs are cut into files: rank 0 finds out by its first rows, for all workers and later attempts."""
+@dataclass(frozen=True)
+class AgreedFilePlan:
+    """The plan of the files of the outputs: rank 0 makes it by its first rows, for all workers and later attempts."""
 
-    def __init__(
-        self,
-        run: Storage,
-        ledger: Ledger,
-        split: Split,
-        file_bytes: int,
-        world: World,
-        is_stopped: Callable[[], bool],
-    ) -> None:
-        self._run = run
-        self._ledger = ledger
-        self._split = split
-        self._file_bytes = file_bytes
-        self._decides = world.rank == 0 or not has_peers()
-        self._is_stopped = is_stopped
+    run: Storage
+    ledger: Ledger
+    split: Split
+    file_bytes: int
+    world: World
+    is_stopped: Callable[[], bool]
 
-    def known(self) -> FileCut | None:
-        """The cut, None if no worker has found out yet."""
-        files = files_in(self._ledger.found(self._run.child(FILES)))
-        return FileCut(files, self._split.total_steps) if files else None
+    def known(self) -> FilePlan | None:
+        """Return the plan, None if rank 0 has not made it yet."""
+        files = files_in(self.ledger.found(self.run.child(FILES)))
+        return FilePlan(files, self.split.total_steps) if files else None
 
-    def find(self, row_bytes: float) -> FileCut | None:
-        """The cut for rows of so many bytes, or that of rank 0; None if the worker is to stop before it is known."""
-        if (known := self.known()) is not None:
-            return known
-        if self._decides:
-            total = self._split.rows_kept * (row_bytes + SAMPLE_INDEX_BYTES)
-            files = num_files(int(total), self._file_bytes, self._split.total_steps)
-            note_files(fenced(self._run, self._ledger.attempt), self._ledger.attempt, files)
-        looks = Looks(self._run, self._ledger.attempt)
+    def agree(self, row_bytes: float) -> FilePlan | None:
+        """Return the plan for rows of so many bytes, or that of rank 0; None if the worker is to stop before."""
+        plan = self.known()
+        if plan is not None:
+            return plan
+        if self.world.rank == 0 or not has_peers():  # workers that run one after another cannot wait for rank 0
+            total = self.split.rows_kept * (row_bytes + SAMPLE_INDEX_BYTES)
+            files = num_files(int(total), self.file_bytes, self.split.total_steps)
+            note_files(fenced(self.run, self.ledger.attempt), self.ledger.attempt, files)
+        looks = Looks(self.run, self.ledger.attempt)
         with waiting("rank 0, which has not run its first step yet"):
-            while (known := self.known()) is None and not self._is_stopped():
+            while (plan := self.known()) is None and not self.is_stopped():
                 looks.pause(END_SECONDS)
-        return known
+        return plan
 
 
 class Looks:
-    """The pauses between looks into the run directory; they end with an error if this attempt is superseded."""
+    """The pauses between looks into the run directory; one raises StorageError if this attempt is superseded."""
 
     def __init__(self, run: Storage, attempt: str) -> None:
         self._run = run
@@ -79,12 +76,12 @@ class Looks:
         self._checked = self._paused = time.monotonic()
 
     def begin(self) -> None:
-        """The next look begins now."""
+        """Note that the next look begins now."""
         self._paused = time.monotonic()
 
     def pause(self, seconds: float, event: threading.Event | None = None) -> None:
         """Wait for so long, or as long as the last look took; `event` ends the wait."""
-        now = time.monotonic()
+        now = time.monotonic()  # the look lasted since the last pause: a slow storage is asked more seldom
         if now - self._checked > CHECK_SECONDS:
             check_newest(self._run, self._attempt)
             self._checked = now
@@ -93,7 +90,11 @@ class Looks:
 
 
 class Merger:
-    """Merges this worker's share of the files that are not whole yet, each as its parts are committed."""
+    """The merging of this worker's share of the files that are not whole yet, each as its parts are committed.
+
+    `missing` gives the positions that have no outputs, as far as they are known. A worker without peers in the group
+    is alone, or the others of its world run later: then it merges what is there, and never waits for them.
+    """
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Merger:
         ledger: Ledger,
         split: Split,
         order: Order,
-        cut: AgreedCut,
+        plan: AgreedFilePlan,
         world: World,
         missing: Callable[[], Collection[int]] = tuple,
     ) -> None:
@@ -110,9 +111,10 @@ class Merger:
         self._ledger = ledger
         self._split = split
         self._order = order
-        self._cut = cut
+        self._plan = plan
         self._world = world
         self._has_peers = has_peers()
+        self._do_all_run = self._has_peers or world.world_size == 1
         self._looks = Looks(run, ledger.attempt)
         self._steps = 0  # that the loop has run
         self._through: float = 0  # the first step that is not merged, of the files that this worker merges
@@ -191,16 +193,19 @@ class Merger:
             raise self._error
 
     def _merge_files(self) -> None:
-        """What the thread runs."""
+        """Merge this worker's files, in the thread; an error is raised in the loop."""
         try:
-            while (cut := self._cut.known()) is None:
+            while (plan := self._plan.known()) is None:
                 self._pause()
-            self._limit_loop(cut)
+            if self._do_all_run:
+                num_mergers = min(plan.files, self._world.world_size)
+                self._enough_room = plan.enough_room(num_mergers)
+                self._most_ahead = plan.most_ahead(num_mergers)
             whole = records_in(self._ledger.parts)
-            left = [number for number in range(cut.files) if number not in whole]
+            left = [number for number in range(plan.files) if number not in whole]
             for number in left[self._world.rank :: self._world.world_size]:
                 merge = FileMerge(
-                    self._run, self._ledger, cut, number, self._split, self._order, self._between, self._missing
+                    self._run, self._ledger, plan, number, self._split, self._order, self._between, self._missing
                 )
                 with closing(merge):
                     self._merge(merge)
@@ -211,24 +216,21 @@ class Merger:
         finally:
             self._reach(math.inf)  # nobody waits for what no thread merges
 
-    def _limit_loop(self, cut: FileCut) -> None:
-        """Have the loop wait if it is too far ahead, unless the other workers run later."""
-        if self._has_peers or self._world.world_size == 1:
-            num_mergers = min(cut.files, self._world.world_size)
-            self._enough_room = cut.enough_room(num_mergers)
-            self._most_ahead = cut.most_ahead(num_mergers)
-
     def _merge(self, merge: FileMerge) -> None:
         """Merge one file, or what is there of it if no other worker runs beside this one."""
         while True:
             before = merge.through
             self._reach(before)
-            have_all_ended = self._have_all_ended()  # asked first: no part is committed after that
+            # Asked before the parts are looked for: after all workers have ended, no part is committed any more.
+            have_all_ended = self._has_ended.is_set() and (
+                not self._has_peers or num_ended(self._ledger.found(self._run.child(FILES))) == self._world.world_size
+            )
             if self._steps > merge.first_step or self._has_ended.is_set():
                 if merge.advance():
                     return
                 if have_all_ended:
-                    self._give_up(merge)
+                    if self._do_all_run:
+                        merge.refuse()
                     return
             if merge.through > before:
                 self._idle_looks = 0
@@ -237,7 +239,7 @@ class Merger:
                 self._pause()
 
     def _reach(self, through: float) -> None:
-        """Tell the loop how far the merging is."""
+        """Note how far the merging is, and wake the loop if it waits for that."""
         if through != self._through:
             self._through = through
             self._has_moved.set()
@@ -254,22 +256,11 @@ class Merger:
             self._idle_looks = 0
             self._looks.pause(LOOK_SECONDS, self._is_waited_for)
 
-    def _give_up(self, merge: FileMerge) -> None:
-        """Give up a file of which parts are missing; that is an error, unless its other workers run later."""
-        if self._has_peers or self._world.world_size == 1:
-            merge.refuse()
-
-    def _have_all_ended(self) -> bool:
-        """Whether no worker of this attempt commits any more parts."""
-        if not self._has_ended.is_set() or not self._has_peers:
-            return self._has_ended.is_set()
-        return num_ended(self._ledger.found(self._run.child(FILES))) == self._world.world_size
-
     def _between(self) -> None:
-        """Called between two blocks of rows."""
+        """End the merging between two blocks of rows, if the task has ended."""
         if self._is_stopped.is_set():
             raise _Stopped
 
 
 class _Stopped(Exception):
-    """The merging is to end before its files are whole."""
+    """The request to end the merging before its files are whole."""

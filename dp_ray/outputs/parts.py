@@ -1,12 +1,11 @@
-"""Outputs: each worker streams its rows to part files, which workers merge into the files of the outputs.
+"""Write each worker's outputs to parts, and read parts in the order of their positions.
 
-A part holds a worker's rows of a range of steps, with their positions in the order; it is all in one file of the
-outputs. It gets its final name only when it is complete. The name says which steps and shards it holds, so that a
-later attempt skips them, and which attempt wrote it.
-
-Reads parts of the outputs in the order of their positions.
-
+Workers merge the parts into the files of the outputs. A part holds a worker's rows of a range of steps, with their
+positions in the order; it is all in one file of the outputs. It gets its final name only when it is complete. The
+name says which steps and shards it holds, so that a later attempt skips them, and which attempt wrote it.
 A part is an Arrow file: it is written and read several times as fast as Parquet, and lives until it is merged.
+
+Begin at `PartWriter`; `RowsInOrder` reads.
 """
 
 import time
@@ -29,42 +28,201 @@ from dp_ray.outputs.columns import (
     to_arrow,
     without_objects,
 )
-from dp_ray.plan.split import FileCut, Range, Shard
+from dp_ray.plan.split import FilePlan, Range, Shard
 from dp_ray.rundir.ledger import part_name
 from dp_ray.storage import Storage
 from dp_ray.tables import array_of, numbers
 
 POSITION = "position"
-AGAIN = "run the job again, which makes what is missing; if the error comes back, use another name (--name, name=)"
+RUN_AGAIN = (
+    "run the job again, which makes what is missing; if the error comes back, use another name (--name, name=)"
+)
 READ_BYTES = 256 << 10
 LONG_RUN = 64  # rows
+GROUP_BYTES = 8 << 20  # written at once
+TENSOR_BYTES = 1 << 10  # a tensor's overhead beside its numbers
+PART_BYTES = 128 << 20  # of the parts of all workers together: so much is left to merge after the last step
+PART_SECONDS = 60.0
+MERGE_BYTES = 256 << 20  # of the blocks of all workers together: a merging worker holds one of each
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+ShardRows = tuple[Shard, Indices, Rows]
+FindPlan = Callable[[float], FilePlan | None]
 
 
-@contextmanager
-def reading(storage: Storage, name: str) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file to read it one row group at a time; raises StorageError if it is damaged."""
-    with _undamaged(storage, name), storage.open(name) as stream:
-        # By default pyarrow holds all that it will read of the file in memory at once.
-        yield pq.ParquetFile(stream, pre_buffer=False, buffer_size=READ_BYTES)
+class PartWriter:
+    """A stream of one worker's outputs to part files; `before_commit` runs before a part gets its name.
+
+    `find_plan` returns how the outputs are cut into files, given the bytes of a row. It returns None if the worker is
+    to stop before that is known: then nothing is kept. `num_workers` share the bytes that are held.
+    An output that is no tensor, number or text is left out, and its path reported once with `note`.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        shards: range,
+        find_plan: FindPlan,
+        batch_dim: int = 0,
+        before_commit: Callable[[], None] = lambda: None,
+        attempt: str = "",
+        note: Callable[[str], None] = lambda text: None,
+        num_workers: int = 1,
+    ) -> None:
+        self._storage = storage
+        self._find_plan = find_plan
+        self._plan: FilePlan | None = None
+        self._num_workers = num_workers
+        self._attempt = attempt
+        self._note = note
+        self._left_out: set[str] = set()
+        self._shards = shards
+        self._batch_dim = batch_dim
+        self._before_commit = before_commit
+        self._layout: Layout | None = None
+        self._file: PartFile | None = None
+        self._step: list[ShardRows] = []
+        self._group: list[ShardRows] = []
+        self._group_bytes = 0
+        self._first_step = 0
+        self._end_step = 0
+        self._committed = time.monotonic()
+
+    def on_shard(
+        self, shard: Shard, indices: Indices, outputs: Any, carried: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
+        """Take a shard's sample indices and outputs, and the values that are carried of its samples, by key.
+
+        Raises ModelError if an output does not have one entry a row, or its nesting or dtype differs from before.
+        Raises DataError if the values of a key are of several kinds.
+        """
+        kept, left_out = without_objects(outputs)
+        for path in left_out.keys() - self._left_out:
+            self._note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
+        self._left_out |= left_out.keys()
+        layout, rows = rows_of(kept, shard.rows, self._batch_dim, carried_arrays(carried or {}, indices))
+        joined = layout if self._layout is None else self._layout.join(layout)
+        if self._layout is not None and joined != self._layout:
+            self.commit()  # the open part has fixed shapes, the next rows differ
+        self._layout = joined
+        self._step.append((shard, indices, rows))
+
+    def on_step(self, step: int) -> None:
+        """End `step`: this worker's shards of it are taken, or an earlier attempt had committed them."""
+        if self._step and self._plan is None:
+            self._find_file_plan(step)
+        self._end_step = step + 1
+        self._group += self._step
+        self._group_bytes += sum(TENSOR_BYTES + leaf.nbytes for _, _, rows in self._step for leaf in rows)
+        self._step = []
+        if self._group_bytes >= GROUP_BYTES:
+            self._write_group()
+        ends_file = self._plan is not None and step + 1 == self._plan.steps_of(self._plan.number_of(step)).stop
+        is_full = self._file is not None and self._file.bytes >= PART_BYTES // self._num_workers
+        if ends_file or is_full or time.monotonic() - self._committed > PART_SECONDS:
+            self.commit()
+
+    def _find_file_plan(self, step: int) -> None:
+        """Find the plan of the files by the rows of this step; without a plan they are dropped."""
+        num_rows = sum(shard.rows for shard, _, _ in self._step)
+        self._plan = self._find_plan(sum(leaf.nbytes for _, _, rows in self._step for leaf in rows) / num_rows)
+        if self._plan is None:
+            self._step, self._first_step = [], step + 1
+        else:  # a part is in one file alone
+            self._first_step = max(self._first_step, self._plan.steps_of(self._plan.number_of(step)).start)
+
+    def __enter__(self) -> "PartWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Commit the remaining rows; after an error, discard them."""
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            if self._file:
+                self._file.discard()
+
+    def _write_group(self) -> None:
+        assert self._layout is not None
+        if self._file is None:
+            self._file = PartFile(self._storage, self._layout, MERGE_BYTES // self._num_workers)
+        self._file.write(self._group)
+        self._group, self._group_bytes = [], 0
+
+    def commit(self) -> None:
+        """Write all rows taken so far and give the part its final name."""
+        if self._group:
+            self._write_group()
+        if self._file is not None:
+            self._before_commit()
+            done = Range(self._first_step, self._end_step, self._shards.start, self._shards.stop)
+            self._file.commit(part_name(done, self._attempt))
+            self._file = None
+        self._first_step = self._end_step
+        self._committed = time.monotonic()
 
 
-@contextmanager
-def reading_part(parts: Storage, name: str) -> Iterator[pa.RecordBatchFileReader]:
-    """Open a part to read it one batch at a time; raises StorageError if it is damaged."""
-    with _undamaged(parts, name), parts.open(name) as stream:
-        yield pa.ipc.open_file(stream)
+class PartFile:
+    """A part that is being written, in blocks of about `block_bytes`."""
+
+    def __init__(self, storage: Storage, layout: Layout, block_bytes: int) -> None:
+        self.layout = layout
+        self.bytes = 0
+        self._block_bytes = block_bytes
+        self._unfinished = storage.unnamed()
+        self._schema = part_schema(layout)
+        self._writer = pa.ipc.new_file(self._unfinished, self._schema)
+
+    def write(self, group: list[ShardRows]) -> None:
+        """Write the rows of some shards."""
+        positions = np.concatenate(
+            [
+                np.array(shard.positions, np.int64) if shard.missing else np.arange(shard.start, shard.stop)
+                for shard, _, _ in group
+            ]
+        )
+        leaves = [
+            to_arrow(column, [rows[number] for _, _, rows in group])
+            for number, column in enumerate(self.layout.all_columns)
+        ]
+        samples = np.concatenate([indices for _, indices, _ in group])
+        table = pa.Table.from_arrays([array_of(positions), array_of(samples), *leaves], schema=self._schema)
+        blocks = max(1, table.nbytes // min(GROUP_BYTES, self._block_bytes))
+        self._writer.write_table(table, max_chunksize=max(1, len(positions) // blocks))
+        self.bytes += table.nbytes
+
+    def commit(self, name: str) -> None:
+        """Finish the file and give it its final name."""
+        self._writer.close()
+        self._unfinished.commit(name)
+
+    def discard(self) -> None:
+        """Remove the unfinished file."""
+        try:
+            with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
+                self._writer.close()
+        finally:
+            self._unfinished.discard()
 
 
-@contextmanager
-def _undamaged(storage: Storage, name: str) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowInvalid, OSError) as error:
-        raise StorageError(f"{storage.child(name)}: is damaged: {error}") from None
+def part_schema(layout: Layout) -> pa.Schema:
+    """Return the schema of a part: the position of each row, then the columns of the merged file."""
+    return layout.schema.insert(0, pa.field(POSITION, pa.int64()))
+
+
+def lay_out(table: pa.Table, had: Layout, wanted: Layout) -> pa.Table:
+    """Convert rows to the columns of the wanted layout, which may have variable shapes in place of fixed ones."""
+    if had == wanted:
+        return table
+    leading = [name for name in (POSITION, SAMPLE_INDEX) if name in table.column_names]
+    columns = [table.column(name) for name in leading]
+    for before, after in zip(had.all_columns, wanted.all_columns, strict=True):
+        columns.append(converted(before, after, table.column(before.name).combine_chunks()))
+    return pa.Table.from_arrays(columns, schema=part_schema(wanted) if POSITION in leading else wanted.schema)
 
 
 class PartReader:
-    """Reads one part from its first row to its last, a batch at a time; its file is opened only while it is needed.
+    """A part, read from its first row to its last, a batch at a time; its file is opened only while it is needed.
 
     No row of it is before position `first`.
     """
@@ -116,22 +274,6 @@ class PartReader:
                 yield lay_out(rows, self.layout, layout)
 
 
-def lay_out(table: pa.Table, had: Layout, wanted: Layout) -> pa.Table:
-    """The same rows with the columns of the wanted layout, which may turn fixed shapes into variable ones, say."""
-    if had == wanted:
-        return table
-    given = [name for name in (POSITION, SAMPLE_INDEX) if name in table.column_names]
-    columns = [table.column(name) for name in given]
-    for before, after in zip(had.all_columns, wanted.all_columns, strict=True):
-        columns.append(converted(before, after, table.column(before.name).combine_chunks()))
-    return pa.Table.from_arrays(columns, schema=part_schema(wanted) if POSITION in given else wanted.schema)
-
-
-def part_schema(layout: Layout) -> pa.Schema:
-    """The schema of a part: the position of each row, then what the merged file has."""
-    return layout.schema.insert(0, pa.field(POSITION, pa.int64()))
-
-
 class RowsInOrder:
     """The rows of several parts, each ordered by position, as blocks ordered by position; parts may join later."""
 
@@ -145,13 +287,13 @@ class RowsInOrder:
         self._waiting = sorted([*self._waiting, *readers], key=lambda reader: reader.first, reverse=True)
 
     def until(self, end: int) -> Iterator[pa.Table]:
-        """The rows before position `end` that were not taken yet; all parts with such rows must have joined."""
+        """Yield the rows before position `end` that were not taken yet; all parts with such rows must have joined."""
         while (boundary := self._boundary(end)) is not None:
             yield _sorted(pa.concat_tables([reader.take(boundary) for reader in self._open]))
             self._open = [reader for reader in self._open if len(reader.block) or reader.read(self._layout)]  # type: ignore[arg-type]
 
     def left(self) -> int | None:
-        """The position of the first row that was not taken; None if all were."""
+        """Return the position of the first row that was not taken; None if all were."""
         self._open += [reader for reader in self._waiting if reader.read(self._layout)]
         self._waiting = []
         return min((reader.next for reader in self._open), default=None)
@@ -162,17 +304,18 @@ class RowsInOrder:
             reader.close()
 
     def _boundary(self, end: int) -> int | None:
-        """The last position before `end` up to which the blocks hold all rows; None if there are no such rows."""
+        """Return the last position before `end` up to which the blocks hold all rows; None without such rows."""
         while True:
             boundary = min([end - 1, *(reader.last for reader in self._open)])
             if not self._waiting or self._waiting[-1].first > boundary:
                 return boundary if any(reader.next <= boundary for reader in self._open) else None
             reader = self._waiting.pop()
-            self._open += [reader] if reader.read(self._layout) else []
+            if reader.read(self._layout):
+                self._open.append(reader)
 
 
 def _sorted(table: pa.Table) -> pa.Table:
-    """The rows by their positions. They are not copied if they come in long runs, as large shards do."""
+    """Sort rows by their positions. They are not copied if they come in long runs, as large shards do."""
     positions = numbers(table.column(POSITION))
     if (positions[1:] > positions[:-1]).all():
         return table
@@ -184,171 +327,24 @@ def _sorted(table: pa.Table) -> pa.Table:
     return pa.concat_tables([table.slice(starts[run], lengths[run]) for run in runs])
 
 
-GROUP_BYTES = 8 << 20  # written at once
-PIECE_BYTES = 1 << 10  # a tensor's overhead beside its numbers
-PART_BYTES = 128 << 20  # of the parts of all workers together: so much is left to merge after the last step
-PART_SECONDS = 60.0
-MERGE_BYTES = 256 << 20  # of the blocks of all workers together: a merging worker holds one of each
-Indices = np.ndarray[Any, np.dtype[np.int64]]
-Piece = tuple[Shard, Indices, Rows]
-FindCut = Callable[[float], FileCut | None]
+@contextmanager
+def reading(storage: Storage, name: str) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file to read it one row group at a time; raises StorageError if it is damaged."""
+    with _undamaged(storage, name), storage.open(name) as stream:
+        # By default pyarrow holds all that it will read of the file in memory at once.
+        yield pq.ParquetFile(stream, pre_buffer=False, buffer_size=READ_BYTES)
 
 
-class PartWriter:
-    """Streams one worker's outputs to part files; `before_commit` runs before a part gets its name.
-
-    `find_cut` tells how the outputs are cut into files, once it is given the bytes of a row. It tells None if the
-    worker is to stop before that is known: then nothing is kept. `num_workers` share the bytes that are held.
-    It leaves out what is no tensor, number or text, and reports each such path once with `note`.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        shards: range,
-        find_cut: FindCut,
-        batch_dim: int = 0,
-        before_commit: Callable[[], None] = lambda: None,
-        attempt: str = "",
-        note: Callable[[str], None] = lambda text: None,
-        num_workers: int = 1,
-    ) -> None:
-        self._storage = storage
-        self._find_cut = find_cut
-        self._cut: FileCut | None = None
-        self._num_workers = num_workers
-        self._attempt = attempt
-        self._note = note
-        self._left_out: set[str] = set()
-        self._shards = shards
-        self._batch_dim = batch_dim
-        self._before_commit = before_commit
-        self._layout: Layout | None = None
-        self._file: PartFile | None = None
-        self._step: list[Piece] = []
-        self._group: list[Piece] = []
-        self._group_bytes = 0
-        self._first_step = 0
-        self._end_step = 0
-        self._committed = time.monotonic()
-
-    def on_shard(
-        self, shard: Shard, indices: Indices, outputs: Any, carried: Mapping[str, Sequence[Any]] | None = None
-    ) -> None:
-        """Take a shard's sample indices and outputs, and the values that are carried of its samples, by key.
-
-        Raises ModelError if an output does not have one entry a row, or its nesting or dtype differs from before.
-        Raises DataError if the values of a key are of several kinds.
-        """
-        kept, left_out = without_objects(outputs)
-        for path in left_out.keys() - self._left_out:
-            self._note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
-        self._left_out |= left_out.keys()
-        layout, rows = rows_of(kept, shard.rows, self._batch_dim, carried_arrays(carried or {}, indices))
-        joined = layout if self._layout is None else self._layout.join(layout)
-        if self._layout is not None and joined != self._layout:
-            self.commit()  # the open part has fixed shapes, the next rows differ
-        self._layout = joined
-        self._step.append((shard, indices, rows))
-
-    def on_step(self, step: int) -> None:
-        """End `step`: this worker's shards of it are taken, or an earlier attempt had committed them."""
-        if self._step and self._cut is None:
-            self._know_cut(step)
-        self._end_step = step + 1
-        self._group += self._step
-        self._group_bytes += sum(PIECE_BYTES + leaf.nbytes for _, _, rows in self._step for leaf in rows)
-        self._step = []
-        if self._group_bytes >= GROUP_BYTES:
-            self._write_group()
-        if self._is_due(step):
-            self.commit()
-
-    def _know_cut(self, step: int) -> None:
-        """Find out the cut by the rows of this step; without one they are dropped."""
-        num_rows = sum(shard.rows for shard, _, _ in self._step)
-        self._cut = self._find_cut(sum(leaf.nbytes for _, _, rows in self._step for leaf in rows) / num_rows)
-        if self._cut is None:
-            self._step, self._first_step = [], step + 1
-        else:  # a part is in one file alone
-            self._first_step = max(self._first_step, self._cut.steps_of(self._cut.number_of(step)).start)
-
-    def _is_due(self, step: int) -> bool:
-        """Whether to commit after this step: by the clock, by the bytes, or since a file of the outputs ends here."""
-        if self._cut is not None and step + 1 == self._cut.steps_of(self._cut.number_of(step)).stop:
-            return True
-        is_full = self._file is not None and self._file.bytes >= PART_BYTES // self._num_workers
-        return is_full or time.monotonic() - self._committed > PART_SECONDS
-
-    def __enter__(self) -> "PartWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Commit the remaining rows; after an error, discard them."""
-        try:
-            if kind is None:
-                self.commit()
-        finally:
-            if self._file:
-                self._file.discard()
-
-    def _write_group(self) -> None:
-        assert self._layout is not None
-        if self._file is None:
-            self._file = PartFile(self._storage, self._layout, MERGE_BYTES // self._num_workers)
-        self._file.write(self._group)
-        self._group, self._group_bytes = [], 0
-
-    def commit(self) -> None:
-        """Write all rows taken so far and give the part its final name."""
-        if self._group:
-            self._write_group()
-        if self._file is not None:
-            self._before_commit()
-            done = Range(self._first_step, self._end_step, self._shards.start, self._shards.stop)
-            self._file.commit(part_name(done, self._attempt))
-            self._file = None
-        self._first_step = self._end_step
-        self._committed = time.monotonic()
+@contextmanager
+def reading_part(parts: Storage, name: str) -> Iterator[pa.RecordBatchFileReader]:
+    """Open a part to read it one batch at a time; raises StorageError if it is damaged."""
+    with _undamaged(parts, name), parts.open(name) as stream:
+        yield pa.ipc.open_file(stream)
 
 
-class PartFile:
-    """A part that is being written, in blocks of about `block_bytes`."""
-
-    def __init__(self, storage: Storage, layout: Layout, block_bytes: int) -> None:
-        self.layout = layout
-        self.bytes = 0
-        self._block_bytes = block_bytes
-        self._unfinished = storage.unnamed()
-        self._schema = part_schema(layout)
-        self._writer = pa.ipc.new_file(self._unfinished, self._schema)
-
-    def write(self, group: list[Piece]) -> None:
-        """Write the rows of some shards."""
-        positions = np.concatenate([_positions(shard) for shard, _, _ in group])
-        leaves = [
-            to_arrow(column, [rows[number] for _, _, rows in group])
-            for number, column in enumerate(self.layout.all_columns)
-        ]
-        samples = np.concatenate([indices for _, indices, _ in group])
-        table = pa.Table.from_arrays([array_of(positions), array_of(samples), *leaves], schema=self._schema)
-        blocks = max(1, table.nbytes // min(GROUP_BYTES, self._block_bytes))
-        self._writer.write_table(table, max_chunksize=max(1, len(positions) // blocks))
-        self.bytes += table.nbytes
-
-    def commit(self, name: str) -> None:
-        """Finish the file and give it its final name."""
-        self._writer.close()
-        self._unfinished.commit(name)
-
-    def discard(self) -> None:
-        """Remove the unfinished file."""
-        try:
-            with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
-                self._writer.close()
-        finally:
-            self._unfinished.discard()
-
-
-def _positions(shard: Shard) -> Indices:
-    return np.array(shard.positions, np.int64) if shard.missing else np.arange(shard.start, shard.stop)
+@contextmanager
+def _undamaged(storage: Storage, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        raise StorageError(f"{storage.child(name)}: is damaged: {error}") from None

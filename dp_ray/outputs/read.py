@@ -1,10 +1,8 @@
-"""Reads the outputs of a run from their files, as if these were one.
+"""Read the outputs of a run from their files, as if these were one: begin at `Merged`.
 
-Turns a finished prediction into one that lacks the shards in which samples were set aside: they run again.
-
-The rows of a file of the outputs that lacks some become parts again, as workers write them. The other files stay.
-
-Keeps a few inputs of a prediction, as thumbnails where they are images, for the page of the run.
+`reopen` turns a finished prediction into one that lacks the shards in which samples were set aside, so that they run
+again: the rows of a file that lacks some become parts again, as workers write them. The other files stay.
+`Previews` keeps a few inputs of a prediction, as thumbnails where they are images, for the page of the run.
 """
 
 import base64
@@ -35,6 +33,11 @@ from dp_ray.rundir.ledger import PARTS, Ledger
 from dp_ray.storage import Storage
 from dp_ray.text import json_text
 
+PREVIEWS = "previews"
+ROWS = 8  # at the start, and as many at the end
+SIZE = 64  # the longer side of a thumbnail, in pixels
+NUMBERS = 6  # that are shown of an input that is no image
+
 
 @dataclass(frozen=True)
 class Merged:
@@ -48,20 +51,20 @@ class Merged:
 
     @classmethod
     def of(cls, run: Storage) -> "Merged":
-        """All outputs of a finished run."""
+        """Return all outputs of a finished run."""
         return cls(run, tuple(file_names(run)))
 
     def layout(self) -> Layout:
-        """The nesting and the columns of the outputs."""
+        """Return the nesting and the columns of the outputs."""
         return functools.reduce(Layout.join, (layout for _, layout in self._files()))
 
     def read(self) -> Any:
-        """All outputs, in order, in the model's own nesting."""
+        """Read all outputs, in order, in the model's own nesting."""
         layout = self.layout()
         return rebuild(layout, [_whole(column, list(self._leaf(column))) for column in layout.columns])
 
     def batches(self, batch_size: int, missing: Sequence[int] = ()) -> Iterator[Any]:
-        """The outputs of each global batch, in order, in the model's own nesting.
+        """Yield the outputs of each global batch, in order, in the model's own nesting.
 
         `missing` are the positions that have no outputs: a batch is shorter by its own, and may have no rows.
         """
@@ -69,25 +72,29 @@ class Merged:
         sizes = _sizes(batch_size, sum(file.metadata.num_rows for file, _ in self._files()), missing)
         for rows in _slices(self._tables(layout, batch_size), sizes):
             leaves = [from_arrow(column, rows.column(column.name).combine_chunks()) for column in layout.columns]
-            yield rebuild(layout, [_stacked(leaf) for leaf in leaves])
+            for at, leaf in enumerate(leaves):
+                # Rows of one shape are stacked, even if the rows of other batches have another shape.
+                if isinstance(leaf, list) and len({row.shape for row in leaf}) == 1:
+                    leaves[at] = torch.stack(leaf)
+            yield rebuild(layout, leaves)
 
     def sample_index(self) -> torch.Tensor:
-        """The sample index of each row: int64 [rows]."""
+        """Read the sample index of each row: int64 [rows]."""
         tables = (file.read(columns=[SAMPLE_INDEX]) for file, _ in self._files())
         return torch.cat([torch.from_numpy(table.column(0).to_numpy().copy()) for table in tables])
 
     def carried(self) -> dict[str, list[Any]]:
-        """The values that were carried, by key: one for each row, in order."""
+        """Read the values of the keys of `outputs.carry`: one for each row, in order."""
         columns = self.layout().carried
-        found: dict[str, list[Any]] = {column.key: [] for column in columns}
+        values: dict[str, list[Any]] = {column.key: [] for column in columns}
         for file, _ in self._files():
             table = file.read(columns=[column.name for column in columns])
             for column in columns:
-                found[column.key] += column.array(table.column(column.name).chunks).to_pylist()
-        return found
+                values[column.key] += column.array(table.column(column.name).chunks).to_pylist()
+        return values
 
     def _files(self) -> Iterator[tuple[pq.ParquetFile, Layout]]:
-        """Each file in order, opened, with its own layout."""
+        """Yield each file in order, opened, with its own layout."""
         for name in self.names:
             with reading(self.run, name) as file:
                 yield file, Layout.from_metadata(file.schema_arrow.metadata)
@@ -98,7 +105,7 @@ class Merged:
                 yield lay_out(pa.Table.from_batches([batch]), had, layout)
 
     def _leaf(self, wanted: Column) -> Iterator[torch.Tensor | list[torch.Tensor]]:
-        """A leaf's rows, a row group at a time."""
+        """Yield a leaf's rows, a row group at a time."""
         for file, layout in self._files():
             column = next(one for one in layout.columns if one.name == wanted.name)
             for number in range(file.num_row_groups):
@@ -112,33 +119,26 @@ def _whole(column: Column, pieces: list[Any]) -> torch.Tensor | list[torch.Tenso
     return torch.cat(pieces) if pieces else torch.empty(0, *column.shape, dtype=column.torch_dtype)
 
 
-def _stacked(leaf: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    """Stack rows of one shape into a tensor, even if the rows of other batches have another shape."""
-    if isinstance(leaf, list) and len({row.shape for row in leaf}) == 1:
-        return torch.stack(leaf)
-    return leaf
-
-
 def _sizes(batch_size: int, rows: int, missing: Sequence[int]) -> Iterator[int]:
-    """How many of the outputs belong to each global batch: `rows` in all."""
+    """Yield how many of the outputs belong to each global batch: `rows` in all."""
     positions, absent = rows + len(missing), Counter(position // batch_size for position in missing)
     for number, first in enumerate(range(0, positions, batch_size)):
         yield min(batch_size, positions - first) - absent[number]
 
 
 def _slices(tables: Iterator[pa.Table], sizes: Iterator[int]) -> Iterator[pa.Table]:
-    """The same rows in tables of these sizes."""
-    held: pa.Table | None = None
+    """Yield the same rows in tables of these sizes."""
+    left: pa.Table | None = None
     for size in sizes:
-        while held is None or len(held) < size:
+        while left is None or len(left) < size:
             table = next(tables)
-            held = table if held is None else pa.concat_tables([held, table])
-        yield held.slice(0, size)
-        held = held.slice(size)
+            left = table if left is None else pa.concat_tables([left, table])
+        yield left.slice(0, size)
+        left = left.slice(size)
 
 
-class Piece(NamedTuple):
-    """Steps and shards that become a part, and their positions `start .. stop - 1`."""
+class PartPlan(NamedTuple):
+    """A part to write: its steps and shards, and their positions `start .. stop - 1`."""
 
     done: Range
     start: int
@@ -146,43 +146,38 @@ class Piece(NamedTuple):
 
 
 def reopen(run: Storage, split: Split, missing: Iterable[int]) -> None:
-    """Have the shards with the `missing` positions run again, when the job is resumed.
-
-    The new ledger is what counts; until it is written, the run is as it was.
-    """
+    """Have the shards with the `missing` positions run again, when the job is resumed."""
     absent = sorted(missing)
     names = ledger.committed(run)
     run.child(PARTS).create()
     for record in read_records(run, names):
         here = [position for position in absent if record.first <= position < record.end]
         if here:
-            names.remove(ledger.records_in(names)[_number(record)])
-            names += _explode(run, split, record, here)
+            number = int(record.name.partition("-")[0])
+            names.remove(ledger.records_in(names)[number])
+            names += _write_parts(run, split, record, here)
     run.write_text(BEFORE_RETRY, run.read_text(RESULT))
+    # Killed before the ledger is written, the new parts do not count: the run is as it was.
     run.write_text(ledger.LEDGER, Ledger("", names).to_json())
     run.delete(RESULT)
 
 
-def _number(record: FileRecord) -> int:
-    return int(record.name.partition("-")[0])
-
-
-def _explode(run: Storage, split: Split, record: FileRecord, missing: list[int]) -> Iterator[str]:
-    """Write the rows of a file as parts, without the shards that have missing positions; gives the parts' names."""
+def _write_parts(run: Storage, split: Split, record: FileRecord, missing: list[int]) -> Iterator[str]:
+    """Write the rows of a file as parts, without the shards that have missing positions; yield the parts' names."""
     steps = range(record.first // split.batch_size, -(-record.end // split.batch_size))
-    pieces = list(pieces_of(split, steps, missing))
+    parts = list(part_plans(split, steps, missing))
     if not record.rows:
         return
     with reading(run, record.path) as file:
         layout = Layout.from_metadata(file.schema_arrow.metadata)
-        rows = _positioned(_batches(file), layout, np.setdiff1d(np.arange(record.first, record.end), missing))
+        rows = _positioned(file, layout, np.setdiff1d(np.arange(record.first, record.end), missing))
         held: pa.Table | None = next(rows)
-        for piece in pieces:
-            name = ledger.part_name(piece.done, "")
+        for part in parts:
+            name = ledger.part_name(part.done, "")
             with run.child(PARTS).writing(name) as stream, pa.ipc.new_file(stream, part_schema(layout)) as writer:
                 while held is not None:
                     positions = held.column(POSITION).to_numpy()
-                    first, end = np.searchsorted(positions, [piece.start, piece.stop])
+                    first, end = np.searchsorted(positions, [part.start, part.stop])
                     if first < end:
                         writer.write_table(held.slice(first, end - first))
                     if end < len(positions):
@@ -191,57 +186,43 @@ def _explode(run: Storage, split: Split, record: FileRecord, missing: list[int])
             yield name
 
 
-def _batches(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
-    """The rows of a file, a row group at a time: `iter_batches` joins them to one of any size."""
-    for number in range(file.num_row_groups):
-        yield from file.read_row_group(number).to_batches()
-
-
-def _positioned(batches: Iterable[pa.RecordBatch], layout: Layout, positions: np.ndarray) -> Iterator[pa.Table]:
-    """The rows of a file with their positions, as parts have them."""
+def _positioned(file: pq.ParquetFile, layout: Layout, positions: np.ndarray) -> Iterator[pa.Table]:
+    """Yield the rows of a file with their positions, as parts have them."""
     at = 0
-    for batch in batches:
-        here = pa.array(positions[at : at + len(batch)])
-        yield pa.table([here, *batch.columns], schema=part_schema(layout))
-        at += len(batch)
+    for number in range(file.num_row_groups):  # a group at a time: `iter_batches` would join them to one of any size
+        for batch in file.read_row_group(number).to_batches():
+            here = pa.array(positions[at : at + len(batch)])
+            yield pa.table([here, *batch.columns], schema=part_schema(layout))
+            at += len(batch)
 
 
-def pieces_of(split: Split, steps: range, missing: list[int]) -> Iterator[Piece]:
-    """The steps without missing positions, in stretches, and of the others the shards without them, in runs."""
+def part_plans(split: Split, steps: range, missing: list[int]) -> Iterator[PartPlan]:
+    """Yield the steps without missing positions, in ranges, and of the others the shards without them, in runs."""
     bad = {position // split.batch_size for position in missing}
     begun = steps.start
     for step in [*sorted(bad), steps.stop]:
         if begun < step:
-            yield _stretch(split, begun, step)
+            start, stop = split.batch(begun)[0], split.batch(step - 1)[1]
+            yield PartPlan(Range(begun, step, 0, split.shards), start, stop)
         if step in bad:
             yield from _runs(split, step, missing)
         begun = step + 1
 
 
-def _stretch(split: Split, first: int, end: int) -> Piece:
-    return Piece(Range(first, end, 0, split.shards), split.batch(first)[0], split.batch(end - 1)[1])
-
-
-def _runs(split: Split, step: int, missing: list[int]) -> Iterator[Piece]:
-    """The shards of a step without missing positions, those beside each other together."""
+def _runs(split: Split, step: int, missing: list[int]) -> Iterator[PartPlan]:
+    """Yield the shards of a step without missing positions, those beside each other together."""
     run: list[Shard] = []
     for shard in [*split.worker(1, 0, step), None]:
         if shard is not None and not any(shard.start <= position < shard.stop for position in missing):
             run.append(shard)
         elif run:
-            yield Piece(Range(step, step + 1, run[0].shard, run[-1].shard + 1), run[0].start, run[-1].stop)
+            yield PartPlan(Range(step, step + 1, run[0].shard, run[-1].shard + 1), run[0].start, run[-1].stop)
             run = []
-
-
-PREVIEWS = "previews"
-ROWS = 8  # at the start, and as many at the end
-SIZE = 64  # the longer side of a thumbnail, in pixels
-NUMBERS = 6  # that are shown of an input that is no image
 
 
 @dataclass(frozen=True)
 class Preview:
-    """An input: its sample, and a PNG in base64 or, if it is no image, some words."""
+    """An input: its sample, and a PNG in base64 or, if it is no image, its numbers as text."""
 
     sample_index: int
     png: str = ""
@@ -249,7 +230,7 @@ class Preview:
 
 
 class Previews:
-    """Writes the inputs of a prediction's first rows and of its last, from the shards that hold them."""
+    """The inputs of a prediction's first rows and of its last, written from the shards that hold them."""
 
     def __init__(self, run: Storage, total_rows: int, batch_dim: int = 0) -> None:
         self._run = run
@@ -264,37 +245,38 @@ class Previews:
         positions = [position for position in range(shard.start, shard.stop) if position not in missing]
         rows = [at for at, position in enumerate(positions) if not self._first <= position < self._last]
         with suppress(StorageError, OSError, RuntimeError, TypeError, ValueError, OverflowError):
-            found = list(_previews(indices, inputs, self._batch_dim, rows))
+            previews = list(_previews(indices, inputs, self._batch_dim, rows))
             self._run.child(PREVIEWS).create()
-            text = json_text([asdict(one) for one in found])
+            text = json_text([asdict(one) for one in previews])
             self._run.child(PREVIEWS).write_text(f"rows-{shard.start}.json", text)
 
 
 def read_previews(run: Storage) -> list[Preview]:
-    """The previews of a run; files that are damaged are passed over."""
+    """Read the previews of a run; files that are damaged are passed over."""
     folder = run.child(PREVIEWS)
-    found: list[Preview] = []
+    previews: list[Preview] = []
     for name in folder.names():
         with suppress(StorageError, ValueError, TypeError):
-            found += [Preview(**one) for one in json.loads(folder.read_text(name))]
-    return found
+            previews += [Preview(**one) for one in json.loads(folder.read_text(name))]
+    return previews
 
 
 def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) -> Iterator[Preview]:
-    """The previews of some rows of a batch, by its first tensor."""
+    """Yield the previews of some rows of a batch, by its first tensor."""
     leaf = next(_tensors(inputs), None)
     if leaf is None or leaf.ndim <= batch_dim or leaf.shape[batch_dim] != len(indices):
         return
     kept = leaf.movedim(batch_dim, 0)[list(rows)].detach().cpu()
     for sample, row in zip((indices[at] for at in rows), kept, strict=True):
-        if (pixels := thumbnail(row)) is not None:
+        pixels = thumbnail(row)
+        if pixels is not None:
             yield Preview(int(sample), png=base64.b64encode(png(pixels)).decode())
         else:
             yield Preview(int(sample), text=_text(row))
 
 
 def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested inputs."""
+    """Yield the tensors in nested inputs."""
     if isinstance(inputs, torch.Tensor):
         yield inputs
     elif isinstance(inputs, dict | list | tuple):
@@ -303,7 +285,7 @@ def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
 
 
 def thumbnail(row: torch.Tensor) -> torch.Tensor | None:
-    """A small image as uint8 [height, width, 1 or 3]; None if the row is no image.
+    """Return a small image as uint8 [height, width, 1 or 3]; None if the row is no image.
 
     An image has three dimensions, of which the first or the last has 1 or 3 channels. Floats are spread over their
     own range, since a dataset may have normalized them.
@@ -324,20 +306,17 @@ def thumbnail(row: torch.Tensor) -> torch.Tensor | None:
 
 
 def png(pixels: torch.Tensor) -> bytes:
-    """A PNG file of uint8 [height, width, 1 or 3]."""
+    """Encode uint8 [height, width, 1 or 3] as a PNG file."""
     height, width, channels = pixels.shape
     lines = b"".join(b"\0" + bytes(line.flatten().tolist()) for line in pixels)  # each line without a filter
     header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines, 6)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*one) for one in chunks)
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    file = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 6)), (b"IEND", b"")):
+        file += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return file
 
 
 def _text(row: torch.Tensor) -> str:
-    """An input in words: its first numbers, and its size."""
+    """Describe an input: its first numbers, and its size if there are more."""
     numbers = ", ".join(f"{one:.4g}" for one in row.flatten()[:NUMBERS].tolist())
-    size = f" ({'x'.join(map(str, row.shape))})" if row.numel() > NUMBERS else ""
-    return f"{numbers}{' ...' * (row.numel() > NUMBERS)}{size}"
+    return numbers if row.numel() <= NUMBERS else f"{numbers} ... ({'x'.join(map(str, row.shape))})"

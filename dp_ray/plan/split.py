@@ -277,10 +277,10 @@ def num_files(total_bytes: int, file_bytes: int, steps: int) -> int:
 
 
 @dataclass(frozen=True)
-class FileCut:
+class FilePlan:
     """The steps `0 .. steps - 1` in `files` files: consecutive, and as evenly as possible.
 
-    >>> [FileCut(3, 8).steps_of(number) for number in range(3)]
+    >>> [FilePlan(3, 8).steps_of(number) for number in range(3)]
     [range(0, 2), range(2, 5), range(5, 8)]
     """
 

@@ -1,9 +1,9 @@
-"""Compares runs in any state: their jobs and environments, metrics, throughput, time and curves; imports no torch."""
+"""Compare runs in any state: their jobs and environments, metrics, throughput, time and curves; imports no torch."""
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,28 +41,33 @@ class ComparedRun:
     @property
     def rows_per_second(self) -> float | None:
         """The rows of all steps, divided by the steps' seconds; None if unknown."""
-        if self.history is None or not len(self.history):
-            return _whole_rate(self.result)
-        rows, rates = (self.history.column(name).to_pylist() for name in ("rows", "rows_per_second"))
-        timed = [(count, count / rate) for count, rate in zip(rows, rates, strict=True) if rate]
-        seconds = math.fsum(seconds for _, seconds in timed)
-        return sum(count for count, _ in timed) / seconds if seconds else None
+        if self.history is not None and len(self.history):
+            rows, rates = (self.history.column(name).to_pylist() for name in ("rows", "rows_per_second"))
+            timed = [(count, count / rate) for count, rate in zip(rows, rates, strict=True) if rate]
+            seconds = math.fsum(seconds for _, seconds in timed)
+            return sum(count for count, _ in timed) / seconds if seconds else None
+        # Without a history: the rows divided by the seconds of the loop, unless that was interrupted.
+        seconds = max((worker.get("loop_seconds", 0.0) for worker in self.result.get("workers", [])), default=0.0)
+        if not seconds or len(self.result.get("world_sizes", [])) != 1:
+            return None
+        return float(self.result["rows"] * self.result["epochs"] / seconds)
 
     @property
     def time_split(self) -> dict[str, float]:
-        """The shares of the steps' time, as far as the result tells."""
-        shares = (self.result.get("time_split") or {}).get("all", {})
-        found = {"data_wait_share": self.result.get("data_wait_share")}
-        found |= {f"time_split.{part}": share for part, share in shares.items()}
-        return {key: value for key, value in found.items() if isinstance(value, int | float)}
+        """The shares of the steps' time that the result has."""
+        parts = (self.result.get("time_split") or {}).get("all", {})
+        shares = {"data_wait_share": self.result.get("data_wait_share")}
+        shares |= {f"time_split.{part}": share for part, share in parts.items()}
+        return {key: value for key, value in shares.items() if isinstance(value, int | float)}
 
     def curve(self, name: str) -> list[float | None]:
-        """The values of a column of the history, one for each step; empty if there is none."""
-        has_it = self.history is not None and name in self.history.column_names
-        return self.history.column(name).to_pylist() if has_it and self.history is not None else []
+        """Return the values of a column of the history, one for each step; empty if there is none."""
+        if self.history is None or name not in self.history.column_names:
+            return []
+        return self.history.column(name).to_pylist()  # type: ignore[no-any-return]
 
 
-def compared_run(run: Storage) -> ComparedRun:
+def read_compared_run(run: Storage) -> ComparedRun:
     """Read a run, whatever its state; raises StorageError if it is no run, or if it is damaged."""
     row = listed_run(run, run.path.rstrip("/").rpartition("/")[2])
     if not run.exists(RUN):
@@ -80,8 +85,8 @@ def compared_run(run: Storage) -> ComparedRun:
     )
 
 
-def compared_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """The runs as JSON values: results, what differs in jobs and environments, metrics, throughput, time."""
+def comparison_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Return the runs as JSON values: results, what differs in jobs and environments, metrics, throughput, time."""
     names = dict.fromkeys(name for run in runs for name in run.row.metrics)
     parts = dict.fromkeys(name for run in runs for name in run.time_split)
     return {
@@ -96,29 +101,32 @@ def compared_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     }
 
 
-def compared(runs: Sequence[ComparedRun]) -> str:
-    """The runs side by side: what they have in common, a table of what differs and of their figures, sparklines."""
+def comparison_text(runs: Sequence[ComparedRun]) -> str:
+    """Show the runs side by side: what is the same, a table of what differs and of their figures, sparklines."""
     rows = [[printable(cell) for cell in row] for row in _table(runs)]
     return "\n".join([", ".join(_verdict(runs)), aligned(rows), *_curves(runs)])
 
 
-def differing_keys(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """The keys in which the jobs of runs differ, as dotted paths, with each job's value."""
-    return _differing([dict(dotted(run.job)) for run in runs], NO_DIFFERENCE)
+def _verdict(runs: Sequence[ComparedRun]) -> Iterator[str]:
+    """Yield whether the runs have the same job, weights and outputs."""
+    differing = differing_keys(runs)
+    counting = {key for key in differing if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT}
+    alike = f"the same job (but for {listed(differing)})" if differing else "the same job"
+    objects = [key.removesuffix(".target") for key, value in dotted(runs[0].job) if _is_object(key, value)]
+    if objects:
+        alike += f" as far as can be told: {listed(objects)} from Python cannot be compared"
+    yield "different jobs" if counting else alike
+    for what in ("weights", "outputs"):
+        hashes = [run.result.get(f"{what}_sha256") for run in runs]
+        if all(hashes):
+            yield f"{'the same' if len(set(hashes)) == 1 else 'different'} {what}"
 
 
-def differing_environment(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """The versions, the git commit and the hardware in which the newest drivers of runs differ."""
-    return _differing([run.environment for run in runs if run.environment], OF_EACH_DRIVER, len(runs))
-
-
-def _differing(found: list[dict[str, Any]], left_out: Sequence[str], number: int = 0) -> dict[str, list[Any]]:
-    """The keys whose values differ; none if only some of `number` runs tell them."""
-    if len(found) < number:
-        return {}
-    keys = dict.fromkeys(key for one in found for key in one if key not in left_out)
-    values = {key: [one.get(key) for one in found] for key in keys}
-    return {key: each for key, each in values.items() if not all(same(value, each[0]) for value in each)}
+def _is_object(key: str, value: Any) -> bool:
+    """Return whether a key of a job had a Python object: a file keeps its type alone, `<module:Class>`."""
+    if isinstance(value, list):
+        return any(_is_object(key, one) for one in value)
+    return isinstance(value, str) and OBJECT.fullmatch(value) is not None and not key.startswith("hooks.")
 
 
 def _table(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
@@ -127,28 +135,29 @@ def _table(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
     for key, values in (*differing_keys(runs).items(), *differing_environment(runs).items()):
         yield [key, *map(_as_text, values)]
     yield ["status", *(run.row.status for run in runs)]
-    yield ["steps", *map(_steps, runs)]
+    steps = [(run.row.step, run.row.steps) for run in runs]
+    yield ["steps", *(str(total) if done == total else f"{done}/{_as_text(total)}" for done, total in steps)]
     for name in dict.fromkeys(name for one in metrics for name in one):
         yield [f"metrics.{name}", *(one.get(name, "-") for one in metrics)]
     yield ["rows/s", *(_figure(run.rows_per_second, ",.0f") for run in runs)]
-    for part in _parts(runs):
+    parts = dict.fromkeys(name for run in runs for name in run.time_split)
+    if "time_split.data_wait" in parts:  # the share of the waits stands among the parts
+        parts.pop("data_wait_share", None)
+    for part in parts:
         yield [part, *(_figure(run.time_split.get(part), ".3g") for run in runs)]
     yield ["seconds", *(_figure(run.row.seconds, ".1f") for run in runs)]
 
 
-def _parts(runs: Sequence[ComparedRun]) -> list[str]:
-    """The shares of the time to show; that of the waits stands among the parts, if these are known."""
-    found = dict.fromkeys(name for run in runs for name in run.time_split)
-    return [name for name in found if name != "data_wait_share" or "time_split.data_wait" not in found]
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
-def _steps(run: ComparedRun) -> str:
-    row = run.row
-    return str(row.steps) if row.step == row.steps else f"{row.step}/{_as_text(row.steps)}"
+def _as_text(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _curves(runs: Sequence[ComparedRun]) -> Iterator[str]:
-    """For each measured column of the histories, a sparkline of each run, all on one scale."""
+    """Yield, for each measured column of the histories, a sparkline of each run, all on one scale."""
     columns = dict.fromkeys(name for run in runs if run.history is not None for name in run.history.column_names)
     longest = max((len(run.history) for run in runs if run.history is not None), default=0)
     for name in columns:
@@ -164,38 +173,20 @@ def _curves(runs: Sequence[ComparedRun]) -> Iterator[str]:
             yield f"  {printable(run.where):{where}}  {line}"
 
 
-def _verdict(runs: Sequence[ComparedRun]) -> Iterator[str]:
-    """Whether the runs have the same job, weights and outputs."""
-    differing = differing_keys(runs)
-    counting = {key for key in differing if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT}
-    alike = f"the same job (but for {listed(differing)})" if differing else "the same job"
-    if objects := [key.removesuffix(".target") for key, value in dotted(runs[0].job) if _is_object(key, value)]:
-        alike += f" as far as can be told: {listed(objects)} from Python cannot be compared"
-    yield "different jobs" if counting else alike
-    for what in ("weights", "outputs"):
-        found = [run.result.get(f"{what}_sha256") for run in runs]
-        if all(found):
-            yield f"{'the same' if len(set(found)) == 1 else 'different'} {what}"
+def differing_keys(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
+    """Return the keys in which the jobs of runs differ, as dotted paths, with each job's value."""
+    return _differing([dict(dotted(run.job)) for run in runs], NO_DIFFERENCE)
 
 
-def _is_object(key: str, value: Any) -> bool:
-    """Whether a key of a job had a Python object: a file keeps its type alone, `<module:Class>`."""
-    if isinstance(value, list):
-        return any(_is_object(key, one) for one in value)
-    return isinstance(value, str) and OBJECT.fullmatch(value) is not None and not key.startswith("hooks.")
+def differing_environment(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
+    """Return the versions, the git commit and the hardware in which the newest drivers of runs differ."""
+    return _differing([run.environment for run in runs if run.environment], OF_EACH_DRIVER, len(runs))
 
 
-def _whole_rate(result: Mapping[str, Any]) -> float | None:
-    """The rows of a run without a history, divided by the seconds of its loop; None if it was interrupted."""
-    seconds = max((worker.get("loop_seconds", 0.0) for worker in result.get("workers", [])), default=0.0)
-    if not seconds or len(result.get("world_sizes", [])) != 1:
-        return None
-    return float(result["rows"] * result["epochs"] / seconds)
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _as_text(value: Any) -> str:
-    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+def _differing(each_run: list[dict[str, Any]], left_out: Sequence[str], number: int = 0) -> dict[str, list[Any]]:
+    """Return the keys whose values differ; none if only some of `number` runs have values."""
+    if len(each_run) < number:
+        return {}
+    keys = dict.fromkeys(key for one in each_run for key in one if key not in left_out)
+    values = {key: [one.get(key) for one in each_run] for key in keys}
+    return {key: each for key, each in values.items() if not all(same(value, each[0]) for value in each)}

@@ -1,8 +1,6 @@
-"""A run's result; outputs, shape reports and history are read from its run directory on demand.
+"""The result of a run; outputs, shape reports and history are read from its run directory on demand.
 
-Formats a result for people: paths, numbers, tables.
-
-What `dp-ray report` shows of one run.
+`Result` is what `dp_ray.run` returns and `load` reads. The rest formats one as text, for `dp-ray report`.
 """
 
 import json
@@ -36,87 +34,9 @@ from dp_ray.tensors.files import read_tensors, sha256_of
 
 PATHS = ("run_dir", "outputs", "weights")
 WIDTH = 16
-
-
-def shown(values: Mapping[str, Any]) -> dict[str, str]:
-    """The values of a `result.json` as text; `metrics` has a line for each metric, and `-` means no value."""
-    found = {key: _plainly(value) for key, value in values.items()}
-    found |= {key: relative(values[key]) for key in PATHS if values[key]}
-    found |= _steps(values)
-    if not values["quarantined"]:
-        found["quarantined"] = "-"
-    if values["best"]:
-        found["best"] = "{metric} {value:.6g} after step {step}".format(**values["best"])
-    if values.get("ema"):
-        found["ema"] = f"decay {values['ema']['decay']:g}: {relative(values['ema']['weights'])}"
-    if values.get("stopped_early"):
-        found["stopped_early"] = values["stopped_early"]["text"]
-    if values.get("failure"):
-        found["failure"] = _failure(values["failure"])
-    if values["time_split"]:
-        found["time_split"] = split_line(values["time_split"])
-        found["data_wait_share"] = "-"  # nearly the same share, of all steps: a second number for one thing
-    metrics = measured(values["metrics"])
-    width = max(map(len, metrics), default=0)
-    found["metrics"] = "\n".join(f"{name:{width}} {value}" for name, value in metrics.items()) or "-"
-    return found
-
-
-def key_lines(found: Mapping[str, str]) -> str:
-    """One line for each key and value; a value's further lines are indented below its first."""
-    width = max([WIDTH, *(len(key) + 1 for key in found)])
-    return "\n".join(f"{key:{width}}{value}".replace("\n", "\n" + " " * width) for key, value in found.items())
-
-
-def as_html(found: Mapping[str, str]) -> str:
-    """The keys and values as an HTML table."""
-    rows = [f"<tr><th>{escape(key)}</th><td>{_html(value)}</td></tr>" for key, value in found.items()]
-    return f"<table>{''.join(rows)}</table>"
-
-
-def _html(text: str) -> str:
-    return escape(text).replace("\n", "<br>")
-
-
-def _failure(values: Mapping[str, Any]) -> str:
-    """Where a run failed, and the user's frames: `rank 0, node 10.0.0.2, step 7, sample 50`, then the frames."""
-    where = ", ".join(f"{key} {value}" for key, value in values.items() if key != "frames" and value is not None)
-    return f"{where}\n{values.get('frames') or ''}".rstrip()
-
-
-def _steps(values: Mapping[str, Any]) -> dict[str, str]:
-    """The steps of an epoch, and of the whole run if these are others; of one that stopped early, those it did."""
-    steps, total = values["steps"], values["total_steps"] or values["steps"] * values["epochs"]
-    if early := values.get("stopped_early"):
-        return {"steps": f"{steps} in an epoch", "total_steps": f"{early['step']} of {total}"}
-    if total == steps:
-        return {"steps": str(steps), "total_steps": "-"}
-    return {"steps": f"{steps} in an epoch", "total_steps": str(total)}
-
-
-def _plainly(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], dict) and "kind" in value[0]:
-        return "; ".join(str(read_interruption(one)) for one in value)
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "; ".join(f"rank {one['rank']} {one['node']} {one.get('device', '-')}" for one in value)
-    return "-" if value in (None, [], {}) else str(value)
-
-
-SUMMARY = (
-    *(
-        "name",
-        "task",
-        "status",
-        "stopped_early",
-        "error",
-        "rows",
-        "steps",
-        "quarantined",
-        "metrics",
-        "best",
-        "interruptions",
-    ),
-    *("seconds", "verdict", "outputs", "weights", "run_dir"),
+SUMMARY = (  # the values that a reader wants first
+    *("name", "task", "status", "stopped_early", "error", "rows", "steps", "quarantined", "metrics", "best"),
+    *("interruptions", "seconds", "verdict", "outputs", "weights", "run_dir"),
 )
 
 
@@ -233,7 +153,7 @@ class Result:
         return Table(read_history(self.storage()))
 
     def batches(self) -> Iterator[Any]:
-        """The merged outputs of each global batch, in order, read one batch at a time.
+        """Yield the merged outputs of each global batch, in order, read one batch at a time.
 
         A batch lacks the rows that were set aside of it; one of which all were is empty.
         """
@@ -245,17 +165,17 @@ class Result:
         return Table(self.iter_shapes())
 
     def iter_shapes(self) -> Iterator[ShardReport]:
-        """The reports of `shapes` one by one, for runs whose reports do not fit in memory."""
+        """Yield the reports of `shapes` one by one, for runs whose reports do not fit in memory."""
         with reading(self.storage(), SHAPES) as file:
             yield from read_reports(file)
 
     def shape_lines(self) -> Iterator[str]:
-        """The lines of `--shapes`, as the run printed them."""
+        """Yield the lines of `--shapes`, as the run printed them."""
         for _, reports in groupby(self.iter_shapes(), key=lambda report: report.step):
             yield from shape_lines([(one.input_size, one.output_size) for one in reports], self.batch_dim)
 
     def to_json(self) -> dict[str, Any]:
-        """The contents of `result.json`."""
+        """Return the contents of `result.json`."""
         values = asdict(self)
         del values["location"]
         values["outputs"] = values.pop("outputs_path")
@@ -268,37 +188,30 @@ class Result:
         return key_lines(self._summary())
 
     def _repr_html_(self) -> str:
-        return as_html(self._summary())
+        values = {key: escape(value).replace("\n", "<br>") for key, value in self._summary().items()}
+        rows = [f"<tr><th>{escape(key)}</th><td>{value}</td></tr>" for key, value in values.items()]
+        return f"<table>{''.join(rows)}</table>"
 
     def _summary(self) -> dict[str, str]:
-        """The values that a reader wants first, without the empty ones."""
-        found = shown({**self.to_json(), "metrics": self.metrics})
-        return {key: found[key] for key in SUMMARY if found[key] != "-"}
+        """Return the values that a reader wants first, without the empty ones."""
+        text = as_text({**self.to_json(), "metrics": self.metrics})
+        return {key: text[key] for key in SUMMARY if text[key] != "-"}
 
     def save(self, run: Storage) -> None:
         """Write `result.json` to a run directory."""
         write_json(run, RESULT, self.to_json())
 
     def storage(self) -> Storage:
-        """The run directory."""
+        """Return the run directory."""
         return Storage(self.location or self.run_dir)
 
     def _merged(self) -> Merged:
         if self.outputs_path is None:
-            told = f"the run has no merged outputs (task {self.task}, status {self.status})"
-            advice = f"; to predict with its weights: dp-ray predict {self.run_dir}" * (self.task == "train")
-            raise StorageError(f"{self.run_dir}: {told}{advice}")
+            says = f"the run has no merged outputs (task {self.task}, status {self.status})"
+            if self.task == "train":
+                says += f"; to predict with its weights: dp-ray predict {self.run_dir}"
+            raise StorageError(f"{self.run_dir}: {says}")
         return Merged.of(self.storage())
-
-
-def with_best_weights(best: dict[str, Any] | None, run: Storage) -> dict[str, Any] | None:
-    """Add the file of the best weights, None if it does not exist, to what `best` says of the best checkpoint."""
-    return best and {**best, "weights": str(run.child(BEST)) if run.exists(BEST) else None}
-
-
-def ema_told(decay: float, run: Storage) -> dict[str, Any]:
-    """What `ema` says of the average of the weights in a run directory."""
-    return {"decay": decay, "weights": str(run.child(EMA)), "sha256": sha256_of(run, EMA)}
 
 
 def load(run_dir: str | Path) -> Result:
@@ -308,8 +221,9 @@ def load(run_dir: str | Path) -> Result:
     """
     storage = Storage(str(run_dir))
     if not storage.exists(RESULT):
-        if (found := _unfinished_prediction(storage)) is not None:
-            return found
+        prediction = _unfinished_prediction(storage)
+        if prediction is not None:
+            return prediction
         why = "not a run directory"
         if storage.exists(RUN):
             why = f"the run has not finished (dp-ray report {run_dir} says how far it is)"
@@ -321,31 +235,92 @@ def load(run_dir: str | Path) -> Result:
         values["best"] = with_best_weights(values.get("best"), storage)
         if values.get("ema"):
             values["ema"] = {**values["ema"], "weights": str(storage.child(EMA))}
-        told = values.get("metrics", {})
-        values["metrics"] = {name: math.nan if one is None else one for name, one in told.items()}
-        known = {one.name for one in fields(Result)}
-        kept = {key: value for key, value in values.items() if key in known}
-        return Result(**{**kept, "run_dir": str(storage), "location": storage.location})
+        metrics = values.get("metrics", {})
+        values["metrics"] = {name: math.nan if one is None else one for name, one in metrics.items()}
+        names = {one.name for one in fields(Result)}  # a later version may have written more
+        known = {key: value for key, value in values.items() if key in names}
+        return Result(**{**known, "run_dir": str(storage), "location": storage.location})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{run_dir}/{RESULT}: is damaged: {error}") from None
 
 
 def _unfinished_prediction(run: Storage) -> Result | None:
-    """What is known of a prediction without a result: its outputs so far can be read."""
-    found = unfinished(run.location)
-    if found is None or found.task != "predict":
+    """Return what is known of a prediction without a result: its outputs so far can be read."""
+    prediction = unfinished(run.location)
+    if prediction is None or prediction.task != "predict":
         return None
     return Result(
         run_dir=str(run),
         location=run.location,
-        name=found.name,
-        task=found.task,
-        status=found.status,
-        steps=found.steps,
+        name=prediction.name,
+        task=prediction.task,
+        status=prediction.status,
+        steps=prediction.steps,
     )
 
 
+def with_best_weights(best: dict[str, Any] | None, run: Storage) -> dict[str, Any] | None:
+    """Add the file of the best weights, None if it does not exist, to the values of `best`."""
+    return best and {**best, "weights": str(run.child(BEST)) if run.exists(BEST) else None}
+
+
+def ema_values(decay: float, run: Storage) -> dict[str, Any]:
+    """Return the values of `ema`: the average of the weights in a run directory."""
+    return {"decay": decay, "weights": str(run.child(EMA)), "sha256": sha256_of(run, EMA)}
+
+
 def lines(result: Result) -> list[str]:
-    """One run as text: a line for each value that its result has, and for each metric."""
-    found = shown({**result.to_json(), "metrics": result.metrics})
-    return key_lines({key: value for key, value in found.items() if value != "-"}).splitlines()
+    """Format a result as lines: one for each value that it has, and for each metric."""
+    text = as_text({**result.to_json(), "metrics": result.metrics})
+    return key_lines({key: value for key, value in text.items() if value != "-"}).splitlines()
+
+
+def as_text(values: Mapping[str, Any]) -> dict[str, str]:
+    """Format the values of a `result.json`; `metrics` has a line for each metric, and `-` means no value."""
+    text = {key: _as_text(value) for key, value in values.items()}
+    text |= {key: relative(values[key]) for key in PATHS if values[key]}
+    text |= _steps(values)
+    if not values["quarantined"]:
+        text["quarantined"] = "-"
+    if values["best"]:
+        text["best"] = "{metric} {value:.6g} after step {step}".format(**values["best"])
+    if values.get("ema"):
+        text["ema"] = f"decay {values['ema']['decay']:g}: {relative(values['ema']['weights'])}"
+    if values.get("stopped_early"):
+        text["stopped_early"] = values["stopped_early"]["text"]
+    if values.get("failure"):
+        failure = {key: value for key, value in values["failure"].items() if value is not None}
+        frames = failure.pop("frames", "")
+        where = ", ".join(f"{key} {value}" for key, value in failure.items())
+        text["failure"] = f"{where}\n{frames}".rstrip()
+    if values["time_split"]:
+        text["time_split"] = split_line(values["time_split"])
+        text["data_wait_share"] = "-"  # nearly the same share, of all steps: a second number for one thing
+    metrics = measured(values["metrics"])
+    width = max(map(len, metrics), default=0)
+    text["metrics"] = "\n".join(f"{name:{width}} {value}" for name, value in metrics.items()) or "-"
+    return text
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "kind" in value[0]:
+        return "; ".join(str(read_interruption(one)) for one in value)
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "; ".join(f"rank {one['rank']} {one['node']} {one.get('device', '-')}" for one in value)
+    return "-" if value in (None, [], {}) else str(value)
+
+
+def _steps(values: Mapping[str, Any]) -> dict[str, str]:
+    """Format the steps of an epoch, and of the whole run if these differ; if it stopped early, those done."""
+    steps, total = values["steps"], values["total_steps"] or values["steps"] * values["epochs"]
+    if early := values.get("stopped_early"):
+        return {"steps": f"{steps} in an epoch", "total_steps": f"{early['step']} of {total}"}
+    if total == steps:
+        return {"steps": str(steps), "total_steps": "-"}
+    return {"steps": f"{steps} in an epoch", "total_steps": str(total)}
+
+
+def key_lines(values: Mapping[str, str]) -> str:
+    """Format one line for each key and value; a value's further lines are indented below its first."""
+    width = max([WIDTH, *(len(key) + 1 for key in values)])
+    return "\n".join(f"{key:{width}}{value}".replace("\n", "\n" + " " * width) for key, value in values.items())

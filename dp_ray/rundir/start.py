@@ -50,7 +50,7 @@ from dp_ray.tensors.files import (
     Stored,
     TensorFile,
     as_bytes,
-    held,
+    in_memory,
     is_sharded,
     local,
     made_dense,
@@ -497,7 +497,7 @@ def open_start(
         return open_index(storage, name), None
     if name.endswith(TORCH_FILES):
         whole = read_torch(storage.read_bytes(name), f"{storage}/{name}")
-        return {key: held(one) for key, one in whole.items() if isinstance(one, torch.Tensor)}, None
+        return {key: in_memory(one) for key, one in whole.items() if isinstance(one, torch.Tensor)}, None
     return TensorFile(storage, name).tensors(), None
 
 

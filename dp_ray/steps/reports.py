@@ -1,8 +1,8 @@
-"""The driver's side of the shape reports: put in order, passed on step by step, and written as Parquet.
+"""Put the workers' shape reports in order, on the driver, and write them as Parquet.
 
-A step is passed on as soon as all workers have finished it, so memory does not grow with the number of steps.
-
-Shape reports written while a run goes on, in complete pieces, so that they survive a killed driver.
+`Collector` orders them and passes a step on as soon as all workers have finished it, so memory does not grow with the
+number of steps. `ReportFile` is the table of a whole run; `Journal` keeps the reports of committed steps while the
+run goes on, so that they survive a killed driver.
 """
 
 import re
@@ -20,12 +20,16 @@ from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.outputs.parts import reading
 from dp_ray.plan.split import Done, Shard
-from dp_ray.steps.shapes import Report, Seen, ShardReport, ShardSpan, decode_sizes
+from dp_ray.steps.shapes import Report, ShardReport, ShardSpan, Sizes, decode_sizes
+from dp_ray.steps.times import part_numbers
 from dp_ray.storage import Storage
 from dp_ray.tables import array_of, array_of_texts
 
 ROWS_IN_A_GROUP = 1 << 16
 PENDING_SPANS = 1 << 12  # of one worker; beyond that, times are averaged
+REPORTS = "reports"
+PIECE = re.compile(r"piece-(\d+)\.parquet")
+PENDING = "pending.parquet"
 
 
 class ReportColumns(NamedTuple):
@@ -41,30 +45,28 @@ class ReportColumns(NamedTuple):
         return len(self.step)
 
     def where(self, keep: np.ndarray[Any, np.dtype[Any]]) -> "ReportColumns":
-        """The rows that a boolean mask or an array of indices selects."""
-        return ReportColumns(
-            self.step[keep], self.shard[keep], self.world[keep], self.seen[keep], self.milliseconds[keep]
-        )
+        """Return the rows that a boolean mask or an array of indices selects."""
+        return ReportColumns(*(column[keep] for column in self))
 
 
 class Collector:
-    """Puts the workers' reports in order, and passes a step on as soon as every worker has finished it.
+    """The reports of all workers, in order: a step is passed on as soon as every worker has finished it.
 
     A step that a later attempt repeats is passed on once. `on_rows` gets each ordered block; its `seen` and `world`
     columns index `Collector.seen` and `Collector.worlds`.
     """
 
     def __init__(self, on_rows: Callable[["Collector", ReportColumns], None]) -> None:
-        self.seen: list[Seen] = []
+        self.seen: list[Sizes] = []
         self.worlds: list[World] = []
         self._on_rows = on_rows
-        self._emitted = -1
-        self._through: dict[int, int] = {}
-        self._workers: dict[int, int] = {}
-        self._pending: dict[int, deque[ShardSpan]] = {}
-        self._limit: dict[int, int] = {}
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._known: dict[Seen, int] = {}
+        self._emitted = -1  # the last step that was passed on
+        self._through: dict[int, int] = {}  # by rank, the last step that it has finished
+        self._workers: dict[int, int] = {}  # by rank, its worker in this attempt: an index of `worlds`
+        self._pending: dict[int, deque[ShardSpan]] = {}  # by worker
+        self._limit: dict[int, int] = {}  # by worker, how many spans may be pending before they are folded
+        self._numbers: dict[tuple[int, int], int] = {}  # by worker and its own number, an index of `seen`
+        self._known: dict[Sizes, int] = {}
 
     def begin(self, worlds: Sequence[World]) -> None:
         """Start an attempt with these workers; the reports of earlier attempts stay."""
@@ -72,22 +74,24 @@ class Collector:
         for world in worlds:
             self._workers[world.rank] = self._join(world)
 
-    def restore(self, spans: Sequence[tuple[World, Seen, ShardSpan]]) -> None:
+    def restore(self, spans: Sequence[tuple[World, Sizes, ShardSpan]]) -> None:
         """Take in the reports of earlier attempts, whose workers are gone, ordered by first step."""
-        gone: dict[World, int] = {}
+        workers: dict[World, int] = {}
         for world, seen, span in spans:
-            if world not in gone:
-                gone[world] = self._join(world)
-            self._pending[gone[world]].append(span._replace(seen=self._number(seen)))
+            if world not in workers:
+                workers[world] = self._join(world)
+            self._pending[workers[world]].append(span._replace(seen=self._number(seen)))
 
     def _join(self, world: World) -> int:
+        """Add a worker of an attempt; return its index."""
         worker = len(self.worlds)
         self.worlds.append(world)
         self._pending[worker] = deque()
         self._limit[worker] = PENDING_SPANS
         return worker
 
-    def _number(self, seen: Seen) -> int:
+    def _number(self, seen: Sizes) -> int:
+        """Return the index of these sizes, which are added if they are new."""
         if seen not in self._known:
             self._known[seen] = len(self.seen)
             self.seen.append(seen)
@@ -101,12 +105,13 @@ class Collector:
             self._numbers[worker, number] = self._number(seen)
         pending = self._pending[worker]
         pending.extend(span._replace(seen=self._numbers[worker, span.seen]) for span in report.spans)
-        if len(pending) > self._limit[worker]:
-            self._bound(worker)
+        if len(pending) > self._limit[worker]:  # the worker is far ahead of the others
+            self._pending[worker] = _fold(pending)
+            self._limit[worker] = max(PENDING_SPANS, 2 * len(self._pending[worker]))
         self._through[rank] = report.through
 
     def rows_of(self, rank: int, span: ShardSpan) -> int:
-        """The number of rows in a span that `rank` of the current attempt reported."""
+        """Return the number of rows in a span that `rank` of the current attempt reported."""
         return span.num_steps * self.seen[self._numbers[self._workers[rank], span.seen]].rows
 
     def emit(self) -> None:
@@ -117,11 +122,11 @@ class Collector:
             self._emitted = ready
 
     def pending(self) -> ReportColumns | None:
-        """The reports that are not passed on yet, None if there are none; they stay pending."""
-        held = [(worker, span) for worker, pending in self._pending.items() for span in pending]
-        if not held:
+        """Return the reports that are not passed on yet, None if there are none; they stay pending."""
+        spans = [(worker, span) for worker, pending in self._pending.items() for span in pending]
+        if not spans:
             return None
-        rows = _expand(held)
+        rows = _expand(spans)
         return rows.where(rows.step > self._emitted)
 
     def close(self) -> None:
@@ -135,16 +140,11 @@ class Collector:
         if not taken:
             return
         rows = _expand(taken)
-        fresh = rows.step > self._emitted
+        fresh = rows.step > self._emitted  # a later attempt repeats steps that were passed on already
         if not fresh.all():
             rows = rows.where(fresh)
         if len(rows):
             self._on_rows(self, rows)
-
-    def _bound(self, worker: int) -> None:
-        """Average the times of a worker that is far ahead of the others."""
-        self._pending[worker] = _fold(self._pending[worker])
-        self._limit[worker] = max(PENDING_SPANS, 2 * len(self._pending[worker]))
 
 
 def _take_through(pending: deque[ShardSpan], through: int) -> list[ShardSpan]:
@@ -158,6 +158,61 @@ def _take_through(pending: deque[ShardSpan], through: int) -> list[ShardSpan]:
             later.append(rest)
     pending.extendleft(reversed(later))
     return taken
+
+
+def _split_span(span: ShardSpan, step: int) -> tuple[ShardSpan, ShardSpan | None]:
+    """Split a span at `step`: the steps before it, and the rest, None if there is none."""
+    count = step - span.first_step
+    if count >= span.num_steps:
+        return span, None
+    early = late = span.milliseconds
+    if len(early) > 1:  # else it is the mean of all steps, which both parts keep
+        early, late = early[:count], late[count:]
+    return (
+        span._replace(num_steps=count, milliseconds=early),
+        span._replace(first_step=step, num_steps=span.num_steps - count, milliseconds=late),
+    )
+
+
+def _fold(pending: deque[ShardSpan]) -> deque[ShardSpan]:
+    """Reduce each span's times to their mean, and join consecutive spans of a shard with the same sizes."""
+    last: dict[int, ShardSpan] = {}
+    folded: list[ShardSpan] = []
+    for span in pending:
+        before = last.get(span.shard)
+        mean = span.milliseconds.mean(keepdims=True)
+        if before and before.seen == span.seen and before.first_step + before.num_steps == span.first_step:
+            steps = before.num_steps + span.num_steps
+            mean = (before.milliseconds * before.num_steps + mean * span.num_steps) / np.float32(steps)
+            span = before._replace(num_steps=steps)
+        elif before:
+            folded.append(before)
+        last[span.shard] = span._replace(milliseconds=mean)
+    return deque(sorted([*folded, *last.values()], key=lambda span: span.first_step))
+
+
+def _expand(taken: Sequence[tuple[int, ShardSpan]]) -> ReportColumns:
+    """Return one row for each step of each span, ordered; of a step that was run twice, the newest worker's row."""
+    counts = np.array([span.num_steps for _, span in taken], np.int64)
+    starts = np.cumsum(counts) - counts
+    step = np.arange(counts.sum()) + np.repeat(
+        np.array([span.first_step for _, span in taken], np.int64) - starts, counts
+    )
+    shard = np.repeat(np.array([span.shard for _, span in taken], np.int32), counts)
+    world = np.repeat(np.array([world for world, _ in taken], np.int32), counts)
+    seen = np.repeat(np.array([span.seen for _, span in taken], np.int32), counts)
+    times = [
+        span.milliseconds
+        if len(span.milliseconds) == span.num_steps
+        else np.repeat(span.milliseconds, span.num_steps)
+        for _, span in taken
+    ]
+    order = np.lexsort((shard, step))  # stable: of the rows of a step and shard, the newest worker's is last
+    rows = ReportColumns(step, shard, world, seen, np.concatenate(times)).where(order)
+    repeated = (rows.step[1:] == rows.step[:-1]) & (rows.shard[1:] == rows.shard[:-1])
+    if repeated.any():
+        rows = rows.where(np.append(~repeated, True))
+    return rows
 
 
 class ReportFile:
@@ -202,97 +257,8 @@ class ReportFile:
         self._blocks, self._rows = [], 0
 
 
-def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
-    """Read the shard reports of a ReportFile, ordered by step and shard."""
-    decoded: dict[str, Any] = {}
-    for batch in file.iter_batches():
-        for row in batch.to_pylist():
-            for key in ("input_size", "output_size"):
-                text = row[key]
-                if text not in decoded:
-                    decoded[text] = decode_sizes(text)
-                row[key] = decoded[text]
-            yield ShardReport(**row)
-
-
-def read_spans(file: pq.ParquetFile, done: Done) -> list[tuple[World, Seen, ShardSpan]]:
-    """Read a file's reports of the steps and shards in `done`, as spans ordered by first step."""
-    spans: list[tuple[World, Seen, int, int, list[float]]] = []
-    last: dict[tuple[World, int], int] = {}
-    for row in (row for batch in file.iter_batches() for row in batch.to_pylist()):
-        step, shard = row["step"], row["shard"]
-        if Shard(step, shard, 0, 0) not in done:
-            continue
-        world = World(rank=row["rank"], node=row["node"], device=torch.device(row["device"]))
-        seen = Seen(row["input_size"], row["output_size"], row["rows"])
-        at = last.get((world, shard), -1)
-        if at >= 0 and spans[at][1] == seen and spans[at][2] + len(spans[at][4]) == step:
-            spans[at][4].append(row["milliseconds"])
-            continue
-        last[world, shard] = len(spans)
-        spans.append((world, seen, step, shard, [row["milliseconds"]]))
-    return [
-        (world, seen, ShardSpan(first, len(times), shard, -1, np.array(times, np.float32)))
-        for world, seen, first, shard, times in spans
-    ]
-
-
-def _split_span(span: ShardSpan, step: int) -> tuple[ShardSpan, ShardSpan | None]:
-    """Split a span at `step`: the steps before it, and the rest, None if there is none."""
-    count = step - span.first_step
-    if count >= span.num_steps:
-        return span, None
-    folded = len(span.milliseconds) == 1
-    early, late = (span.milliseconds,) * 2 if folded else (span.milliseconds[:count], span.milliseconds[count:])
-    return (
-        span._replace(num_steps=count, milliseconds=early),
-        span._replace(first_step=step, num_steps=span.num_steps - count, milliseconds=late),
-    )
-
-
-def _fold(pending: deque[ShardSpan]) -> deque[ShardSpan]:
-    """Reduce each span's times to their mean, and join consecutive spans of a shard with the same sizes."""
-    last: dict[int, ShardSpan] = {}
-    folded: list[ShardSpan] = []
-    for span in pending:
-        before = last.get(span.shard)
-        mean = span.milliseconds.mean(keepdims=True)
-        if before and before.seen == span.seen and before.first_step + before.num_steps == span.first_step:
-            steps = before.num_steps + span.num_steps
-            mean = (before.milliseconds * before.num_steps + mean * span.num_steps) / np.float32(steps)
-            span = before._replace(num_steps=steps)
-        elif before:
-            folded.append(before)
-        last[span.shard] = span._replace(milliseconds=mean)
-    return deque(sorted([*folded, *last.values()], key=lambda span: span.first_step))
-
-
-def _expand(taken: Sequence[tuple[int, ShardSpan]]) -> ReportColumns:
-    """One row for each step of each span, ordered; of a step that was run twice, the newest worker's row."""
-    counts = np.array([span.num_steps for _, span in taken], np.int64)
-    starts = np.cumsum(counts) - counts
-    step = np.arange(counts.sum()) + np.repeat(
-        np.array([span.first_step for _, span in taken], np.int64) - starts, counts
-    )
-    shard = np.repeat(np.array([span.shard for _, span in taken], np.int32), counts)
-    world = np.repeat(np.array([world for world, _ in taken], np.int32), counts)
-    seen = np.repeat(np.array([span.seen for _, span in taken], np.int32), counts)
-    times = [
-        span.milliseconds
-        if len(span.milliseconds) == span.num_steps
-        else np.repeat(span.milliseconds, span.num_steps)
-        for _, span in taken
-    ]
-    order = np.lexsort((shard, step))
-    rows = ReportColumns(step, shard, world, seen, np.concatenate(times)).where(order)
-    repeated = (rows.step[1:] == rows.step[:-1]) & (rows.shard[1:] == rows.shard[:-1])
-    if repeated.any():
-        rows = rows.where(np.append(~repeated, True))
-    return rows
-
-
 def table_of(collector: Collector, rows: ReportColumns) -> pa.Table:
-    """Shard reports as a table with ReportFile's columns."""
+    """Return shard reports as a table with ReportFile's columns."""
     world_numbers, world = np.unique(rows.world, return_inverse=True)
     seen_numbers, seen = np.unique(rows.seen, return_inverse=True)
     worlds = [collector.worlds[number] for number in world_numbers.tolist()]
@@ -316,20 +282,50 @@ def table_of(collector: Collector, rows: ReportColumns) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=ReportFile.SCHEMA)
 
 
-REPORTS = "reports"
-PIECE = re.compile(r"piece-(\d+)\.parquet")
-PENDING = "pending.parquet"
+def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
+    """Read the shard reports of a ReportFile, ordered by step and shard."""
+    decoded: dict[str, Any] = {}
+    for batch in file.iter_batches():
+        for row in batch.to_pylist():
+            for key in ("input_size", "output_size"):
+                text = row[key]
+                if text not in decoded:
+                    decoded[text] = decode_sizes(text)
+                row[key] = decoded[text]
+            yield ShardReport(**row)
+
+
+def read_spans(file: pq.ParquetFile, done: Done) -> list[tuple[World, Sizes, ShardSpan]]:
+    """Read a file's reports of the steps and shards in `done`, as spans ordered by first step."""
+    spans: list[tuple[World, Sizes, int, int, list[float]]] = []
+    last: dict[tuple[World, int], int] = {}
+    for row in (row for batch in file.iter_batches() for row in batch.to_pylist()):
+        step, shard = row["step"], row["shard"]
+        if Shard(step, shard, 0, 0) not in done:
+            continue
+        world = World(rank=row["rank"], node=row["node"], device=torch.device(row["device"]))
+        seen = Sizes(row["input_size"], row["output_size"], row["rows"])
+        at = last.get((world, shard), -1)
+        if at >= 0 and spans[at][1] == seen and spans[at][2] + len(spans[at][4]) == step:
+            spans[at][4].append(row["milliseconds"])
+            continue
+        last[world, shard] = len(spans)
+        spans.append((world, seen, step, shard, [row["milliseconds"]]))
+    return [
+        (world, seen, ShardSpan(first, len(times), shard, -1, np.array(times, np.float32)))
+        for world, seen, first, shard, times in spans
+    ]
 
 
 class Journal:
-    """Writes the reports since the last piece whenever steps are about to be committed.
+    """The reports of committed steps on disk while a run goes on: those since the last piece become a new one.
 
     Workers may be ahead of others: their reports cannot be ordered yet, and go to a file that is replaced each time.
     """
 
     def __init__(self, folder: Storage) -> None:
         self._folder = folder
-        self._next = max(_piece_numbers(folder), default=-1) + 1
+        self._next = max(part_numbers(folder, PIECE), default=-1) + 1
         self._blocks: list[pa.Table] = []
 
     def add(self, block: pa.Table) -> None:
@@ -358,15 +354,13 @@ class Journal:
                 pq.write_table(table, stream)
 
 
-def read_journal(folder: Storage, done: Done) -> list[tuple[World, Seen, ShardSpan]]:
+def read_journal(folder: Storage, done: Done) -> list[tuple[World, Sizes, ShardSpan]]:
     """Read the journal's reports of the steps and shards in `done`, as spans."""
-    names = [f"piece-{number}.parquet" for number in _piece_numbers(folder)]
-    spans: list[tuple[World, Seen, ShardSpan]] = []
-    for name in [*names, *([PENDING] if folder.exists(PENDING) else [])]:
+    names = [f"piece-{number}.parquet" for number in part_numbers(folder, PIECE)]
+    if folder.exists(PENDING):
+        names.append(PENDING)
+    spans: list[tuple[World, Sizes, ShardSpan]] = []
+    for name in names:
         with reading(folder, name) as file:
             spans += read_spans(file, done)
     return spans
-
-
-def _piece_numbers(folder: Storage) -> list[int]:
-    return sorted(int(match[1]) for match in map(PIECE.fullmatch, folder.names()) if match)

@@ -1,6 +1,7 @@
-"""The sizes of each shard's inputs and outputs, measured by hooks on the model, and how they are written.
+"""Measure the sizes of each shard's inputs and outputs, and send them to the driver, on a worker.
 
-The worker's side of the shape reports: recording takes microseconds; a thread sends spans of equal steps.
+`Probe` measures with hooks on the model. `Recorder` collects spans of steps with equal sizes, which takes
+microseconds a shard; a thread of it sends them. `shape_lines` prints them.
 """
 
 import dataclasses
@@ -22,6 +23,8 @@ from dp_ray.steps.times import TimedSteps, packed
 from dp_ray.tensors.scatter import num_rows
 from dp_ray.tensors.tree import sizes
 
+REPORTS_A_SECOND = 1000  # of all workers together: each costs the driver's node the same, however many steps it has
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardReport:
@@ -42,145 +45,12 @@ class ShardReport:
     milliseconds: float
 
 
-class Seen(NamedTuple):
-    """The sizes as JSON text, and the number of rows of the inputs."""
+class Sizes(NamedTuple):
+    """The sizes of a forward's inputs and outputs as JSON text, and the number of rows of the inputs."""
 
     input_size: str
     output_size: str
     rows: int
-
-
-class Probe:
-    """Measures the sizes of a module's inputs and outputs with hooks on the module."""
-
-    def __init__(self, model: nn.Module, batch_dim: int = 0) -> None:
-        self.batch_dim = batch_dim
-        self._handles = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
-        ]
-        self._started = 0.0
-        self._depth = 0
-        self._cache: dict[Any, Seen] = {}
-        self._seen: Seen | None = None
-        self._milliseconds = 0.0
-
-    def __enter__(self) -> "Probe":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    @property
-    def has_seen(self) -> bool:
-        """Whether there was a forward since the last `take`."""
-        return self._seen is not None
-
-    def take(self) -> tuple[Seen, float]:
-        """The last forward's sizes and milliseconds; raises ModelError if the module was not called."""
-        seen, self._seen = self._seen, None
-        if seen is None:
-            raise ModelError("the model's forward was not called, so there are no shapes to report")
-        return seen, self._milliseconds
-
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._started = time.perf_counter()
-
-    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._depth -= 1
-        if self._depth:  # the model calls itself: only the outermost call counts
-            return
-        self._milliseconds = (time.perf_counter() - self._started) * 1e3
-        inputs = _as_called(args, kwargs)
-        if isinstance(inputs, torch.Tensor) and isinstance(output, torch.Tensor):
-            key = (inputs.shape, output.shape)
-            if key not in self._cache:
-                self._cache[key] = self._look(inputs, output)
-            self._seen = self._cache[key]
-        else:
-            self._seen = self._look(inputs, output)
-
-    def _look(self, inputs: Any, output: Any) -> Seen:
-        return Seen(encode_sizes(inputs), encode_sizes(output), num_rows(inputs, self.batch_dim) or 0)
-
-
-def shape_lines(reports: Sequence[tuple[Any, Any]], batch_dim: int) -> Iterator[str]:
-    """The `--shapes` lines of one step: one for each shard's (input, output) sizes, then one for the merged sizes."""
-    for input_size, output_size in reports:
-        yield f"\tIn Model: input size {input_size} output size {output_size}"
-    inputs = _sum_rows([input_size for input_size, _ in reports], batch_dim)
-    outputs = _sum_rows([output_size for _, output_size in reports], batch_dim)
-    yield f"Outside: input size {inputs} output_size {outputs}"
-
-
-def encode_sizes(tree: Any) -> str:
-    """Sizes as JSON: a list of numbers for a tensor, a list of its items' sizes for a tuple or list."""
-    return json.dumps(_as_json(sizes(tree)))
-
-
-def decode_sizes(text: str) -> Any:
-    """The inverse of `encode_sizes`: torch.Size for tensors, tuples for sequences, dicts for mappings."""
-    return _sized(json.loads(text))
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, torch.Size):
-        return list(value)
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    if dataclasses.is_dataclass(value):
-        return {field.name: _as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value] or {}  # an empty list is a scalar's size
-    return value
-
-
-def _sized(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _sized(item) for key, item in value.items()}
-    if not isinstance(value, list):
-        return value
-    is_size = all(isinstance(item, int) for item in value)
-    return torch.Size(value) if is_size else tuple(_sized(item) for item in value)
-
-
-def _as_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call's inputs as one tree: a lone argument as itself."""
-    if not kwargs:
-        return args[0] if len(args) == 1 else args
-    return kwargs if not args else {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
-
-
-def _nested_alike(first: Any, other: Any) -> bool:
-    if type(first) is not type(other):
-        return False
-    if isinstance(first, dict):
-        return bool(first.keys() == other.keys())
-    return not isinstance(first, tuple) or len(first) == len(other)
-
-
-def _sum_rows(many: Sequence[Any], batch_dim: int) -> Any:
-    """The sizes of the concatenated shards."""
-    first = many[0]
-    if any(not _nested_alike(first, other) for other in many):
-        return "(not nested alike on all shards)"
-    if isinstance(first, torch.Size):
-        if not first:
-            return torch.Size([len(many)])
-        dim = batch_dim if len(first) > 1 else 0
-        rows = sum(size[dim] for size in many)
-        return torch.Size([*first[:dim], rows, *first[dim + 1 :]])
-    if isinstance(first, tuple):
-        return tuple(_sum_rows(column, batch_dim) for column in zip(*many, strict=True))
-    if isinstance(first, dict):
-        return {key: _sum_rows([sizes[key] for sizes in many], batch_dim) for key in first}
-    return first
-
-
-REPORTS_A_SECOND = 1000  # of all workers together: each costs the driver's node the same, however many steps it has
 
 
 class ShardSpan(NamedTuple):
@@ -201,43 +71,101 @@ class Report(NamedTuple):
 
     world: World
     through: int
-    seen: dict[int, Seen]
+    seen: dict[int, Sizes]
     spans: list[ShardSpan]
     times: TimedSteps | None = None
 
 
 class Keep(NamedTuple):
-    """Asks the driver to write the reports of steps that are about to be committed."""
+    """A request to the driver to write the reports of steps that are about to be committed."""
 
 
-def report_interval(world_size: int) -> float:
-    """Seconds between two reports of a worker; it grows with the workers, who share one driver."""
-    return max(0.1, world_size / REPORTS_A_SECOND)
+class Probe:
+    """Hooks on a module that measure the sizes of its inputs and outputs, and the time of its forward."""
+
+    def __init__(self, model: nn.Module, batch_dim: int = 0) -> None:
+        self.batch_dim = batch_dim
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True),
+        ]
+        self._started = 0.0
+        self._depth = 0
+        self._cache: dict[Any, Sizes] = {}
+        self._seen: Sizes | None = None
+        self._milliseconds = 0.0
+
+    def __enter__(self) -> "Probe":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether there was a forward since the last `take`."""
+        return self._seen is not None
+
+    def take(self) -> tuple[Sizes, float]:
+        """Return the last forward's sizes and milliseconds; raise ModelError if the module was not called."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            raise ModelError("the model's forward was not called, so there are no shapes to report")
+        return seen, self._milliseconds
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._started = time.perf_counter()
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._depth -= 1
+        if self._depth:  # the model calls itself: only the outermost call counts
+            return
+        self._milliseconds = (time.perf_counter() - self._started) * 1e3
+        inputs = _as_called(args, kwargs)
+        # Writing sizes as JSON takes longer than all else here, and most models map one tensor to one.
+        are_tensors = isinstance(inputs, torch.Tensor) and isinstance(output, torch.Tensor)
+        key = (inputs.shape, output.shape) if are_tensors else None
+        seen = self._cache.get(key)
+        if seen is None:
+            rows = num_rows(inputs, self.batch_dim) or 0
+            seen = Sizes(encode_sizes(inputs), encode_sizes(output), rows)
+            if key is not None:
+                self._cache[key] = seen
+        self._seen = seen
+
+
+def _as_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the call's inputs as one tree: a lone argument as itself."""
+    if not kwargs:
+        return args[0] if len(args) == 1 else args
+    return kwargs if not args else {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
 
 
 class Recorder:
-    """Collects one worker's shape reports and sends them every `interval` seconds."""
+    """One worker's shape reports, which a thread sends every `interval` seconds."""
 
     def __init__(self, world: World, send: Callable[[Any], None], interval: float | None = None) -> None:
         self._world = world
-        self._send: Callable[[Report], None] = send
-        self._tell: Callable[[Keep], None] = send
+        self._send = send
         self._interval = interval if interval is not None else report_interval(world.world_size)
-        self._numbers: dict[Seen, int] = {}
-        self._unsent: dict[int, Seen] = {}
-        self._open: dict[int, tuple[int, int, list[float]]] = {}
+        self._numbers: dict[Sizes, int] = {}
+        self._unsent: dict[int, Sizes] = {}  # sizes that the driver does not know yet, by number
+        self._open: dict[int, tuple[int, int, list[float]]] = {}  # by shard: first step, number of its sizes, times
         self._spans: list[ShardSpan] = []
         self._rows = 0
         self._times: list[TimedStep] = []
         self._through = -1
         self._sent_through = -1
-        self._lock = threading.Lock()
-        self._sending = threading.Lock()
+        self._lock = threading.Lock()  # for what is recorded; never held while sending, which may take long
+        self._sending = threading.Lock()  # one report after the other: the driver takes them in order
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._send_regularly, name="shape-reports", daemon=True)
         self._thread.start()
 
-    def on_shard(self, shard: Shard, seen: Seen, milliseconds: float) -> None:
+    def on_shard(self, shard: Shard, seen: Sizes, milliseconds: float) -> None:
         """Record a shard's sizes and the milliseconds of its forward."""
         self._rows += shard.rows
         with self._lock:
@@ -257,7 +185,7 @@ class Recorder:
         self._through = step
 
     def take_rows(self) -> int:
-        """The rows of the shards recorded since the last call."""
+        """Return the rows of the shards recorded since the last call."""
         rows, self._rows = self._rows, 0
         return rows
 
@@ -276,7 +204,7 @@ class Recorder:
     def keep(self) -> None:
         """Send all that is recorded and have the driver write it, so that a committed step keeps its reports."""
         self.flush()
-        self._tell(Keep())
+        self._send(Keep())
 
     def __enter__(self) -> "Recorder":
         return self
@@ -304,6 +232,77 @@ class Recorder:
             return report
 
     def _close_run(self, shard: int) -> None:
-        if span := self._open.pop(shard, None):
-            first_step, seen, times = span
+        if shard in self._open:
+            first_step, seen, times = self._open.pop(shard)
             self._spans.append(ShardSpan(first_step, len(times), shard, seen, np.array(times, np.float32)))
+
+
+def report_interval(world_size: int) -> float:
+    """Return the seconds between two reports of a worker: they grow with the workers, who share one driver."""
+    return max(0.1, world_size / REPORTS_A_SECOND)
+
+
+def shape_lines(reports: Sequence[tuple[Any, Any]], batch_dim: int) -> Iterator[str]:
+    """Yield the `--shapes` lines of one step: one for each shard's sizes (input, output), one for the merged ones."""
+    for input_size, output_size in reports:
+        yield f"\tIn Model: input size {input_size} output size {output_size}"
+    inputs = _sum_rows([input_size for input_size, _ in reports], batch_dim)
+    outputs = _sum_rows([output_size for _, output_size in reports], batch_dim)
+    yield f"Outside: input size {inputs} output_size {outputs}"
+
+
+def _sum_rows(many: Sequence[Any], batch_dim: int) -> Any:
+    """Return the sizes of the concatenated shards."""
+    first = many[0]
+    if any(not _nested_alike(first, other) for other in many):
+        return "(not nested alike on all shards)"
+    if isinstance(first, torch.Size):
+        if not first:
+            return torch.Size([len(many)])
+        dim = batch_dim if len(first) > 1 else 0
+        rows = sum(size[dim] for size in many)
+        return torch.Size([*first[:dim], rows, *first[dim + 1 :]])
+    if isinstance(first, tuple):
+        return tuple(_sum_rows(column, batch_dim) for column in zip(*many, strict=True))
+    if isinstance(first, dict):
+        return {key: _sum_rows([sizes[key] for sizes in many], batch_dim) for key in first}
+    return first
+
+
+def _nested_alike(first: Any, other: Any) -> bool:
+    if type(first) is not type(other):
+        return False
+    if isinstance(first, dict):
+        return bool(first.keys() == other.keys())
+    return not isinstance(first, tuple) or len(first) == len(other)
+
+
+def encode_sizes(tree: Any) -> str:
+    """Write sizes as JSON: a list of numbers for a tensor, a list of its items' sizes for a tuple or list."""
+    return json.dumps(_as_json(sizes(tree)))
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, torch.Size):
+        return list(value)
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value):
+        return {field.name: _as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value] or {}  # an empty list is a scalar's size
+    return value
+
+
+def decode_sizes(text: str) -> Any:
+    """Read what `encode_sizes` wrote: torch.Size for tensors, tuples for sequences, dicts for mappings."""
+    return _sized(json.loads(text))
+
+
+def _sized(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _sized(item) for key, item in value.items()}
+    if not isinstance(value, list):
+        return value
+    is_size = all(isinstance(item, int) for item in value)
+    return torch.Size(value) if is_size else tuple(_sized(item) for item in value)

@@ -1,18 +1,11 @@
-"""The time of each worker's steps, in files that are written while the run goes on.
+"""The time of each worker's steps: written while a run goes on, read, split into parts, and judged in words.
 
-`times/part-N.parquet` has a row for each step of each worker: COLUMNS, and the seconds of each part of PARTS. Read it
-with `read_step_times`, which leaves out what ran twice and tells waiting from exchanging.
+`times/part-N.parquet` has a row for each step of each worker: COLUMNS, and the seconds of each part of PARTS.
+`StepTimeWriter` writes them on the driver. `read_step_times` leaves out what ran twice and tells waiting from
+exchanging. `time_split` gives each part's share of the time. `decide` says what limits the run: rules as pure
+functions, each of which gives a Verdict with the share of the time that it would save, or nothing.
 
-Read the time of each worker's steps, of a run that has finished, failed or goes on.
-
-The shares of a run's time that go into each part of a step, of each worker and in all.
-
-Say in words what limits a run, from the parts of its workers' steps: rules as pure functions.
-
-Each rule gives a Verdict with the share of the time that it would save, or nothing. What is outside of the steps
-comes first, then the rule with the largest share. Only keys of a job are advised.
-
-The history of a training: one row for each step, written in pieces with the checkpoints and merged at the end.
+`History` is the other record of a training's steps: one row for each, written in pieces with the checkpoints.
 """
 
 import math
@@ -46,7 +39,6 @@ PART_FILE = re.compile(r"part-(\d+)\.parquet")
 ROWS_IN_A_PART = 1 << 16
 WRITE_SECONDS = 5.0
 SHARE_OF_WRITES = 0.02  # of the driver's time, at most
-
 COLUMNS = {
     "step": pa.int64(),
     "attempt": pa.int32(),  # the place in `world_sizes` of result.json
@@ -55,6 +47,22 @@ COLUMNS = {
     "rows": pa.int32(),  # that the worker ran in the step
 }
 SCHEMA = pa.schema([*COLUMNS.items(), *((name, pa.float32()) for name in PARTS)])
+# All parts of a step: those that are written, and `waiting`, which is told from `exchange` here.
+STEP_PARTS = (*PARTS[: PARTS.index("exchange") + 1], "waiting", *PARTS[PARTS.index("exchange") + 1 :])
+RARE = ("checkpoint", "evaluation")  # parts that few steps have
+MUCH, LEAST = 10, 1e-4  # times the median, and seconds, from which on a step has such a part
+SLOWER = 1.3  # times as long as the others' median
+LOST = 0.15  # of a step, by one worker that is slower
+EQUAL = 1.05  # rows of two workers count as equal up to this ratio
+DATA, WAITING, OUTSIDE = 0.25, 0.25, 0.5  # shares from which on these limit a run
+MOST_PROCESSES = 16
+AT_THE_END = {
+    "train": ", for the weights and the last checkpoint",
+    "predict": ", for merging the outputs and proving that they are whole",
+    "evaluate": "",
+}
+COMPARED = ("data_wait", "host_to_device", "forward", "backward", "update", "outputs")
+SEND_SECONDS = 0.5
 
 
 class TimedSteps(NamedTuple):
@@ -66,14 +74,14 @@ class TimedSteps(NamedTuple):
 
 
 def packed(timed: Sequence[TimedStep]) -> TimedSteps:
-    """Steps as arrays, to be sent."""
+    """Pack steps into arrays, to be sent."""
     steps = np.array([one.step for one in timed], np.int64)
     rows = np.array([one.rows for one in timed], np.int32)
     return TimedSteps(steps, rows, np.array([one.seconds for one in timed], np.float32))
 
 
 class StepTimeWriter:
-    """Writes the steps' times in a thread, every few seconds; the last file is replaced until it is full."""
+    """The steps' times on disk, written by a thread every few seconds; the last file is replaced until it is full."""
 
     def __init__(self, folder: Storage) -> None:
         self._folder = folder
@@ -93,8 +101,13 @@ class StepTimeWriter:
 
     def add(self, world: World, timed: TimedSteps) -> None:
         """Add steps of a worker of the current attempt."""
-        self._tables.append(table_of(world, self._attempt, timed))
-        self._rows += len(timed.steps)
+        num = len(timed.steps)
+        numbers = np.full(num, self._attempt, np.int32), np.full(num, world.rank, np.int32)
+        node = pa.DictionaryArray.from_arrays(array_of(np.zeros(num, np.int32)), array_of_texts([world.node]))
+        before = [array_of(one) for one in (timed.steps, *numbers)]
+        after = [array_of(one) for one in (timed.rows, *timed.seconds.T)]
+        self._tables.append(pa.Table.from_arrays([*before, node, *after], schema=SCHEMA))
+        self._rows += num
         self._has_news = True
 
     def tick(self) -> None:
@@ -126,27 +139,13 @@ class StepTimeWriter:
         self._seconds = time.monotonic() - began
 
 
-def table_of(world: World, attempt: int, timed: TimedSteps) -> pa.Table:
-    """Steps of a worker as rows of a file."""
-    num = len(timed.steps)
-    same = np.full(num, attempt, np.int32), np.full(num, world.rank, np.int32)
-    node = pa.DictionaryArray.from_arrays(array_of(np.zeros(num, np.int32)), array_of_texts([world.node]))
-    before = [array_of(one) for one in (timed.steps, *same)]
-    after = [array_of(one) for one in (timed.rows, *timed.seconds.T)]
-    return pa.Table.from_arrays([*before, node, *after], schema=SCHEMA)
-
-
-def part_numbers(folder: Storage) -> list[int]:
-    """The numbers of the files, in order."""
-    return sorted(int(match[1]) for match in map(PART_FILE.fullmatch, folder.names()) if match)
-
-
-# All parts of a step: those that are written, and `waiting`, which is told from `exchange` here.
-STEP_PARTS = (*PARTS[: PARTS.index("exchange") + 1], "waiting", *PARTS[PARTS.index("exchange") + 1 :])
+def part_numbers(folder: Storage, name: re.Pattern[str] = PART_FILE) -> list[int]:
+    """Return the numbers in the names of a folder's files, in order."""
+    return sorted(int(match[1]) for match in map(name.fullmatch, folder.names()) if match)
 
 
 def read_step_times(run: Storage, newest: int | None = None) -> pa.Table:
-    """The seconds of each part of each step of each worker: COLUMNS and STEP_PARTS, ordered by step and rank.
+    """Read the seconds of each part of each step of each worker: COLUMNS and STEP_PARTS, ordered by step and rank.
 
     A step that ran twice is there as it ran last. A row's parts add up to its worker's whole step. The table has no
     rows if the run has no such files. `newest` reads only so many files, those of the last steps. Raises StorageError
@@ -171,7 +170,7 @@ def _part(folder: Storage, name: str) -> pa.Table:
 def _last_runs(
     step: np.ndarray[Any, Any], attempt: np.ndarray[Any, Any], rank: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-    """The places of the rows to keep: of each step those of its newest attempt, ordered by step and rank."""
+    """Return the places of the rows to keep: of each step those of its newest attempt, ordered by step and rank."""
     numbers = (step * (attempt.max(initial=0) + 1) + attempt) * (rank.max(initial=0) + 1) + rank
     order = np.argsort(numbers, kind="stable")  # fast for what is nearly ordered
     numbers, step, attempt = numbers[order], step[order], attempt[order]
@@ -197,10 +196,6 @@ def _with_waiting(table: pa.Table) -> pa.Table:
     return pa.Table.from_arrays([named[name] for name in names], names=names)
 
 
-RARE = ("checkpoint", "evaluation")  # parts that few steps have
-MUCH, LEAST = 10, 1e-4  # times the median, and seconds, from which on a step has such a part
-
-
 @dataclass(frozen=True)
 class WorkerSplit:
     """The steps of one worker: how many, their rows, and the seconds of each part."""
@@ -218,7 +213,7 @@ class WorkerSplit:
 
 
 def worker_splits(table: pa.Table) -> list[WorkerSplit]:
-    """Each worker's steps in a table of `read_step_times`, by rank; a rank that changed its node is there twice."""
+    """Sum up each worker's steps in a table of `read_step_times`, by rank; twice for a rank that changed its node."""
     if not len(table):
         return []
     names = table["node"].combine_chunks().dictionary.to_pylist()
@@ -228,7 +223,7 @@ def worker_splits(table: pa.Table) -> list[WorkerSplit]:
         np.bincount(worker, weights).tolist()
         for weights in (None, numbers(table["rows"]), *(numbers(table[part]) for part in STEP_PARTS))
     )
-    found = [
+    splits = [
         WorkerSplit(
             int(rank[row]),
             names[place[row]],
@@ -238,11 +233,11 @@ def worker_splits(table: pa.Table) -> list[WorkerSplit]:
         )
         for number, row in enumerate(first.tolist())
     ]
-    return sorted(found, key=lambda one: (one.rank, one.node))
+    return sorted(splits, key=lambda one: (one.rank, one.node))
 
 
 def shares_of(workers: Sequence[WorkerSplit]) -> dict[str, float]:
-    """The share of each part in the workers' time; they add up to 1, up to rounding."""
+    """Return the share of each part in the workers' time; they add up to 1, up to rounding."""
     whole = sum(one.total for one in workers)
     return {
         part: round(sum(one.seconds[part] for one in workers) / whole, 4) if whole else 0.0 for part in STEP_PARTS
@@ -250,7 +245,7 @@ def shares_of(workers: Sequence[WorkerSplit]) -> dict[str, float]:
 
 
 def time_split(table: pa.Table) -> dict[str, Any] | None:
-    """The shares of all workers together and of each in a table of `read_step_times`; None without a step.
+    """Return the shares of all workers together and of each in a table of `read_step_times`; None without a step.
 
     `result.json` holds those of its `steady` steps.
     """
@@ -262,13 +257,13 @@ def time_split(table: pa.Table) -> dict[str, Any] | None:
 
 
 def split_line(split: Mapping[str, Any]) -> str:
-    """The shares in one line, the largest first: `62 % data wait, 20 % forward, 18 % backward`."""
+    """Format the shares in one line, the largest first: `62 % data wait, 20 % forward, 18 % backward`."""
     shares = sorted(split["all"].items(), key=lambda item: -item[1])
     return ", ".join(f"{percent(share)} {part.replace('_', ' ')}" for part, share in shares if share >= 0.005)
 
 
 def steady(table: pa.Table) -> pa.Table:
-    """The steps that show where the time goes: those of the longest attempt, without what is done or imported once.
+    """Return the steps that show where the time goes: of the longest attempt, without what is done or imported once.
 
     That is in its first step and, if there are more of the kind, in those of its first checkpoint and evaluation.
     """
@@ -278,13 +273,13 @@ def steady(table: pa.Table) -> pa.Table:
     attempts, lengths = np.unique(attempt, return_counts=True)
     longest = attempt == attempts[lengths.argmax()]
     later = longest & (step > step[longest].min())
-    once = [found for part in RARE for found in _first_of(step[later], numbers(table[part])[later])]
+    once = [first for part in RARE for first in _first_of(step[later], numbers(table[part])[later])]
     later &= ~np.isin(step, once)
     return table.filter(array_of(later if later.any() else longest))
 
 
 def _first_of(steps: Numbers, seconds: Numbers) -> list[int]:
-    """The first of those few steps that have a part, of these seconds; none if they are not few, or but one."""
+    """Return the first of those few steps that have a part, of these seconds; none if they are many, or but one."""
     known, which = np.unique(steps, return_inverse=True)
     most = np.zeros(len(known))
     np.maximum.at(most, which, seconds)
@@ -294,28 +289,15 @@ def _first_of(steps: Numbers, seconds: Numbers) -> list[int]:
 
 
 def rows_per_second(table: pa.Table) -> float:
-    """The rows that all workers of the table together ran in a second, without evaluations and checkpoints."""
+    """Return the rows that all workers together ran in a second, without evaluations and checkpoints."""
     workers = worker_splits(table)
     seconds = [one.total - one.seconds["evaluation"] - one.seconds["checkpoint"] for one in workers]
     return sum(one.rows for one in workers) / max(seconds) if any(seconds) else 0.0
 
 
-SLOWER = 1.3  # times as long as the others' median
-LOST = 0.15  # of a step, by one worker that is slower
-EQUAL = 1.05  # rows of two workers count as equal up to this ratio
-DATA, WAITING, OUTSIDE = 0.25, 0.25, 0.5
-MOST_PROCESSES = 16
-AT_THE_END = {
-    "train": ", for the weights and the last checkpoint",
-    "predict": ", for merging the outputs and proving that they are whole",
-    "evaluate": "",
-}
-COMPARED = ("data_wait", "host_to_device", "forward", "backward", "update", "outputs")
-
-
 @dataclass(frozen=True)
 class Verdict:
-    """What limits a run: a word for it, the share of the time that it costs, and a sentence."""
+    """A limit of a run: a word for it, the share of the time that it costs, and a sentence."""
 
     kind: str
     share: float
@@ -333,7 +315,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules know of a run beside its steps.
+    """The facts of a run that the rules need beside its steps.
 
     `starts_workers` is false within a session and without Ray. `outside` is None of a run that has not finished, or
     that several drivers ran.
@@ -347,7 +329,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Limit:
-    """A rule of one part of the step: from which share on it limits a run, and what is said with the share.
+    """A rule on one part of the step: the share from which on it limits a run, and a sentence for that share.
 
     If `is_of_one`, the worker with the largest share counts, for which the others wait; else all workers together.
     """
@@ -359,7 +341,7 @@ class Limit:
     is_of_one: bool = False
 
     def verdict(self, workers: Sequence[WorkerSplit]) -> Verdict | None:
-        """The verdict on the workers' steps; None below the limit."""
+        """Return the verdict on the workers' steps; None below the limit."""
         groups = [[one] for one in workers] if self.is_of_one else [workers]
         share = max(shares_of(group)[self.part] for group in groups)
         return Verdict(self.kind, share, self.says.format(percent(share))) if share >= self.share else None
@@ -398,28 +380,33 @@ LIMITS = (
 
 
 def facts_of(job: Mapping[str, Any], outside: Outside | None = None, is_in_session: bool = False) -> Facts:
-    """What a described job, as in `run.json`, tells the rules."""
+    """Return the facts of a described job, as in `run.json`."""
     processes = (job.get("loader") or {}).get("processes", 0)
     return Facts(job.get("task", "train"), processes, job.get("workers") != 0 and not is_in_session, outside)
 
 
 def verdict_of(table: pa.Table, facts: Facts) -> Verdict | None:
-    """The verdict on a table of `read_step_times`; None without a step."""
+    """Return the verdict on a table of `read_step_times`; None without a step."""
     return decide(worker_splits(steady(table)), facts) if len(table) else None
 
 
 def decide(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict:
-    """The verdict on the workers' steps."""
-    found = [_slow_worker(workers), _data(workers, facts.processes), *(limit.verdict(workers) for limit in LIMITS)]
-    largest = max(filter(None, found), key=lambda one: one.share, default=None)
+    """Return the verdict on the workers' steps.
+
+    What is outside of the steps comes first, then the rule with the largest share. Only keys of a job are advised.
+    """
+    verdicts = [_slower(one, part, workers) for part in COMPARED for one in workers]
+    verdicts += [_data(workers, facts.processes), *(limit.verdict(workers) for limit in LIMITS)]
+    largest = max(filter(None, verdicts), key=lambda one: one.share, default=None)
     return _outside(facts) or largest or _waiting(workers) or _balanced(workers)
 
 
 def _outside(facts: Facts) -> Verdict | None:
-    """Most of the run's seconds are not in its steps."""
+    """Return the verdict on a run most of whose seconds are not in its steps."""
     if facts.outside is None or facts.outside.seconds <= 0:
         return None
-    whole, before, after = facts.outside.seconds, facts.outside.before, facts.outside.after
+    whole = facts.outside.seconds
+    before, after = facts.outside.before, facts.outside.after
     if facts.starts_workers and before >= OUTSIDE * whole:
         return Verdict(
             "start-up",
@@ -433,13 +420,8 @@ def _outside(facts: Facts) -> Verdict | None:
     return Verdict("end", after / whole, f"{text}{AT_THE_END[facts.task]}; use a faster storage")
 
 
-def _slow_worker(workers: Sequence[WorkerSplit]) -> Verdict | None:
-    """One worker that is slower than the others in one part, a row."""
-    found = [verdict for part in COMPARED for one in workers if (verdict := _slower(one, part, workers)) is not None]
-    return max(found, key=lambda one: one.share, default=None)
-
-
 def _slower(one: WorkerSplit, part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
+    """Return the verdict on a worker that is slower than the others in a part, a row; None if it is not."""
     others = [other for other in workers if other is not one and other.rows]
     if not others or not one.rows:
         return None
@@ -449,7 +431,8 @@ def _slower(one: WorkerSplit, part: str, workers: Sequence[WorkerSplit]) -> Verd
         return None
     times = f"{mine / theirs:.1f} times" if theirs > 0.01 * mine else "much"
     alone = all(other.node != one.node for other in others)
-    who, rows = f"worker {one.rank} on {one.node}", _rows_of([one, *others])
+    who = f"worker {one.rank} on {one.node}"
+    rows = "with equal rows" if _are_equal([each.rows / each.steps for each in [one, *others]]) else "for each row"
     if part == "data_wait":
         cause = "what its node reads from" if alone else "its processes, or its samples"
         text = f"{who} waits {times} longer for data than the others {rows}: {cause}, not the model"
@@ -459,16 +442,13 @@ def _slower(one: WorkerSplit, part: str, workers: Sequence[WorkerSplit]) -> Verd
     return Verdict("slow worker", share, text)
 
 
-def _rows_of(workers: Sequence[WorkerSplit]) -> str:
-    """With which rows workers are compared."""
-    return "with equal rows" if _are_equal([one.rows / one.steps for one in workers]) else "for each row"
-
-
 def _data(workers: Sequence[WorkerSplit], processes: int) -> Verdict | None:
     share = shares_of(workers)["data_wait"]
     if share < DATA:
         return None
-    more = min(_processes_for(share, processes), MOST_PROCESSES)
+    # So many keep up with the rest of the step, if `processes` of them leave this share of it waiting.
+    needed = math.ceil(round((processes or share) / max(1e-6, 1 - share), 6))
+    more = min(max(processes + 1, needed), MOST_PROCESSES)
     advice = f"try loader.processes: {more}"
     if processes >= more:
         advice = "store the samples so that they are read faster, or closer to the workers"
@@ -476,14 +456,8 @@ def _data(workers: Sequence[WorkerSplit], processes: int) -> Verdict | None:
     return Verdict("loaders", share, text)
 
 
-def _processes_for(wait: float, processes: int) -> int:
-    """How many loader processes keep up with the rest of the step, if waiting for `processes` is this share of it."""
-    rest = max(1e-6, 1 - wait)
-    return max(processes + 1, math.ceil(round((processes or wait) / rest, 6)))
-
-
 def _waiting(workers: Sequence[WorkerSplit]) -> Verdict | None:
-    """The workers wait for each other, and no single one of them is slow a row."""
+    """Return the verdict on workers that wait for each other, though no single one of them is slow a row."""
     share = shares_of(workers)["waiting"]
     if share < WAITING:
         return None
@@ -504,21 +478,29 @@ def _balanced(workers: Sequence[WorkerSplit]) -> Verdict:
         both = "forward and backward" if shares["backward"] else "forward"
         return Verdict("balanced", 0.0, f"no part stands out: {percent(compute)} is {both}")
     largest = sorted(shares, key=lambda part: -shares[part])[:3]
-    told = listed([f"{part.replace('_', ' ')} {percent(shares[part])}" for part in largest])
-    return Verdict("balanced", 0.0, f"no part stands out: {told}")
+    parts = listed([f"{part.replace('_', ' ')} {percent(shares[part])}" for part in largest])
+    return Verdict("balanced", 0.0, f"no part stands out: {parts}")
 
 
 def _are_equal(rows: Sequence[float]) -> bool:
     return max(rows) <= EQUAL * min(rows)
 
 
-SEND_SECONDS = 0.5
-
-
 class Logged(NamedTuple):
     """New rows of the history, sent to the driver; a later row of a step replaces an earlier one."""
 
     rows: tuple[dict[str, Any], ...]
+
+
+class _Step(NamedTuple):
+    """A finished step whose numbers are still on the device; its rows, seconds, and the values evaluated after it."""
+
+    step: int
+    update: Update
+    rows: int
+    seconds: float
+    data_wait: float
+    measured: dict[str, float]
 
 
 class History:
@@ -543,9 +525,8 @@ class History:
         self._extra = dict.fromkeys(extra)  # a dict keeps the order of the first measurement
         self._send = send
         self._new_data_wait = new_data_wait
-        self._pending: list[tuple[int, Update, int, float, float, dict[str, float]]] = []
+        self._pending: list[_Step] = []
         self._rows: list[dict[str, Any]] = []
-        self._first = step
         self._sent = self._ended = time.perf_counter()
         forget(folder, step)
 
@@ -553,7 +534,7 @@ class History:
         """Add the row of a finished step; `measured` holds the values evaluated after it."""
         start, stop = self._split.batch(step)
         now = time.perf_counter()
-        self._pending.append((step, update, stop - start, now - self._ended, self._new_data_wait(), measured))
+        self._pending.append(_Step(step, update, stop - start, now - self._ended, self._new_data_wait(), measured))
         self._extra.update(dict.fromkeys(measured))
         self._ended = now
         if now - self._sent > SEND_SECONDS:
@@ -566,8 +547,8 @@ class History:
     def flush(self) -> None:
         """Read the numbers from the device and send them to the driver."""
         with waiting("the GPU, which may be in a collective"):
-            numbers = _read_updates([update for _, update, *_ in self._pending])
-        rows = [self._row(*entry, *found) for entry, found in zip(self._pending, numbers, strict=True)]
+            numbers = _read_updates([one.update for one in self._pending])
+        rows = [self._row(one, *values) for one, values in zip(self._pending, numbers, strict=True)]
         self._pending, self._sent = [], time.perf_counter()
         self._rows += rows
         if rows:
@@ -583,38 +564,27 @@ class History:
         table = table_of_rows(rows, history_schema(self._names, list(self._extra)))
         return lambda: write_piece(self._folder, name, table)
 
-    def _row(
-        self,
-        step: int,
-        update: Update,
-        rows: int,
-        seconds: float,
-        data_wait: float,
-        measured: dict[str, float],
-        totals: list[float],
-        norm: float,
-        missing: float,
-    ) -> dict[str, Any]:
-        rows -= int(missing)
+    def _row(self, finished: _Step, totals: list[float], norm: float, missing: float) -> dict[str, Any]:
+        rows, seconds = finished.rows - int(missing), finished.seconds
         means = {
             name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else float("nan")
             for at, name in enumerate(self._names)
         }
         return {
-            "step": step,
-            "epoch": self._split.cursor(step)[0],
+            "step": finished.step,
+            "epoch": self._split.cursor(finished.step)[0],
             **means,
-            "learning_rate": update.learning_rate,
+            "learning_rate": finished.update.learning_rate,
             "gradient_norm": norm,
             "rows": rows,
             "rows_per_second": rows / seconds if seconds > 0 else 0.0,
-            "data_wait_seconds": data_wait,
-            **measured,
+            "data_wait_seconds": finished.data_wait,
+            **finished.measured,
         }
 
 
 def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float, float]]:
-    """The totals, the gradient norm and the missing rows of each update, read from the device all at once."""
+    """Read the totals, the gradient norm and the missing rows of all updates from the device, in one copy."""
     if not updates:
         return []
     sums = torch.stack([one.sums for one in updates])
@@ -624,7 +594,7 @@ def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float, f
 
 
 def history_schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:
-    """The columns of the history: those of every step, then `extra`, which only some steps have."""
+    """Return the columns of the history: those of every step, then `extra`, which only some steps have."""
     numbers = [*names, "learning_rate", "gradient_norm"]
     fields = [("step", pa.int64()), ("epoch", pa.int64()), *((name, pa.float64()) for name in numbers)]
     fields += [("rows", pa.int64()), *((name, pa.float64()) for name in (*CLOCKED, *extra))]

@@ -1,18 +1,17 @@
-"""Rank 0 writes a training's history and checkpoints, and tracks the best checkpoint.
+"""Write a training's checkpoints, and load the state where a training starts.
 
-How often a training saves checkpoints: as the job sets, by default as often as costs 1 % of its time.
+Begin at `Checkpointer`: on rank 0 it writes the history and the checkpoints, and tracks the best one.
+`CheckpointPace` decides how often: as the job sets, by default as often as costs 1 % of its time. `restore` loads the
+newest checkpoint, else the one that `init_from` names; without both, a training starts at step 0.
 
-Which samples the steps of a checkpoint hold, and whether they are those of a job.
-
-How a job updates the weights, and whether a checkpoint can go on with it: their state is the checkpoint's.
-
-Where a training starts: at its newest checkpoint, at the checkpoint that `init_from` names, or at step 0.
+A checkpoint fits a job if its steps hold the job's samples (`TrainingLayout`), and if its optimizer and scheduler are
+the job's (`Updates`): their state is the checkpoint's.
 """
 
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -51,108 +50,30 @@ from dp_ray.rundir.start import (
 )
 from dp_ray.steps.times import History
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note, Send, telling
+from dp_ray.tasks.hooks import Note, Send, notifier
 
 SHARE = 0.01  # of the training's time may go into checkpoints
 LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any cost
 EXPECTED = 0.005, 200e6  # the first checkpoint's cost: fixed seconds, and bytes a second
+TrainingLayout: TypeAlias = dict[str, Any]  # all that decides which samples a step holds
+Updates: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
 
 
-class Pace:
-    """Decides when a checkpoint is due by the clock, from the cost of earlier ones: the loop's wait and the write.
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A training on this worker, as its parts share it: the job, where it runs, and how its steps are cut."""
 
-    Each checkpoint writes a piece of the history too, so the next one waits until the run is 1 % longer.
-    """
-
-    def __init__(self, when: Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.is_auto = when.every_seconds == "auto" and when.every_steps is None
-        self._seconds = LATEST if when.every_seconds == "auto" else when.every_seconds
-        self._began = self._saved_at = clock()
-        self._saves = 0
-        self._in_loop = 0.0
-        self._expected = 0.0
-
-    def expect(self, num_bytes: int) -> None:
-        """Estimate the first checkpoint's cost from the state's size, before one is measured."""
-        fixed, bytes_per_second = EXPECTED
-        self._expected = fixed + num_bytes / bytes_per_second
-
-    def is_due(self, written: float, is_writing: bool) -> bool:
-        """Whether to save now.
-
-        `written` is the seconds spent on writes in the background so far; `is_writing` says that one is under way.
-        """
-        now = self._clock()
-        since = now - self._saved_at
-        if self._seconds is not None and since >= self._seconds:
-            return True
-        if not self.is_auto or is_writing:
-            return False
-        spent, share = self._in_loop + written, SHARE * (now - self._began)
-        return since >= share and spent + self._next(spent) <= share
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Measure how long the loop waits for a checkpoint."""
-        began = self._clock()
-        yield
-        self._saved_at = self._clock()
-        self._in_loop += self._saved_at - began
-        self._saves += 1
-
-    def _next(self, spent: float) -> float:
-        """The expected cost of the next checkpoint in seconds: the mean so far, or the estimate before the first."""
-        return spent / self._saves if self._saves else self._expected
-
-
-Cut: TypeAlias = dict[str, Any]
-
-
-def cut_of(job: Job, split: Split, dataset: Any) -> Cut:
-    """All that decides which samples a step holds; a checkpoint stores it."""
-    keys = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows, "batch_size": split.batch_size}
-    blocks = describe_blocks(job, dataset)
-    return {**keys, "drop_last": split.drop_last, **({} if blocks is None else {"blocks": blocks})}
-
-
-def check_cut(what: str, about: dict[str, Any], here: Cut, advice: str) -> None:
-    """Raise JobError if a checkpoint's steps hold other samples than this job's; the error names `what`."""
-    if (there := about.get("cut")) != here:
-        raise JobError(f"{what} differ from this job's: {there} there, {here} here; {advice}")
-
-
-Updates: TypeAlias = dict[str, Any]
-
-
-def updates_of(job: Job, as_objects: bool = False) -> Updates:
-    """The job's optimizer and scheduler; a checkpoint stores them. `as_objects` is that of `Job.describe`."""
-    described = job.describe(as_objects)
-    kept: Updates = json.loads(json.dumps({key: described[key] for key in ("optimizer", "scheduler")}, default=str))
-    return kept
-
-
-def check_updates(what: str, there: Updates | None, job: Job, advice: str) -> str | None:
-    """What to say of another scheduler than the checkpoint's; None if nothing. A checkpoint may have no Updates.
-
-    Raises JobError if the optimizers differ, or one side alone has a scheduler: the checkpoint's state would take
-    the place of what the job says, learning rate and all.
-    """
-    if there is None or same(there, updates_of(job, as_objects=True)):  # as an earlier version told them
-        return None
-    here = updates_of(job)
-    changed = ", ".join(differences(there, here))
-    alone = (there["scheduler"] is None) != (here["scheduler"] is None)
-    if not same(there["optimizer"], here["optimizer"]) or alone:
-        raise JobError(
-            f"{what} goes on with the optimizer and scheduler that it was trained with, and this job's differ "
-            f"({changed}); set them as they were, or {advice}"
-        )
-    return f"{what}: {changed}; what the scheduler's state holds goes on as it was" if changed else None
+    job: Job
+    world: World
+    run: Storage
+    send: Send
+    attempt: str
+    split: Split
+    layout: TrainingLayout
 
 
 class Keeper:
-    """Writes a training's checkpoints, or this worker's part of them, by a `writer`."""
+    """The writing of a training's checkpoints, or of this worker's part of them, by a `writer`."""
 
     def __init__(self, trainer: Trainer, train_state: TrainState, writer: CheckpointWriter) -> None:
         self.before_commit: Callable[[], None] = lambda: None
@@ -184,39 +105,39 @@ class Keeper:
 
 
 class Checkpointer(Keeper):
-    """Writes the history and the checkpoints, and tracks the best checkpoint; only rank 0 has one."""
+    """The history and the checkpoints of a training, and its best checkpoint; only rank 0 has one."""
 
     def __init__(
         self,
-        job: Job,
+        training: Training,
         trainer: Trainer,
-        split: Split,
-        cut: Cut,
         train_state: TrainState,
-        run: Storage,
-        attempt: str,
-        send: Send,
         times: StepTimes,
         writer: CheckpointWriter,
     ) -> None:
         super().__init__(trainer, train_state, writer)
+        job, run, split = training.job, training.run, training.split
+        self._training = training
         self._clock = times.clock
-        self._job = job
-        self._run = run
-        self._attempt = attempt
-        self._split = split
-        self._cut = cut
         for folder in (HISTORY, CHECKPOINTS):
             run.child(folder).create()
             run.child(folder).remove_unfinished()
         names = ["loss", *trainer.measure_names]
         extra = ["epoch_loss", *job.eval_names]
-        self._history = History(run.child(HISTORY), split, names, extra, train_state.step, send, times.new_data_wait)
+        self._history = History(
+            run.child(HISTORY), split, names, extra, train_state.step, training.send, times.new_data_wait
+        )
         pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
         self._first = train_state.step
-        self._begin_best(steps_of(run.child(CHECKPOINTS)))
+        self._best = job.checkpoint.best
+        by = [] if self._best is None else [self._best.metric, self._best.mode]
+        # The best so far counts only if its checkpoint exists, and by the job's metric and mode.
+        kept = steps_of(run.child(CHECKPOINTS))
+        if train_state.best_by != by or train_state.best_step not in kept:
+            train_state.best = train_state.best_step = None
+        train_state.best_by = by
         self._due = checkpoints_of(job).due
-        self._pace = Pace(job.checkpoint)
+        self._pace = CheckpointPace(job.checkpoint)
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
         """Add a finished step to the history, and save a checkpoint if one is due or `must_save` asks for it."""
@@ -227,54 +148,43 @@ class Checkpointer(Keeper):
         is_best = self._note_best(measured)
         if measured:
             self._history.resume_clock()
-        by_step = self._due.recurs(self._split, step)
+        by_step = self._due.recurs(self._training.split, step)
         by_clock = self._pace.is_due(self._writer.seconds, self._writer.is_writing)
-        if self._writer.agree((must_save or is_best or by_clock or by_step) and self._is_sound()):
+        watch = self._trainer.watch  # with `stop_on_nan`: no state is kept after a loss that is not finite
+        is_due = must_save or is_best or by_clock or by_step
+        if self._writer.agree(is_due and (watch is None or watch.is_finite())):
             self.save()
 
     def log(self, step: int, update: Update) -> None:
         self._history.add(step, update, {})
 
-    def _is_sound(self) -> bool:
-        """Whether the state may be kept; with `stop_on_nan` not after a loss that is not finite."""
-        watch = self._trainer.watch
-        return watch is None or watch.is_finite()
-
     def save(self) -> None:
         """Save a checkpoint of the current state."""
-        before = self._clock.enter(Part.CHECKPOINT)
+        before_save = self._clock.enter(Part.CHECKPOINT)
         with self._pace.saving():
-            self._save()
-        self._clock.enter(before)
+            training, train_state = self._training, self._train_state
+            about = describe(training.job, self._trainer, training.split, training.layout, train_state)
+            state = self._trainer.state_dict()
+            write_history = self._history.take()
 
-    def _save(self) -> None:
-        about = describe(self._job, self._trainer, self._split, self._cut, self._train_state)
-        state = self._trainer.state_dict()
-        write_history = self._history.take()
+            def before_commit() -> None:
+                """Write, in the writer's thread, what has to be there before the checkpoint counts."""
+                check_newest(training.run, training.attempt)
+                write_history()
+                self.before_commit()
 
-        def before() -> None:
-            check_newest(self._run, self._attempt)
-            write_history()
-            self.before_commit()
-
-        self._writer.save(self._train_state.step, about, state, self._train_state.best_step, before)
-        self._saved = self._train_state.step
+            self._writer.save(train_state.step, about, state, train_state.best_step, before_commit)
+            self._saved = train_state.step
+        self._clock.enter(before_save)
 
     def close(self) -> None:
         """Send the remaining rows of the history, and end the writer."""
         self._history.flush()
         super().close()
 
-    def _begin_best(self, kept: Collection[int]) -> None:
-        """Keep the best so far if its checkpoint exists and the job's metric and mode are the same; else reset it."""
-        best, train_state = self._job.checkpoint.best, self._train_state
-        by = [] if best is None else [best.metric, best.mode]
-        if train_state.best_by != by or train_state.best_step not in kept:
-            train_state.best = train_state.best_step = None
-        train_state.best_by = by
-
     def _note_best(self, measured: dict[str, float]) -> bool:
-        best = self._job.checkpoint.best
+        """Note the best value so far; return whether the values measured after this step have it."""
+        best = self._best
         value = None if best is None else measured.get(best.metric)
         if best is None or value is None or value != value:
             return False
@@ -286,7 +196,7 @@ class Checkpointer(Keeper):
 
 
 class PieceKeeper(Keeper):
-    """Writes another rank's pieces of the checkpoints that rank 0's `Checkpointer` decides on."""
+    """Another rank's pieces of the checkpoints that rank 0's `Checkpointer` decides on."""
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
         """Save this worker's piece if rank 0 saves a checkpoint."""
@@ -299,23 +209,34 @@ class PieceKeeper(Keeper):
         self._saved = self._train_state.step
 
 
-def writer_of(job: Job, trainer: Trainer, train_state: TrainState, run: Storage, world: World) -> CheckpointWriter:
-    """What writes the checkpoints: on all ranks if each holds a part of the model, else on rank 0.
+def checkpointer_of(
+    training: Training, trainer: Trainer, train_state: TrainState, times: StepTimes
+) -> Checkpointer | PieceKeeper | None:
+    """Return what keeps this worker's share of the training's state: all of it on rank 0, unless it is sharded.
 
     Every rank calls this.
     """
-    checkpoints = run.child(CHECKPOINTS)
+    job, world = training.job, training.world
+    if world.rank != 0 and trainer.sharded is None:
+        return None
+    checkpoints = training.run.child(CHECKPOINTS)
     passed_over = [one for one in steps_of(checkpoints) if one > train_state.step]
     if trainer.sharded is None:
-        return CheckpointWriter(checkpoints, job.checkpoint.keep, passed_over)
-    return ShardedWriter(checkpoints, job.checkpoint.keep, world, passed_over)
+        writer = CheckpointWriter(checkpoints, job.checkpoint.keep, passed_over)
+    else:
+        writer = ShardedWriter(checkpoints, job.checkpoint.keep, world, passed_over)
+    if world.rank != 0:
+        return PieceKeeper(trainer, train_state, writer)
+    return Checkpointer(training, trainer, train_state, times, writer)
 
 
-def describe(job: Job, trainer: Trainer, split: Split, cut: Cut, train_state: TrainState) -> dict[str, Any]:
-    """A checkpoint's description: the job's fingerprint, cut and updates, parameters, steps and running values."""
+def describe(
+    job: Job, trainer: Trainer, split: Split, layout: TrainingLayout, train_state: TrainState
+) -> dict[str, Any]:
+    """Describe a checkpoint: the job's fingerprint, layout and updates, parameters, steps and running values."""
     return {
         "fingerprint": job.fingerprint(),
-        "cut": cut,
+        "cut": layout,
         "updates": updates_of(job),
         "parameters": trainer.optimizer_step.names,
         "steps": split.total_steps,
@@ -323,54 +244,94 @@ def describe(job: Job, trainer: Trainer, split: Split, cut: Cut, train_state: Tr
     }
 
 
+class CheckpointPace:
+    """The pace of checkpoints by the clock, from the cost of earlier ones: the loop's wait and the write.
+
+    Each checkpoint writes a piece of the history too, so the next one waits until the run is 1 % longer.
+    """
+
+    def __init__(self, when: Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.is_auto = when.every_seconds == "auto" and when.every_steps is None
+        self._seconds = LATEST if when.every_seconds == "auto" else when.every_seconds
+        self._began = self._saved_at = clock()
+        self._saves = 0
+        self._in_loop = 0.0
+        self._expected = 0.0
+
+    def expect(self, num_bytes: int) -> None:
+        """Estimate the first checkpoint's cost from the state's size, before one is measured."""
+        fixed, bytes_per_second = EXPECTED
+        self._expected = fixed + num_bytes / bytes_per_second
+
+    def is_due(self, written: float, is_writing: bool) -> bool:
+        """Return whether to save now.
+
+        `written` is the seconds spent on writes in the background so far; `is_writing` says that one is under way.
+        """
+        now = self._clock()
+        since = now - self._saved_at
+        if self._seconds is not None and since >= self._seconds:
+            return True
+        if not self.is_auto or is_writing:
+            return False
+        spent, share = self._in_loop + written, SHARE * (now - self._began)
+        next_cost = spent / self._saves if self._saves else self._expected  # the mean so far, or the estimate
+        return since >= share and spent + next_cost <= share
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure how long the loop waits for a checkpoint."""
+        began = self._clock()
+        yield
+        self._saved_at = self._clock()
+        self._in_loop += self._saved_at - began
+        self._saves += 1
+
+
 def restore(
-    job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, send: Send, until: int | None = None
+    job: Job,
+    trainer: Trainer,
+    split: Split,
+    layout: TrainingLayout,
+    run: Storage,
+    send: Send,
+    until: int | None = None,
 ) -> TrainState:
     """Load the training's state: of its newest checkpoint, else of `init_from`, else that of step 0.
 
     With `until`, of the newest checkpoint of so many steps or fewer; only a model that is not sharded takes it.
     Raises JobError if a checkpoint's steps hold other samples than this job's, or if the scheduler ends too soon.
     """
-    train_state = _restored(job, trainer, split, cut, run, send, until)
-    trainer.schedule.check_lasts(split, train_state.step)
-    return train_state
-
-
-def _restored(
-    job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, send: Send, until: int | None
-) -> TrainState:
     checkpoints = run.child(CHECKPOINTS)
 
     def fits(about: dict[str, Any]) -> str | None:
         return None if job.has_fingerprint(about.get("fingerprint")) else "it is of a different job"
 
-    if trainer.sharded is not None:
-        found = newest_rows(checkpoints, fits, send, trainer.sharded.world)
+    if trainer.sharded is not None:  # each worker reads its part
+        opened = newest_open(checkpoints, fits, notifier(trainer.sharded.world, send), trainer.sharded.world)
+        checkpoint = None if opened is None else (opened[0], opened[1].about, opened[1].state)
     elif is_rank_0():
-        found = newest(checkpoints, fits, lambda text: send(Note(text)), until)
-        name = broadcast(found[0] if found else "")
-    else:
+        checkpoint = newest(checkpoints, fits, lambda text: send(Note(text)), until)
+        name = broadcast(checkpoint[0] if checkpoint else "")
+    else:  # rank 0 chooses: another rank may find another one by now
         name = broadcast("")
-        found = (name, *load_checkpoint(checkpoints, name)) if name else None
-    if found:
+        checkpoint = (name, *load_checkpoint(checkpoints, name)) if name else None
+    if checkpoint:
+        name, about, state = checkpoint
         advice = f"start anew {replacing(run)}" if until is None else "the dataset or its blocks have changed since"
-        check_cut(f"the steps of {checkpoints}/{found[0]}", found[1], cut, advice)
-        return resume(job, trainer, found[1], found[2], split, send, plans=until is None)
-    if job.init_from is None:
-        return TrainState()
-    return start_from(job, trainer, split, cut, run, job.init_from, send)
-
-
-def newest_rows(
-    checkpoints: Storage, fits: Callable[[dict[str, Any]], str | None], send: Send, world: World
-) -> tuple[str, dict[str, Any], Any] | None:
-    """What `newest` gives, for workers that read a part each: the state's tensors are `Stored`."""
-    found = newest_open(checkpoints, fits, telling(world, send), world)
-    return None if found is None else (found[0], found[1].about, found[1].state)
+        check_layout(f"the steps of {checkpoints}/{name}", about, layout, advice)
+        train_state = resume(job, trainer, about, state, split, send, plans=until is None)
+    elif job.init_from is None:
+        train_state = TrainState()
+    else:
+        train_state = start_from(job, trainer, split, layout, run, job.init_from, send)
+    trainer.schedule.check_lasts(split, train_state.step)
+    return train_state
 
 
 def start_from(
-    job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, location: str, send: Send
+    job: Job, trainer: Trainer, split: Split, layout: TrainingLayout, run: Storage, location: str, send: Send
 ) -> TrainState:
     """Start at step 0 from weights, or continue another run's checkpoint from its step; a note says from which file.
 
@@ -388,7 +349,7 @@ def start_from(
             send(Note(describe_start(run, location) + loaded))
         return TrainState()
     about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file, or set strict: false"
-    check_cut(f"init_from: the steps of {location}", about, cut, advice)
+    check_layout(f"init_from: the steps of {location}", about, layout, advice)
     says = check_updates(f"init_from: {location}", about.get("updates"), job, advice)
     if says is not None and is_rank_0():
         send(Note(says))
@@ -396,7 +357,8 @@ def start_from(
         train_state = resume(job, trainer, about, checkpoint["state"], split, send)
     except ModelError as error:
         raise ModelError(f"init_from: {location}: {error}{NEW_HEAD}") from None
-    if train_state.step != (named := first_step(run)):
+    named = first_step(run)
+    if train_state.step != named:
         raise JobError(
             f"init_from: {location} holds step {train_state.step}, but its name says {named}: rename it back"
         )
@@ -422,13 +384,15 @@ def resume(
         raise ModelError("the checkpoint's parameters are not this model's")
     trainer.load_state_dict(state)
     steps, before = split.total_steps, about.get("steps", split.total_steps)
-    if steps != before and (says := _planned_anew(job, trainer, plans)) and is_rank_0():
-        send(Note(f"{steps} steps now, {before} before: {says}"))
+    if steps != before:
+        says = _plan_anew(job, trainer, plans)
+        if says and is_rank_0():
+            send(Note(f"{steps} steps now, {before} before: {says}"))
     return TrainState(**about["running"])
 
 
-def _planned_anew(job: Job, trainer: Trainer, plans: bool) -> str:
-    """Plan the scheduler for the training's new length, if it can be; what to say of it."""
+def _plan_anew(job: Job, trainer: Trainer, plans: bool) -> str:
+    """Plan the scheduler for the training's new length, if it can be; return a sentence on it."""
     schedule = trainer.schedule
     if plans and isinstance(job.scheduler, Scheduler) and job.scheduler.is_planned:
         before = trainer.learning_rate
@@ -436,3 +400,44 @@ def _planned_anew(job: Job, trainer: Trainer, plans: bool) -> str:
             now = trainer.learning_rate
             return f"the scheduler is planned anew: the learning rate goes on at {now:.4g}, not {before:.4g}"
     return f"the scheduler stays as it was built ({schedule.lengths})" if schedule.lengths else ""
+
+
+def layout_of(job: Job, split: Split, dataset: Any) -> TrainingLayout:
+    """Return all that decides which samples a step holds; a checkpoint stores it."""
+    layout = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows, "batch_size": split.batch_size}
+    layout["drop_last"] = split.drop_last
+    blocks = describe_blocks(job, dataset)
+    return layout if blocks is None else {**layout, "blocks": blocks}
+
+
+def check_layout(what: str, about: dict[str, Any], here: TrainingLayout, advice: str) -> None:
+    """Raise JobError if a checkpoint's steps hold other samples than this job's; the error names `what`."""
+    there = about.get("cut")
+    if there != here:
+        raise JobError(f"{what} differ from this job's: {there} there, {here} here; {advice}")
+
+
+def updates_of(job: Job, as_objects: bool = False) -> Updates:
+    """Return the job's optimizer and scheduler; a checkpoint stores them. `as_objects` is that of `Job.describe`."""
+    described = job.describe(as_objects)
+    kept: Updates = json.loads(json.dumps({key: described[key] for key in ("optimizer", "scheduler")}, default=str))
+    return kept
+
+
+def check_updates(what: str, there: Updates | None, job: Job, advice: str) -> str | None:
+    """Return a sentence on a scheduler that is not the checkpoint's, else None. A checkpoint may have no Updates.
+
+    Raises JobError if the optimizers differ, or one side alone has a scheduler: the checkpoint's state would take
+    the place of what the job says, learning rate and all.
+    """
+    if there is None or same(there, updates_of(job, as_objects=True)):  # as an earlier version told them
+        return None
+    here = updates_of(job)
+    changed = ", ".join(differences(there, here))
+    alone = (there["scheduler"] is None) != (here["scheduler"] is None)
+    if not same(there["optimizer"], here["optimizer"]) or alone:
+        raise JobError(
+            f"{what} goes on with the optimizer and scheduler that it was trained with, and this job's differ "
+            f"({changed}); set them as they were, or {advice}"
+        )
+    return f"{what}: {changed}; what the scheduler's state holds goes on as it was" if changed else None

@@ -1,4 +1,4 @@
-"""The task `evaluate`: one worker's part in measuring a model over a dataset."""
+"""The task `evaluate` on one worker: measure a model over a dataset."""
 
 from collections.abc import Mapping
 from contextlib import closing
@@ -17,7 +17,7 @@ from dp_ray.job.plan import split_of
 from dp_ray.plan.split import Work
 from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Measured, Send, WorkerTimes, reporting, slowed
+from dp_ray.tasks.hooks import Measured, Send, WorkerTimes, shape_reporter, slow_forward
 from dp_ray.tasks.profiling import StepProfiler
 from dp_ray.tasks.setup import forget_from, load_dataset, model_to_run, quarantine_of, set_aside
 
@@ -41,7 +41,7 @@ def evaluate(
         closing(load_good(job, dataset, work, world.device, quarantine, times=times)) as batches,
         Recorder(world, send) as recorder,
         Probe(called, job.batch_dim) as probe,
-        slowed(called, control, world),
+        slow_forward(called, control, world),
         StepProfiler(job, world, run, work.split.total_steps, send) as profiler,
     ):
 
@@ -56,7 +56,7 @@ def evaluate(
         profiler.before(0)
         clock.restart()
         real = keep_all if quarantine is None else quarantine.without_set_aside
-        metrics = evaluation.run(called, work, batches, reporting(recorder, probe), on_step, real)
+        metrics = evaluation.run(called, work, batches, shape_reporter(recorder, probe), on_step, real)
         recorder.on_times(clock.rest())
         profiler.close()
     send(WorkerTimes(world.rank, times.to_json()))

@@ -1,4 +1,4 @@
-"""Finds the number of shards of a job with `shards: auto`: the first with which a step fits on all workers."""
+"""Find the number of shards of a job with `shards: auto`: the first with which a step fits on all workers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ from dp_ray.job.plan import evaluations_of, has_evaluations, split_of
 from dp_ray.plan.costs import shard_counts
 from dp_ray.plan.split import chunk_sizes
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Send, ShardsFound, telling
+from dp_ray.tasks.hooks import Send, ShardsFound, notifier
 from dp_ray.tasks.setup import load_dataset
 from dp_ray.text import counted
 
@@ -28,11 +28,18 @@ def find_shards(
     how many workers there are now. Raises JobError if a shard of a single row does not fit.
     """
     data, evaluated = _data(job, world, run, rows_on_driver)
-    rows, worst, tell = data.split.largest_batch, "", telling(world, send)
+    rows = data.split.largest_batch
+    worst, notify = "", notifier(world, send)
     for count in shard_counts(rows, job.max_workers):
-        told = gathered(why_not(*_with(count, job, world, data, evaluated)))
-        worst = next((f"rank {rank}: {why}" for rank, why in enumerate(told) if why), "")
-        tell(_line(count, chunk_sizes(rows, count)[0], worst))
+        trial = _with_shards(data, count)
+        trial_evaluated = None if evaluated is None else _with_shards(evaluated, count)
+        reasons = gathered(why_not(trial.job, world, trial, trial_evaluated))
+        worst = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), "")
+        fits = "fits" if count == 1 else "fit"
+        if worst:
+            fits = f"{'does' if count == 1 else 'do'} not fit: {worst}"
+        shard_rows = counted(chunk_sizes(rows, count)[0], "row")
+        notify(f"shards: auto: {counted(count, 'shard')} of at most {shard_rows} {fits}")
         if not worst:
             if world.rank == 0:
                 send(ShardsFound(count))
@@ -43,13 +50,8 @@ def find_shards(
     )
 
 
-def _line(count: int, rows: int, worst: str) -> str:
-    fits = f"{'does' if count == 1 else 'do'} not fit: {worst}" if worst else "fits" if count == 1 else "fit"
-    return f"shards: auto: {counted(count, 'shard')} of at most {counted(rows, 'row')} {fits}"
-
-
 def _data(job: Job, world: World, run: Storage, rows_on_driver: Mapping[str, int]) -> tuple[Data, Data | None]:
-    """The task's data, and that of a training's evaluations."""
+    """Return the task's data, and that of a training's evaluations."""
     dataset = load_dataset(job, world, run, rows_on_driver)
     data = Data(job, dataset, split_of(job, len(dataset)), job.dataset_key)
     if not has_evaluations(job):
@@ -60,12 +62,6 @@ def _data(job: Job, world: World, run: Storage, rows_on_driver: Mapping[str, int
     return data, Data(over_eval, evaluated, evaluations_of(job, len(evaluated)).split, "eval.dataset")
 
 
-def _with(
-    count: int, job: Job, world: World, data: Data, evaluated: Data | None
-) -> tuple[Job, World, Data, Data | None]:
-    """The arguments of a trial with so many shards."""
-
-    def cut(one: Data) -> Data:
-        return one._replace(job=one.job.model_copy(update={"shards": count}), split=replace(one.split, shards=count))
-
-    return cut(data).job, world, cut(data), None if evaluated is None else cut(evaluated)
+def _with_shards(data: Data, count: int) -> Data:
+    """Return the data of a trial with so many shards."""
+    return data._replace(job=data.job.model_copy(update={"shards": count}), split=replace(data.split, shards=count))

@@ -1,12 +1,11 @@
-"""The user's hooks: functions that rank 0 calls with a view of the training, which they cannot change.
+"""Call the user's hooks with a view of the training, and send the driver what a task has to say.
 
-What a task sends while it runs, besides its shape reports.
-
-Slow a worker's forward, as a fault of `--inject` asks.
-
-Report the shapes of a shard that ran through a step, and once a loss that depends on the shards.
+`Hooks` calls functions of the user's on rank 0; a `TrainingView` cannot change the training. The messages (`Note`,
+`Measured` ...) are what a task sends besides its shape reports. The rest acts on a shard's forward: it reports the
+shapes, warns once of a loss that depends on the shards, and slows it as a fault of `--inject` asks.
 """
 
+import functools
 import inspect
 import math
 import time
@@ -32,11 +31,74 @@ from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, resolve
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir.checkpoint import TrainState
-from dp_ray.steps.shapes import Probe, Recorder, Seen, encode_sizes
+from dp_ray.steps.shapes import Probe, Recorder, Sizes, encode_sizes
 from dp_ray.storage import Storage
 from dp_ray.text import counted
 
+Send = Callable[[Any], None]
 Hook = Callable[["TrainingView"], object]
+
+
+class Note(NamedTuple):
+    """A line for the user."""
+
+    text: str
+
+
+class StoppedEarly(NamedTuple):
+    """The training has ended before its last step: `column` did not improve on `best` in `times` measurements.
+
+    `step` steps are done. `best` is None if the column was never a number.
+    """
+
+    step: int
+    column: str
+    mode: str
+    min_delta: float
+    best: float | None
+    times: int
+
+    @property
+    def text(self) -> str:
+        """The reason, in a line."""
+        each = "epoch" if self.column == "epoch_loss" else "evaluation"
+        did = "was never a number" if self.best is None else f"did not improve on {self.best:.6g}"
+        return f"stopped early at step {self.step}: {self.column} {did} in {counted(self.times, each)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values for `result.json`."""
+        best = self.best if self.best is not None and math.isfinite(self.best) else None
+        values = self._replace(best=best)._asdict()
+        return {"step": values.pop("step"), "metric": values.pop("column"), **values, "text": self.text}
+
+
+class WorkerTimes(NamedTuple):
+    """The time of a worker's loop, in seconds by what it went into; sent at the loop's end."""
+
+    rank: int
+    seconds: dict[str, float]
+
+
+class Measured(NamedTuple):
+    """The metrics of an evaluation, over the whole dataset."""
+
+    metrics: dict[str, float]
+
+
+class ShardsFound(NamedTuple):
+    """The number of shards that `shards: auto` has found: the first that fits on all workers; sent by rank 0."""
+
+    shards: int
+
+
+def notifier(world: World, send: Send) -> Callable[[str], None]:
+    """Return what sends a line for the user, on rank 0 alone: the other ranks would repeat it."""
+
+    def notify(text: str) -> None:
+        if world.rank == 0:
+            send(Note(text))
+
+    return notify
 
 
 @dataclass(frozen=True)
@@ -98,15 +160,16 @@ class TrainingView:
             return {"loss": float("nan"), "gradient_norm": float("nan")}
         totals = self._update.totals
         *sums, norm = torch.cat([totals, self._update.gradient_norm.to(totals).reshape(1)]).tolist()
-        means = [_mean(*sums[at : at + 2]) for at in range(0, len(sums), 2)]
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        means = [total / weight if weight else float("nan") for total, weight in pairs]
         return {**dict(zip(["loss", *self._trainer.measure_names], means, strict=True)), "gradient_norm": norm}
 
 
 class Hooks:
-    """Calls the hooks of a job. Each error names the hook and the step."""
+    """The hooks of a job, called on rank 0. Each error names the hook and the step."""
 
     def __init__(self, job: Job, trainer: Trainer, split: Split, train_state: TrainState, run: Storage) -> None:
-        self._hooks = {name: make_hook(f"hooks.{name}", given) for name, given in job.hooks.given.items()}
+        self._hooks = {name: make_hook(f"hooks.{name}", value) for name, value in job.hooks.given.items()}
         self._trainer = trainer
         self._split = split
         self._train_state = train_state
@@ -126,124 +189,86 @@ class Hooks:
         self._call("on_end", self._view(self._train_state.step - 1, self._last, self._train_state.measured))
 
     def _view(self, step: int, update: Update | None, measured: Mapping[str, float]) -> TrainingView:
-        epoch, rate = (
-            self._split.cursor(step)[0],
-            self._trainer.learning_rate if update is None else update.learning_rate,
-        )
+        epoch = self._split.cursor(step)[0]
+        rate = self._trainer.learning_rate if update is None else update.learning_rate
         samples = epoch * self._split.rows_kept + self._split.batch(step)[1]
         return TrainingView(step, epoch, samples, rate, self._run_dir, update, dict(measured), self._trainer)
 
     def _call(self, name: str, view: TrainingView) -> None:
-        if (hook := self._hooks.get(name)) is not None:
+        hook = self._hooks.get(name)
+        if hook is not None:
             with reraise_as(f"step {view.step}: hooks.{name}"):
                 hook(view)
 
 
-def hooks_of(
-    job: Job, world: World, trainer: Trainer, split: Split, train_state: TrainState, run: Storage
-) -> Hooks | None:
-    """What calls the job's hooks: on rank 0, if it has any."""
-    return Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
-
-
-def make_hook(key: str, given: Any) -> Hook:
-    """The function that a hook's key names, with its args; an object of a class that it names.
+def make_hook(key: str, value: Any) -> Hook:
+    """Return the function that a hook's key names, with its args; an object of a class that it names.
 
     Raises JobError if it cannot be imported, built, or called with a view.
     """
-    if isinstance(given, Target) and inspect.isclass(resolve(key, given)):
-        given = bind(key, given)()
-    elif isinstance(given, Target):
-        bind(key, given, leading=1)  # checks the args
-        found, args = resolve(key, given), given.args
-        return lambda view: found(view, **args)
-    if not callable(given):
+    if isinstance(value, Target) and inspect.isclass(resolve(key, value)):
+        value = bind(key, value)()
+    elif isinstance(value, Target):
+        bind(key, value, leading=1)  # checks the args
+        return functools.partial(resolve(key, value), **value.args)
+    if not callable(value):
         raise JobError(
-            f"{key}: must be called with a view of the training, and a {type(given).__qualname__} cannot be"
+            f"{key}: must be called with a view of the training, and a {type(value).__qualname__} cannot be"
         )
-    return given  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]
 
 
-def check_hook(key: str, given: Any) -> None:
+def check_hook(key: str, value: Any) -> None:
     """Raise JobError if a hook cannot be imported, or rejects its args; builds no object of a class."""
-    if isinstance(given, Target):
-        bind(key, given, leading=0 if inspect.isclass(resolve(key, given)) else 1)
+    if isinstance(value, Target):
+        bind(key, value, leading=0 if inspect.isclass(resolve(key, value)) else 1)
     else:
-        make_hook(key, given)
+        make_hook(key, value)
 
 
-def _mean(total: float, weight: float) -> float:
-    return total / weight if weight else float("nan")
+def shape_reporter(recorder: Recorder, probe: Probe) -> OnShard:
+    """Return a function that records each shard with the sizes that the model saw, and its milliseconds."""
+
+    def on_shard(shard: Shard, batch: Any, step_output: StepOutput) -> None:
+        if probe.has_seen:
+            recorder.on_shard(shard, *probe.take())
+            return
+        # The user's step bypassed the model's forward: the sizes of the step's batch and loss, and no time.
+        recorder.on_shard(shard, Sizes(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0)
+
+    return on_shard
 
 
-Send = Callable[[Any], None]
+def with_loss_check(job: Job, first: int, world: World, on_shard: OnShard, notify: Callable[[str], None]) -> OnShard:
+    """Return the same function; in shard 0 of the training's `first` step it warns of a loss that depends on shards.
 
-
-class Note(NamedTuple):
-    """A line for the user."""
-
-    text: str
-
-
-class StoppedEarly(NamedTuple):
-    """The training has ended before its last step: `column` did not improve on `best` in `times` measurements.
-
-    `step` steps are done. `best` is None if the column was never a number.
+    A line, not an error: contrastive losses are meant so. A `step` of the user's is not called again.
     """
+    if world.rank != 0 or first != 0 or job.num_shards == 1:
+        return on_shard
 
-    step: int
-    column: str
-    mode: str
-    min_delta: float
-    best: float | None
-    times: int
+    def on_shard_with_check(shard: Shard, batch: Any, step_output: StepOutput) -> None:
+        on_shard(shard, batch, step_output)
+        if (shard.step, shard.shard) != (0, 0) or step_output.compare is None:
+            return
+        is_exact = job.precision == "fp32" and world.device.type == "cpu"
+        with autocast(job.precision, world.device):
+            seen = step_output.outputs, step_output.target
+            losses = of_neighbours(step_output.compare, step_output.loss, seen, shard.rows, job.batch_dim, is_exact)
+        if losses is not None:
+            notify(
+                f"loss: the loss of a row depends on the other rows of its shard: that of step 0, shard 0 sums up to "
+                f"{losses.together:.6g}, and with one of its {shard.rows} rows apart to "
+                f"{losses.first + losses.others:.6g}; so each of the {job.num_shards} shards has its own, and their "
+                "number counts. With shards: 1 it is that of the whole batch"
+            )
 
-    @property
-    def text(self) -> str:
-        """The reason, in a line."""
-        each = "epoch" if self.column == "epoch_loss" else "evaluation"
-        did = "was never a number" if self.best is None else f"did not improve on {self.best:.6g}"
-        return f"stopped early at step {self.step}: {self.column} {did} in {counted(self.times, each)}"
-
-    def to_json(self) -> dict[str, Any]:
-        """The values for `result.json`."""
-        best = self.best if self.best is not None and math.isfinite(self.best) else None
-        values = self._replace(best=best)._asdict()
-        return {"step": values.pop("step"), "metric": values.pop("column"), **values, "text": self.text}
-
-
-class WorkerTimes(NamedTuple):
-    """Where the time of a worker's loop went, in seconds by name; sent at the loop's end."""
-
-    rank: int
-    seconds: dict[str, float]
-
-
-class Measured(NamedTuple):
-    """The metrics of an evaluation, over the whole dataset."""
-
-    metrics: dict[str, float]
-
-
-class ShardsFound(NamedTuple):
-    """The number of shards that `shards: auto` has found: the first that fits on all workers; sent by rank 0."""
-
-    shards: int
-
-
-def telling(world: World, send: Send) -> Callable[[str], None]:
-    """What sends a line for the user, on rank 0 alone: the other ranks would repeat it."""
-
-    def tell(text: str) -> None:
-        if world.rank == 0:
-            send(Note(text))
-
-    return tell
+    return on_shard_with_check
 
 
 @contextmanager
-def slowed(model: nn.Module, control: StepControl, world: World) -> Iterator[None]:
-    """Within the block, the model's first forward of a step sleeps for as long as `control` says."""
+def slow_forward(model: nn.Module, control: StepControl, world: World) -> Iterator[None]:
+    """Have the model's first forward of each step sleep, within the block, for as long as `control` says."""
     if not control.slows:
         yield
         return
@@ -252,50 +277,3 @@ def slowed(model: nn.Module, control: StepControl, world: World) -> Iterator[Non
         yield
     finally:
         handle.remove()
-
-
-def reporting(recorder: Recorder, probe: Probe) -> OnShard:
-    """A function that records each shard with what the probe saw of it."""
-
-    def on_shard(shard: Shard, batch: Any, step_output: StepOutput) -> None:
-        recorder.on_shard(shard, *_seen(probe, shard, batch, step_output))
-
-    return on_shard
-
-
-def looking_at_loss(job: Job, first: int, world: World, on_shard: OnShard, tell: Callable[[str], None]) -> OnShard:
-    """The same function; in shard 0 of the training's `first` step it tells of a loss that depends on the shards.
-
-    A line, not an error: contrastive losses are meant so. A `step` of the user's is not called again.
-    """
-    if world.rank != 0 or first != 0 or job.num_shards == 1:
-        return on_shard
-
-    def looked(shard: Shard, batch: Any, step_output: StepOutput) -> None:
-        on_shard(shard, batch, step_output)
-        given = step_output
-        if (shard.step, shard.shard) != (0, 0) or given.compare is None:
-            return
-        is_exact = job.precision == "fp32" and world.device.type == "cpu"
-        with autocast(job.precision, world.device):
-            seen = given.outputs, given.target
-            found = of_neighbours(given.compare, given.loss, seen, shard.rows, job.batch_dim, is_exact)
-        if found is not None:
-            tell(
-                f"loss: the loss of a row depends on the other rows of its shard: that of step 0, shard 0 sums up to "
-                f"{found.together:.6g}, and with one of its {shard.rows} rows apart to "
-                f"{found.first + found.others:.6g}; so each of the {job.num_shards} shards has its own, and their "
-                "number counts. With shards: 1 it is that of the whole batch"
-            )
-
-    return looked
-
-
-def _seen(probe: Probe, shard: Shard, batch: Any, step_output: StepOutput) -> tuple[Seen, float]:
-    """The sizes that the model saw, and its milliseconds.
-
-    If the user's step bypassed the model's forward: the sizes of the step's batch and loss, and 0.
-    """
-    if probe.has_seen:
-        return probe.take()
-    return Seen(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0

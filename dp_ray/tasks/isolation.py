@@ -1,14 +1,10 @@
-"""torch's settings of the whole process: what they are, and how to bring them back.
-
-`tests/test_torch_settings.py` enumerates what torch has, so that a setting of a new version is not forgotten.
-
-What user code may change of its process and its libraries, and how to change it back.
-
-Restores a worker's process after a job, for the next job.
+"""Restore a worker's process after a job, for the next job: begin at `isolated`.
 
 What can be undone is undone: the environment, the working directory, torch's settings, hooks of all modules,
 processes and memory. What cannot be undone is named: threads and open files. A worker with such remains is started
-anew.
+anew. `RESTORED` has what user code may change of its process and its libraries, each as a generator that notes it,
+yields while the job runs, and brings it back. `settings_of_torch` lists torch's settings of the whole process;
+`tests/test_torch_settings.py` enumerates what torch has, so that a setting of a new version is not forgotten.
 
 Imported modules stay imported, as in one Python process that runs the jobs in turn: a module's globals, the
 attributes of its classes and whatever it patched in other modules are neither undone nor named.
@@ -32,6 +28,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import thread as executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from typing import Any, NamedTuple
 
@@ -79,10 +76,191 @@ FIELDS: tuple[tuple[Any, str], ...] = (
     (torch.utils.checkpoint, "_checkpoint_debug_enabled"),
     (torch._tensor_str, "PRINT_OPTS"),
 )
+END_SECONDS = 2.0  # how long threads and processes of a job may take to end by themselves
 
 
 class NotRestored(Exception):
     """Settings have another value than before, and torch has no way back."""
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """The child processes, threads and open files of a process, which can remain after a job."""
+
+    children: frozenset[psutil.Process]
+    threads: frozenset[threading.Thread]
+    files: frozenset[str]
+
+
+@contextmanager
+def isolated() -> Iterator[list[str]]:
+    """Restore this process after the block; the list that it yields then names what remains."""
+    before = Belongings(frozenset(_children()), frozenset(threading.enumerate()), frozenset(_open_files()))
+    restorers = {name: restored() for name, restored in RESTORED.items()}
+    for restorer in restorers.values():
+        next(restorer)
+    remains: list[str] = []
+    try:
+        yield remains
+    finally:
+        for name, restorer in reversed(restorers.items()):
+            try:
+                next(restorer, None)
+            except NotRestored as error:
+                remains.append(f"{name}: {error}")
+            except Exception:  # user code may have broken anything
+                remains.append(name)
+        _end_processes(before)
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()  # what was compiled holds the models
+        free_memory()
+        remains += _remains(before)
+
+
+def _end_processes(before: Belongings) -> None:
+    """End the processes that the job started; Python starts its server of forked processes again if it is needed."""
+    started = [child for child in _children() if child not in before.children]
+    server: Any = forkserver._forkserver
+    for child in started:
+        if child.pid == getattr(server, "_forkserver_pid", None):
+            child.kill()
+            server._stop()  # forgets the server, and waits for its end
+            this: Any = multiprocessing.current_process()
+            folder = this._config.pop("tempdir", None)  # of its socket
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+    for child in started:
+        with suppress(psutil.NoSuchProcess):
+            child.terminate()
+    for child in psutil.wait_procs(started, timeout=END_SECONDS)[1]:  # those that do not end when they are asked
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def _children() -> list[psutil.Process]:
+    """Return the child processes, but for Python's own that frees the shared memory of all others."""
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    return [child for child in psutil.Process().children() if child.pid != tracker]
+
+
+def _remains(before: Belongings) -> list[str]:
+    """Name what there is now and was not before: threads that do not end soon, and open files."""
+    threads = [one for one in threading.enumerate() if one not in before.threads and not _is_foreign(one)]
+    until = time.monotonic() + END_SECONDS
+    for one in threads:
+        one.join(max(0.0, until - time.monotonic()))
+    return [
+        *(f"the thread {one.name!r}" for one in threads if one.is_alive()),
+        *(f"the open file {name}" for name in sorted(_open_files() - before.files)),
+    ]
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    """Return whether a thread runs no user code: one of Ray or torch, of an installed library, or of an executor."""
+    if isinstance(thread, threading._DummyThread):
+        return True
+    function: Any = getattr(thread, "_target", None) or getattr(thread, "function", None) or type(thread).run
+    code = getattr(function, "__code__", None)
+    return code is not None and (is_installed(code.co_filename) or code.co_filename == executor.__file__)
+
+
+def _open_files() -> set[str]:
+    """Return the regular files that this process holds open, without logs of Ray and libraries."""
+    with suppress(psutil.Error, OSError):
+        paths = {one.path for one in psutil.Process().open_files()}
+        libraries, system = (".so", ".py", ".pyc"), ("/dev/", "/proc/", "/sys/")
+        return {one for one in paths if not (one.endswith(libraries) or "/ray/" in one or one.startswith(system))}
+    return set()
+
+
+def _environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _working_directory() -> Iterator[None]:
+    before = os.getcwd()
+    yield
+    os.chdir(before)
+
+
+def _lists() -> Iterator[None]:
+    """Restore the lists of the interpreter and of torch that user code may add to."""
+    lists: tuple[list[Any], ...] = (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)
+    kept = [(one, list(one)) for one in lists]
+    yield
+    for one, before in kept:
+        one[:] = before
+
+
+def _warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        yield
+
+
+def _log_level() -> Iterator[None]:
+    before = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(before)
+
+
+def _hooks() -> Iterator[None]:
+    """Restore the hooks of all modules and of all optimizers."""
+    owners = (nn.modules.module, sys.modules[torch.optim.Optimizer.__module__])
+    hooks = [one for owner in owners for name, one in vars(owner).items() if name.startswith("_global_")]
+    kept = [(one, dict(one)) for one in hooks if isinstance(one, dict)]
+    yield
+    for one, before in kept:
+        one.clear()
+        one.update(before)
+
+
+def _calculation() -> Iterator[None]:
+    """Restore how numpy calculates, and what torch's distributions check."""
+    numpy_errors, validates = np.geterr(), torch.distributions.Distribution._validate_args
+    yield
+    np.seterr(**numpy_errors)
+    torch.distributions.Distribution.set_default_validate_args(validates)
+
+
+def _interpreter() -> Iterator[None]:
+    collects, recursion, timeout = gc.isenabled(), sys.getrecursionlimit(), socket.getdefaulttimeout()
+    os.umask(umask := os.umask(0))  # the only way to read it
+    starts = multiprocessing.get_start_method(allow_none=True)
+    disabled, hook = logging.root.manager.disable, sys.excepthook
+    yield
+    (gc.enable if collects else gc.disable)()
+    os.umask(umask)
+    sys.setrecursionlimit(recursion)
+    socket.setdefaulttimeout(timeout)
+    multiprocessing.set_start_method(starts, force=True)
+    logging.disable(disabled)
+    sys.excepthook = hook
+
+
+def _process() -> Iterator[None]:
+    """Restore what the system or Python keeps of a process: limits, cores, signals, how threads and memory share."""
+    limits, cores, blocked = resource.getrlimit(resource.RLIMIT_NOFILE), _cores(), signal.pthread_sigmask(0, ())
+    thresholds, interval, temporary = gc.get_threshold(), sys.getswitchinterval(), tempfile.tempdir
+    yield
+    gc.set_threshold(*thresholds)
+    sys.setswitchinterval(interval)
+    tempfile.tempdir = temporary
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    if resource.getrlimit(resource.RLIMIT_NOFILE) != limits:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    if cores and _cores() != cores:
+        for thread in psutil.Process().threads():  # those that the job has started have its cores too
+            with suppress(OSError):
+                os.sched_setaffinity(thread.id, cores)
+
+
+def _cores() -> set[int]:
+    """Return the cores on which this thread may run; none where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 class Setting(NamedTuple):
@@ -93,37 +271,34 @@ class Setting(NamedTuple):
     set: Callable[[Any], object] | None
 
     def read(self) -> Any:
-        """Its value; UNKNOWN if torch does not tell."""
+        """Read its value; UNKNOWN if torch does not have it."""
         try:
             return self.get()
         except (RuntimeError, AttributeError):
             return UNKNOWN
 
 
-def torch_settings() -> Callable[[], object]:
-    """Take the settings as they are; the function that is returned brings them back.
-
-    That raises NotRestored, which names the settings that stay otherwise.
-    """
+def torch_settings() -> Iterator[None]:
+    """Restore torch's settings; raises NotRestored, which names the settings that stay otherwise."""
     before = [(setting, setting.read()) for setting in settings_of_torch()]
     torch._tensor_str.PRINT_OPTS = copy.copy(torch._tensor_str.PRINT_OPTS)  # which user code changes in place
     configs = {name: sys.modules[name].get_config_copy() for name in CONFIGS if name in sys.modules}
-
-    def restore() -> None:
-        _restore_configs(configs)
-        for setting, value in before:
-            if value != UNKNOWN and setting.set is not None and setting.read() != value:
-                with suppress(Exception):  # what it leaves is told below
-                    setting.set(value)
-        if left := [setting.name for setting, value in before if setting.read() != value]:
-            raise NotRestored(", ".join(left))
-
-    return restore
+    yield
+    _restore_configs(configs)
+    for setting, value in before:
+        if value != UNKNOWN and setting.set is not None and setting.read() != value:
+            with suppress(Exception):  # what it leaves is named below
+                setting.set(value)
+    left = [setting.name for setting, value in before if setting.read() != value]
+    if left:
+        raise NotRestored(", ".join(left))
 
 
 def settings_of_torch() -> Iterator[Setting]:
-    """All settings, in the order in which they are to be set."""
+    """Yield all settings, in the order in which they are to be set."""
     t: Any = torch
+    get: Any
+    put: Any
     yield Setting("torch_function modes", _function_modes, _set_function_modes)
     yield Setting("torch_dispatch modes", _dispatch_modes, _set_dispatch_modes)
     yield Setting("default_device", default_device, torch.set_default_device)
@@ -135,17 +310,27 @@ def settings_of_torch() -> Iterator[Setting]:
     yield Setting("sharing_strategy", t.multiprocessing.get_sharing_strategy, t.multiprocessing.set_sharing_strategy)
     precision = "float32_matmul_precision"
     yield Setting(precision, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
-    yield from map(_fp32_precision, FP32)  # after the older interface, which sets some of them
+    for of in FP32:  # after the older interface, which sets some of them
+        get, put = partial(_C._get_fp32_precision_getter, *of), partial(_C._set_fp32_precision_setter, *of)
+        yield Setting(f"fp32_precision of {' '.join(of)}", get, put)
     yield from map(_pair, PAIRS)
-    yield from map(_attention, ATTENTION)
+    for kind in ATTENTION:
+        get, put = getattr(_C, f"_get_{kind}_sdp_enabled", None), getattr(_C, f"_set_sdp_use_{kind}", None)
+        yield Setting(f"{kind}_sdp", get or (lambda: None), put)
     yield Setting("saved_tensors_hooks", _saved_tensors_hooks, _set_saved_tensors_hooks)
     yield Setting("inference_mode", torch.is_inference_mode_enabled, None)
     yield Setting("grad", torch.is_grad_enabled, torch.set_grad_enabled)
-    yield Setting("anomaly", _anomaly, lambda one: _C.set_anomaly_enabled(*one))
+    yield Setting(
+        "anomaly",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda one: _C.set_anomaly_enabled(*one),
+    )
     yield Setting("autocast_cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
     for kind in ("cpu", "cuda"):
-        yield _autocast(kind)
-        yield _autocast_dtype(kind)
+        get, put = partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
+        yield Setting(f"autocast on {kind}", get, put)
+        get, put = partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
+        yield Setting(f"autocast dtype on {kind}", get, put)
     sparse: Any = torch.sparse.check_sparse_tensor_invariants
     yield Setting("sparse invariants", sparse.is_enabled, lambda one: (sparse.enable if one else sparse.disable)())
     for name in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
@@ -154,70 +339,33 @@ def settings_of_torch() -> Iterator[Setting]:
         get, put = (getattr(torch.serialization, f"{verb}_{name}") for verb in ("get", "set"))
         yield Setting(name, get, put)
     yield Setting("safe_globals", t.serialization.get_safe_globals, _set_safe_globals)
-    yield Setting("checkpoint device", _checkpoint_device, t.utils.checkpoint.DefaultDeviceType.set_device_type)
-    yield from (_field(owner, name) for owner, name in FIELDS)
+    device_type = t.utils.checkpoint.DefaultDeviceType
+    yield Setting("checkpoint device", device_type.get_device_type, device_type.set_device_type)
+    for owner, name in FIELDS:
+        yield Setting(name, partial(getattr, owner, name), partial(setattr, owner, name))
     yield Setting(
         "deterministic_algorithms", deterministic_algorithms, lambda one: use_deterministic_algorithms(*one)
     )
 
 
 def _pair(name: str) -> Setting:
-    get, put = (
-        getattr(_C, f"_get_{name}", None) or getattr(_C, f"_is_{name}", None),
-        getattr(_C, f"_set_{name}", None),
-    )
+    """Return the setting of torch._C with this name; some are set by several values, which are read as a tuple."""
+    get = getattr(_C, f"_get_{name}", None) or getattr(_C, f"_is_{name}", None)
+    put = getattr(_C, f"_set_{name}", None)
     if get is None or put is None:  # of another version of torch
         return Setting(name, lambda: None, None)
     return Setting(name, get, lambda value: put(*value) if isinstance(value, tuple) else put(value))
 
 
-def _attention(kind: str) -> Setting:
-    get, put = getattr(_C, f"_get_{kind}_sdp_enabled", None), getattr(_C, f"_set_sdp_use_{kind}", None)
-    return Setting(f"{kind}_sdp", get or (lambda: None), put)
-
-
-def _fp32_precision(of: tuple[str, str]) -> Setting:
-    get, put = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
-    return Setting(f"fp32_precision of {' '.join(of)}", lambda: get(*of), lambda value: put(*of, value))
-
-
-def _autocast(kind: str) -> Setting:
-    return Setting(
-        f"autocast on {kind}",
-        lambda: torch.is_autocast_enabled(kind),
-        lambda value: torch.set_autocast_enabled(kind, value),
-    )
-
-
-def _autocast_dtype(kind: str) -> Setting:
-    return Setting(
-        f"autocast dtype on {kind}",
-        lambda: torch.get_autocast_dtype(kind),
-        lambda value: torch.set_autocast_dtype(kind, value),
-    )
-
-
-def _field(owner: Any, name: str) -> Setting:
-    return Setting(name, lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
-
-
 def default_device() -> torch.device | None:
-    """The device that `torch.set_default_device` has set; None: none was set."""
-    found = torch.get_default_device()
-    return None if found.type == "cpu" else found
+    """Return the device that `torch.set_default_device` has set; None if none was set."""
+    device = torch.get_default_device()
+    return None if device.type == "cpu" else device
 
 
 def flushes_denormal() -> bool:
-    """Whether numbers too small for fp32's full precision become 0; torch can set this but does not tell."""
+    """Return whether numbers too small for fp32's full precision become 0; torch can set this but does not tell."""
     return bool((torch.tensor([1e-40], device="cpu", dtype=torch.float32) * 1).item() == 0)
-
-
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-def _checkpoint_device() -> str:
-    return torch.utils.checkpoint.DefaultDeviceType.get_device_type()
 
 
 def _set_safe_globals(globals_: list[Any]) -> None:
@@ -226,15 +374,18 @@ def _set_safe_globals(globals_: list[Any]) -> None:
 
 
 def _saved_tensors_hooks() -> list[Any]:
-    """The hooks on tensors that autograd saves, the first set first; the stack can only be read from its top."""
-    found = []
+    """Return the hooks on tensors that autograd saves, the first set first.
+
+    The stack can only be read from its top: so they are all taken off, and put back.
+    """
+    hooks = []
     while (top := _C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        found.append(top)
+        hooks.append(top)
         _C._autograd._pop_saved_tensors_default_hooks()
-    found.reverse()
-    for one in found:
+    hooks.reverse()
+    for one in hooks:
         _C._autograd._push_saved_tensors_default_hooks(*one)
-    return found
+    return hooks
 
 
 def _set_saved_tensors_hooks(hooks: list[Any]) -> None:
@@ -245,7 +396,7 @@ def _set_saved_tensors_hooks(hooks: list[Any]) -> None:
 
 
 def _function_modes() -> list[Any]:
-    """The modes that user code has entered; the default device is one of torch's own."""
+    """Return the modes that user code has entered; the default device is one of torch's own."""
     stack = _overrides._get_current_function_mode_stack()
     return [one for one in stack if not isinstance(one, torch.utils._device.DeviceContext)]
 
@@ -287,120 +438,7 @@ def _restore_configs(before: dict[str, dict[str, Any]]) -> None:
             config._config[key].hide = False  # for torch it is deleted, and cannot be read
 
 
-Restore = Callable[[], object]
-
-
-def _environment() -> Restore:
-    before = dict(os.environ)
-
-    def restore() -> None:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-    return restore
-
-
-def _working_directory() -> Restore:
-    before = os.getcwd()
-    return lambda: os.chdir(before)
-
-
-def _lists() -> Restore:
-    """The lists of the interpreter and of torch that user code may add to."""
-    lists: tuple[list[Any], ...] = (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)
-    kept = [(one, list(one)) for one in lists]
-
-    def restore() -> None:
-        for one, before in kept:
-            one[:] = before
-
-    return restore
-
-
-def _warnings() -> Restore:
-    caught = warnings.catch_warnings()
-    caught.__enter__()
-    return lambda: caught.__exit__(None, None, None)
-
-
-def _log_level() -> Restore:
-    before = logging.getLogger().level
-    return lambda: logging.getLogger().setLevel(before)
-
-
-def _hooks() -> Restore:
-    """The hooks of all modules and of all optimizers."""
-    owners = (nn.modules.module, sys.modules[torch.optim.Optimizer.__module__])
-    found = [one for owner in owners for name, one in vars(owner).items() if name.startswith("_global_")]
-    kept = [(one, dict(one)) for one in found if isinstance(one, dict)]
-
-    def restore() -> None:
-        for one, before in kept:
-            one.clear()
-            one.update(before)
-
-    return restore
-
-
-def _calculation() -> Restore:
-    """How numpy calculates, and what torch's distributions check."""
-    numpy_errors, validates = np.geterr(), torch.distributions.Distribution._validate_args
-
-    def restore() -> None:
-        np.seterr(**numpy_errors)
-        torch.distributions.Distribution.set_default_validate_args(validates)
-
-    return restore
-
-
-def _interpreter() -> Restore:
-    collects, recursion, timeout = gc.isenabled(), sys.getrecursionlimit(), socket.getdefaulttimeout()
-    os.umask(umask := os.umask(0))  # the only way to read it
-    starts, disabled, hook = (
-        multiprocessing.get_start_method(allow_none=True),
-        logging.root.manager.disable,
-        sys.excepthook,
-    )
-
-    def restore() -> None:
-        (gc.enable if collects else gc.disable)()
-        os.umask(umask)
-        sys.setrecursionlimit(recursion)
-        socket.setdefaulttimeout(timeout)
-        multiprocessing.set_start_method(starts, force=True)
-        logging.disable(disabled)
-        sys.excepthook = hook
-
-    return restore
-
-
-def _process() -> Restore:
-    """What the system or Python keeps of a process: limits, cores, blocked signals, how threads and memory share."""
-    limits, cores, blocked = resource.getrlimit(resource.RLIMIT_NOFILE), _cores(), signal.pthread_sigmask(0, ())
-    thresholds, interval, temporary = gc.get_threshold(), sys.getswitchinterval(), tempfile.tempdir
-
-    def restore() -> None:
-        gc.set_threshold(*thresholds)
-        sys.setswitchinterval(interval)
-        tempfile.tempdir = temporary
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        if resource.getrlimit(resource.RLIMIT_NOFILE) != limits:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        if cores and _cores() != cores:
-            for thread in psutil.Process().threads():  # those that the job has started have its cores too
-                with suppress(OSError):
-                    os.sched_setaffinity(thread.id, cores)
-
-    return restore
-
-
-def _cores() -> set[int]:
-    """The cores on which this thread may run; none where the system does not say."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-
-
-SETTINGS: dict[str, Callable[[], Restore]] = {
+RESTORED: dict[str, Callable[[], Iterator[None]]] = {
     "its environment": _environment,
     "its working directory": _working_directory,
     "its module paths": _lists,
@@ -412,115 +450,3 @@ SETTINGS: dict[str, Callable[[], Restore]] = {
     "the interpreter's settings": _interpreter,
     "its process's settings": _process,
 }
-
-
-END_SECONDS = 2.0  # how long threads and processes of a job may take to end by themselves
-
-
-@dataclass(frozen=True)
-class Belongings:
-    """What a process has that can remain after a job: child processes, threads and open files."""
-
-    children: frozenset[psutil.Process]
-    threads: frozenset[threading.Thread]
-    files: frozenset[str]
-
-    @classmethod
-    def now(cls) -> "Belongings":
-        """What this process has now."""
-        return cls(frozenset(_children()), frozenset(threading.enumerate()), frozenset(_open_files()))
-
-
-@contextmanager
-def isolated() -> Iterator[list[str]]:
-    """After the block, restore this process; the list that it yields then names what remains."""
-    belongings = Belongings.now()
-    restores = {name: take() for name, take in SETTINGS.items()}
-    remains: list[str] = []
-    try:
-        yield remains
-    finally:
-        for name, restore in reversed(restores.items()):
-            remains += _not_restored(name, restore)
-        _end_processes(belongings)
-        _free_kernels()
-        free_memory()
-        remains += _remains(belongings)
-
-
-def _not_restored(name: str, restore: Restore) -> list[str]:
-    """Restore something; what remains of it, by its name."""
-    try:
-        restore()
-    except NotRestored as what:
-        return [f"{name}: {what}"]
-    except Exception:  # user code may have broken anything
-        return [name]
-    return []
-
-
-def _end_processes(before: Belongings) -> None:
-    """End the processes that the job started; Python starts its server of forked processes again if it is needed."""
-    started = [child for child in _children() if child not in before.children]
-    server: Any = forkserver._forkserver
-    for child in started:
-        if child.pid == getattr(server, "_forkserver_pid", None):
-            child.kill()
-            server._stop()  # forgets the server, and waits for its end
-            this: Any = multiprocessing.current_process()
-            if folder := this._config.pop("tempdir", None):  # of its socket
-                shutil.rmtree(folder, ignore_errors=True)
-    _end(started)
-
-
-def _children() -> list[psutil.Process]:
-    """The child processes, but for Python's own that frees the shared memory of all others."""
-    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    return [child for child in psutil.Process().children() if child.pid != tracker]
-
-
-def _end(processes: list[psutil.Process]) -> None:
-    for one in processes:
-        with suppress(psutil.NoSuchProcess):
-            one.terminate()
-    for one in psutil.wait_procs(processes, timeout=END_SECONDS)[1]:
-        with suppress(psutil.NoSuchProcess):
-            one.kill()
-
-
-def _free_kernels() -> None:
-    """Forget what was compiled; it holds the models."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
-
-
-def _remains(before: Belongings) -> list[str]:
-    """What there is now and was not before: threads that do not end soon, and open files."""
-    threads = [one for one in threading.enumerate() if one not in before.threads and not _is_foreign(one)]
-    until = time.monotonic() + END_SECONDS
-    for one in threads:
-        one.join(max(0.0, until - time.monotonic()))
-    return [
-        *(f"the thread {one.name!r}" for one in threads if one.is_alive()),
-        *(f"the open file {name}" for name in sorted(_open_files() - before.files)),
-    ]
-
-
-def _is_foreign(thread: threading.Thread) -> bool:
-    """Whether a thread runs no user code: one of Ray or torch, of an installed library, or of an executor."""
-    if isinstance(thread, threading._DummyThread):
-        return True
-    does: Any = getattr(thread, "_target", None) or getattr(thread, "function", None) or type(thread).run
-    code = getattr(does, "__code__", None)
-    return code is not None and (is_installed(code.co_filename) or code.co_filename == executor.__file__)
-
-
-def _open_files() -> set[str]:
-    """The regular files that this process holds open for writing or reading, without logs of Ray and libraries."""
-    with suppress(psutil.Error, OSError):
-        return {one.path for one in psutil.Process().open_files() if not _is_foreign_file(one.path)}
-    return set()
-
-
-def _is_foreign_file(path: str) -> bool:
-    return path.endswith((".so", ".py", ".pyc")) or "/ray/" in path or path.startswith(("/dev/", "/proc/", "/sys/"))

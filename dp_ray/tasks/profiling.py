@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dp_ray.engine.clock import Part, TimedStep
@@ -22,7 +21,7 @@ NOT_OWN = (Part.EXCHANGE, Part.EVALUATION, Part.CHECKPOINT)  # the time in which
 
 
 class StepProfiler:
-    """Traces the steps that the job's `profile` names, on the rank that it names; a step calls `before` and `after`.
+    """The trace of the steps that the job's `profile` names, on the rank it names; a step calls `before` and `after`.
 
     The trace goes to `profile/rank-R.json.gz`. If the rank is the slowest so far, all workers decide on it before the
     first of these steps: the one whose own work took longest. At the end of a `with` block it traces no more.
@@ -58,9 +57,15 @@ class StepProfiler:
         if self._wanted is None or step not in self._wanted:
             return
         if self._rank is None:
-            self._rank = self._wanted.rank if self._wanted.rank is not None else self._slowest()
+            self._rank = self._wanted.rank
+            if self._rank is None:  # the slowest so far: all workers gather, before the same step
+                own = gathered(self._own)
+                self._rank = own.index(max(own))
             if self._rank == self._world.rank:
-                self._running = profile(activities=_activities(self._world.device))
+                activities = [ProfilerActivity.CPU]
+                if self._world.device.type == "cuda":
+                    activities.append(ProfilerActivity.CUDA)
+                self._running = profile(activities=activities)
                 self._running.start()
         if self._running is not None:
             self._mark = record_function(f"dp_ray step {step}")
@@ -81,8 +86,10 @@ class StepProfiler:
         folder, name = self._run.child(PROFILE), f"rank-{self._world.rank}.json.gz"
         try:
             folder.create()
-            with folder.writing(name) as stream:
-                stream.write(_as_bytes(traced))
+            with folder.writing(name) as stream, tempfile.TemporaryDirectory() as temporary:
+                path = Path(temporary, "trace.json")  # torch writes to local paths only
+                traced.export_chrome_trace(str(path))
+                stream.write(gzip.compress(path.read_bytes(), 6))
         except StorageError as error:  # a trace only informs
             self._send(Note(f"the profile cannot be kept: {error}"))
         else:
@@ -92,18 +99,3 @@ class StepProfiler:
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
             self._mark = None
-
-    def _slowest(self) -> int:
-        own = gathered(self._own)
-        return own.index(max(own))
-
-
-def _activities(device: torch.device) -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
-
-
-def _as_bytes(traced: profile) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        traced.export_chrome_trace(str(path))
-        return gzip.compress(path.read_bytes(), 6)

@@ -1,6 +1,7 @@
-"""Runs a step of a training again in this process, from the nearest checkpoint before it, and writes nothing.
+"""Run a step of a training again in this process, from the nearest checkpoint before it; nothing is written.
 
-What a step that was run again gave: its loss beside the history's, its rows, and what was not finite.
+Begin at `run_again`. `Replayed` is what it gives: the step's loss beside the history's, its rows, and what was not
+finite.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.history import StepRows
 from dp_ray.steps.shapes import Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.checkpoints import cut_of, restore
+from dp_ray.tasks.checkpoints import layout_of, restore
 from dp_ray.tasks.hooks import Note
 from dp_ray.tasks.profiling import StepProfiler
 from dp_ray.tasks.setup import load_dataset, unkept_quarantine
@@ -40,6 +41,9 @@ from dp_ray.text import counted
 
 ROUNDING = 3e-7  # relative: a few units in the last place of fp32
 SHOWN_ROWS = 20
+EQUAL = "bitwise equal"
+LINE_SECONDS = 10.0
+Say = Callable[[str], None]
 
 
 class Row(NamedTuple):
@@ -79,7 +83,7 @@ class Replayed:
 
     @property
     def compared(self) -> str:
-        """What the step's loss is beside the history's."""
+        """How the step's loss compares with the history's."""
         return compared(self.loss, self.history_loss)
 
     @property
@@ -91,42 +95,43 @@ class Replayed:
         return abs(here - there) / abs(there) if there else abs(here)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; numbers that are not finite, which JSON does not have, as text: "nan", "inf", "-inf"."""
+        """Return plain JSON values; numbers that JSON does not have are text: "nan", "inf", "-inf"."""
         values = {**asdict(self), "rows": [one._asdict() for one in self.rows]}
-        told: dict[str, Any] = _plain({**values, "compared": self.compared, "difference": self.relative_difference})
-        return told
+        values |= {"compared": self.compared, "difference": self.relative_difference}
+        return {key: _plain(value) for key, value in values.items()}
 
     def lines(self) -> Iterator[str]:
-        """The same for people."""
-        yield f"step {self.step} (epoch {self.epoch}) of {relative(self.run_dir)}, {self._began} on {self.device}"
+        """Yield the same for people."""
+        earlier = f", steps {self.start} to {self.step - 1} run again" if self.start < self.step else ""
+        began = f"from the state after {counted(self.start, 'step')}{earlier},"
+        yield f"step {self.step} (epoch {self.epoch}) of {relative(self.run_dir)}, {began} on {self.device}"
         yield self._loss_line()
         if self.bitwise and self.loss is not None and self.history_loss is not None and self.compared != EQUAL:
             yield "the run is bitwise: code, data, versions or hardware are not those of the run"
         yield from self._not_finite_lines()
         yield from self._row_lines()
 
-    @property
-    def _began(self) -> str:
-        again = f", steps {self.start} to {self.step - 1} run again" if self.start < self.step else ""
-        return f"from the state after {counted(self.start, 'step')}{again},"
-
     def _loss_line(self) -> str:
         if self.loss is None:
             return f"shard {self.shard} of {self.shards} alone: its loss is not compared with the history's"
-        there = (
-            "the history does not have it" if self.history_loss is None else f"{self.history_loss!r} in the history"
-        )
+        there = "the history does not have it"
+        if self.history_loss is not None:
+            there = f"{self.history_loss!r} in the history"
         apart = "" if not self.relative_difference else f" ({self.relative_difference:.2g} relative)"
         return f"loss {self.loss!r} here, {there}: {self.compared}{apart}"
 
     def _not_finite_lines(self) -> Iterator[str]:
-        """The first of each kind that is not finite; one line if there is none."""
-        output, gradient = (one and one["text"] for one in (self.output, self.gradient))
-        found = {"weights before the step": self.weights, "batch": self.batch, "output": output, "gradient": gradient}
-        told = {what: where for what, where in found.items() if where is not None}
-        for what, where in told.items():
-            yield f"not finite, first {what}: {where}"
-        if not told:
+        """Yield the first of each kind that is not finite; one line if there is none."""
+        places = {
+            "weights before the step": self.weights,
+            "batch": self.batch,
+            "output": self.output and self.output["text"],
+            "gradient": self.gradient and self.gradient["text"],
+        }
+        for kind, place in places.items():
+            if place is not None:
+                yield f"not finite, first {kind}: {place}"
+        if all(place is None for place in places.values()):
             yield "finite: the weights before the step, its batch, all outputs and gradients"
 
     def _row_lines(self) -> Iterator[str]:
@@ -137,15 +142,13 @@ class Replayed:
             for one in self.rows[:SHOWN_ROWS]
         ]
         yield aligned(table)
-        if (more := len(self.rows) - SHOWN_ROWS) > 0:
+        more = len(self.rows) - SHOWN_ROWS
+        if more > 0:
             yield f"and {more:,} more, which --json has"
 
 
-EQUAL = "bitwise equal"
-
-
 def compared(here: float | None, there: float | None) -> str:
-    """How a loss compares with the history's: `bitwise equal`, `within rounding ...`, `differs`, or not compared."""
+    """Say how a loss compares with the history's: `bitwise equal`, `within rounding`, `differs`, `not compared`."""
     if here is None or there is None:
         return "not compared"
     if here == there or (math.isnan(here) and math.isnan(there)):
@@ -153,17 +156,6 @@ def compared(here: float | None, there: float | None) -> str:
     if math.isfinite(there) and abs(here - there) <= ROUNDING * abs(there):
         return f"within rounding, {ROUNDING:g} relative"
     return "differs"
-
-
-def largest_first(rows: list[Row]) -> tuple[Row, ...]:
-    """The rows by their losses: NaN, then infinities and numbers downwards, then what is not known."""
-    return tuple(sorted(rows, key=_rank))
-
-
-def _rank(row: Row) -> tuple[int, float]:
-    if row.loss is None:
-        return 2, 0.0
-    return (0, 0.0) if math.isnan(row.loss) else (1, -row.loss)
 
 
 def _plain(value: Any) -> Any:
@@ -174,13 +166,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-TELL_SECONDS = 10.0
-
-Say = Callable[[str], None]
-
-
-class Given(NamedTuple):
-    """The training, where it runs now, its run directory and history, and what takes lines for the user."""
+class ReplayContext(NamedTuple):
+    """A training to replay: where it runs now, its run directory and history, and a function that shows lines."""
 
     job: Job
     world: World
@@ -189,15 +176,15 @@ class Given(NamedTuple):
     say: Say
 
 
-class Wanted(NamedTuple):
+class StepChoice(NamedTuple):
     """A step, counted from the training's start; and the shard to look at, None for all."""
 
     step: int
     shard: int | None = None
 
 
-class Again(NamedTuple):
-    """A step that was run again: what it gave, what the shards hold, and what looks at them."""
+class Rerun(NamedTuple):
+    """A step that was run again: its values, the findings in its shards, and the look at the model."""
 
     replayed: Replayed
     findings: Findings
@@ -205,101 +192,56 @@ class Again(NamedTuple):
 
 
 @contextmanager
-def run_again(given: Given, wanted: Wanted) -> Iterator[Again]:
-    """Run the steps of a training up to the wanted one again, and look at that; the process has the job's settings.
+def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
+    """Run the steps of a training up to the chosen one again, and look at that; the process has the job's settings.
 
     Within the block, the model has the state before the step. Raises JobError if the training has no such step or
     shard.
     """
-    job, world, run = given.job, given.world, given.run
+    job, world, run = context.job, context.world, context.run
     dataset = load_dataset(job, world, run, {})
     split = split_of(job, len(dataset))
-    check(wanted, split)
+    check(choice, split)
     model = whole_model(job, world)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     step, (measures, _) = build_step(job, world), build_metrics(job)
     with closing(Trainer(with_schedule(job, split), model, compiled(model, job), step, measures, world)) as trainer:
-        state = restore(job, trainer, split, cut_of(job, split, dataset), run, _noting(given.say), until=wanted.step)
+        state = restore(
+            job,
+            trainer,
+            split,
+            layout_of(job, split, dataset),
+            run,
+            send=lambda message: context.say(message.text) if isinstance(message, Note) else None,
+            until=choice.step,
+        )
         synchronise(model)
-        if (begun := state.step) > wanted.step:
-            raise JobError(f"--step {wanted.step}: the training began at step {begun}, from init_from")
-        given = given._replace(world=world)
-        loaded = _steps_before(given, trainer, split, state, dataset, wanted.step)
+        begun = state.step
+        if begun > choice.step:
+            raise JobError(f"--step {choice.step}: the training began at step {begun}, from init_from")
+        context = context._replace(world=world)
+        loaded = _run_steps_before(context, trainer, split, state, dataset, choice.step)
         look = StepInspection(job, model, step, world.device)
         loss = None
-        if wanted.shard is None:
+        if choice.shard is None:
             with look.unchanged():
-                loss = _loss(trainer, split, wanted.step, loaded)
-        filled = [one for one in loaded if one.shard.rows and wanted.shard in (None, one.shard.shard)]
-        findings = look.find(filled, split, wanted.step)
-        yield Again(_replayed(given, split, wanted, begun, loss, findings), findings, look)
+                loss = _loss(trainer, split, choice.step, loaded)
+        filled = [one for one in loaded if one.shard.rows and choice.shard in (None, one.shard.shard)]
+        findings = look.find(filled, split, choice.step)
+        yield Rerun(_replayed(context, split, choice, begun, loss, findings), findings, look)
 
 
-def check(wanted: Wanted, split: Split) -> None:
+def check(choice: StepChoice, split: Split) -> None:
     """Raise JobError if the training has no such step, or the step no such shard with rows."""
-    if wanted.step >= split.total_steps:
-        raise JobError(f"--step {wanted.step}: the training has {split.total_steps} steps, counted from 0")
-    if wanted.shard is None:
+    if choice.step >= split.total_steps:
+        raise JobError(f"--step {choice.step}: the training has {split.total_steps} steps, counted from 0")
+    if choice.shard is None:
         return
-    filled = [one.shard for one in split.worker(1, 0, wanted.step)]
-    if wanted.shard not in filled:
+    filled = [one.shard for one in split.worker(1, 0, choice.step)]
+    if choice.shard not in filled:
         raise JobError(
-            f"--shard {wanted.shard}: step {wanted.step} has {counted(len(filled), 'shard')}, counted from 0"
+            f"--shard {choice.shard}: step {choice.step} has {counted(len(filled), 'shard')}, counted from 0"
         )
-
-
-class Recorded:
-    """The evaluations of the run, from its history: a scheduler that watches one goes the same way again."""
-
-    def __init__(self, history: StepRows) -> None:
-        self._history = history
-
-    def is_due(self, split: Split, step: int) -> bool:
-        """Whether the run measured anything after the step."""
-        return bool(self.measure(step))
-
-    def measure(self, step: int) -> dict[str, float]:
-        """What the run measured after the step."""
-        row = self._history.row(step)
-        return {name: value for name, value in row.items() if name.startswith("eval_") and value is not None}
-
-
-class Telling(StepControl):
-    """Tells every few seconds how far the steps before the wanted one are."""
-
-    def __init__(self, wanted: int, say: Say) -> None:
-        self._wanted = wanted
-        self._say = say
-        self._told = time.monotonic()
-
-    def before(self, step: int) -> None:
-        """Tell the step that begins, if it is time to."""
-        if time.monotonic() - self._told >= TELL_SECONDS:
-            self._told = time.monotonic()
-            self._say(f"step {step}, up to {self._wanted}")
-
-
-def _steps_before(
-    given: Given, trainer: Trainer, split: Split, state: TrainState, dataset: Any, wanted: int
-) -> list[Loaded]:
-    """Run the steps from the restored one up to the wanted one again; return the shards of that one, loaded."""
-    job, world, run, history, say = given
-    _check_watched(trainer, state.step, wanted, history)
-    quarantine = unkept_quarantine(job, "dataset", dataset, run)
-    trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
-    say(f"from the state after {counted(state.step, 'step')}: {counted(wanted - state.step, 'step')} to run again")
-    until, times = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step), StepTimes()
-    before = Work(dataclasses.replace(split, max_steps=wanted), start=state.step)
-    control, profiler = Telling(wanted, say), StepProfiler(job, world, run, split.total_steps, _nobody)
-    goes_on = EarlyStopping(job.model_copy(update={"early_stopping": None}), state, split.total_steps)
-    loop = TrainingLoop(trainer, split, state, Recorded(history), goes_on, None, None, control, times, profiler)
-    with (
-        closing(load_good(job, dataset, until, world.device, quarantine, times=times)) as batches,
-        Recorder(world, _nobody) as recorder,
-    ):
-        loop.run(before, batches, world, recorder, lambda *_: None)
-        found = [(shard, *next(batches)) for shard in split.worker(1, 0, wanted)]
-    return [Loaded(trainer.without_set_aside(shard), samples, batch) for shard, samples, batch in found]
 
 
 def _check_watched(trainer: Trainer, first: int, wanted: int, history: StepRows) -> None:
@@ -307,37 +249,100 @@ def _check_watched(trainer: Trainer, first: int, wanted: int, history: StepRows)
     schedule = trainer.schedule
     if not schedule.watches or schedule.metric == "loss":
         return
-    if lacking := [step for step in range(first, wanted) if step not in history]:
+    lacking = [step for step in range(first, wanted) if step not in history]
+    if lacking:
         raise JobError(
             f"--step {wanted}: the scheduler watches {schedule.metric}, and the run's history lacks step {lacking[0]}"
         )
 
 
+@dataclass(frozen=True)
+class RecordedEvaluations:
+    """The evaluations of a run, from its history: a scheduler that watches one goes the same way again."""
+
+    history: StepRows
+
+    def is_due(self, split: Split, step: int) -> bool:
+        """Return whether the run measured anything after the step."""
+        return bool(self.measure(step))
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Return the values that the run measured after the step."""
+        row = self.history.row(step)
+        return {name: value for name, value in row.items() if name.startswith("eval_") and value is not None}
+
+
+class ProgressLines(StepControl):
+    """A line every few seconds on how far the steps before the chosen one are."""
+
+    def __init__(self, wanted: int, say: Say) -> None:
+        self._wanted = wanted
+        self._say = say
+        self._shown = time.monotonic()
+
+    def before(self, step: int) -> None:
+        """Show the step that begins, if it is time to."""
+        if time.monotonic() - self._shown >= LINE_SECONDS:
+            self._shown = time.monotonic()
+            self._say(f"step {step}, up to {self._wanted}")
+
+
+def _run_steps_before(
+    context: ReplayContext, trainer: Trainer, split: Split, state: TrainState, dataset: Any, wanted: int
+) -> list[Loaded]:
+    """Run the steps from the restored one up to the wanted one again; return the shards of that one, loaded."""
+    job, world, run, history, say = context
+    _check_watched(trainer, state.step, wanted, history)
+    quarantine = unkept_quarantine(job, "dataset", dataset, run)
+    trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
+    say(f"from the state after {counted(state.step, 'step')}: {counted(wanted - state.step, 'step')} to run again")
+    times = StepTimes()
+    until = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step)
+    before = Work(dataclasses.replace(split, max_steps=wanted), start=state.step)
+    control = ProgressLines(wanted, say)
+    profiler = StepProfiler(job, world, run, split.total_steps, _nobody)
+    never_stops = EarlyStopping(job.model_copy(update={"early_stopping": None}), state, split.total_steps)
+    loop = TrainingLoop(
+        trainer, split, state, RecordedEvaluations(history), never_stops, None, None, control, times, profiler
+    )
+    with (
+        closing(load_good(job, dataset, until, world.device, quarantine, times=times)) as batches,
+        Recorder(world, _nobody) as recorder,
+    ):
+        loop.run(before, batches, world, recorder, lambda *_: None)
+        loaded = [(shard, *next(batches)) for shard in split.worker(1, 0, wanted)]
+    return [Loaded(trainer.without_set_aside(shard), samples, batch) for shard, samples, batch in loaded]
+
+
 def _loss(trainer: Trainer, split: Split, step: int, loaded: Sequence[Loaded]) -> float:
-    """The loss of the whole batch, as the history has it."""
+    """Return the loss of the whole batch, as the history has it."""
     copies = iter([(one.samples, copied(one.batch)) for one in loaded])
     total, weight, *_ = trainer.sums_of(split, step, [one.shard for one in loaded], copies)
     return total / weight if weight else float("nan")
 
 
 def _replayed(
-    given: Given, split: Split, wanted: Wanted, begun: int, loss: float | None, findings: Findings
+    context: ReplayContext, split: Split, choice: StepChoice, begun: int, loss: float | None, findings: Findings
 ) -> Replayed:
-    job, world, run, history, _ = given
-    rows = [row for one, losses in findings.rows for row in _rows(one, losses.values)]
+    job, world, run, history, _ = context
+    rows = [
+        Row(losses.values[at] if losses.values else None, sample, one.shard.shard, position)
+        for one, losses in findings.rows
+        for at, (sample, position) in enumerate(zip(one.samples.tolist(), one.shard.positions, strict=True))
+    ]
     return Replayed(
         run_dir=str(run),
-        step=wanted.step,
-        epoch=split.cursor(wanted.step)[0],
-        shard=wanted.shard,
+        step=choice.step,
+        epoch=split.cursor(choice.step)[0],
+        shard=choice.shard,
         shards=split.shards,
         start=begun,
         bitwise=job.bitwise,
         device=str(world.device),
         loss=loss,
-        history_loss=history.row(wanted.step).get("loss"),
+        history_loss=history.row(choice.step).get("loss"),
         row_losses="; ".join(dict.fromkeys(losses.how for _, losses in findings.rows)),
-        rows=largest_first(rows),
+        rows=tuple(sorted(rows, key=_by_loss)),
         weights=findings.weights,
         batch=findings.batch,
         output=_described(findings.output),
@@ -345,19 +350,16 @@ def _replayed(
     )
 
 
-def _rows(one: Loaded, losses: list[float]) -> Iterator[Row]:
-    for at, (sample, position) in enumerate(zip(one.samples.tolist(), one.shard.positions, strict=True)):
-        yield Row(losses[at] if losses else None, sample, one.shard.shard, position)
+def _by_loss(row: Row) -> tuple[int, float]:
+    """Order rows by their losses: NaN, then infinities and numbers downwards, then what is not known."""
+    if row.loss is None:
+        return 2, 0.0
+    return (0, 0.0) if math.isnan(row.loss) else (1, -row.loss)
 
 
-def _described(found: Place | None) -> dict[str, Any] | None:
-    return None if found is None else {**found._asdict(), "text": str(found)}
+def _described(place: Place | None) -> dict[str, Any] | None:
+    return None if place is None else {**place._asdict(), "text": str(place)}
 
 
-def _noting(say: Say) -> Callable[[Any], None]:
-    """What takes a task's notices: its lines are said, the rest is for nobody."""
-    return lambda what: say(what.text) if isinstance(what, Note) else None
-
-
-def _nobody(what: Any) -> None:
-    """Takes what a task sends, where nobody listens."""
+def _nobody(message: Any) -> None:
+    """Drop what a task sends: nobody listens."""

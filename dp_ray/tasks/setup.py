@@ -1,13 +1,12 @@
-"""What a task sets up first: its dataset, and the weights to run.
+"""Set up what a task begins with: its dataset, the model with the weights to run, and the quarantine of bad samples.
 
-Pins the files of a dataset: a run reads the same ones to its end, however often it is resumed.
-
-Begin to set the bad samples of a dataset aside, if the job asks for it.
+A run reads the same files of a dataset to its end, however often it is resumed: `check_unchanged` raises if not.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -28,13 +27,27 @@ from dp_ray.rundir.files import read_json, write_json
 from dp_ray.rundir.quarantine import QuarantineFiles, forget
 from dp_ray.rundir.start import NEW_HEAD, describe_start, load_weights, open_start, read_start
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note, Send, telling
+from dp_ray.tasks.hooks import Note, Send, notifier
 from dp_ray.text import hide_in, listed
 
 PINS = "files-of-{}.json"
+REFERENCE = "reference-of-{}.json"
 
 
-def check_pins(run: Storage, key: str, dataset: Any, world: World) -> None:
+def load_dataset(job: Job, world: World, run: Storage, rows_on_driver: Mapping[str, int]) -> Any:
+    """Build the task's dataset; every rank calls this.
+
+    Raises DataError, on every rank, unless all ranks and the driver have a dataset of the same length, of the files
+    with which the run began.
+    """
+    dataset = seeded_dataset(job, job.dataset_key)
+    check_rows("dataset", len(dataset), rows_on_driver)
+    check_unchanged(run, "dataset", dataset, world)
+    check_blocks(job, dataset)
+    return dataset
+
+
+def check_unchanged(run: Storage, key: str, dataset: Any, world: World) -> None:
     """Raise DataError, which names the files, if the dataset of `key` reads others than when the run began.
 
     Every rank calls this. Rank 0 writes what the run began with, and of a retry what the files are now. Datasets
@@ -49,14 +62,31 @@ def check_pins(run: Storage, key: str, dataset: Any, world: World) -> None:
     if len(set(gathered(digest))) > 1:
         raise DataError(f"{key}: its files are not the same on all workers; see what each node holds")
     there = read_json(run, name) if run.exists(name) else {}
-    if there and (others := list(_others(there, pins))):
-        says = f"its files changed since the run began: {listed(others)}"
+    changes = _changes(there, pins) if there else []
+    if changes:
+        says = f"its files changed since the run began: {listed(changes)}"
         raise DataError(f"{key}: {says}; put them back, or start a run of another name")
     is_of_retry = None in there.values()
     if is_of_retry:
         gathered(None)  # all have read what rank 0 replaces now
     if world.rank == 0 and (is_of_retry or not there):
         write_json(run, name, pins)
+
+
+def _changes(there: dict[str, str | None], here: dict[str, str]) -> list[str]:
+    """List the files that differ, each with how; of None any contents are good."""
+    gone = [f"{file} is not there any more" for file in there if file not in here]
+    new = [f"{file} is new" for file in here if file not in there]
+    changed = []
+    for file, before in there.items():
+        if before is None or file not in here or before == here[file]:
+            continue
+        size_before, size_now = before.partition(",")[0], here[file].partition(",")[0]
+        if size_before != size_now:
+            changed.append(f"{file} had {size_before}, has {size_now}")
+        else:
+            changed.append(f"{file} was written again ({before}, now {here[file]})")
+    return [*changed, *gone, *new]
 
 
 def let_files_change(run: Storage, key: str) -> None:
@@ -71,94 +101,46 @@ def check_blocks(job: Job, dataset: Any) -> None:
 
     Every rank calls this. That a resumed training has the same ones is checked with its checkpoint.
     """
-    if job.block_shuffle is not None and len(found := dict.fromkeys(gathered(describe_blocks(job, dataset)))) > 1:
-        raise DataError(f"dataset: its blocks are not the same on all workers: {'; '.join(map(str, found))}")
-
-
-def _others(there: dict[str, str | None], here: dict[str, str]) -> list[str]:
-    """The files that differ, each with how; of None any contents are good."""
-    gone = [f"{file} is not there any more" for file in there if file not in here]
-    new = [f"{file} is new" for file in here if file not in there]
-    both = [(file, pin, here[file]) for file, pin in there.items() if pin is not None and file in here]
-    changed = [f"{file} {_change(before, now)}" for file, before, now in both if before != now]
-    return [*changed, *gone, *new]
-
-
-def _change(before: str, now: str) -> str:
-    """What is another about a file: its size, or only its version."""
-    sizes = [pin.partition(",")[0] for pin in (before, now)]
-    return f"had {sizes[0]}, has {sizes[1]}" if sizes[0] != sizes[1] else f"was written again ({before}, now {now})"
-
-
-def load_dataset(job: Job, world: World, run: Storage, rows_on_driver: Mapping[str, int]) -> Any:
-    """The task's dataset; every rank calls this.
-
-    Raises DataError, on every rank, unless all ranks and the driver have a dataset of the same length, of the files
-    with which the run began.
-    """
-    dataset = seeded_dataset(job, job.dataset_key)
-    check_rows("dataset", len(dataset), rows_on_driver)
-    check_pins(run, "dataset", dataset, world)
-    check_blocks(job, dataset)
-    return dataset
+    if job.block_shuffle is None:
+        return
+    blocks = dict.fromkeys(gathered(describe_blocks(job, dataset)))
+    if len(blocks) > 1:
+        raise DataError(f"dataset: its blocks are not the same on all workers: {'; '.join(map(str, blocks))}")
 
 
 def model_to_run(job: Job, world: World, run: Storage, send: Send) -> tuple[nn.Module, Sharded | None]:
-    """The model with the weights to run, and how it is sharded; None if each worker holds it whole."""
-    sharded = sharded_with_weights(job, world, run, send)
-    return (model_with_weights(job, world, run, send) if sharded is None else sharded.model), sharded
+    """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights.
 
-
-def sharded_with_weights(job: Job, world: World, run: Storage, send: Send) -> Sharded | None:
-    """The model with the weights to run, sharded over the workers; None if each worker is to hold it whole."""
-    tell = telling(world, send)
-    sharded = sharded_model(job, world, tell)
-    if sharded is None:
-        return None
+    Returns also how it is sharded over the workers; None if each worker holds it whole.
+    """
+    sharded = sharded_model(job, world, notifier(world, send))
+    model = build_model(job, world.devices) if sharded is None else sharded.model
     if job.init_from is not None:
-        weights = open_start(run, job.init_from, job.strict)[0]
-        loaded = sharded.load_weights(weights, job.init_from, job.strict, NEW_HEAD)
-        tell(describe_start(run, job.init_from) + loaded)
-    elif isinstance(job.model, Target) and has_drawn(job.seed):
-        tell(_untrained(job.model))
-    synchronise(sharded.model)
-    return sharded
-
-
-def _untrained(model: Target) -> str:
-    return f"untrained weights: init_from is not set (unless {model.label} loads trained ones itself)"
-
-
-def model_with_weights(job: Job, world: World, run: Storage, send: Send) -> nn.Module:
-    """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights."""
-    model = build_model(job, world.devices)
-    if job.init_from is not None:
-        weights = read_start(run, job.init_from, job.strict)[0]
-        loaded = load_weights(model, weights, job.init_from, job.strict)
+        if sharded is None:
+            weights = read_start(run, job.init_from, job.strict)[0]
+            loaded = load_weights(model, weights, job.init_from, job.strict)
+        else:
+            opened = open_start(run, job.init_from, job.strict)[0]
+            loaded = sharded.load_weights(opened, job.init_from, job.strict, NEW_HEAD)
         if world.rank == 0:
             send(Note(describe_start(run, job.init_from) + loaded))
     elif world.rank == 0 and isinstance(job.model, Target) and has_drawn(job.seed):
-        send(Note(_untrained(job.model)))
+        untrained = f"init_from is not set (unless {job.model.label} loads trained ones itself)"
+        send(Note(f"untrained weights: {untrained}"))
     synchronise(model)
-    return model
+    return model, sharded
 
 
-REFERENCE = "reference-of-{}.json"
-
-
+@dataclass(frozen=True)
 class SetAside:
-    """What a task sets aside of a dataset: the quarantine, and the files that keep it."""
+    """The samples of a dataset that a task sets aside: the quarantine, and the files that keep it."""
 
-    def __init__(
-        self, job: Job, key: str, dataset: Any, reference: Reference, run: Storage, send: Send, attempt: str | None
-    ) -> None:
-        assert job.on_error is not None
-        self._files = QuarantineFiles(run, key, job.on_error.quarantine, attempt, lambda text: send(Note(text)))
-        self.quarantine = Quarantine(reference, self._files.keep, Skipping(job, dataset))
+    quarantine: Quarantine
+    files: QuarantineFiles
 
     def begin_evaluation(self, after: int) -> None:
-        """The dataset is evaluated after step `after` of a training."""
-        self._files.after = after
+        """Note that the dataset is evaluated after step `after` of a training."""
+        self.files.after = after
 
 
 def set_aside(
@@ -167,33 +149,25 @@ def set_aside(
     """Begin to set bad samples of the dataset of `key` aside; None if the job does not. Every rank calls this."""
     if job.on_error is None:
         return None
-    return SetAside(job, key, dataset, _reference(job, key, dataset, run), run, send, attempt)
+    reference = _reference(job, key, dataset, run)
+    files = QuarantineFiles(run, key, job.on_error.quarantine, attempt, lambda text: send(Note(text)))
+    return SetAside(Quarantine(reference, files.keep, Skipping(job, dataset)), files)
 
 
 def unkept_quarantine(job: Job, key: str, dataset: Any, run: Storage) -> Quarantine | None:
-    """The quarantine for steps that are run again to be looked at: nothing of what it sets aside is kept."""
+    """Return the quarantine for steps that are replayed: nothing of what it sets aside is kept."""
     if job.on_error is None:
         return None
     return Quarantine(_reference(job, key, dataset, run), lambda *_: None, Skipping(job, dataset))
 
 
-def quarantine_of(found: SetAside | None) -> Quarantine | None:
-    """Its quarantine, if there is one."""
-    return None if found is None else found.quarantine
-
-
-def forget_from(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
-    """On rank 0, remove what was set aside in steps that are run again, or that are not run after all.
-
-    Other ranks may set samples aside only after a broadcast of rank 0.
-    """
-    if is_rank_0():
-        forget(run, is_kept)
-    broadcast("")
+def quarantine_of(samples: SetAside | None) -> Quarantine | None:
+    """Return the quarantine, if there is one."""
+    return None if samples is None else samples.quarantine
 
 
 def _reference(job: Job, key: str, dataset: Any, run: Storage) -> Reference:
-    """The run's reference sample of a dataset, which rank 0 chooses when the run begins."""
+    """Return the run's reference sample of a dataset, which rank 0 chooses when the run begins."""
     name = REFERENCE.format(key)
     if not is_rank_0():
         return Reference(**json.loads(broadcast("")))
@@ -205,3 +179,13 @@ def _reference(job: Job, key: str, dataset: Any, run: Storage) -> Reference:
         run.write_text(name, json.dumps(chosen._asdict(), indent=2) + "\n")
     broadcast(json.dumps(chosen._asdict()))
     return chosen
+
+
+def forget_from(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
+    """On rank 0, remove what was set aside in steps that are run again, or that are not run after all.
+
+    Other ranks may set samples aside only after a broadcast of rank 0.
+    """
+    if is_rank_0():
+        forget(run, is_kept)
+    broadcast("")

@@ -1,6 +1,7 @@
-"""One worker's task, from its dataset to its committed files. It knows no Ray: `send` takes the reports.
+"""Run one worker's task, from its dataset to its committed files: begin at `run_task`.
 
-torch's deterministic algorithms, switched without importing torch's compiler: it takes 1.3 s of a core.
+It knows no Ray: `send` takes the reports. While a task runs, the process has the job's settings (`settings_of`).
+torch's deterministic algorithms are switched without the import of torch's compiler, which takes 1.3 s of a core.
 """
 
 import os
@@ -25,23 +26,7 @@ from dp_ray.tasks.train import train
 
 COMPILER = "torch._inductor.config"
 SWITCH = "TORCHINDUCTOR_DETERMINISTIC"  # the environment variable that the compiler reads when it is imported
-
-
-def deterministic_algorithms() -> tuple[bool, bool]:
-    """Whether torch uses deterministic algorithms only, and whether it but warns where there is none."""
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def use_deterministic_algorithms(only: bool, warns: bool = False) -> None:
-    """Do what torch's function of this name does. If the compiler is not there yet, SWITCH has to say it."""
-    if COMPILER in sys.modules:
-        torch.use_deterministic_algorithms(only, warn_only=warns)
-    else:
-        torch.set_deterministic_debug_mode(("warn" if warns else "error") if only else "default")
-
-
 KERNELS = 256  # for one piece of code; a split has up to four shard sizes, an evaluation as many
-
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS is deterministic only with this set
 
 
@@ -66,22 +51,23 @@ def run_task(
         try:
             task(job.for_task(), world, run, send, control or StepControl(), rows_on_driver or {})
         except RuntimeError as error:
-            if (failed := failed_in_group(error)) is None:
+            failed = failed_in_group(error)
+            if failed is None:
                 raise
             raise error_of(failed) from error
 
 
 @contextmanager
 def settings_of(job: Job, world: World) -> Iterator[None]:
-    """While a job runs in this process: its generators, its GPUs, and what makes torch deterministic."""
+    """Set what a job needs of its process while it runs: generators, GPUs, and what makes torch deterministic."""
     gpus = [one for one in world.devices if one.type == "cuda"]
-    with preserved(*gpus), using(gpus), deterministic(job), compiling(job), group_of_one(job, world):
+    with preserved(*gpus), gpus_ready(gpus), deterministic(job), compiling(job), group_of_one(job, world):
         yield
 
 
 @contextmanager
-def using(gpus: Sequence[torch.device]) -> Iterator[None]:
-    """While a job runs on GPUs: the first one is what user code means by "cuda", and cuBLAS is deterministic.
+def gpus_ready(gpus: Sequence[torch.device]) -> Iterator[None]:
+    """Have user code mean the first GPU by "cuda" while a job runs, and cuBLAS be deterministic.
 
     cuBLAS is so for a job that is not bitwise too: torch reads the variable at a process's first matrix product
     only, and a bitwise job may be the process's second one.
@@ -103,9 +89,11 @@ def deterministic(job: Job) -> Iterator[None]:
         yield
         return
     threads, algorithms = torch.get_num_threads(), deterministic_algorithms()
-    fills, tries = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark  # type: ignore[attr-defined]
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    benchmarks = torch.backends.cudnn.benchmark
     torch.set_num_threads(max(1, int(job.cpus_per_worker)))
     use_deterministic_algorithms(True)
+    # Filled memory only shows reads of what was never written; it costs a pass over each new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -117,13 +105,13 @@ def deterministic(job: Job) -> Iterator[None]:
         torch.set_num_threads(threads)
         use_deterministic_algorithms(*algorithms)
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = tries
+        torch.backends.cudnn.benchmark = benchmarks
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextmanager
 def compiling(job: Job) -> Iterator[None]:
-    """For a compiled job that is bitwise or sharded: compile a kernel for every shard shape and every block.
+    """Have a compiled job that is bitwise or sharded compile a kernel for every shard shape and every block.
 
     By default torch stops compiling after a few, and runs the rest uncompiled. Workers that saw more shapes would
     compute differently, so a bitwise job then raises an error. Its model is one graph: torch cuts a graph where DDP's
@@ -137,3 +125,16 @@ def compiling(job: Job) -> Iterator[None]:
     strict = {"fail_on_recompile_limit_hit": True, "optimize_ddp": False} if job.bitwise else {}
     with torch._dynamo.config.patch({**limits, **strict}):
         yield
+
+
+def deterministic_algorithms() -> tuple[bool, bool]:
+    """Return whether torch uses deterministic algorithms only, and whether it but warns where there is none."""
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def use_deterministic_algorithms(only: bool, warns: bool = False) -> None:
+    """Do what torch's function of this name does. If the compiler is not there yet, SWITCH has to say it."""
+    if COMPILER in sys.modules:
+        torch.use_deterministic_algorithms(only, warn_only=warns)
+    else:
+        torch.set_deterministic_debug_mode(("warn" if warns else "error") if only else "default")

@@ -1,18 +1,13 @@
-"""The task `train`: one worker's part, from its dataset to the final weights, without Ray; `send` takes reports.
+"""The task `train` on one worker, from its dataset to the final weights: begin at `train`.
 
-The evaluations of a training.
-
-Early stopping: count how often a metric was measured without an improvement.
-
-The loop of a training: its steps, and what follows each.
-
-The weights that a training leaves: the last, the best, and the average of them.
+`TrainingLoop` runs the steps, and after each evaluates, stops early, calls hooks and keeps the state. At the end
+`keep_weights` writes the last weights, their average, and the best.
 """
 
-import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
@@ -41,42 +36,132 @@ from dp_ray.rundir.ledger import begin_attempt, check_newest
 from dp_ray.rundir.start import BEST, EMA, parts_of, write_best, write_weights
 from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.checkpoints import Checkpointer, PieceKeeper, cut_of, restore, writer_of
+from dp_ray.tasks.checkpoints import Checkpointer, PieceKeeper, Training, checkpointer_of, layout_of, restore
 from dp_ray.tasks.hooks import (
     Hooks,
     Note,
     Send,
     StoppedEarly,
     WorkerTimes,
-    hooks_of,
-    looking_at_loss,
-    reporting,
-    slowed,
-    telling,
+    notifier,
+    shape_reporter,
+    slow_forward,
+    with_loss_check,
 )
 from dp_ray.tasks.profiling import StepProfiler
-from dp_ray.tasks.setup import SetAside, check_pins, forget_from, load_dataset, quarantine_of, set_aside
+from dp_ray.tasks.setup import SetAside, check_unchanged, forget_from, load_dataset, quarantine_of, set_aside
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
 
 
-class Evaluator:
-    """Evaluates during a training: at the steps that the job sets, and after the last step.
+def train(
+    job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
+) -> None:
+    """Train from the newest checkpoint, or from the start, to the end; rank 0 writes the weights.
 
-    It evaluates the average of the weights if the job says so.
+    If any worker is asked to stop, all workers stop after the same step, and its state is kept.
+    """
+    notify = notifier(world, send)
+    dataset = load_dataset(job, world, run, rows_on_driver)
+    split = split_of(job, len(dataset))
+    sharded = sharded_model(job, world, notify)
+    model = whole_model(job, world) if sharded is None else sharded.model
+    check_all_tensors(model)
+    world = world.with_inputs_on(input_device(job, model, world.devices))
+    measures, states = build_metrics(job)
+    check_watched(job, states)
+    step, called = build_step(job, world), compiled(model, job)
+    planned = with_schedule(job, split)
+    times, ahead = StepTimes(clock_on(world.device)), OverlappedRead()
+    with closing(Trainer(planned, model, called, step, measures, world, times.clock, sharded, ahead.read)) as trainer:
+        if trainer.optimizer_step.says_left_out is not None:
+            notify(trainer.optimizer_step.says_left_out)
+        training = Training(job, world, run, send, begin_attempt(run).attempt, split, layout_of(job, split, dataset))
+        train_state = restore(job, trainer, split, training.layout, run, send)
+        trainer.synchronise()
+        evaluation = Evaluation(job, step, measures, states, world.device, forwards=forwards_of(sharded, world))
+        forget_from(run, lambda step, _: step < train_state.step)
+        quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, training.attempt))
+        trainer.watch = LossWatch(str(run)) if job.stop_on_nan else None
+        trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
+        evaluator = Evaluator(training, trainer, evaluation, control, rows_on_driver)
+        stopping = EarlyStopping(job, train_state, split.total_steps)
+        hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
+        checkpointer = checkpointer_of(training, trainer, train_state, times)
+        work = Work(split, world.world_size, world.rank, start=stopping.next_step)
+        with (
+            closing(ahead.passing(load_good(job, dataset, work, world.device, quarantine, times=times))) as batches,
+            closing(checkpointer) if checkpointer else nullcontext(),
+            Recorder(world, send) as recorder,
+            Probe(called, job.batch_dim) as probe,
+            slow_forward(called, control, world),
+            StepProfiler(job, world, run, split.total_steps, send) as profiler,
+        ):
+            loop = TrainingLoop(
+                trainer, split, train_state, evaluator, stopping, hooks, checkpointer, control, times, profiler
+            )
+            on_shard = with_loss_check(job, stopping.next_step, world, shape_reporter(recorder, probe), notify)
+            loop.run(work, batches, world, recorder, on_shard)
+            send(WorkerTimes(world.rank, times.to_json()))
+            if trainer.flops is not None:
+                send(trainer.flops)
+    forget_ahead(run, quarantine, train_state.step, split)
+    if stopping.next_step < split.total_steps:
+        control.leave()
+    control.end()
+    keep_weights(training, trainer, train_state)
+    if stopping.has_stopped and train_state.step < split.total_steps and world.rank == 0:
+        send(stopping.stopped())
+    if hooks is not None:
+        hooks.at_end()
+
+
+def forget_ahead(run: Storage, quarantine: Quarantine | None, steps: int, split: Split) -> None:
+    """Forget what was set aside of batches that were read ahead of a training that has ended after `steps`."""
+    if quarantine is not None and steps < split.total_steps:
+        gathered(None)  # all have read what they read ahead
+        forget_from(run, lambda step, _: step < steps)
+
+
+def whole_model(job: Job, world: World) -> nn.Module:
+    """Build the job's model, all of it on this worker.
+
+    BatchNorm layers become SyncBatchNorm if the job asks for it and has several workers. Raises JobError on CPUs,
+    where SyncBatchNorm does not run.
+    """
+    model = recompute_blocks(job, build_model(job, world.devices), world.devices)
+    if not job.sync_batchnorm or world.world_size == 1:
+        return model
+    if world.device.type == "cpu":
+        raise JobError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
+    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return synced
+
+
+class Evaluates(Protocol):
+    """An evaluator of a training, or the recorded values of one."""
+
+    def is_due(self, split: Split, step: int) -> bool:
+        """Return whether to evaluate after a step."""
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Return the metrics after a step, by their names in the history."""
+
+
+class Evaluator:
+    """The evaluations of a training: at the steps that the job sets, and after the last step.
+
+    They evaluate the average of the weights if the job says so.
     """
 
     def __init__(
         self,
-        job: Job,
+        training: Training,
         trainer: Trainer,
         evaluation: Evaluation,
-        world: World,
-        run: Storage,
         control: StepControl,
         rows_on_driver: Mapping[str, int],
-        send: Send,
-        attempt: str,
     ) -> None:
+        job, world, run = training.job, training.world, training.run
         average = trainer.average if job.ema is not None and job.ema.evaluate else None
         self._model = trainer.called if average is None else average.called(trainer.called)
         self._in_place = nullcontext if average is None else average.in_place
@@ -89,12 +174,14 @@ class Evaluator:
             self._job = job.over_eval()
             self._dataset = seeded_dataset(self._job, "eval.dataset")
             check_rows("eval.dataset", len(self._dataset), rows_on_driver)
-            check_pins(run, "eval.dataset", self._dataset, world)
+            check_unchanged(run, "eval.dataset", self._dataset, world)
             self._planned = evaluations_of(job, len(self._dataset))
-            self._set_aside = set_aside(self._job, "eval.dataset", self._dataset, run, send, attempt)
+            self._set_aside = set_aside(
+                self._job, "eval.dataset", self._dataset, run, training.send, training.attempt
+            )
 
     def is_due(self, split: Split, step: int) -> bool:
-        """Whether to evaluate after `step`."""
+        """Return whether to evaluate after `step`."""
         return self._planned is not None and self._planned.due.after(split, step)
 
     def measure(self, step: int) -> dict[str, float]:
@@ -109,18 +196,18 @@ class Evaluator:
         real = keep_all if quarantine is None else quarantine.without_set_aside
         loading = load_good(self._job, self._dataset, work, device, quarantine, name="eval.dataset")
         with self._in_place(), closing(loading) as batches:
-            found = self._evaluation.run(
+            metrics = self._evaluation.run(
                 self._model, work, batches, on_step=lambda _: self._control.touch(), without_set_aside=real
             )
         if quarantine is not None:
-            found["rows"] = self._evaluation.rows
-        measured = {f"eval_{name}": value for name, value in found.items()}
+            metrics["rows"] = self._evaluation.rows
+        measured = {f"eval_{name}": value for name, value in metrics.items()}
         check_measured(self._job, measured)
         return measured
 
 
 class EarlyStopping:
-    """Says after which step a training stops early. What it counts is in the training's state, so a resume keeps it.
+    """The step after which a training stops early. The counts are in the training's state, so a resume keeps them.
 
     All workers decide by rank 0's numbers, and so stop after the same step.
     """
@@ -141,11 +228,6 @@ class EarlyStopping:
         return self._wanted is not None and self._train_state.stopping["times"] >= self._wanted.patience
 
     @property
-    def has_stopped_early(self) -> bool:
-        """Whether the training ends here although it has more steps."""
-        return self.has_stopped and self._train_state.step < self._total_steps
-
-    @property
     def next_step(self) -> int:
         """The step to run next, counted from 0; the number of all steps if there is none."""
         return self._total_steps if self.has_stopped else self._train_state.step
@@ -163,13 +245,13 @@ class EarlyStopping:
         return self.has_stopped
 
     def stopped(self) -> StoppedEarly:
-        """Why the training has stopped."""
+        """Return why the training has stopped."""
         counts: dict[str, Any] = self._train_state.stopping
         column, mode, min_delta = counts["by"]
         return StoppedEarly(self._train_state.step, column, mode, min_delta, counts["best"], counts["times"])
 
     def _is_better(self, value: float, best: float | None) -> bool:
-        """Whether a value improves on the best one by `min_delta`; NaN never does."""
+        """Return whether a value improves on the best one by `min_delta`; NaN never does."""
         assert self._wanted is not None
         if value != value or best is None:
             return value == value
@@ -177,95 +259,69 @@ class EarlyStopping:
         return gain > self._wanted.min_delta
 
 
-class Evaluates(Protocol):
-    """What evaluates during a training."""
-
-    def is_due(self, split: Split, step: int) -> bool:
-        """Whether to evaluate after a step."""
-
-    def measure(self, step: int) -> dict[str, float]:
-        """The metrics after a step, by their names in the history."""
-
-
+@dataclass
 class TrainingLoop:
-    """Runs the steps of a training. After each it counts, evaluates, runs the scheduler, and keeps the state."""
+    """The steps of a training. After each it counts, evaluates, runs the scheduler, and keeps the state."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        split: Split,
-        train_state: TrainState,
-        evaluator: Evaluates,
-        early_stopping: EarlyStopping,
-        hooks: Hooks | None,
-        checkpointer: Checkpointer | PieceKeeper | None,
-        control: StepControl,
-        times: StepTimes,
-        profiler: StepProfiler,
-    ) -> None:
-        self._trainer = trainer
-        self._split = split
-        self._train_state = train_state
-        self._evaluator = evaluator
-        self._early_stopping = early_stopping
-        self._hooks = hooks
-        self._checkpointer = checkpointer
-        self._control = control
-        self._times = times
-        self._clock = times.clock
-        self._profiler = profiler
+    trainer: Trainer
+    split: Split
+    train_state: TrainState
+    evaluator: Evaluates
+    early_stopping: EarlyStopping
+    hooks: Hooks | None
+    checkpointer: Checkpointer | PieceKeeper | None
+    control: StepControl
+    times: StepTimes
+    profiler: StepProfiler
 
     def run(
         self, work: Work, batches: Iterator[tuple[Indices, Any]], world: World, recorder: Recorder, on_shard: OnShard
     ) -> None:
         """Run the steps of `work` to the last, or to the one after which the workers stop; keep the state."""
-        if self._checkpointer:
-            self._checkpointer.before_commit = recorder.keep
-        self._times.begin()
+        if self.checkpointer:
+            self.checkpointer.before_commit = recorder.keep
+        self.times.begin()
         for step, shards in work:
-            self._control.before(step)
-            self._profiler.before(step)
-            update = self._trainer.step(self._split, step, shards, batches, on_shard, self._control.wants_stop)
+            self.control.before(step)
+            self.profiler.before(step)
+            update = self.trainer.step(self.split, step, shards, batches, on_shard, self.control.wants_stop)
             recorder.on_step(step)
             stops = self._after(step, update, is_alone=world.world_size == 1)
-            self._profiler.after(step)
-            timed = self._clock.end_step(step, recorder.take_rows())
-            self._profiler.on_times(timed)
+            self.profiler.after(step)
+            timed = self.times.clock.end_step(step, recorder.take_rows())
+            self.profiler.on_times(timed)
             recorder.on_times(timed)
             if stops:
                 break
-        if self._trainer.watch is not None:
-            self._end_at_loss(self._trainer.watch.check_all)
-        self._profiler.close()
-        recorder.on_times(self._clock.rest())
-        self._control.through()
-        if self._checkpointer:
-            self._checkpointer.finish()
+        if self.trainer.watch is not None:
+            self._end_at_loss(self.trainer.watch.check_all)
+        self.profiler.close()
+        recorder.on_times(self.times.clock.rest())
+        self.control.through()
+        if self.checkpointer:
+            self.checkpointer.finish()
 
     def _after(self, step: int, update: Update, is_alone: bool) -> bool:
         """Process a finished `step`; return whether the training stops here, in which case its state is kept.
 
         A worker that `is_alone` stops as soon as it is asked; several stop after the step on which they agree.
         """
-        self._check_loss(step, update)
+        watch = self.trainer.watch
+        if (
+            watch is not None and watch.has_found
+        ):  # with `stop_on_nan`: end before any evaluation, with the step logged
+            if self.checkpointer:
+                self.checkpointer.log(step, update)
+            self._end_at_loss(watch.check)
         measured = self._measure(step, update)
-        if self._hooks is not None:
-            self._hooks.after_step(step, update, measured)
-        is_asked = update.stops or (is_alone and self._control.wants_stop)
-        stops = (is_asked or self._early_stopping.has_stopped) and step + 1 < self._split.total_steps
-        if self._checkpointer:
-            must_save = stops or self._control.take_save()
-            self._checkpointer.after_step(step, update, measured, must_save)
+        if self.hooks is not None:
+            self.hooks.after_step(step, update, measured)
+        is_asked = update.stops or (is_alone and self.control.wants_stop)
+        stops = (is_asked or self.early_stopping.has_stopped) and step + 1 < self.split.total_steps
+        if self.checkpointer:
+            must_save = stops or self.control.take_save()
+            self.checkpointer.after_step(step, update, measured, must_save)
         return stops
-
-    def _check_loss(self, step: int, update: Update) -> None:
-        """With `stop_on_nan`, end here if a loss is not finite: before any evaluation; the history has the step."""
-        watch = self._trainer.watch
-        if watch is None or not watch.has_found:
-            return
-        if self._checkpointer:
-            self._checkpointer.log(step, update)
-        self._end_at_loss(watch.check)
 
     def _end_at_loss(self, check: Callable[[], None]) -> None:
         """Let a `check` raise NotFinite only once all workers have written what they keep: the first to end ends all.
@@ -275,52 +331,52 @@ class TrainingLoop:
         try:
             check()
         except NotFinite:
-            if self._checkpointer:
-                self._checkpointer.wait()
+            if self.checkpointer:
+                self.checkpointer.wait()
             gathered(None)
             raise
 
     def _measure(self, step: int, update: Update) -> dict[str, float]:
-        """The values measured after the step: an evaluation's metrics and, at an epoch's end, the epoch's loss."""
-        train_state = self._train_state
+        """Return the values measured after the step: an evaluation's metrics and, at an epoch's end, its loss."""
+        train_state = self.train_state
         train_state.step = step + 1
         train_state.add(update.sums)
-        is_evaluated = self._evaluator.is_due(self._split, step)
+        is_evaluated = self.evaluator.is_due(self.split, step)
         measured = self._evaluate(step) if is_evaluated else {}
-        if (step + 1) % self._split.steps == 0:
+        if (step + 1) % self.split.steps == 0:
             measured = {**measured, "epoch_loss": train_state.end_epoch()}
             with reraise_as(f"step {step}: scheduler"):
-                self._trainer.schedule.after_epoch({**train_state.measured, "loss": measured["epoch_loss"]})
-        if self._early_stopping.take(measured) and not is_evaluated:
+                self.trainer.schedule.after_epoch({**train_state.measured, "loss": measured["epoch_loss"]})
+        if self.early_stopping.take(measured) and not is_evaluated:
             measured |= self._evaluate(step)  # as after the last step
         return measured
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        self._clock.enter(Part.EVALUATION)
-        measured = self._evaluator.measure(step)
-        self._clock.enter(Part.OTHER)
-        self._train_state.measured.update(measured)
+        self.times.clock.enter(Part.EVALUATION)
+        measured = self.evaluator.measure(step)
+        self.times.clock.enter(Part.OTHER)
+        self.train_state.measured.update(measured)
         return measured
 
 
-def keep_weights(
-    job: Job, trainer: Trainer, run: Storage, attempt: str, train_state: TrainState, send: Send, world: World
-) -> None:
+def keep_weights(training: Training, trainer: Trainer, train_state: TrainState) -> None:
     """Write the last weights, their average and the best ones, on rank 0; the others send it their rows.
 
     Raises StorageError on rank 0 if a later attempt than this one has begun.
     """
-    tensors, average = tensors_of(trainer.model), {} if trainer.average is None else trainer.average.tensors()
-    if world.rank != 0:
+    job, run = training.job, training.run
+    tensors = tensors_of(trainer.model)
+    average = {} if trainer.average is None else trainer.average.tensors()
+    if training.world.rank != 0:
         for part in (*parts_of(tensors), average):
             attend_writing(part)
         return
-    check_newest(run, attempt)
+    check_newest(run, training.attempt)
     write_weights(run, tensors, whole=on_rank_0)
     if job.ema is not None:
         text = json.dumps({"decay": job.ema.decay, "step": train_state.step})
         write_tensors(run, EMA, average, text, whole=on_rank_0)
-    keep_best(job, run, train_state, send)
+    keep_best(job, run, train_state, training.send)
 
 
 def keep_best(job: Job, run: Storage, train_state: TrainState, send: Send) -> None:
@@ -336,118 +392,3 @@ def keep_best(job: Job, run: Storage, train_state: TrainState, send: Send) -> No
         write_best(run, train_state.best_by[0], train_state.best, train_state.best_step, is_averaged)
     except StorageError as error:
         send(Note(f"the best weights, those after step {train_state.best_step}, cannot be kept: {error}"))
-
-
-def train(
-    job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
-) -> None:
-    """Train from the newest checkpoint, or from the start, to the end; rank 0 writes the weights.
-
-    If any worker is asked to stop, all workers stop after the same step, and its state is kept.
-    """
-    dataset = load_dataset(job, world, run, rows_on_driver)
-    split = split_of(job, len(dataset))
-    sharded = sharded_model(job, world, telling(world, send))
-    model = whole_model(job, world) if sharded is None else sharded.model
-    check_all_tensors(model)
-    world = world.with_inputs_on(input_device(job, model, world.devices))
-    measures, states = build_metrics(job)
-    check_watched(job, states)
-    step, called = build_step(job, world), compiled(model, job)
-    planned = with_schedule(job, split)
-    times, ahead = StepTimes(clock_on(world.device)), OverlappedRead()
-    with closing(Trainer(planned, model, called, step, measures, world, times.clock, sharded, ahead.read)) as trainer:
-        if (line := trainer.optimizer_step.says_left_out) is not None:
-            telling(world, send)(line)
-        attempt = begin_attempt(run).attempt
-        cut = cut_of(job, split, dataset)
-        train_state = restore(job, trainer, split, cut, run, send)
-        trainer.synchronise()
-        evaluation = Evaluation(job, step, measures, states, world.device, forwards=forwards_of(sharded, world))
-        forget_from(run, lambda step, _: step < train_state.step)
-        quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, attempt))
-        trainer.watch = LossWatch(str(run)) if job.stop_on_nan else None
-        trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
-        evaluator = Evaluator(job, trainer, evaluation, world, run, control, rows_on_driver, send, attempt)
-        stopping = EarlyStopping(job, train_state, split.total_steps)
-        hooks = hooks_of(job, world, trainer, split, train_state, run)
-        keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)
-        checkpointer = checkpointer_of(keep, job, trainer, train_state, run, world)
-        after = (evaluator, stopping, hooks, checkpointer)
-        work = Work(split, world.world_size, world.rank, start=stopping.next_step)
-        with (
-            closing(ahead.passing(load_good(job, dataset, work, world.device, quarantine, times=times))) as batches,
-            closing(checkpointer) if checkpointer else nullcontext(),
-            Recorder(world, send) as recorder,
-            Probe(called, job.batch_dim) as probe,
-            slowed(called, control, world),
-            StepProfiler(job, world, run, split.total_steps, send) as profiler,
-        ):
-            loop = TrainingLoop(trainer, split, train_state, *after, control, times, profiler)
-            on_shard = looking_at_loss(
-                job, stopping.next_step, world, reporting(recorder, probe), telling(world, send)
-            )
-            loop.run(work, batches, world, recorder, on_shard)
-            send_figures(trainer, times, world, send)
-    forget_ahead(run, quarantine, train_state.step, split)
-    if stopping.next_step < split.total_steps:
-        control.leave()
-    control.end()
-    keep_weights(job, trainer, run, attempt, train_state, send, world)
-    tell_end(stopping, hooks, world, send)
-
-
-def forget_ahead(run: Storage, quarantine: Quarantine | None, steps: int, split: Split) -> None:
-    """Forget what was set aside of batches that were read ahead of a training that has ended after `steps`."""
-    if quarantine is not None and steps < split.total_steps:
-        gathered(None)  # all have read what they read ahead
-        forget_from(run, lambda step, _: step < steps)
-
-
-def tell_end(stopping: EarlyStopping, hooks: Hooks | None, world: World, send: Send) -> None:
-    """Say why the training has ended before its last step, if it has; then call the hook of its end."""
-    if stopping.has_stopped_early and world.rank == 0:
-        send(stopping.stopped())
-    if hooks is not None:
-        hooks.at_end()
-
-
-def send_figures(trainer: Trainer, times: StepTimes, world: World, send: Send) -> None:
-    """Tell where the time of this worker's loop went and, if the job asks, the operations of a row."""
-    send(WorkerTimes(world.rank, times.to_json()))
-    if trainer.flops is not None:
-        send(trainer.flops)
-
-
-def checkpointer_of(
-    keep: Callable[..., Checkpointer],
-    job: Job,
-    trainer: Trainer,
-    train_state: TrainState,
-    run: Storage,
-    world: World,
-) -> Checkpointer | PieceKeeper | None:
-    """What keeps this worker's share of the training's state: all of it on rank 0, unless the model is sharded."""
-    if world.rank != 0 and trainer.sharded is None:
-        return None
-    writer = writer_of(job, trainer, train_state, run, world)
-    return keep(writer) if world.rank == 0 else PieceKeeper(trainer, train_state, writer)
-
-
-def whole_model(job: Job, world: World) -> nn.Module:
-    """The job's model, all of it on this worker."""
-    model = recompute_blocks(job, build_model(job, world.devices), world.devices)
-    return with_synced_batchnorm(model, job, world)
-
-
-def with_synced_batchnorm(model: nn.Module, job: Job, world: World) -> nn.Module:
-    """Convert BatchNorm layers to SyncBatchNorm if the job asks for it and has several workers.
-
-    Raises JobError on CPUs, where SyncBatchNorm does not run.
-    """
-    if not job.sync_batchnorm or world.world_size == 1:
-        return model
-    if world.device.type == "cpu":
-        raise JobError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
-    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    return synced

@@ -1,26 +1,18 @@
-"""Named tensors and a text in one safetensors file: reading it runs no code.
+"""Keep named tensors and a text in one safetensors file: reading it runs no code.
 
 The format (https://huggingface.co/docs/safetensors) is eight bytes with the header's length, the header as JSON, and
 the tensors' bytes. The file is streamed, so gigabytes are written without a copy, in parallel with a training.
+`write_tensors` and `read_tensors` are inverse; `TensorFile` reads only the rows that are asked for.
 
-Tensors of which each worker holds rows: torch's DTensors, sharded over dimension 0 by `fully_shard`.
-
-Rank r of W holds rows `r * ceil(rows / W)` to the next rank's; the last ranks may hold fewer or none. This module
-does not import DTensor, since its import takes seconds that other jobs need not spend.
-
-Tensors as bytes, and from device to device, whatever their dtype.
-
-Tensors in safetensors files, read row by row: no more of a file is in memory than what is asked for.
-
-A tensor's layout in memory: its strides, kept where a copy would lose them.
-
-A hash of a model's outputs, as a metric: it shows whether two runs gave the same outputs.
+Below them: a tensor's bytes, its device, its layout in memory, and the rows that a worker holds of a DTensor, which
+`fully_shard` cuts along dimension 0. DTensor is not imported: that takes seconds, which other jobs need not spend.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,74 +23,8 @@ from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.tree import flatten
 
-
-def is_sharded(tensor: Any) -> bool:
-    """Whether this worker holds only rows of the tensor."""
-    return hasattr(tensor, "to_local")
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This worker's rows of a sharded tensor, in the same memory; any other tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def rows_of(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The first row of a rank, and its end.
-
-    >>> [rows_of(5, 4, rank) for rank in range(4)]
-    [(0, 2), (2, 4), (4, 5), (5, 5)]
-    """
-    share = -(-rows // world_size)
-    return min(rows, share * rank), min(rows, share * (rank + 1))
-
-
-@torch.no_grad()
-def on_rank_0(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor on rank 0's CPU; every rank calls this for a sharded one, and others get no rows."""
-    if not is_sharded(tensor):
-        return tensor.detach().cpu()
-    is_first = dist.get_rank() == 0
-    mine, rows = local(tensor.detach()), tensor.shape[0]
-    share = -(-rows // dist.get_world_size())
-    padded = mine.new_zeros(share, *tensor.shape[1:])
-    padded[: mine.shape[0]] = mine
-    if dist.get_backend() == "nccl":
-        padded = padded.cuda()
-    received = [torch.empty_like(padded) for _ in range(dist.get_world_size())] if is_first else None
-    with waiting("the other workers' rows"):
-        dist.gather(padded, received, dst=0)
-    return torch.cat(received)[:rows].cpu() if received is not None else mine[:0]
-
-
-def attend_writing(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Send this worker's rows of each tensor to rank 0, which reads each twice in `write_tensors`."""
-    for _ in range(2):
-        for one in filter(is_sharded, tensors.values()):
-            on_rank_0(one)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in C order, uint8 [nbytes]: a view if the tensor is contiguous, else a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def from_bytes(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of `as_bytes`: a view of bytes as a tensor of like's dtype and size; surplus bytes are ignored."""
-    return raw[: like.nbytes].view(like.dtype).view(like.shape)
-
-
-def moved(leaf: Any, device: torch.device | None) -> Any:
-    """A tensor on the device; anything else, or with device None, unchanged.
-
-    Only a copy to the CPU is waited for: its numbers are read without regard to the GPU's streams.
-    """
-    if device is None or not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.to(device, non_blocking=device.type != "cpu")
-
-
-TEXT, DIGEST = "state", "sha256"
-PIECE = 1 << 24
+TEXT, DIGEST = "state", "sha256"  # keys of the metadata
+PIECE = 1 << 24  # bytes hashed or written at once
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -118,6 +44,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Rows = Callable[[int, int], torch.Tensor]  # rows `start .. stop - 1` of a tensor
 
 
 def write_tensors(
@@ -148,8 +75,9 @@ def write_tensors(
     for tensor in tensors.values():
         for piece in _pieces(whole(tensor)):
             digest.update(piece)
-    told = {**(metadata or {}), TEXT: text, DIGEST: digest.hexdigest()}
-    header = json.dumps({"__metadata__": told, **table}).encode()
+    about = {**(metadata or {}), TEXT: text, DIGEST: digest.hexdigest()}
+    # The header holds the checksum and comes first: so the bytes are made twice, rather than kept.
+    header = json.dumps({"__metadata__": about, **table}).encode()
     header += b" " * (-len(header) % 8)
     with storage.writing(name) as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
@@ -167,8 +95,22 @@ def check_dtype(key: str, tensor: torch.Tensor) -> None:
         raise ModelError(f"{key} is of {tensor.dtype}, which a safetensors file cannot hold")
 
 
+def frame(table: Mapping[str, Any], text: str) -> bytes:
+    """Return what a file's checksum covers besides the tensors' bytes."""
+    return json.dumps([text, table]).encode()
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the tensor's bytes in pieces of megabytes: hashing and writing one releases Python's lock (GIL)."""
+    if not tensor.nbytes:
+        return
+    raw = as_bytes(tensor).numpy().data
+    for start in range(0, len(raw), PIECE):
+        yield raw[start : start + PIECE]
+
+
 def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors of a safetensors file, and its text ("" if another program wrote it).
+    """Return the tensors of a safetensors file, and its text ("" if another program wrote it).
 
     Raises StorageError if it is not safetensors, is truncated, or its checksum is wrong.
     """
@@ -176,7 +118,7 @@ def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], 
 
 
 def parse_tensors(data: bytes, where: str) -> tuple[dict[str, torch.Tensor], str]:
-    """`read_tensors` for a file's bytes; `where` names the file in errors."""
+    """Do what `read_tensors` does for a file's bytes; `where` names the file in errors."""
     try:
         size = int.from_bytes(data[:8], "little")
         table = json.loads(data[8 : 8 + size])
@@ -193,8 +135,18 @@ def parse_tensors(data: bytes, where: str) -> tuple[dict[str, torch.Tensor], str
     return tensors, text
 
 
+def _tensor(body: memoryview, dtype: str, shape: list[int], data_offsets: list[int]) -> torch.Tensor:
+    start, end = data_offsets
+    made = torch.empty(shape, dtype=DTYPES[dtype])
+    if end - start != made.nbytes or end > len(body):
+        raise ValueError(f"bytes {start} to {end} of {len(body)} are not a tensor of size {shape}")
+    if made.nbytes:
+        made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8))
+    return made
+
+
 def read_text(storage: Storage, name: str) -> str:
-    """The text of a safetensors file, "" if another program wrote it; reads no tensor.
+    """Return the text of a safetensors file, "" if another program wrote it; reads no tensor.
 
     Raises StorageError if the file is not safetensors.
     """
@@ -207,7 +159,7 @@ def read_text(storage: Storage, name: str) -> str:
 
 
 def sha256_of(storage: Storage, name: str) -> str:
-    """The hash of the tensors' raw bytes, in the order of their names; raises what `read_tensors` raises."""
+    """Return the hash of the tensors' raw bytes, in the order of their names; raise what `read_tensors` does."""
     tensors, _ = read_tensors(storage, name)
     digest = hashlib.sha256()
     for key in sorted(tensors):
@@ -216,63 +168,39 @@ def sha256_of(storage: Storage, name: str) -> str:
     return digest.hexdigest()
 
 
-def _tensor(body: memoryview, dtype: str, shape: list[int], data_offsets: list[int]) -> torch.Tensor:
-    start, end = data_offsets
-    made = torch.empty(shape, dtype=DTYPES[dtype])
-    if end - start != made.nbytes or end > len(body):
-        raise ValueError(f"bytes {start} to {end} of {len(body)} are not a tensor of size {shape}")
-    if made.nbytes:
-        made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8))
-    return made
-
-
-def frame(table: Mapping[str, Any], text: str) -> bytes:
-    """What a file's checksum covers besides the tensors' bytes."""
-    return json.dumps([text, table]).encode()
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in pieces of megabytes: hashing and writing a piece release Python's lock (GIL)."""
-    if not tensor.nbytes:
-        return
-    raw = as_bytes(tensor).numpy().data
-    for start in range(0, len(raw), PIECE):
-        yield raw[start : start + PIECE]
-
-
-Rows = Callable[[int, int], torch.Tensor]
-
-
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that is somewhere else: its size, and what reads rows of it. `strides` are those of its layout."""
+    """A tensor that is somewhere else: its size, and a function that reads rows of it.
+
+    `strides` are those of its layout in memory, where that is known.
+    """
 
     shape: tuple[int, ...]
     rows: Rows
     strides: tuple[int, ...] | None = None
 
     def whole(self) -> torch.Tensor:
-        """The whole tensor."""
+        """Read the whole tensor."""
         return self.rows(0, self.shape[0] if self.shape else 1)
 
     def empty(self) -> torch.Tensor:
-        """A tensor of its size and dtype without memory."""
+        """Return a tensor of its size and dtype without memory."""
         return torch.empty(self.shape, dtype=self.rows(0, 0).dtype, device="meta")
 
     def like(self, tensor: torch.Tensor, world_size: int, rank: int) -> torch.Tensor:
-        """The part of it that a worker holds of `tensor`: its rows if that is sharded, else the whole."""
+        """Read the part that a worker holds of `tensor`: its rows if that is sharded, else the whole."""
         if not is_sharded(tensor):
             return self.whole()
         return self.rows(*rows_of(self.shape[0], world_size, rank))
 
     @torch.no_grad()
     def copy_to(self, tensor: torch.Tensor, world_size: int, rank: int) -> None:
-        """Copy into `tensor` what this worker holds of it."""
+        """Copy into `tensor` the part that this worker holds of it."""
         local(tensor).copy_(self.like(tensor, world_size, rank))
 
 
-def held(tensor: torch.Tensor) -> Stored:
-    """A tensor that is in memory, as if it were stored."""
+def in_memory(tensor: torch.Tensor) -> Stored:
+    """Wrap a tensor that is in memory as if it were stored elsewhere."""
     return Stored(tuple(tensor.shape), lambda start, stop: tensor[start:stop] if tensor.ndim else tensor)
 
 
@@ -291,7 +219,10 @@ def made_dense(indices: Stored, values: Stored, shape: list[int], is_coalesced: 
 
 
 class TensorFile:
-    """A safetensors file, of which only the header is read; raises StorageError if it is damaged."""
+    """A safetensors file that is read row by row: no more of it is in memory than what is asked for.
+
+    Only the header is read at first; raises StorageError if it is damaged.
+    """
 
     def __init__(self, storage: Storage, name: str) -> None:
         self.where = f"{storage}/{name}"
@@ -308,8 +239,14 @@ class TensorFile:
             raise StorageError(f"{self.where}: is damaged, or no safetensors file: {error}") from None
 
     def tensors(self) -> dict[str, Stored]:
-        """All its tensors."""
-        return {key: Stored(tuple(one["shape"]), self._reader(one)) for key, one in self._table.items()}
+        """Return all its tensors, none of which is read yet."""
+        return {
+            key: Stored(
+                tuple(one["shape"]),
+                partial(self._rows, DTYPES[one["dtype"]], one["shape"], one["data_offsets"][0]),
+            )
+            for key, one in self._table.items()
+        }
 
     def check(self) -> None:
         """Raise StorageError if its bytes are not those that were written; it is read in pieces."""
@@ -323,45 +260,109 @@ class TensorFile:
         if digest.hexdigest() != self.digest:
             raise StorageError(f"{self.where}: is damaged: its bytes are not those that were written")
 
-    def _reader(self, entry: dict[str, Any]) -> Rows:
-        shape, dtype = entry["shape"], DTYPES[entry["dtype"]]
-        row = [1, *shape[1:]]
-        row_bytes = int(torch.Size(row).numel()) * dtype.itemsize
-
-        def read(start: int, stop: int) -> torch.Tensor:
-            made = torch.empty([stop - start, *shape[1:]] if shape else [], dtype=dtype)
-            if not made.nbytes:
-                return made
-            with self._storage.open(self._name) as stream:
-                stream.seek(self._begin + entry["data_offsets"][0] + start * row_bytes)
-                data = stream.read(made.nbytes)
-            if len(data) != made.nbytes:
-                raise StorageError(f"{self.where}: is damaged: it ends before its tensors do")
-            made.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    def _rows(self, dtype: torch.dtype, shape: list[int], offset: int, start: int, stop: int) -> torch.Tensor:
+        """Read rows of the tensor whose bytes begin at `offset`; of a scalar, the whole."""
+        made = torch.empty([stop - start, *shape[1:]] if shape else [], dtype=dtype)
+        if not made.nbytes:
             return made
+        row_bytes = torch.Size(shape[1:]).numel() * made.itemsize
+        with self._storage.open(self._name) as stream:
+            stream.seek(self._begin + offset + start * row_bytes)
+            data = stream.read(made.nbytes)
+        if len(data) != made.nbytes:
+            raise StorageError(f"{self.where}: is damaged: it ends before its tensors do")
+        made.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return made
 
-        return read
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether this worker holds only rows of the tensor, as of torch's DTensors."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this worker's rows of a sharded tensor, in the same memory; any other tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def rows_of(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Return the first row of a rank, and its end: the last ranks may hold fewer rows, or none.
+
+    >>> [rows_of(5, 4, rank) for rank in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    share = -(-rows // world_size)
+    return min(rows, share * rank), min(rows, share * (rank + 1))
+
+
+@torch.no_grad()
+def on_rank_0(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather the whole tensor on rank 0's CPU; every rank calls this for a sharded one, and others get no rows."""
+    if not is_sharded(tensor):
+        return tensor.detach().cpu()
+    is_first = dist.get_rank() == 0
+    mine, rows = local(tensor.detach()), tensor.shape[0]
+    share = -(-rows // dist.get_world_size())
+    # A gather needs equal sizes: the last ranks pad their rows, and rank 0 drops the padding.
+    padded = mine.new_zeros(share, *tensor.shape[1:])
+    padded[: mine.shape[0]] = mine
+    if dist.get_backend() == "nccl":  # which moves no CPU tensors
+        padded = padded.cuda()
+    received = [torch.empty_like(padded) for _ in range(dist.get_world_size())] if is_first else None
+    with waiting("the other workers' rows"):
+        dist.gather(padded, received, dst=0)
+    return torch.cat(received)[:rows].cpu() if received is not None else mine[:0]
+
+
+def attend_writing(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Send this worker's rows of each tensor to rank 0, which reads each twice in `write_tensors`."""
+    for _ in range(2):
+        for one in filter(is_sharded, tensors.values()):
+            on_rank_0(one)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bytes in C order, uint8 [nbytes]: a view if the tensor is contiguous, else a copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """View bytes as a tensor of like's dtype and size: the inverse of `as_bytes`; surplus bytes are ignored."""
+    return raw[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def moved(leaf: Any, device: torch.device | None) -> Any:
+    """Return a tensor on the device; anything else, or with device None, unchanged.
+
+    Only a copy to the CPU is waited for: its numbers are read without regard to the GPU's streams.
+    """
+    if device is None or not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.to(device, non_blocking=device.type != "cpu")
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill their memory without gaps, in any order of the dimensions."""
+    """Return whether the tensor's elements fill their memory without gaps, in any order of the dimensions."""
     outer_first = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(outer_first).is_contiguous()
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, as those of an expanded tensor do."""
+    """Return whether elements share memory, as those of an expanded tensor do."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def laid_out(values: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The same values in new memory with these strides, which must leave no gaps."""
+    """Copy the values into new memory with these strides, which must leave no gaps."""
     made = torch.empty_strided(values.shape, tuple(strides), dtype=values.dtype, device=values.device)
     return made.copy_(values)
 
 
 def outputs_digest(outputs: Any, target: Any) -> tuple[torch.Tensor, int]:
-    """40 bits of a hash of the outputs' bytes, as (sum, weight): the sum over thousands of shards is exact."""
+    """Return 40 bits of a hash of the outputs' bytes, as a metric's (sum, weight): equal sums, equal outputs.
+
+    So few bits that the sum over thousands of shards is exact in float64.
+    """
     digest = hashlib.blake2b(digest_size=5)
     for leaf in flatten(outputs)[0]:
         raw = as_bytes(torch.as_tensor(leaf).cpu())

@@ -19,38 +19,6 @@ from dp_ray.tensors.tree import Leaf, difference, flatten, leaf_keys, quoted, un
 from dp_ray.text import listed
 
 
-def rows_dim(leaf: Leaf, dim: int) -> int:
-    """Which dimension of a leaf holds its rows: `dim`, or a vector's only one; raises DataError if there is none."""
-    if leaf.ndim == 1:
-        return 0  # an RNN's inputs are [time, batch, feature], dim=1, but its labels are [batch]
-    if not -leaf.ndim <= dim < leaf.ndim:
-        raise DataError(f"size {list(leaf.shape)} has no dimension {dim} that could hold rows")
-    return dim % leaf.ndim
-
-
-def num_rows(tree: Any, dim: int = 0) -> int | None:
-    """The number of rows, the same for all leaves; None without leaves.
-
-    Raises DataError, naming two leaves, if they differ.
-    """
-    if isinstance(tree, torch.Tensor) and -tree.ndim <= dim < tree.ndim:  # most batches: no tree to walk
-        return tree.shape[rows_dim(tree, dim)]
-    leaves, spec = flatten(tree)
-    names = [quoted(keys) for keys in leaf_keys(spec)]
-    rows: list[int] = []
-    for name, leaf in zip(names, leaves, strict=True):
-        try:
-            rows.append(leaf.shape[rows_dim(leaf, dim)])
-        except DataError as error:
-            raise DataError(f"input{name}: {error}") from None
-        if rows[-1] != rows[0]:
-            raise DataError(
-                f"all leaves of a batch need the same rows, but input{names[0]} has {rows[0]} "
-                f"(size {list(leaves[0].shape)}) and input{name} has {rows[-1]} (size {list(leaf.shape)})"
-            )
-    return rows[0] if rows else None
-
-
 def scatter(tree: Any, shards: int, dim: int = 0) -> list[Any]:
     """Cut a tree into shards: each leaf as torch.chunk(leaf, shards, rows_dim(leaf, dim)) cuts it, into views.
 
@@ -71,7 +39,7 @@ def scatter(tree: Any, shards: int, dim: int = 0) -> list[Any]:
 
 
 def cut(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
-    """Rows `start .. stop - 1` of a tree, as views; dimension `dim` holds the rows."""
+    """Return rows `start .. stop - 1` of a tree, as views; dimension `dim` holds the rows."""
     leaves, spec = flatten(tree)
     return unflatten(spec, [leaf[(*(slice(None),) * rows_dim(leaf, dim), slice(start, stop))] for leaf in leaves])
 
@@ -87,11 +55,12 @@ def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0
     flat = [flatten(tree) for tree in trees]
     spec = flat[0][1]
     for shard, (_, other) in enumerate(flat):
-        if found := difference(spec, other):
+        if (problem := difference(spec, other)) is not None:
             advice = "all shards must give the same structure, keys and constants"
-            raise ModelError(f"shard {shard}: {found}: {advice}")
-    held = [dict(zip(leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
-    columns = {keys: [leaves[keys] for leaves in held] for keys in leaf_keys(spec)}
+            raise ModelError(f"shard {shard}: {problem}: {advice}")
+    # Leaves are matched by their keys: the mappings of two shards may have them in another order.
+    leaves_of = [dict(zip(leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
+    columns = {keys: [leaves[keys] for leaves in leaves_of] for keys in leaf_keys(spec)}
     counts = [None] * len(trees) if rows is None else rows
     others = [".".join(map(str, keys)) for keys, pieces in columns.items() if pieces[0].ndim]
     made = [_concatenate(quoted(keys), column, counts, dim, others) for keys, column in columns.items()]
@@ -113,14 +82,14 @@ def _concatenate(
             raise ModelError(f"output{name} is a scalar per shard, not per row: {advice}")
         pieces = [piece.reshape(1) for piece in pieces]
     for shard, (piece, count) in enumerate(zip(pieces, rows, strict=True)):
-        if found := _misfit(piece, pieces[0], count, dim):
-            raise ModelError(f"shard {shard}: output{name} {found}")
+        if (problem := _misfit(piece, pieces[0], count, dim)) is not None:
+            raise ModelError(f"shard {shard}: output{name} {problem}")
     concatenate: Any = torch.cat if isinstance(pieces[0], torch.Tensor) else np.concatenate
     return pieces[0] if len(pieces) == 1 else concatenate(pieces, rows_dim(pieces[0], dim))
 
 
 def _misfit(piece: Leaf, first: Leaf, rows: int | None, dim: int) -> str | None:
-    """Why a shard's piece cannot be concatenated with shard 0's; None if it can."""
+    """Return why a shard's piece cannot be concatenated with shard 0's; None if it can."""
     try:
         here, there = _form(piece, dim), _form(first, dim)
     except DataError as error:
@@ -133,10 +102,45 @@ def _misfit(piece: Leaf, first: Leaf, rows: int | None, dim: int) -> str | None:
 
 
 def _form(leaf: Leaf, dim: int) -> str:
-    """What the pieces of all shards must have in common: type, dtype and all lengths but the rows."""
+    """Describe what all shards' pieces must have in common: type, dtype and all lengths but the rows."""
     size = [str(length) for length in leaf.shape]
     size[rows_dim(leaf, dim)] = "rows"
     if isinstance(leaf, torch.Tensor):
         return f"a tensor of {leaf.dtype}, size [{', '.join(size)}]"
     # A string array is as wide as its longest string, so the width differs from shard to shard.
     return f"an array of {leaf.dtype.type if leaf.dtype.kind in 'SU' else leaf.dtype}, size [{', '.join(size)}]"
+
+
+def num_rows(tree: Any, dim: int = 0) -> int | None:
+    """Return the number of rows, the same for all leaves; None without leaves.
+
+    Raises DataError, naming two leaves, if they differ.
+    """
+    if isinstance(tree, torch.Tensor) and -tree.ndim <= dim < tree.ndim:  # most batches: no tree to walk
+        return tree.shape[rows_dim(tree, dim)]
+    leaves, spec = flatten(tree)
+    names = [quoted(keys) for keys in leaf_keys(spec)]
+    rows: list[int] = []
+    for name, leaf in zip(names, leaves, strict=True):
+        try:
+            rows.append(leaf.shape[rows_dim(leaf, dim)])
+        except DataError as error:
+            raise DataError(f"input{name}: {error}") from None
+        if rows[-1] != rows[0]:
+            raise DataError(
+                f"all leaves of a batch need the same rows, but input{names[0]} has {rows[0]} "
+                f"(size {list(leaves[0].shape)}) and input{name} has {rows[-1]} (size {list(leaf.shape)})"
+            )
+    return rows[0] if rows else None
+
+
+def rows_dim(leaf: Leaf, dim: int) -> int:
+    """Return the dimension of a leaf that holds its rows: `dim`, or a vector's only one.
+
+    Raises DataError if the leaf has no such dimension.
+    """
+    if leaf.ndim == 1:
+        return 0  # an RNN's inputs are [time, batch, feature], dim=1, but its labels are [batch]
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise DataError(f"size {list(leaf.shape)} has no dimension {dim} that could hold rows")
+    return dim % leaf.ndim

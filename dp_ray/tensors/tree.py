@@ -2,19 +2,13 @@
 
 A LEAF is a tensor, or a numpy array of any dtype but object. Tuples, named tuples, lists, mappings, dataclasses and
 classes registered with torch's pytree hold leaves. Anything else (string, number, None, object) is a CONSTANT.
+torch 2.11 to 2.13 has no public interface to its pytree, so this module, and no other, uses the private one.
 
 >>> leaves, spec = flatten({"x": torch.arange(2), "name": "odd"})
 >>> leaves
 [tensor([0, 1])]
 >>> unflatten(spec, [torch.ones(1)])
 {'x': tensor([1.]), 'name': 'odd'}
-
-Take apart and rebuild objects of classes that are registered with torch's pytree.
-
-torch 2.11 to 2.13 has no public interface to it, so this module, and no other, uses the private one.
-
-A part of a nesting: some of what it holds, each under the keys that it had.
-
 >>> subtree({"x": torch.ones(1), "y": (torch.zeros(1), torch.arange(2))}, {("y", 1)})
 {'y': {1: tensor([0, 1])}}
 """
@@ -32,37 +26,6 @@ import torch
 from torch.utils import _pytree
 
 from dp_ray.errors import Error, ModelError
-
-
-def is_registered(cls: type[Any]) -> bool:
-    """Whether a class is registered with torch's pytree."""
-    return cls in _pytree.SUPPORTED_NODES
-
-
-def take_apart(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-    """The keys and values of a node of a registered class, and the context that `make` needs to rebuild it."""
-    registered = _pytree.SUPPORTED_NODES[type(node)]
-    if registered.flatten_with_keys_fn is None:
-        values, context = registered.flatten_fn(node)
-        return tuple(range(len(values))), tuple(values), context
-    pairs, context = registered.flatten_with_keys_fn(node)
-    keys = [_key_of(key) for key, _ in pairs]
-    is_unique = len(set(keys)) == len(keys)
-    return tuple(keys) if is_unique else tuple(range(len(pairs))), tuple(value for _, value in pairs), context
-
-
-def make(cls: type[Any], values: list[Any], context: Any) -> Any:
-    """The inverse of `take_apart`."""
-    return _pytree.SUPPORTED_NODES[cls].unflatten_fn(values, context)
-
-
-def _key_of(key: Any) -> int | str:
-    """The plain key, index or name inside one of torch's key objects."""
-    for name in ("key", "idx", "name"):
-        if isinstance(found := getattr(key, name, None), int | str):
-            return found
-    return str(key)
-
 
 Leaf: TypeAlias = torch.Tensor | np.typing.NDArray[Any]
 Kind: TypeAlias = Literal["leaf", "constant", "tuple", "list", "namedtuple", "mapping", "dataclass", "pytree"]
@@ -87,11 +50,14 @@ class TreeSpec:
 
     @property
     def paths(self) -> list[str]:
-        """One dotted path for each leaf, in leaf order: {"h": (x, y)} has "h.0" and "h.1", a bare tensor ""."""
+        """Return each leaf's dotted path, in leaf order: {"h": (x, y)} has "h.0" and "h.1", a bare tensor ""."""
         return [".".join(map(str, keys)) for keys in leaf_keys(self)]
 
     def to_json(self, above: Keys = ()) -> Any:
-        """Plain JSON values that `from_json` reads; raises ModelError for a key or constant that JSON cannot hold."""
+        """Return plain JSON values that `from_json` reads.
+
+        Raises ModelError for a key or constant that JSON cannot hold.
+        """
         if self.container is None:
             return {"kind": self.kind, "value": _require_plain(self.value, above)}
         below = zip(self.keys, self.children, strict=True)
@@ -115,9 +81,9 @@ class TreeSpec:
             return cls(value["kind"], value=value["value"])
         keys, children = tuple(value["keys"]), tuple(map(cls.from_json, value["children"]))
         if value["kind"] == "pytree":
-            found = _loaded_class(value["type"])
-            if is_registered(found) and "context" in value:
-                return cls("pytree", found, keys, children, value["context"])
+            container = _loaded_class(value["type"])
+            if is_registered(container) and "context" in value:
+                return cls("pytree", container, keys, children, value["context"])
         return cls(*_container(value["kind"], value["type"], keys), keys, children)
 
 
@@ -137,41 +103,129 @@ def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
     return _build(spec, iter(leaves))
 
 
-def copied(tree: Any) -> Any:
-    """The same nesting of copies, for a model that may write into its inputs."""
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy(), tree)
-
-
 def map_leaves(fn: Callable[[Leaf], Any], tree: Any) -> Any:
     """Apply `fn` to every leaf and keep the nesting; raises what `unflatten` raises."""
     leaves, spec = flatten(tree)
     return unflatten(spec, [fn(leaf) for leaf in leaves])
 
 
-def sizes(tree: Any) -> Any:
-    """The torch.Size of every leaf, in lists, (named) tuples and dicts; for a constant, 40 characters of its repr.
+def copied(tree: Any) -> Any:
+    """Copy all leaves, for a model that may write into its inputs."""
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy(), tree)
 
-    An object is shown as its class alone, since its repr may differ in every step.
+
+def sizes(tree: Any) -> Any:
+    """Return the torch.Size of every leaf, in lists, (named) tuples and dicts.
+
+    A constant is shown as 40 characters of its repr, an object as its class alone: its repr may differ in every step.
     """
     kind, keys, values = _children(tree)
     if kind == "leaf":
         return torch.Size(tree.shape)
     if kind == "constant":
-        shown = (
-            repr(tree)
-            if is_plain(tree) or isinstance(tree, np.ndarray | np.generic)
-            else f"<{type(tree).__qualname__}>"
-        )
-        return None if tree is None else shown[:40]
+        if tree is None:
+            return None
+        has_stable_repr = is_plain(tree) or isinstance(tree, np.ndarray | np.generic)
+        return (repr(tree) if has_stable_repr else f"<{type(tree).__qualname__}>")[:40]
     inner = [sizes(value) for value in values]
     if kind in ("tuple", "list"):
         return tuple(inner) if kind == "tuple" else inner
     return type(tree)._make(inner) if kind == "namedtuple" else dict(zip(keys, inner, strict=True))
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a constant is a number, text or None, which JSON can hold."""
-    return value is None or isinstance(value, bool | int | float | str)
+def subtree(tree: Any, wanted: Set[Keys]) -> Any:
+    """Return the tree without the ends that are not wanted; at least one must be.
+
+    A container that loses some of its values becomes a dict of the others, by the same keys: so each stays under its
+    path. A mapping keeps its class, and so does a dataclass that is a mapping, like Hugging Face's ModelOutput.
+    """
+    leaves, spec = flatten(tree)
+    part = _part(spec, (), wanted)
+    assert part is not None, "nothing is wanted"
+    return unflatten(part, [leaf for keys, leaf in zip(leaf_keys(spec), leaves, strict=True) if keys in wanted])
+
+
+def _part(spec: TreeSpec, above: Keys, wanted: Set[Keys]) -> TreeSpec | None:
+    """Return the spec of what is wanted below a node; None if nothing is."""
+    if not spec.children:
+        return spec if above in wanted else None
+    parts = {key: _part(child, (*above, key), wanted) for key, child in zip(spec.keys, spec.children, strict=True)}
+    kept = {key: part for key, part in parts.items() if part is not None}
+    if not kept:
+        return None
+    if len(kept) == len(parts) or _can_lack(spec, parts.keys() - kept.keys()):
+        return dataclasses.replace(spec, keys=tuple(kept), children=tuple(kept.values()))
+    return TreeSpec("mapping", dict, tuple(kept), tuple(kept.values()))
+
+
+def _can_lack(spec: TreeSpec, lost: Set[Any]) -> bool:
+    """Return whether a container can be made without these keys."""
+    cls = spec.container
+    if spec.kind != "dataclass" or cls is None:
+        return spec.kind == "mapping"
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    missing = dataclasses.MISSING
+    return issubclass(cls, Mapping) and all(
+        fields[name].default is not missing or fields[name].default_factory is not missing for name in lost
+    )
+
+
+def leaf_keys(spec: TreeSpec) -> list[Keys]:
+    """Return the keys from the root to each leaf, in leaf order."""
+    return [keys for keys, node in _nodes(spec) if node.kind == "leaf"]
+
+
+def ends(spec: TreeSpec) -> list[Keys]:
+    """Return the keys from the root to each leaf, constant and empty container."""
+    return [keys for keys, node in _nodes(spec) if not node.children]
+
+
+def _nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
+    yield above, spec
+    for key, child in zip(spec.keys, spec.children, strict=True):
+        yield from _nodes(child, (*above, key))
+
+
+def quoted(keys: Keys) -> str:
+    """Format a leaf's path for messages, like ` 'h.0'` with a space before it; "" for the root."""
+    return f" {'.'.join(map(str, keys))!r}" if keys else ""
+
+
+def difference(first: TreeSpec, other: TreeSpec) -> str | None:
+    """Return the first difference of another shard's spec from shard 0's, in words; None if they are equal.
+
+    The order of keys does not count.
+    """
+    here, there = dict(_nodes(first)), dict(_nodes(other))
+    for keys in here | there:
+        one, two = here.get(keys), there.get(keys)
+        if one is None or two is None or not _alike(one, two):
+            return f"output{quoted(keys)} is {_noun(two)}, that of shard 0 is {_noun(one)}"
+    return None
+
+
+def _alike(one: TreeSpec, two: TreeSpec) -> bool:
+    if one.kind == two.kind == "constant":
+        return _equal(one.value, two.value)
+    same_length = one.kind not in ("tuple", "list") or one.keys == two.keys
+    return one.kind == two.kind and one.container is two.container and same_length
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """Return whether two constants are equal: NaN equals NaN, and an == that returns no bool means unequal."""
+    try:
+        equal = one is two or one == two or (one != one and two != two)
+    except Exception:  # the == of a user's object may raise anything
+        return False
+    return isinstance(equal, bool | np.bool_) and bool(equal)
+
+
+def _noun(spec: TreeSpec | None) -> str:
+    if spec is None:
+        return "nothing"
+    if spec.container is not None:
+        return f"a {spec.container.__qualname__} of {len(spec.keys)}"
+    return "a tensor or array" if spec.kind == "leaf" else repr(spec.value)[:40]
 
 
 def _children(node: Any) -> tuple[Kind, Keys, tuple[Any, ...]]:
@@ -192,6 +246,37 @@ def _children(node: Any) -> tuple[Kind, Keys, tuple[Any, ...]]:
     if is_registered(type(node)):
         return "pytree", *take_apart(node)[:2]
     return "constant", (), ()
+
+
+def take_apart(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+    """Return the keys and values of a node of a registered class, and the context from which `_build` rebuilds it."""
+    registered = _pytree.SUPPORTED_NODES[type(node)]
+    if registered.flatten_with_keys_fn is None:
+        values, context = registered.flatten_fn(node)
+        return tuple(range(len(values))), tuple(values), context
+    pairs, context = registered.flatten_with_keys_fn(node)
+    keys = [_key_of(key) for key, _ in pairs]
+    is_unique = len(set(keys)) == len(keys)
+    return tuple(keys) if is_unique else tuple(range(len(pairs))), tuple(value for _, value in pairs), context
+
+
+def _key_of(key: Any) -> int | str:
+    """Return the plain key, index or name inside one of torch's key objects."""
+    for name in ("key", "idx", "name"):
+        plain = getattr(key, name, None)
+        if isinstance(plain, int | str):
+            return plain
+    return str(key)
+
+
+def is_registered(cls: type[Any]) -> bool:
+    """Return whether a class is registered with torch's pytree."""
+    return cls in _pytree.SUPPORTED_NODES
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a constant is a number, text or None, which JSON can hold."""
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _is_namedtuple(cls: type[Any]) -> bool:
@@ -217,82 +302,25 @@ def _build(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
     if spec.container is None:
         return next(leaves) if spec.kind == "leaf" else spec.value
     cls: Any = spec.container
-    held = {key: _build(child, leaves) for key, child in zip(spec.keys, spec.children, strict=True)}
+    values = {key: _build(child, leaves) for key, child in zip(spec.keys, spec.children, strict=True)}
     try:
         if spec.kind == "pytree":
-            return make(cls, list(held.values()), spec.value)
+            return _pytree.SUPPORTED_NODES[cls].unflatten_fn(list(values.values()), spec.value)
         if spec.kind == "mapping":
-            return cls(spec.value, held) if issubclass(cls, defaultdict) else cls(held)
+            return cls(spec.value, values) if issubclass(cls, defaultdict) else cls(values)
         if spec.kind == "dataclass":
-            return _make_dataclass(cls, held)
-        return cls._make(held.values()) if spec.kind == "namedtuple" else cls(list(held.values()))
+            late = {field.name for field in dataclasses.fields(cls) if not field.init}
+            made = cls(**{name: value for name, value in values.items() if name not in late})
+            for name in late & values.keys():
+                object.__setattr__(made, name, values[name])  # setattr would fail for a frozen class
+            return made
+        return cls._make(values.values()) if spec.kind == "namedtuple" else cls(list(values.values()))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise Error(f"a {cls.__qualname__} cannot be made again from what it holds: {error}") from error
 
 
-def _make_dataclass(cls: type[Any], held: dict[str, Any]) -> Any:
-    late = {field.name for field in dataclasses.fields(cls) if not field.init}
-    made = cls(**{name: value for name, value in held.items() if name not in late})
-    for name in late & held.keys():
-        object.__setattr__(made, name, held[name])  # setattr would fail for a frozen class
-    return made
-
-
-def _nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
-    yield above, spec
-    for key, child in zip(spec.keys, spec.children, strict=True):
-        yield from _nodes(child, (*above, key))
-
-
-def leaf_keys(spec: TreeSpec) -> list[Keys]:
-    """The keys from the root to each leaf, in leaf order."""
-    return [keys for keys, node in _nodes(spec) if node.kind == "leaf"]
-
-
-def quoted(keys: Keys) -> str:
-    """A leaf's path for messages, like ` 'h.0'` with a space before it; "" for the root."""
-    return f" {'.'.join(map(str, keys))!r}" if keys else ""
-
-
-def difference(first: TreeSpec, other: TreeSpec) -> str | None:
-    """The first difference of another shard's spec from shard 0's, in words; None if they are equal.
-
-    The order of keys does not count.
-    """
-    here, there = dict(_nodes(first)), dict(_nodes(other))
-    for keys in here | there:
-        one, two = here.get(keys), there.get(keys)
-        if one is None or two is None or not _alike(one, two):
-            return f"output{quoted(keys)} is {_noun(two)}, that of shard 0 is {_noun(one)}"
-    return None
-
-
-def _alike(one: TreeSpec, two: TreeSpec) -> bool:
-    if one.kind == two.kind == "constant":
-        return _equal(one.value, two.value)
-    same_length = one.kind not in ("tuple", "list") or one.keys == two.keys
-    return one.kind == two.kind and one.container is two.container and same_length
-
-
-def _equal(one: Any, two: Any) -> bool:
-    """Whether two constants are equal: NaN equals NaN, and an == that returns no bool means unequal."""
-    try:
-        equal = one is two or one == two or (one != one and two != two)
-    except Exception:  # the == of a user's object may raise anything
-        return False
-    return isinstance(equal, bool | np.bool_) and bool(equal)
-
-
-def _noun(spec: TreeSpec | None) -> str:
-    if spec is None:
-        return "nothing"
-    if spec.container is not None:
-        return f"a {spec.container.__qualname__} of {len(spec.keys)}"
-    return "a tensor or array" if spec.kind == "leaf" else repr(spec.value)[:40]
-
-
 def _is_json(value: Any) -> bool:
-    """Whether a value is unchanged after writing it as JSON and reading it again."""
+    """Return whether a value is unchanged after writing it as JSON and reading it again."""
     try:
         return repr(json.loads(json.dumps(value))) == repr(value)
     except (TypeError, ValueError):
@@ -307,7 +335,7 @@ def _require_plain(value: Any, keys: Keys) -> Any:
 
 
 def _container(kind: Kind, name: str, keys: Keys) -> tuple[Kind, type[Any]]:
-    """The kind and class to use in this process for a spec read from JSON."""
+    """Return the kind and class to use in this process for a spec read from JSON."""
     if kind in ("tuple", "list"):
         return kind, tuple if kind == "tuple" else list
     cls = _loaded_class(name)
@@ -323,58 +351,12 @@ def _container(kind: Kind, name: str, keys: Keys) -> tuple[Kind, type[Any]]:
 
 def _loaded_class(name: str) -> type[Any]:
     module, _, qualname = name.partition(":")
-    found: Any = sys.modules.get(module)
+    loaded: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, "__dict__", {}).get(part)  # a lazy module's __getattr__ would import
-    return found if isinstance(found, type) else object
+        loaded = getattr(loaded, "__dict__", {}).get(part)  # a lazy module's __getattr__ would import
+    return loaded if isinstance(loaded, type) else object
 
 
 @functools.cache  # one class for each (name, fields), so that two reads compare equal
 def _new_namedtuple(name: str, fields: tuple[str, ...]) -> type[Any]:
     return namedtuple(name, fields, rename=True)
-
-
-def ends(spec: TreeSpec, above: Keys = ()) -> list[Keys]:
-    """The keys from the root to each leaf, constant and empty container."""
-    if not spec.children:
-        return [above]
-    below = zip(spec.keys, spec.children, strict=True)
-    return [keys for key, child in below for keys in ends(child, (*above, key))]
-
-
-def subtree(tree: Any, wanted: Set[Keys]) -> Any:
-    """The tree without the ends that are not wanted; at least one must be.
-
-    A container that loses some of its values becomes a dict of the others, by the same keys: so each stays under its
-    path. A mapping keeps its class, and so does a dataclass that is a mapping, like Hugging Face's ModelOutput.
-    """
-    leaves, spec = flatten(tree)
-    part = _part(spec, (), wanted)
-    assert part is not None, "nothing is wanted"
-    return unflatten(part, [leaf for keys, leaf in zip(leaf_keys(spec), leaves, strict=True) if keys in wanted])
-
-
-def _part(spec: TreeSpec, above: Keys, wanted: Set[Keys]) -> TreeSpec | None:
-    """The spec of what is wanted below a node; None if nothing is."""
-    if not spec.children:
-        return spec if above in wanted else None
-    parts = {key: _part(child, (*above, key), wanted) for key, child in zip(spec.keys, spec.children, strict=True)}
-    found = {key: part for key, part in parts.items() if part is not None}
-    if not found:
-        return None
-    if len(found) == len(parts) or _can_lack(spec, parts.keys() - found.keys()):
-        return dataclasses.replace(spec, keys=tuple(found), children=tuple(found.values()))
-    return TreeSpec("mapping", dict, tuple(found), tuple(found.values()))
-
-
-def _can_lack(spec: TreeSpec, lost: Set[Any]) -> bool:
-    """Whether a container can be made without these keys."""
-    cls = spec.container
-    if spec.kind != "dataclass" or cls is None:
-        return spec.kind == "mapping"
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    return issubclass(cls, Mapping) and all(_has_default(fields[name]) for name in lost)
-
-
-def _has_default(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING

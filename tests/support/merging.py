@@ -7,7 +7,7 @@ from dp_ray.job.plan import split_of
 from dp_ray.outputs.files import OUTPUTS, FileMerge, prove_outputs
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import FileCut, Split
+from dp_ray.plan.split import FilePlan, Split
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS
 from dp_ray.storage import Storage
@@ -25,7 +25,7 @@ def begin(run: Storage, files: int = 1) -> Storage:
 def merge(run: Storage, split: Split, order: Order) -> Merged:
     """Merge the files that are not whole yet from the parts that count; prove them, and write the manifest."""
     names = ledger.committed(run)
-    cut = FileCut(ledger.files_in(names) or 1, split.total_steps)
+    cut = FilePlan(ledger.files_in(names) or 1, split.total_steps)
     for number in sorted(set(range(cut.files)) - ledger.records_in(names).keys()):
         file = FileMerge(run, ledger.read(run), cut, number, split, order)
         try:
