@@ -160,6 +160,6 @@ def test_what_was_wrong_without_a_word(what: str) -> None:
 
 @pytest.mark.slow
 @given(case=trainings())
-@settings(max_examples=2 * settings().max_examples, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_any_training_ends_where_one_plain_process_does(case: dict[str, Any]) -> None:
     check(case)

@@ -106,7 +106,7 @@ def test_the_steps_that_a_profile_names() -> None:
     [
         ({"profile": "20-10"}, "profile: the last step must not be before the first; got '20-10'"),
         ({"profile": "fast"}, "profile: must be STEPS or STEPS:RANK, like 10-20 or 10-20:3, .* got 'fast'"),
-        ({"profile": "1-2:1"}, "profile: the job has 1 workers, ranks from 0; got '1-2:1'"),
+        ({"profile": "1-2:1"}, "profile: the job has 1 worker, ranks from 0; got '1-2:1'"),
         ({"profile": "1-2:slowest", "task": "predict"}, "profile: only the workers of a training know"),
         ({"profile": "10-12"}, "profile: the job has 12 steps, numbered from 0 to 11; got '10-12'"),
     ],

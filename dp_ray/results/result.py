@@ -35,8 +35,8 @@ from dp_ray.tensors.files import read_tensors, sha256_of
 PATHS = ("run_dir", "outputs", "weights")
 WIDTH = 16
 SUMMARY = (  # the values that a reader wants first
-    *("name", "task", "status", "stopped_early", "error", "rows", "steps", "quarantined", "metrics", "best"),
-    *("interruptions", "seconds", "verdict", "outputs", "weights", "run_dir"),
+    *("name", "task", "status", "stopped_early", "error", "rows", "steps", "total_steps", "quarantined", "metrics"),
+    *("best", "interruptions", "seconds", "verdict", "outputs", "weights", "run_dir"),
 )
 
 
