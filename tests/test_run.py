@@ -27,7 +27,7 @@ import dp_ray
 from dp_ray.cluster.internals.core import find_users_token, read_variables_anew, wants_token
 from dp_ray.cluster.internals.variables import ADDRESS, API_SERVER_ADDRESS, AUTH_MODE, VARIABLES
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
-from dp_ray.monitor import watchdog
+from dp_ray.monitor import attempts
 from dp_ray.system.process import OWNER, PREFIX
 from dp_ray.system.threads import handlers_kept
 from jobs.tutorial import Model, RandomDataset
@@ -494,7 +494,7 @@ def test_a_callers_own_ray_is_used_and_left_alone_and_what_other_jobs_hold_is_wa
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watchdog, "SAY_AFTER", (1.5, 60.0))
+    monkeypatch.setattr(attempts, "SAY_AFTER", (1.5, 60.0))
     with users_own_ray(cluster):
         holder = ray.remote(num_cpus=7)(Holder).remote()
         ray.get(holder.hold.remote())
