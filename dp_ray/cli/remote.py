@@ -87,7 +87,7 @@ def status(name: str | None, address: str, as_json: bool) -> None:
         return
     from dp_ray.results.text import aligned
 
-    shown = [[_shown(row[key]) for key in SHOWN] for row in rows]
+    shown = [["-" if row[key] is None else str(row[key]) for key in SHOWN] for row in rows]
     click.echo(harmless(aligned([[key.replace("_", " ") for key in SHOWN], *shown])))
     if name and rows[0]["message"]:
         click.echo(harmless(rows[0]["message"]))
@@ -111,10 +111,6 @@ def _row(job: Any) -> dict[str, Any]:
         "entrypoint": job.entrypoint,
         "message": job.message,
     }
-
-
-def _shown(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 @click.command()

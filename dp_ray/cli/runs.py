@@ -43,7 +43,7 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | N
 
 
 def _reported(run_dir: str, shapes: bool, as_json: bool) -> Iterator[str]:
-    """The lines on one run: what it has kept, if it is unfinished, and its result, if it has one."""
+    """Yield the lines on one run: what it has kept, if it is unfinished, and its result, if it has one."""
     from dp_ray.results.result import lines, load
     from dp_ray.rundir.claim import unfinished
 
@@ -147,7 +147,7 @@ def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bo
     def show(found: Replayed) -> None:
         click.echo(json_text(found.to_json()) if as_json else harmless("\n".join(found.lines())), file=stdout)
 
-    run_replay(run_dir, StepChoice(step, shard), show, lambda line: say(line), debugs)
+    run_replay(run_dir, StepChoice(step, shard), show, say, debugs)
 
 
 @click.command("list")

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from dp_ray.storage import Storage
     from dp_ray.sweeps.define import Definition, Mode
     from dp_ray.sweeps.record import Record
-    from dp_ray.sweeps.run import Suggest
 
 POSITIVE = click.IntRange(1)
 
@@ -85,7 +84,8 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
                 run.check_places(record, base)
         if not dry_run and not record.is_over:
             flags = {key: given[key] for key in ("address", "quiet", "verbose")}
-            run.run_sweep(record, base, run.How(flags, parallel, fail_fast, is_new, _suggest(definition)))
+            suggest = run.suggested if definition.search else None
+            run.run_sweep(record, base, run.How(flags, parallel, fail_fast, is_new, suggest))
         _show(record, base, dry_run, as_json)
 
 
@@ -127,15 +127,6 @@ def _defined(
     if search is not None and metric is None:
         raise JobError(f"--search {search}: the job measures nothing to search by: its task is {first.task}")
     return replace(sweep, name=name or f"{first.run_name}-sweep", metric=metric, mode=mode)
-
-
-def _suggest(definition: "Definition") -> "Suggest | None":
-    """The function that draws the values of a trial of a search."""
-    if definition.search is None:
-        return None
-    from dp_ray.sweeps.run import suggested
-
-    return suggested
 
 
 def _show(record: "Record", base: "Storage", dry_run: bool, as_json: bool) -> None:
