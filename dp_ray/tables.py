@@ -1,7 +1,8 @@
 """Convert between Arrow's columns and numpy arrays without pandas.
 
-pyarrow's own functions import pandas if it is installed, which takes half a second: `to_numpy`, `pa.array` and `pa.table` of lists do so, `pq.read_table` and
-`group_by` too; `pa.Array.from_buffers`, `pa.Table.from_arrays` of Arrow's arrays and `pq.ParquetFile` do not.
+Some functions of pyarrow import pandas if it is installed, which takes half a second: `to_numpy`, `pa.array` and
+`pa.table` of lists, `pq.read_table` and `group_by`. `pa.Array.from_buffers`, `pa.Table.from_arrays` of Arrow's arrays
+and `pq.ParquetFile` do not.
 """
 
 from collections.abc import Mapping, Sequence

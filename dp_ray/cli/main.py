@@ -111,6 +111,7 @@ def run(
 
         settings = (*settings, *take_settings(env_from))
     jobs = [load(job_file, workers, settings, name=name, storage=storage, profile=profile) for job_file in job_files]
+    # Before the imports below, which take seconds: Ray and what workers are forked from start meanwhile.
     _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver.run import Options
     from dp_ray.driver.several import running
@@ -238,6 +239,7 @@ def _follow_up(
     chosen = {} if dataset is None else dict([parse_setting(f"dataset={dataset}")])
     overrides = {**chosen, **overrides_of(workers, settings, name=name)}
     job, lines = follow_up(task, run_dir, weights, overrides)
+    # On stderr, as all that is not asked for: with --json, stdout has the result alone.
     for line in () if flags["quiet"] else lines:
         say(line)
     result = execute(job, Options(**flags))

@@ -65,6 +65,7 @@ def submit(job_file: str, workers: str | None, settings: tuple[str, ...], addres
             f"{hide(shlex.join(program))}: a secret in a URL would stand in Ray's dashboard and logs; "
             "write the URL into the job file, or leave the secret to the nodes' environment"
         )
+    # Values of env are kept out of the command, which Ray's dashboard and logs show.
     secrets = [setting for setting in settings if is_env(setting)]
     sys.exit(submit_and_follow(address, program, secrets, job.run_name))
 

@@ -142,6 +142,7 @@ def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bo
     from dp_ray.driver.replay import replay as run_replay
     from dp_ray.tasks.replay import Replayed, StepChoice
 
+    # The replay redirects stdout while user code runs; what is shown goes to the real one.
     stdout = sys.stdout
 
     def show(found: Replayed) -> None:

@@ -74,6 +74,7 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
     base = base_storage(jobs[0])
     record = open_record(definition, base, is_new)
     with ExitStack() as until_said:
+        # A sweep that is over is only shown: it needs neither torch nor Ray.
         if not dry_run and not record.is_over:
             until_said.enter_context(workers_begun(definition.name, jobs, given["address"], is_quiet))
         if not record.is_over:

@@ -126,11 +126,6 @@ class WatchServer(ThreadingHTTPServer):
             return False
         return True
 
-    def has_token(self, query: str) -> bool:
-        """Return whether a query holds the token; the comparison takes the same time wherever they differ."""
-        given = parse_qs(query).get("token", [""])[0]
-        return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
-
 
 class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
@@ -141,9 +136,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with the page, with 304 if the browser has it; HEAD without the page."""
         request = urlsplit(self.path)
+        token = parse_qs(request.query).get("token", [""])[0]
         if not self.server.is_ours(self.headers.get("Host", "")):
             self._send(403, b"unknown Host\n")
-        elif not self.server.has_token(request.query):
+        elif not hmac.compare_digest(token.encode(errors="replace"), self.server.token.encode()):
+            # The comparison takes the same time wherever they differ.
             self._send(403, b"the URL's token is missing or wrong: take the URL that dp-ray watch printed\n")
         elif request.path != "/":
             self._send(404, b"there is only /\n")

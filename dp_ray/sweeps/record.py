@@ -198,6 +198,7 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
     with damage_told(f"{folder}/{SWEEP}"):
         begun = [one for one in read_json(folder, SWEEP)["trials"] if one["state"] != "waiting"]
         names = [one["run"] for one in begun if one["run"] == run_name(name, one["number"])]
+    # Nothing is removed before all are checked.
     runs = [run for run in map(base.child, names) if run.exists(RUN)]
     for run in runs:
         wait_until_free(run, say)
@@ -205,7 +206,7 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
             check_reads_nothing_of(run, with_full_init_from(job.for_task()))
     for run in runs:
         run.remove()
-    folder.remove()
+    folder.remove()  # last: after a kill in between, the record still names the runs that are left
 
 
 NAMED = 40  # characters of a value in a trial's name

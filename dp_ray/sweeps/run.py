@@ -128,7 +128,8 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
     threads = _Threads(lanes, work, stop)
     try:
         with planned_stops(stop.ask):
-            threads.start()
+            for lane in lanes:
+                threading.Thread(target=threads.work_in, args=(lane,), name="trials", daemon=True).start()
             while threads.run(LOOK_SECONDS):
                 stop.pass_on()
     except KeyboardInterrupt:
@@ -155,11 +156,6 @@ class _Threads:
         self._left = list(lanes)
         self._one_ended = threading.Event()
 
-    def start(self) -> None:
-        """Start them all."""
-        for lane in list(self._left):
-            threading.Thread(target=self._run, args=(lane,), name="trials", daemon=True).start()
-
     def run(self, seconds: float) -> bool:
         """Wait some seconds or until a thread has ended; return whether any still runs."""
         if self._left:
@@ -167,7 +163,8 @@ class _Threads:
             self._one_ended.clear()
         return bool(self._left)
 
-    def _run(self, lane: Lane) -> None:
+    def work_in(self, lane: Lane) -> None:
+        """Run the trials of a lane, in its own thread."""
         try:
             self._work(lane)
         except KeyboardInterrupt:
@@ -244,6 +241,7 @@ class Sweep:
                 trial = Trial(number, self._how.suggest(self._definition, seed, number, before))
             else:
                 return None
+            # Within the lock: the next draw of another thread counts this trial.
             self._record.put(replace(trial, state="running", error=""))
             return trial
 

@@ -94,13 +94,24 @@ class MlflowClient:
         """Leave the run as it is, since its driver was killed: all that was sent is on the server."""
 
 
-class WandbClient:
+class PackageClient:
+    """A run whose package sends rows by itself."""
+
+    _run: Any
+
+    def log(self, rows: list[dict[str, Any]], at: float) -> None:
+        """Hand rows to the package, which gives them its own time."""
+        for row in rows:
+            self._run.log(scalars(row), step=row["step"])
+
+
+class WandbClient(PackageClient):
     """A run of Weights & Biases, whose own process writes it to a local folder and sends it from there."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         import wandb
 
-        self._run: Any = wandb.init(
+        self._run = wandb.init(
             id=asked["run_id"],
             name=asked["name"],
             config=asked["params"],
@@ -112,11 +123,6 @@ class WandbClient:
         self.run_id = str(self._run.id)
         self.next_step = max(asked["next_step"], int(self._run.step))
 
-    def log(self, rows: list[dict[str, Any]], at: float) -> None:
-        """Hand rows to the package's own process, which gives them its own time."""
-        for row in rows:
-            self._run.log(scalars(row), step=row["step"])
-
     def finish(self, status: str, metrics: dict[str, float]) -> None:
         """End the run and wait until all of it is sent."""
         self._run.summary.update({**metrics, "dp_ray.status": status})
@@ -127,13 +133,13 @@ class WandbClient:
         self._run.finish(exit_code=1)
 
 
-class TrackioClient:
+class TrackioClient(PackageClient):
     """A run of Trackio, which keeps what its server does not take yet, and sends it again."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         import trackio
 
-        self._run: Any = trackio.init(
+        self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "dp_ray"),
             # Trackio would add to an earlier run of the same name.
             name=asked["run_id"] or f"{asked['name']}-{time.strftime('%Y%m%d-%H%M%S')}",
@@ -144,11 +150,6 @@ class TrackioClient:
         self.run_id = str(self._run.name)  # what Trackio resumes by
         is_resumed = bool(asked["run_id"])
         self.next_step = max(asked["next_step"], int(getattr(self._run, "_next_step", 0)) if is_resumed else 0)
-
-    def log(self, rows: list[dict[str, Any]], at: float) -> None:
-        """Hand rows to the package's own thread."""
-        for row in rows:
-            self._run.log(scalars(row), step=row["step"])
 
     def finish(self, status: str, metrics: dict[str, float]) -> None:
         """End the run. Trackio has no summary, so what an evaluation measured is its step 0."""
