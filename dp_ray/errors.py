@@ -105,16 +105,16 @@ def _is_outside(filename: str) -> bool:
 @functools.cache
 def _library() -> frozenset[str]:
     known = sysconfig.get_paths()
-    found = {known["stdlib"], known["platstdlib"]}
-    return frozenset(found | {str(Path(folder).resolve()) for folder in found})
+    folders = {known["stdlib"], known["platstdlib"]}
+    return frozenset(folders | {str(Path(folder).resolve()) for folder in folders})
 
 
 def cause_of(error: BaseException) -> BaseException | None:
     """Return the exception of the user's code behind an Error; None if dp_ray itself raised the Error."""
-    found: BaseException | None = error
-    while isinstance(found, Error):
-        found = found.__cause__
-    return found
+    cause: BaseException | None = error
+    while isinstance(cause, Error):
+        cause = cause.__cause__
+    return cause
 
 
 def frames_of(error: BaseException) -> str:

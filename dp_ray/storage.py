@@ -162,8 +162,8 @@ class Storage:
     def size(self, name: str) -> int | None:
         """Return the bytes of a file; None if it does not exist."""
         with self._named(f"cannot look for {name}"):
-            found = self.fs.get_file_info(self.file(name))
-            return int(found.size) if found.is_file else None
+            info = self.fs.get_file_info(self.file(name))
+            return int(info.size) if info.is_file else None
 
     @property
     def is_atomic(self) -> bool:

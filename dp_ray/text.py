@@ -74,13 +74,13 @@ def hide_in(value: Any) -> Any:
     if isinstance(value, str):
         return hide(value)
     if isinstance(value, Mapping):
-        found: dict[Any, Any] = {}
+        hidden: dict[Any, Any] = {}
         for key, inner in value.items():
             is_secret = isinstance(key, str) and isinstance(inner, str) and inner and _NAMED.fullmatch(key)
-            found[_unused(hide(key), found) if isinstance(key, str) else key] = (
+            hidden[_unused(hide(key), hidden) if isinstance(key, str) else key] = (
                 HIDDEN if is_secret else hide_in(inner)
             )
-        return found
+        return hidden
     return [hide_in(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 

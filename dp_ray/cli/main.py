@@ -209,16 +209,16 @@ def verify(
 
 @cli.command()
 @of_a_training
-def evaluate(**given: Any) -> None:
+def evaluate(**options: Any) -> None:
     """Evaluate the weights of a training."""
-    _follow_up("evaluate", **given)
+    _follow_up("evaluate", **options)
 
 
 @cli.command()
 @of_a_training
-def predict(**given: Any) -> None:
+def predict(**options: Any) -> None:
     """Predict with the weights of a training."""
-    _follow_up("predict", **given)
+    _follow_up("predict", **options)
 
 
 def _follow_up(

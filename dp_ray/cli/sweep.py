@@ -63,11 +63,11 @@ POSITIVE = click.IntRange(1)
 @JSON
 @QUIET
 @VERBOSE
-def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, as_json: bool, **given: Any) -> None:
+def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Run a job with several values of some of its keys; each trial is a run, and the same command goes on."""
-    definition = _defined(job_file, **given)
+    definition = _defined(job_file, **options)
     jobs = [definition.job(1, picked) for picked in definition.probes()]
-    is_quiet, is_new = given["quiet"], given["overwrite"]
+    is_quiet, is_new = options["quiet"], options["overwrite"]
     from dp_ray.rundir.claim import base_storage
     from dp_ray.sweeps.record import open_record
 
@@ -76,7 +76,7 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
     with ExitStack() as until_said:
         # A sweep that is over is only shown: it needs neither torch nor Ray.
         if not dry_run and not record.is_over:
-            until_said.enter_context(workers_begun(definition.name, jobs, given["address"], is_quiet))
+            until_said.enter_context(workers_begun(definition.name, jobs, options["address"], is_quiet))
         if not record.is_over:
             with collector_paused():
                 from dp_ray.sweeps import run
@@ -84,7 +84,7 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
             if not is_new:
                 run.check_places(record, base)
         if not dry_run and not record.is_over:
-            flags = {key: given[key] for key in ("address", "quiet", "verbose")}
+            flags = {key: options[key] for key in ("address", "quiet", "verbose")}
             suggest = run.suggested if definition.search else None
             run.run_sweep(record, base, run.How(flags, parallel, fail_fast, is_new, suggest))
         _show(record, base, dry_run, as_json)

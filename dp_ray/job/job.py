@@ -277,11 +277,11 @@ class Job(MeasuringKeys):
     @property
     def targets(self) -> dict[str, Any]:
         """All targets and objects, by their dotted keys; None where a key is not set."""
-        found = {key: getattr(self, key) for key in self.TARGETED}
-        found.update({f"metrics.{name}": metric for name, metric in self.metrics.items()})
-        found["outputs.after"] = self.outputs.after
-        found.update({f"hooks.{name}": target for name, target in self.hooks.given.items()})
-        return found if self.eval is None else {**found, "eval.dataset": self.eval.dataset}
+        targets = {key: getattr(self, key) for key in self.TARGETED}
+        targets.update({f"metrics.{name}": metric for name, metric in self.metrics.items()})
+        targets["outputs.after"] = self.outputs.after
+        targets.update({f"hooks.{name}": target for name, target in self.hooks.given.items()})
+        return targets if self.eval is None else {**targets, "eval.dataset": self.eval.dataset}
 
     @property
     def is_all_targets(self) -> bool:
@@ -291,15 +291,15 @@ class Job(MeasuringKeys):
     @property
     def untold(self) -> list[str]:
         """The keys that hold Python objects of which a file cannot tell whether they are the same."""
-        found: list[str] = []
-        for key, given in self.targets.items():
-            if given is None or key.startswith("hooks."):
+        paths: list[str] = []
+        for key, target in self.targets.items():
+            if target is None or key.startswith("hooks."):
                 continue
-            if isinstance(given, Target) and given.is_named:
-                found += [f"{key}.{path}" for path in given.untold]
+            if isinstance(target, Target) and target.is_named:
+                paths += [f"{key}.{path}" for path in target.untold]
             else:
-                found.append(key)
-        return found
+                paths.append(key)
+        return paths
 
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
@@ -368,14 +368,14 @@ class Job(MeasuringKeys):
         except (TypeError, ValueError, RecursionError) as error:
             raise JobError(f"args: must be plain YAML values with keys of one kind: {error}") from None
 
-    def has_fingerprint(self, given: str | None) -> bool:
+    def has_fingerprint(self, fingerprint: str | None) -> bool:
         """Return whether a run or checkpoint with this fingerprint is of this job.
 
         Earlier versions hashed the lengths too, hid less, and of args that are no plain values hashed their text.
         """
         for as_objects, hides in itertools.product((False, True), (hide_in, hide_in_as_before)):
             described = self.describe(as_objects, hides)
-            if given in (self._hash(described, False), self._hash(described, True)):
+            if fingerprint in (self._hash(described, False), self._hash(described, True)):
                 return True
         return False
 

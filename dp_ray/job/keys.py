@@ -103,11 +103,11 @@ def _plain(value: Any, path: str, unknown: list[str], around: frozenset[int]) ->
         return {"(set)": sorted((_plain(one, path, unknown, around) for one in value), key=_text)}
     if (parts := _parts(value)) is not None:
         return {key: _plain(one, inner_path(path, key), unknown, around) for key, one in parts.items()}
-    found = _in_full(value) or _name(value) or _array(value) or _tensor(value) or _by_state(value, around)
-    if found is None:
+    text = _in_full(value) or _name(value) or _array(value) or _tensor(value) or _by_state(value, around)
+    if text is None:
         unknown.append(path)
         return f"<{type(value).__module__}:{type(value).__qualname__}>"
-    return found
+    return text
 
 
 def inner_path(path: str, key: Any) -> str:
@@ -157,10 +157,10 @@ def _name(value: Any) -> str | None:
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return None
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    found: Any = sys.modules.get(module or "")
+    attribute: Any = sys.modules.get(module or "")
     for part in (name or "").split("."):
-        found = getattr(found, part, None)
-    is_found = found is not None and module != "__main__" and found == value
+        attribute = getattr(attribute, part, None)
+    is_found = attribute is not None and module != "__main__" and attribute == value
     return f"(named) {module}:{name}" if is_found else None
 
 
@@ -242,10 +242,10 @@ class Target(Strict):
     @classmethod
     def _opened(cls, values: Any) -> Any:
         """Make a partial its function or class, and its keywords args."""
-        given = values.get("target") if isinstance(values, dict) else None
-        if not isinstance(given, functools.partial) or (keywords := _keywords(given)) is None:
+        function = values.get("target") if isinstance(values, dict) else None
+        if not isinstance(function, functools.partial) or (keywords := _keywords(function)) is None:
             return values
-        return {**values, "target": given.func, "args": {**keywords, **values.get("args", {})}}
+        return {**values, "target": function.func, "args": {**keywords, **values.get("args", {})}}
 
     @model_validator(mode="after")
     def _checked(self) -> "Target":
@@ -280,17 +280,17 @@ def _is_called(value: Any) -> bool:
     return inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, functools.partial)
 
 
-def _keywords(given: functools.partial[Any]) -> dict[str, Any] | None:
+def _keywords(function: functools.partial[Any]) -> dict[str, Any] | None:
     """Return the arguments of a partial as keywords; None if they cannot be: a function gets others first."""
-    if not given.args or not inspect.isclass(given.func):
-        return None if given.args else given.keywords
+    if not function.args or not inspect.isclass(function.func):
+        return None if function.args else function.keywords
     try:
-        takes = inspect.signature(given.func)
-        found = takes.bind_partial(*given.args, **given.keywords).arguments
+        takes = inspect.signature(function.func)
+        arguments = takes.bind_partial(*function.args, **function.keywords).arguments
     except (TypeError, ValueError):
         return None
-    by_name = all(takes.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for name in found)
-    return dict(found) if by_name else None
+    by_name = all(takes.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for name in arguments)
+    return dict(arguments) if by_name else None
 
 
 def _qualified(value: Any) -> str:

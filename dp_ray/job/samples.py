@@ -40,11 +40,11 @@ def block_rows_of(job: Job, dataset: Any) -> Ints | None:
     if (rows := job.block_shuffle.block_rows) is not None:
         full, rest = divmod(len(dataset), rows)
         return np.array([rows] * full + ([rest] if rest else []), np.int64)
-    given = getattr(dataset, "block_rows", None)
-    if given is None:
+    stated = getattr(dataset, "block_rows", None)
+    if stated is None:
         what = f"the dataset, a {type(dataset).__qualname__}, does not say what its blocks are"
         raise JobError(f"shuffle: blocks: {what}; say how many samples a block has: shuffle: {{block_rows: 1000}}")
-    sizes = np.asarray(given, np.int64)
+    sizes = np.asarray(stated, np.int64)
     if sizes.ndim != 1 or (sizes < 0).any() or sizes.sum() != len(dataset):
         says = f"has {counted(sizes.size, 'block')} of {sizes.sum()} samples in all, and {len(dataset)} samples"
         raise DataError(f"dataset: {says}; its block_rows must be a list of the samples in each block")
@@ -123,8 +123,8 @@ class IndexLists:
                 np.delete(every, [at - one.start for at in one.missing]) if one.missing else every
                 for one, every in zip(pieces, positions, strict=True)
             ]
-            found = order.at(np.concatenate(positions))
-            yield from zip(pieces, np.split(found, np.cumsum([one.rows for one in pieces[:-1]])), strict=True)
+            indices = order.at(np.concatenate(positions))
+            yield from zip(pieces, np.split(indices, np.cumsum([one.rows for one in pieces[:-1]])), strict=True)
 
 
 def _at_once(pieces: Iterator[Shard]) -> Iterator[list[Shard]]:

@@ -40,24 +40,24 @@ def bound(key: str, target: Any) -> Any:
         if not _makes_functions(target):
             return target
         target = Target(target=target)
-    found = resolve(key, target)
-    if not callable(found):
-        raise JobError(f"{key}: {target.label} is {found!r:.60}, which cannot be called")
-    if _makes_functions(found):
+    function = resolve(key, target)
+    if not callable(function):
+        raise JobError(f"{key}: {target.label} is {function!r:.60}, which cannot be called")
+    if _makes_functions(function):
         return bind(key, target)()
     with suppress(ValueError):  # some built-in callables have no signature
-        takes = inspect.signature(found)
+        takes = inspect.signature(function)
         try:
             takes.bind_partial(**target.args)
         except TypeError as error:
             says = _rejection(list(takes.parameters.values()), target.args, error)
             raise JobError(f"{key}.args: {target.label} {says}") from None
-    return functools.partial(found, **target.args) if target.args else found
+    return functools.partial(function, **target.args) if target.args else function
 
 
-def _makes_functions(found: Any) -> bool:
+def _makes_functions(value: Any) -> bool:
     """Return whether it is a class whose objects can be called, as a collator's, unlike `list`."""
-    return inspect.isclass(found) and any("__call__" in vars(one) for one in found.__mro__)
+    return inspect.isclass(value) and any("__call__" in vars(one) for one in value.__mro__)
 
 
 def build_dataset(job: Job, key: str = "dataset") -> Any:
@@ -111,8 +111,8 @@ def _is_dataset(one: Any) -> bool:
 
 def _is_torchs(name: str, one: Any) -> bool:
     """Return whether an object is of a class of torch.utils.data; an import of it would take seconds."""
-    found = getattr(sys.modules.get("torch.utils.data"), name, None)
-    return found is not None and isinstance(one, found)
+    cls = getattr(sys.modules.get("torch.utils.data"), name, None)
+    return cls is not None and isinstance(one, cls)
 
 
 def dataset_seed(job: Job, key: str) -> int:
@@ -123,8 +123,8 @@ def dataset_seed(job: Job, key: str) -> int:
 def _has(dataset: Any, name: str) -> bool:
     """Return whether a dataset has a method; torch's base class has a __getitem__ that only raises."""
     base = getattr(sys.modules.get("torch.utils.data"), "Dataset", None)  # an import would take seconds
-    found = getattr(type(dataset), name, None)
-    return hasattr(dataset, name) and (found is None or found is not getattr(base, name, None))
+    method = getattr(type(dataset), name, None)
+    return hasattr(dataset, name) and (method is None or method is not getattr(base, name, None))
 
 
 def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
@@ -132,19 +132,19 @@ def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
 
     Raises JobError if the target cannot be imported, cannot be called or rejects its args.
     """
-    found = resolve(key, target)
-    if not callable(found):
+    function = resolve(key, target)
+    if not callable(function):
         raise JobError(
-            f"{key}: {target.label} is {found!r:.60}, not a class or function that can be called with args"
+            f"{key}: {target.label} is {function!r:.60}, not a class or function that can be called with args"
         )
     try:
-        inspect.signature(found).bind(*[None] * leading, **target.args)
+        inspect.signature(function).bind(*[None] * leading, **target.args)
     except TypeError as error:
-        takes = list(inspect.signature(found).parameters.values())[leading:]
+        takes = list(inspect.signature(function).parameters.values())[leading:]
         raise JobError(f"{key}.args: {target.label} {_rejection(takes, target.args, error)}") from None
     except ValueError:
         pass  # some built-in callables have no signature
-    return lambda *given: _call(key, target, found, given)
+    return lambda *positional: _call(key, target, function, positional)
 
 
 def _rejection(takes: Sequence[inspect.Parameter], args: Mapping[str, Any], error: TypeError) -> str:
@@ -156,12 +156,12 @@ def _rejection(takes: Sequence[inspect.Parameter], args: Mapping[str, Any], erro
     return f"takes no {unknown!r}, but {listed(names) or 'nothing'}{did_you_mean(unknown, names)}"
 
 
-def check_gives(key: str, found: Any, kind: type, name: str) -> None:
-    """Raise JobError if `found` is a class whose instances are no `kind`; what a function returns is not known."""
-    if not inspect.isclass(found) or issubclass(found, kind):
+def check_gives(key: str, value: Any, kind: type, name: str) -> None:
+    """Raise JobError if `value` is a class whose instances are no `kind`; what a function returns is not known."""
+    if not inspect.isclass(value) or issubclass(value, kind):
         return
-    if found.__new__ is object.__new__ and type(found).__call__ is type.__call__:
-        raise JobError(f"{key}: must give a {name}, and {found.__qualname__} is no subclass of it")
+    if value.__new__ is object.__new__ and type(value).__call__ is type.__call__:
+        raise JobError(f"{key}: must give a {name}, and {value.__qualname__} is no subclass of it")
 
 
 def resolve(key: str, target: Target) -> Any:
@@ -172,12 +172,12 @@ def resolve(key: str, target: Target) -> Any:
     if not target.is_named:
         return target.target
     module_name, _, attribute = target.target.partition(":")
-    found: Any = _import(key, module_name)
+    value: Any = _import(key, module_name)
     for name in attribute.split("."):
-        if not hasattr(found, name):
-            raise JobError(f"{key}: {module_name} has no attribute {name!r}{did_you_mean(name, dir(found))}")
-        found = getattr(found, name)
-    return found
+        if not hasattr(value, name):
+            raise JobError(f"{key}: {module_name} has no attribute {name!r}{did_you_mean(name, dir(value))}")
+        value = getattr(value, name)
+    return value
 
 
 def _import(key: str, module_name: str) -> Any:
@@ -194,9 +194,9 @@ def _import(key: str, module_name: str) -> Any:
         raise JobError(f"{key}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
 
 
-def _call(key: str, target: Target, found: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+def _call(key: str, target: Target, function: Callable[..., Any], positional: tuple[Any, ...]) -> Any:
     try:
-        return found(*given, **target.args)
+        return function(*positional, **target.args)
     except Error:
         raise
     except (Exception, SystemExit) as error:
@@ -213,7 +213,7 @@ def unmeasured(job: Job) -> Iterator[str]:
     if job.task != "train" or job.eval is not None:
         return
     for name, metric in job.metrics.items():
-        found = resolve(f"metrics.{name}", metric) if isinstance(metric, Target) else metric
-        if keeps_state(found):
+        measure = resolve(f"metrics.{name}", metric) if isinstance(metric, Target) else metric
+        if keeps_state(measure):
             only = "is measured over a whole dataset, so by evaluations only"
             yield f"metrics.{name}: {only}, and there are none: set eval"

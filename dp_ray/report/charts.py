@@ -96,15 +96,15 @@ class Chart:
     @property
     def figures(self) -> list[dict[str, Any]]:
         """The first, last, least and largest value of each series, with the step of each."""
-        found = []
+        rows = []
         for one in self.series:
             x, y = one["x"], one["y"]
             figures = {"name": one["name"], "points": one["points"], "num_odd": one["numOdd"], "odd": one["odd"]}
             if y:
                 places = {"first": 0, "last": len(y) - 1, "least": int(np.argmin(y)), "largest": int(np.argmax(y))}
                 figures |= {name: {"step": x[at], "value": y[at]} for name, at in places.items()}
-            found.append(figures)
-        return found
+            rows.append(figures)
+        return rows
 
 
 def charts_of(history: pa.Table | None, whole: int = WHOLE) -> list[Chart]:

@@ -102,14 +102,14 @@ def comparison_of(runs: Sequence[Storage], trials: Trials | None = None) -> str:
 
 def overlaid(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:
     """Return a chart for each value that a run measured, with a series for each run, in the same colour on all."""
-    found: dict[str, Chart] = {}
+    charts: dict[str, Chart] = {}
     for at, (label, run) in enumerate(zip(names, runs, strict=True)):
         for mine in charts_of(run.history, WHOLE // len(runs)):
-            chart = found.setdefault(mine.title, Chart(f"chart-{len(found)}", mine.title, []))
+            chart = charts.setdefault(mine.title, Chart(f"chart-{len(charts)}", mine.title, []))
             for number, series in enumerate(mine.series):
                 name = f"{label}: {series['name']}" if number else label
                 chart.series.append({**series, "name": name, "color": at, "dash": at + number})
-    return list(found.values())
+    return list(charts.values())
 
 
 def figures(runs: Sequence[RunData]) -> Rows:
@@ -143,6 +143,6 @@ def environment_of(run: RunData) -> dict[str, Any]:
     return {**{key: driver[key] for key in ENVIRONMENT if key in driver}, **code}
 
 
-def _side_by_side(found: Sequence[Mapping[str, Any]]) -> Rows:
-    keys = dict.fromkeys(key for one in found for key in one)
-    return {key: [one.get(key) for one in found] for key in keys}
+def _side_by_side(columns: Sequence[Mapping[str, Any]]) -> Rows:
+    keys = dict.fromkeys(key for one in columns for key in one)
+    return {key: [one.get(key) for one in columns] for key in keys}

@@ -84,10 +84,10 @@ def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
 @functools.cache
 def plotting_scripts() -> tuple[str, ...]:
     """Return BokehJS from the installed package, without importing it; nothing if it is not installed."""
-    found = find_spec("bokeh")
-    if found is None or not found.submodule_search_locations:
+    package = find_spec("bokeh")
+    if package is None or not package.submodule_search_locations:
         return ()
-    folder = Path(found.submodule_search_locations[0]) / "server" / "static" / "js"
+    folder = Path(package.submodule_search_locations[0]) / "server" / "static" / "js"
     try:
         # In a script's text only this ends the element; in its strings, both spellings are the same.
         return tuple((folder / name).read_text().replace("</script", "<\\/script") for name in SCRIPTS)

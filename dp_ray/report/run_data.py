@@ -168,13 +168,13 @@ def _problem_noted(data: RunData, name: str) -> Iterator[None]:
 def _quarantined(run: Storage) -> list[Record]:
     """Return the first samples that were set aside."""
     folder = run.child(QUARANTINE)
-    found: list[Record] = []
+    records: list[Record] = []
     for name in record_files(folder)[:SET_ASIDE]:
-        found += read_records(folder, name)
-    if not found and run.exists(QUARANTINED):
+        records += read_records(folder, name)
+    if not records and run.exists(QUARANTINED):
         with run.open(QUARANTINED) as stream:
-            found = pq.ParquetFile(stream).read().slice(0, SET_ASIDE).to_pylist()
-    return found[:SET_ASIDE]
+            records = pq.ParquetFile(stream).read().slice(0, SET_ASIDE).to_pylist()
+    return records[:SET_ASIDE]
 
 
 ROWS = 8  # from the start, and as many from the end
@@ -198,8 +198,8 @@ def output_samples(run: Storage) -> list[dict[str, Any]]:
                 table = file.read_row_group(file.num_row_groups - 1)
                 rows += _as_rows(table.slice(max(0, len(table) - ROWS)), layout)
     # A short table's first rows are among its last too.
-    found = {row["sample_index"]: {**row, "preview": previews.get(row["sample_index"])} for row in rows}
-    return list(found.values())
+    samples = {row["sample_index"]: {**row, "preview": previews.get(row["sample_index"])} for row in rows}
+    return list(samples.values())
 
 
 def _as_rows(table: pa.Table, layout: Layout) -> Iterator[dict[str, Any]]:
@@ -335,8 +335,8 @@ def _nodes_of(file: File) -> Iterator[tuple[int, str]]:
     with reading(*file) as parquet:
         for batch in parquet.iter_batches(batch_size=BATCH, columns=["rank", "node"]):
             ranks, nodes = batch.columns
-            found, last = np.unique(numbers(ranks)[::-1], return_index=True)
-            for rank, at in zip(found.tolist(), (len(ranks) - 1 - last).tolist(), strict=True):
+            known, last = np.unique(numbers(ranks)[::-1], return_index=True)
+            for rank, at in zip(known.tolist(), (len(ranks) - 1 - last).tolist(), strict=True):
                 yield rank, nodes[at].as_py()
 
 

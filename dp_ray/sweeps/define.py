@@ -135,11 +135,11 @@ def _number(text: str) -> Number:
 def _listed(text: str) -> list[Any]:
     """Return the values of a text like `32,64`; raise ValueError if it holds none, or one twice."""
     try:
-        found = from_yaml(f"[{text}\n]")
+        values = from_yaml(f"[{text}\n]")
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ValueError(f"the values are not YAML with commas between them: {problem}") from None
-    if not isinstance(found, list) or not found:
+    if not isinstance(values, list) or not values:
         raise ValueError("names no value; give some with commas between them, like 32,64")
     written = yaml.compose(f"[{text}\n]", yaml.SafeLoader)
     assert isinstance(written, yaml.SequenceNode)
@@ -148,13 +148,13 @@ def _listed(text: str) -> list[Any]:
             raise ValueError(
                 f"{node.value} is no range; one stands alone: 1..10, 0.0..0.5:0.1 or log(1e-5..1e-2); text has quotes"
             )
-    if any(value != value for value in found):
+    if any(value != value for value in values):
         raise ValueError("nan is no value: it is not even itself, so the sweep could not be gone on with")
-    texts = [json.dumps(value, default=str) for value in found]
+    texts = [json.dumps(value, default=str) for value in values]
     for at, one in enumerate(texts):
         if one in texts[:at]:
             raise ValueError(f"{one} is given twice")
-    return found
+    return values
 
 
 def check_axes(axes: Sequence[Axis], set_keys: Iterable[str], is_search: bool) -> None:

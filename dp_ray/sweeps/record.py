@@ -175,13 +175,13 @@ def numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
 def _changes(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """Return what differs between two sweeps; the metric only if it guided a search."""
     compared = ["over", "search"] if there["search"] is None else ["over", "search", "metric", "mode"]
-    found = list(differences({key: there[key] for key in compared}, {key: here[key] for key in compared}))
+    changes = list(differences({key: there[key] for key in compared}, {key: here[key] for key in compared}))
     if there["fingerprint"] != here["fingerprint"]:
         jobs = list(differences({key: there["job"].get(key) for key in here["job"]}, here["job"]))
-        found += jobs
-        if not found:
-            found.append("made by another version of dp_ray")
-    return found
+        changes += jobs
+        if not changes:
+            changes.append("made by another version of dp_ray")
+    return changes
 
 
 def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Callable[[str], None]) -> None:

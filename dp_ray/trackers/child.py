@@ -43,20 +43,20 @@ class MlflowClient:
         if not self.run_id:
             return False
         try:
-            found = self._client.get_run(self.run_id)
+            run = self._client.get_run(self.run_id)
             self._client.update_run(self.run_id, status="RUNNING")
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
-        self.next_step = int(found.data.tags.get(NEXT, 0))
+        self.next_step = int(run.data.tags.get(NEXT, 0))
         return True
 
     def _create(self, asked: dict[str, Any]) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
         if name:
-            found = self._client.get_experiment_by_name(name)
-            experiment = str(found.experiment_id if found else self._client.create_experiment(name))
+            known = self._client.get_experiment_by_name(name)
+            experiment = str(known.experiment_id if known else self._client.create_experiment(name))
         else:
             experiment = os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
         run = self._client.create_run(

@@ -200,8 +200,8 @@ class Feed:
         """Yield the rows that the tracker lacks, in the order of steps; the files have those the queue forgot."""
         queued = self._queued()
         if is_last or (queued and queued[0]["step"] > self._memory.next_step):
-            found = self._history()
-            table = found if is_last else found.filter(pc.field("step") < queued[0]["step"])
+            missing = self._history()
+            table = missing if is_last else missing.filter(pc.field("step") < queued[0]["step"])
             for first in range(0, len(table), ROWS_AT_ONCE):
                 yield table.slice(first, ROWS_AT_ONCE).to_pylist()
             queued = self._queued()
