@@ -10,14 +10,14 @@ Error                 the base of all errors that dp_ray raises on purpose.
 
 RunInterrupted is a KeyboardInterrupt: the user stopped the run.
 
-Show only the user's frames of a traceback: they show where the mistake is.
+Below them: reports that show only the user's frames of a traceback, since these show where the mistake is.
 """
 
 import functools
 import itertools
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
@@ -78,24 +78,24 @@ Wanted: TypeAlias = Callable[[str], bool]
 
 
 def is_users(filename: str) -> bool:
-    """Whether a frame's file is in the user's project: not in dp_ray, Python or an installed package."""
+    """Return whether a frame's file is in the user's project: not in dp_ray, Python or an installed package."""
     return _is_outside(filename) and not INSTALLED & set(Path(filename).parts)
 
 
 def is_installed(filename: str) -> bool:
-    """Whether a frame's file is in an installed package."""
+    """Return whether a frame's file is in an installed package."""
     return bool(INSTALLED & set(Path(filename).parts))
 
 
 def is_others(filename: str) -> bool:
-    """Whether a frame's file is the user's, or in a package other than dp_ray, torch and Ray."""
+    """Return whether a frame's file is the user's, or in a package other than dp_ray, torch and Ray."""
     parts = Path(filename).parts
     package = next((after for part, after in itertools.pairwise(parts) if part in INSTALLED), "")
     return _is_outside(filename) and package not in ("torch", "ray")
 
 
 def _is_outside(filename: str) -> bool:
-    """Whether a file is neither in dp_ray nor in Python's standard library."""
+    """Return whether a file is neither in dp_ray nor in Python's standard library."""
     path = Path(filename)
     if filename.startswith("<frozen ") or path.suffix in COMPILED or path.is_relative_to(PACKAGE):
         return False
@@ -105,20 +105,20 @@ def _is_outside(filename: str) -> bool:
 @functools.cache
 def _library() -> frozenset[str]:
     known = sysconfig.get_paths()
-    found = {known["stdlib"], known["platstdlib"]}
-    return frozenset(found | {str(Path(folder).resolve()) for folder in found})
+    folders = {known["stdlib"], known["platstdlib"]}
+    return frozenset(folders | {str(Path(folder).resolve()) for folder in folders})
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """The exception of the user's code behind an Error; None if dp_ray itself raised the Error."""
-    found: BaseException | None = error
-    while isinstance(found, Error):
-        found = found.__cause__
-    return found
+    """Return the exception of the user's code behind an Error; None if dp_ray itself raised the Error."""
+    cause: BaseException | None = error
+    while isinstance(cause, Error):
+        cause = cause.__cause__
+    return cause
 
 
 def frames_of(error: BaseException) -> str:
-    """The user's frames of an Error's cause, in Python's format; "" if there are none.
+    """Return the user's frames of an Error's cause, in Python's format; "" if there are none.
 
     The last line, with the exception's type and text, is left out: the Error's message has it. For an exception of
     another process, the frames are the Error's notes.
@@ -136,7 +136,7 @@ def frames_of(error: BaseException) -> str:
 
 
 def notes_of(error: BaseException) -> str:
-    """The notes of an Error, which are the user's frames from another process; "" if there are none."""
+    """Return the notes of an Error, which are the user's frames from another process; "" if there are none."""
     return "\n".join(getattr(error, "__notes__", ())) if isinstance(error, Error) else ""
 
 
@@ -158,28 +158,22 @@ def shorten(error: Error) -> None:
     if cause is None:
         return
     wanted = _frames_to_show(cause)
-    for one in _chain(cause):
+    seen: list[BaseException] = []
+    one: BaseException | None = cause
+    while one is not None and one not in seen:  # a chain of causes may be a circle
+        seen.append(one)
         one.__traceback__ = _part(one.__traceback__, wanted)
+        one = one.__cause__ or one.__context__
 
 
 def _frames_to_show(cause: BaseException) -> Wanted:
-    """Which frames to show: the user's; if there are none (an installed project), those of other packages."""
+    """Return which frames to show: the user's; if there are none (an installed project), those of other packages."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
     return is_users if any(map(is_users, files)) or isinstance(cause, SyntaxError) else is_others
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception, and the exceptions that caused it."""
-    seen: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in seen:
-        seen.append(following)
-        yield following
-        following = following.__cause__ or following.__context__
-
-
 def _keep(shown: traceback.TracebackException, wanted: Wanted) -> bool:
-    """Keep only the wanted frames, and drop causes without any; returns whether any frame is left."""
+    """Keep only the wanted frames, and drop causes without any; return whether any frame is left."""
     shown.stack = traceback.StackSummary.from_list([one for one in shown.stack if wanted(one.filename)])
     if shown.__cause__ is not None and not _keep(shown.__cause__, wanted):
         shown.__cause__ = None
@@ -189,7 +183,7 @@ def _keep(shown: traceback.TracebackException, wanted: Wanted) -> bool:
 
 
 def _part(trace: TracebackType | None, wanted: Wanted) -> TracebackType | None:
-    """The wanted frames of a traceback."""
+    """Return the wanted frames of a traceback."""
     kept: list[TracebackType] = []
     while trace is not None:
         if wanted(trace.tb_frame.f_code.co_filename):

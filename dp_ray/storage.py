@@ -3,7 +3,7 @@
 A file appears whole or not at all. Most stores need a temporary name and a rename for that. S3 and GCS are atomic by
 themselves: an object appears when its upload is complete, so it is written under its final name.
 
-Abort unfinished multipart uploads of S3, with boto3 if it is installed: pyarrow cannot abort them.
+Begin at `Storage`. The unfinished uploads of S3 are aborted with boto3 if it is installed: pyarrow cannot abort them.
 """
 
 import copy
@@ -28,47 +28,6 @@ from pyarrow import fs as pafs
 
 from dp_ray.errors import StorageError
 from dp_ray.text import hide
-
-
-def abort_uploads(location: str, path: str, recursive: bool) -> None:
-    """Abort the unfinished uploads directly in the folder `path` (BUCKET/KEYS), or with `recursive` also below it.
-
-    Without boto3, or without the right to list uploads, they stay. They are not objects, but S3 charges for them.
-    `location` is the folder's URL, with its secrets.
-    """
-    if importlib.util.find_spec("boto3") is None:
-        return
-    failures = importlib.import_module("botocore.exceptions")
-    bucket, _, folder = path.partition("/")
-    try:
-        client = _client(location)
-        for upload in list(_uploads(client, bucket, f"{folder.rstrip('/')}/")):
-            if recursive or "/" not in upload["Key"][len(folder.rstrip("/")) + 1 :]:
-                client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
-    except (failures.BotoCoreError, failures.ClientError):
-        return
-
-
-def _client(location: str) -> Any:
-    """An S3 client with the options that pyarrow reads from the same URL, and boto3's defaults for the others."""
-    url = urlsplit(location)
-    options = {name: values[-1] for name, values in parse_qs(url.query).items()}
-    endpoint = options.get("endpoint_override")
-    if endpoint and "://" not in endpoint:
-        endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
-    return importlib.import_module("boto3").client(
-        "s3",
-        endpoint_url=endpoint,
-        region_name=options.get("region"),
-        aws_access_key_id=unquote(url.username) if url.username else None,
-        aws_secret_access_key=unquote(url.password) if url.password else None,
-    )
-
-
-def _uploads(client: Any, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
-    for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
-        yield from page.get("Uploads", ())
-
 
 TEMPORARY = ".tmp-"
 PIECE = 1 << 24
@@ -105,26 +64,29 @@ class Storage:
         return hide(self.location)
 
     def shown(self, name: str) -> str:
-        """A file's path or URL for people: without secrets and options."""
+        """Return a file's path or URL for people: without secrets and options."""
         return hide(f"{self._base.rstrip('/')}/{name}")
 
     def child(self, name: str) -> "Storage":
-        """The folder `name` in this one, with the same connection."""
+        """Return the folder `name` in this one, with the same connection."""
         child = copy.copy(self)
         child.path = self.file(name)
         child._base = f"{self._base.rstrip('/')}/{name}"
         return child
 
     def holds(self, location: str) -> bool:
-        """Whether a path or URL is this folder or leads into it, however it is spelled: by links, or with `..`."""
+        """Return whether a path or URL is this folder or leads into it, by links or with `..` too."""
         scheme, mark, rest = location.partition("://")
         if not isinstance(self.fs, pafs.LocalFileSystem):
             return bool(mark) and (_bare(location) + "/").startswith(_bare(self._base) + "/")
         if mark and scheme != "file":
             return False
         path = _absolute(rest if mark else location)
-        folders = {one for found in (path, path.resolve()) for one in (found, *found.parents)}
-        return any(_is_same(one, self.path) for one in folders)
+        for folder in {one for place in (path, path.resolve()) for one in (place, *place.parents)}:
+            with suppress(OSError):  # there is no such folder, or it cannot be looked at
+                if os.path.samefile(folder, self.path):
+                    return True
+        return False
 
     @property
     def name(self) -> str:
@@ -139,7 +101,7 @@ class Storage:
         return parent
 
     def guarded(self, before_commit: Callable[[], None]) -> "Storage":
-        """The same folder, which calls `before_commit` before each file gets its name; if it raises, none does.
+        """Return the same folder, which calls `before_commit` before a file gets its name; if it raises, none does.
 
         Children of the folder do the same.
         """
@@ -159,24 +121,24 @@ class Storage:
                 self.fs.delete_dir(self.path)
 
     def is_empty(self) -> bool:
-        """Whether the folder does not exist, or holds neither file nor folder."""
+        """Return whether the folder does not exist, or holds neither file nor folder."""
         with self._named("cannot be listed"):
             return not self.fs.get_file_info(pafs.FileSelector(self.path, allow_not_found=True))
 
     def is_file(self) -> bool:
-        """Whether there is a file in place of the folder."""
+        """Return whether there is a file in place of the folder."""
         with self._named("cannot be looked at"):
             return bool(self.fs.get_file_info(self.path).is_file)
 
     def names(self) -> list[str]:
-        """The names of the files in the folder, sorted, without unfinished ones."""
+        """Return the names of the files in the folder, sorted, without unfinished ones."""
         selector = pafs.FileSelector(self.path, allow_not_found=True)
         with self._named("cannot be listed"):
             files = [info for info in with_names(self.fs.get_file_info(selector)) if info.is_file]
         return sorted(info.base_name for info in files if not info.base_name.startswith(TEMPORARY))
 
     def entries(self) -> set[str]:
-        """The names of the files in the folder, and of the folders in it that hold files at any depth.
+        """Return the names of the files in the folder, and of the folders in it that hold files at any depth.
 
         For files with names that are not UTF-8 it has "".
         """
@@ -188,24 +150,24 @@ class Storage:
         return names if len(paths) == len(infos) else {*names, ""}
 
     def exists(self, name: str) -> bool:
-        """Whether the folder has a file of this name."""
+        """Return whether the folder has a file of this name."""
         with self._named(f"cannot look for {name}"):
             return bool(self.fs.get_file_info(self.file(name)).is_file)
 
     def modified(self, name: str) -> datetime | None:
-        """When a file was written; None if it does not exist or the store does not say."""
+        """Return when a file was written; None if it does not exist or the store does not say."""
         with self._named(f"cannot look for {name}"):
             return self.fs.get_file_info(self.file(name)).mtime  # type: ignore[no-any-return]
 
     def size(self, name: str) -> int | None:
-        """The bytes of a file; None if it does not exist."""
+        """Return the bytes of a file; None if it does not exist."""
         with self._named(f"cannot look for {name}"):
-            found = self.fs.get_file_info(self.file(name))
-            return int(found.size) if found.is_file else None
+            info = self.fs.get_file_info(self.file(name))
+            return int(info.size) if info.is_file else None
 
     @property
     def is_atomic(self) -> bool:
-        """Whether a file of this store appears whole or not at all, without a rename."""
+        """Return whether a file of this store appears whole or not at all, without a rename."""
         return self.fs.type_name in ATOMIC
 
     def remove_unfinished(self, recursive: bool = False) -> None:
@@ -226,13 +188,12 @@ class Storage:
             self.fs.delete_file(self.file(name))
 
     def file(self, name: str) -> str:
-        """The file's path on `fs`."""
+        """Return the file's path on `fs`."""
         return f"{self.path.rstrip('/')}/{name}"
 
     def read_text(self, name: str) -> str:
-        """A file's contents, decoded as UTF-8."""
-        with self._named(f"cannot read {name}"), self._stream_of(name) as stream:
-            return stream.read().decode()  # type: ignore[no-any-return]
+        """Return a file's contents, decoded as UTF-8."""
+        return self.read_bytes(name).decode()
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file as UTF-8, in place of one of that name."""
@@ -240,21 +201,21 @@ class Storage:
             stream.write(text.encode())
 
     def open(self, name: str) -> pa.NativeFile:
-        """A file opened for reading at any position; the caller closes it. Errors while reading are OSErrors."""
+        """Open a file for reading at any position; the caller closes it. Errors while reading are OSErrors."""
         with self._named(f"cannot read {name}"):
             return self.fs.open_input_file(self.file(name))
 
     def read_bytes(self, name: str) -> bytes:
-        """A file's contents."""
+        """Return a file's contents."""
         with self._named(f"cannot read {name}"), self._stream_of(name) as stream:
             return stream.read()  # type: ignore[no-any-return]
 
     def _stream_of(self, name: str) -> pa.NativeFile:
-        """A file opened for reading from its start; pyarrow would decompress what is named *.gz."""
+        """Open a file for reading from its start; pyarrow would decompress what is named *.gz."""
         return self.fs.open_input_stream(self.file(name), compression=None)
 
     def sha256(self, name: str) -> str:
-        """The SHA-256 of a file's bytes, in hexadecimal; the file is read in pieces."""
+        """Return the SHA-256 of a file's bytes, in hexadecimal; the file is read in pieces."""
         digest = hashlib.sha256()
         with self._named(f"cannot read {name}"), self._stream_of(name) as stream:
             while piece := stream.read(PIECE):
@@ -262,7 +223,7 @@ class Storage:
         return digest.hexdigest()
 
     def link(self, name: str, source: "Storage") -> bool:
-        """Hard-link a file of another folder here, under the same name; returns False if the storage cannot.
+        """Hard-link a file of another folder here, under the same name; return False if the storage cannot.
 
         The file stays under this name if it is removed under the other.
         """
@@ -276,7 +237,7 @@ class Storage:
 
     @contextmanager
     def writing(self, name: str) -> Iterator["UnfinishedFile"]:
-        """A stream whose bytes become the file `name` if the block ends without an error."""
+        """Open a stream whose bytes become the file `name` if the block ends without an error."""
         unfinished = UnfinishedFile(self, name)
         try:
             yield unfinished
@@ -285,9 +246,9 @@ class Storage:
             unfinished.discard()
             raise
 
-    def unnamed(self) -> "UnfinishedFile | Held":
-        """A stream for a file that gets its name only when it is committed."""
-        return Held(self) if self.is_atomic else UnfinishedFile(self, "part")
+    def unnamed(self) -> "UnfinishedFile | LocalFile":
+        """Open a stream for a file that gets its name only when it is committed."""
+        return LocalFile(self) if self.is_atomic else UnfinishedFile(self, "part")
 
     @contextmanager
     def _named(self, what: str, is_writing: bool = False) -> Iterator[None]:
@@ -300,7 +261,7 @@ class Storage:
 
 
 def with_names(infos: Iterable[pafs.FileInfo]) -> Iterator[pafs.FileInfo]:
-    """Those whose names are UTF-8, as all that dp_ray writes; pyarrow cannot tell the name of another one."""
+    """Yield those whose names are UTF-8, as all that dp_ray writes; pyarrow cannot tell the name of another one."""
     for info in infos:
         with suppress(UnicodeDecodeError):
             _ = info.path
@@ -308,7 +269,7 @@ def with_names(infos: Iterable[pafs.FileInfo]) -> Iterator[pafs.FileInfo]:
 
 
 def is_text(name: str) -> bool:
-    """Whether a name that the system gave is UTF-8: Python gives others with surrogates."""
+    """Return whether a name that the system gave is UTF-8: Python gives others with surrogates."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -317,12 +278,12 @@ def is_text(name: str) -> bool:
 
 
 def _absolute(path: str) -> Path:
-    """The absolute path; `~` and `~NAME` at its beginning are the home of a user, if there is one of this name."""
+    """Return the absolute path; `~` and `~NAME` at its beginning are the home of a user, if there is one."""
     return Path(os.path.expanduser(path)).absolute()  # Path.expanduser takes ./~NAME for a user too
 
 
 def _bare(url: str) -> str:
-    """A URL without its secrets and options, and with each of its folders spelled once.
+    """Return a URL without its secrets and options, and with each of its folders spelled once.
 
     >>> _bare("s3://KEY:SECRET@bucket/runs//a/../b/?region=x")
     's3://bucket/runs/b'
@@ -333,36 +294,20 @@ def _bare(url: str) -> str:
     return f"{scheme}://{posixpath.normpath(host.rpartition('@')[2] + slash + path)}"
 
 
-def _is_same(path: Path, other: str) -> bool:
-    with suppress(OSError):  # there is no such folder, or it cannot be looked at
-        return os.path.samefile(path, other)
-    return False
-
-
 def _nothing() -> None:
-    """What is called before each commit if nobody asks for more; no lambda, so that a Storage can be pickled."""
+    """Do nothing before a commit, as a Storage that is not guarded; no lambda, so that a Storage can be pickled."""
 
 
-class UnfinishedFile:
-    """A file being written: a stream whose StorageErrors name the file. It joins the folder only by `commit`.
+class _OpenFile:
+    """A file being written, as pyarrow takes it: a stream whose StorageErrors name the file."""
 
-    A name may lead into a folder below: until the commit, nothing of the file is there.
-    """
+    storage: Storage
+    _stream: Any
+    _problem: str  # of a StorageError
+    _is_in_storage = True
 
-    def __init__(self, storage: Storage, name: str) -> None:
-        self.storage = storage
-        self.name = name
-        temporary = f"{TEMPORARY}{uuid.uuid4().hex}-{name.rpartition('/')[2]}"
-        self._path = storage.file(name if storage.is_atomic else temporary)
-        with self._named():
-            self._stream = storage.fs.open_output_stream(self._path, compression=None)
-        if storage.is_atomic:
-            _keep_alive(self._stream)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the stream is closed, for pyarrow."""
-        return bool(self._stream.closed)
+    def _named(self) -> AbstractContextManager[None]:
+        return self.storage._named(self._problem, is_writing=self._is_in_storage)
 
     def write(self, data: Any) -> None:
         """Write bytes."""
@@ -370,7 +315,7 @@ class UnfinishedFile:
             self._stream.write(data)
 
     def tell(self) -> int:
-        """The number of bytes written."""
+        """Return the number of bytes written."""
         return int(self._stream.tell())
 
     def flush(self) -> None:
@@ -381,16 +326,42 @@ class UnfinishedFile:
     def close(self) -> None:
         """Do nothing: pyarrow may close a stream early, but only `commit` and `discard` close the file."""
 
+
+class UnfinishedFile(_OpenFile):
+    """A file being written to its folder. It joins the folder only by `commit`.
+
+    A name may lead into a folder below: until the commit, nothing of the file is there.
+    """
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self.storage = storage
+        self.name = name
+        self._problem = f"cannot write {name}"
+        temporary = f"{TEMPORARY}{uuid.uuid4().hex}-{name.rpartition('/')[2]}"
+        self._path = storage.file(name if storage.is_atomic else temporary)
+        with self._named():
+            self._stream = storage.fs.open_output_stream(self._path, compression=None)
+        if storage.is_atomic:
+            # pyarrow cannot abort a stream: it would complete the upload when it destroys the stream, even when
+            # Python ends. With one more reference the stream is never destroyed, and no file appears.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._stream))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the stream is closed, for pyarrow."""
+        return bool(self._stream.closed)
+
     def commit(self, name: str | None = None) -> None:
         """Close the file and give it its name, in place of any file that has it; `name` is for `unnamed` ones."""
         self.name = name or self.name
+        self._problem = f"cannot write {self.name}"
         self.storage.before_commit()
         with self._named():
             self._stream.close()
             if not self.storage.is_atomic:
                 self.storage.fs.move(self._path, self.storage.file(self.name))
         if self.storage.is_atomic:
-            _let_go(self._stream)
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._stream))
 
     def discard(self) -> None:
         """Remove the file. On an object store the upload stays unfinished until `remove_unfinished`."""
@@ -401,61 +372,65 @@ class UnfinishedFile:
         with suppress(OSError):
             self.storage.fs.delete_file(self._path)
 
-    def _named(self) -> AbstractContextManager[None]:
-        return self.storage._named(f"cannot write {self.name}", is_writing=True)
 
-
-class Held:
-    """A file without a name yet, held on the local disk: an object store has no rename, so it is sent when named."""
+class LocalFile(_OpenFile):
+    """A file without a name yet, on the local disk: an object store has no rename, so it is sent when named."""
 
     closed = False
+    _is_in_storage = False
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self._problem = f"cannot hold a part in {tempfile.gettempdir()}"
         with self._named():
-            self._file = tempfile.TemporaryFile(prefix="dp_ray-")  # noqa: SIM115
-
-    def write(self, data: Any) -> None:
-        """Write bytes."""
-        with self._named():
-            self._file.write(data)
-
-    def tell(self) -> int:
-        """The number of bytes written."""
-        return self._file.tell()
-
-    def flush(self) -> None:
-        """Flush the stream."""
-        with self._named():
-            self._file.flush()
-
-    def close(self) -> None:
-        """Do nothing, as `UnfinishedFile.close`."""
+            self._stream = tempfile.TemporaryFile(prefix="dp_ray-")  # noqa: SIM115
 
     def commit(self, name: str) -> None:
         """Send the file to the store, where it appears under its name when it is complete."""
         with self.storage.writing(name) as stream, self._named():
-            self._file.seek(0)
-            while piece := self._file.read(COPY_BYTES):
+            self._stream.seek(0)
+            while piece := self._stream.read(COPY_BYTES):
                 stream.write(piece)
-        self._file.close()
+        self._stream.close()
 
     def discard(self) -> None:
         """Remove the local file; no file appears on the store."""
         with suppress(OSError):
-            self._file.close()
-
-    def _named(self) -> AbstractContextManager[None]:
-        return self.storage._named(f"cannot hold a part in {tempfile.gettempdir()}")
+            self._stream.close()
 
 
-def _keep_alive(stream: pa.NativeFile) -> None:
-    """Keep a stream from ever being destroyed, even when Python ends: pyarrow would then complete its upload.
+def abort_uploads(location: str, path: str, recursive: bool) -> None:
+    """Abort the unfinished uploads directly in the folder `path` (BUCKET/KEYS), or with `recursive` also below it.
 
-    pyarrow cannot abort a stream. If it is never closed, its upload stays unfinished, and no file appears.
+    Without boto3, or without the right to list uploads, they stay. They are not objects, but S3 charges for them.
+    `location` is the folder's URL, with its secrets.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
+    if importlib.util.find_spec("boto3") is None:
+        return
+    failures = importlib.import_module("botocore.exceptions")
+    bucket, _, folder = path.partition("/")
+    try:
+        client = _client(location)
+        prefix = f"{folder.rstrip('/')}/"
+        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
+        for upload in [one for page in pages for one in page.get("Uploads", ())]:
+            if recursive or "/" not in upload["Key"][len(prefix) :]:
+                client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    except (failures.BotoCoreError, failures.ClientError):
+        return
 
 
-def _let_go(stream: pa.NativeFile) -> None:
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(stream))
+def _client(location: str) -> Any:
+    """Return an S3 client with the options that pyarrow reads from the same URL, else with boto3's defaults."""
+    url = urlsplit(location)
+    options = {name: values[-1] for name, values in parse_qs(url.query).items()}
+    endpoint = options.get("endpoint_override")
+    if endpoint and "://" not in endpoint:
+        endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
+    return importlib.import_module("boto3").client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name=options.get("region"),
+        aws_access_key_id=unquote(url.username) if url.username else None,
+        aws_secret_access_key=unquote(url.password) if url.password else None,
+    )

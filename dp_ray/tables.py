@@ -1,7 +1,8 @@
-"""Between Arrow's columns and numpy arrays without pandas, which pyarrow's own functions import, if it is installed.
+"""Convert between Arrow's columns and numpy arrays without pandas.
 
-To import pandas takes half a second. `to_numpy`, `pa.array` and `pa.table` of lists do so, `pq.read_table` and
-`group_by` too; `pa.Array.from_buffers`, `pa.Table.from_arrays` of Arrow's arrays and `pq.ParquetFile` do not.
+Some functions of pyarrow import pandas if it is installed, which takes half a second: `to_numpy`, `pa.array` and
+`pa.table` of lists, `pq.read_table` and `group_by`. `pa.Array.from_buffers`, `pa.Table.from_arrays` of Arrow's arrays
+and `pq.ParquetFile` do not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 def numbers(column: pa.Array | pa.ChunkedArray) -> Numbers:
-    """The values of a column of numbers that has no nulls; it may be a dictionary's, whose indices are returned."""
+    """Return the values of a column of numbers that has no nulls; of a dictionary's, the indices."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if isinstance(array, pa.DictionaryArray):
         array = array.indices
@@ -22,7 +23,7 @@ def numbers(column: pa.Array | pa.ChunkedArray) -> Numbers:
 
 
 def plain_values(array: pa.Array) -> Numbers:
-    """The values of an array of any plain type; they may not be written to."""
+    """Return the values of an array of any plain type; they may not be written to."""
     is_number = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
     if is_number and not array.null_count and len(array):
         return np.from_dlpack(array)
@@ -30,7 +31,7 @@ def plain_values(array: pa.Array) -> Numbers:
 
 
 def known_numbers(table: pa.Table, name: str) -> tuple[Numbers, Numbers]:
-    """The steps of a table's rows in which a column has a value, and these values as float64."""
+    """Return the steps of a table's rows in which a column has a value, and these values as float64."""
     rows = table.select(["step", name])
     if rows.column(1).null_count:
         rows = rows.drop_null()
@@ -38,7 +39,7 @@ def known_numbers(table: pa.Table, name: str) -> tuple[Numbers, Numbers]:
 
 
 def array_of(values: Numbers) -> pa.Array:
-    """A vector of numbers as an Arrow array."""
+    """Return a vector of numbers as an Arrow array."""
     if values.dtype == bool:
         packed = pa.py_buffer(np.packbits(values, bitorder="little"))
         return pa.Array.from_buffers(pa.bool_(), len(values), [None, packed])
@@ -47,7 +48,7 @@ def array_of(values: Numbers) -> pa.Array:
 
 
 def array_of_texts(texts: Sequence[str]) -> pa.Array:
-    """Texts as an Arrow array."""
+    """Return texts as an Arrow array."""
     encoded = [text.encode() for text in texts]
     starts = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
     buffers = [None, pa.py_buffer(starts), pa.py_buffer(b"".join(encoded))]
@@ -55,7 +56,7 @@ def array_of_texts(texts: Sequence[str]) -> pa.Array:
 
 
 def array_of_some(values: Sequence[float | None], kind: pa.DataType) -> pa.Array:
-    """Numbers of Arrow's type `kind`, int64 or float64, as an Arrow array; some may be missing.
+    """Return numbers of Arrow's type `kind`, int64 or float64, as an Arrow array; some may be missing.
 
     Raises TypeError if one of them is no such number.
     """
@@ -67,6 +68,6 @@ def array_of_some(values: Sequence[float | None], kind: pa.DataType) -> pa.Array
 
 
 def table_of_rows(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
-    """Rows of numbers as a table; what a row does not have is missing."""
+    """Return rows of numbers as a table; what a row does not have is missing."""
     columns = [array_of_some([row.get(field.name) for row in rows], field.type) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)

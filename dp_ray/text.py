@@ -1,8 +1,8 @@
-"""Format lists and counts for messages.
+"""Text on its way out: secrets are hidden, and nothing acts on a terminal.
 
-Hide secrets in all that is shown or kept: those of URLs, like s3://KEY:SECRET@bucket, and values of keys.
-
-Every text goes through here on its way out: `text.harmless` shows it, `text.json_text` makes a file or a line of it.
+Every text goes through here: `harmless` shows it, `json_text` makes a file or a line of it. `hide` hides secrets in
+all that is shown or kept: those of URLs, like s3://KEY:SECRET@bucket, and values of keys. Below: lists and counts for
+messages.
 """
 
 import difflib
@@ -54,7 +54,7 @@ _HEADER = re.compile(r"""(\bAuthorization['"]?\s*[:=]\s*['"]?(?:Bearer|Basic|Tok
 
 
 def hide(text: str) -> str:
-    """The text without the users, passwords and secret options of the URLs in it, and without values of secret keys.
+    """Return the text without the users, passwords and secret options of URLs, and without values of secret keys.
 
     >>> hide("s3://key:secret@bucket/runs?region=us-east-1 cannot be read")
     's3://bucket/runs?region=us-east-1 cannot be read'
@@ -70,22 +70,22 @@ def hide(text: str) -> str:
 
 
 def hide_in(value: Any) -> Any:
-    """Plain JSON values with `hide` applied to each text and each key; a secret key's value is hidden as a whole."""
+    """Return JSON values with `hide` applied to each text and each key; a secret key's value is hidden as a whole."""
     if isinstance(value, str):
         return hide(value)
     if isinstance(value, Mapping):
-        found: dict[Any, Any] = {}
+        hidden: dict[Any, Any] = {}
         for key, inner in value.items():
             is_secret = isinstance(key, str) and isinstance(inner, str) and inner and _NAMED.fullmatch(key)
-            found[_unused(hide(key), found) if isinstance(key, str) else key] = (
+            hidden[_unused(hide(key), hidden) if isinstance(key, str) else key] = (
                 HIDDEN if is_secret else hide_in(inner)
             )
-        return found
+        return hidden
     return [hide_in(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _unused(key: str, taken: Mapping[Any, Any]) -> str:
-    """The key, with a number if another one has become the same: keys may differ in their secrets alone."""
+    """Return the key, with a number if another one has become the same: keys may differ in their secrets alone."""
     number = 2
     shown = key
     while shown in taken:
@@ -94,7 +94,7 @@ def _unused(key: str, taken: Mapping[Any, Any]) -> str:
 
 
 def hide_in_as_before(value: Any) -> Any:
-    """`hide_in` as earlier versions had it, by which they said whether a run is of the same job."""
+    """Hide secrets as `hide_in` of earlier versions did, by which they said whether a run is of the same job."""
     if isinstance(value, str):
         return _OPTION_BEFORE.sub(r"\1(hidden)", _USER_BEFORE.sub("", value)) if "://" in value else value
     if isinstance(value, Mapping):
@@ -108,14 +108,14 @@ ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066
 
 
 def listed(things: Iterable[object]) -> str:
-    """`a, b, c`; for more than eight, the first eight and the total number."""
+    """Return `a, b, c`; for more than eight, the first eight and the total number."""
     texts = [str(thing) for thing in things]
     shown = ", ".join(texts[:SHOWN])
     return shown if len(texts) <= SHOWN else f"{shown}, ... ({len(texts)} in all)"
 
 
 def printable(text: str) -> str:
-    """The text without secrets, and with each control character as an escape, newlines too: it acts on no terminal.
+    """Return the text without secrets and with control characters, newlines too, as escapes: it acts on no terminal.
 
     >>> printable("a\\x1b[2Jb")
     'a\\\\x1b[2Jb'
@@ -124,7 +124,7 @@ def printable(text: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """The same for text of several lines: newlines and tabs stay, as does all else that cannot act on a terminal.
+    """Return the same for text of several lines: newlines, tabs and all else that cannot act on a terminal stay.
 
     >>> harmless("a\\x1b[2J\\n\\tb")
     'a\\\\x1b[2J\\n\\tb'
@@ -133,13 +133,13 @@ def harmless(text: str) -> str:
 
 
 def json_text(values: Any, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
-    """Values as JSON without secrets; `default` makes plain values of others."""
+    """Return values as JSON without secrets; `default` makes plain values of others."""
     plain = default and (lambda value: hide_in(default(value)))
     return json.dumps(hide_in(values), indent=indent, default=plain)
 
 
 def encodable(text: str) -> str:
-    """The text with halves of characters as escapes: no file takes them, and names that are not UTF-8 have them.
+    """Return the text with halves of characters as escapes: no file takes them; names that are not UTF-8 have them.
 
     >>> encodable("a\\udcffb\\x1b")
     'a\\\\udcffb\\x1b'
@@ -148,21 +148,21 @@ def encodable(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
+    """Return `1 worker`, `2 workers`."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def percent(share: float) -> str:
-    """A share as `62 %`."""
+    """Return a share as `62 %`."""
     return f"{100 * share:.0f} %"
 
 
 def replay_command(run_dir: str, step: int) -> str:
-    """The command that runs a step of a training again and shows its rows."""
+    """Return the command that runs a step of a training again and shows its rows."""
     return f"dp-ray replay {shlex.quote(run_dir)} --step {step}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'train'?` if one of the known words is close, else nothing."""
+    """Return `; did you mean 'train'?` if one of the known words is close, else nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,10 +1,12 @@
-"""The command line: run, plan, verify, submit, evaluate, predict, retry, schema; sweeps and what shows runs."""
+"""The command line: `main` runs it; the commands run, plan, verify, evaluate, predict, retry and schema.
+
+Those for sweeps, for submitted jobs and for showing runs stand beside this module.
+"""
 
 import io
 import json
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TextIO
 
@@ -39,7 +41,6 @@ from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
 from dp_ray.cli.sweep import sweep
 from dp_ray.errors import Error
 from dp_ray.job.files import parse_counts, parse_setting
-from dp_ray.job.job import Job
 from dp_ray.system.imports import collector_paused
 from dp_ray.system.threads import INTERRUPTED
 from dp_ray.text import harmless, json_text
@@ -50,28 +51,24 @@ _at_end = ExitStack()  # closed when the outcome has been said
 def main() -> None:
     """Run the program; exit status 0 done, 1 the job failed, 2 bad job file or usage, 130 interrupted."""
     with _at_end:
-        _run_program()
-
-
-def _run_program() -> None:
-    try:
-        cli(standalone_mode=False)
-    except click.exceptions.Exit as leaving:
-        sys.exit(leaving.exit_code)
-    except click.ClickException as error:
-        error.show(shown := io.StringIO())
-        say(shown.getvalue().rstrip("\n"))
-        sys.exit(2)
-    except (click.Abort, KeyboardInterrupt) as stopped:
-        says = stopped.__cause__ if isinstance(stopped, click.Abort) else stopped
-        say(str(says or "") or "interrupted")
-        sys.exit(INTERRUPTED)
-    except Error as error:
-        show_error(error, is_verbose="--verbose" in sys.argv)
-        sys.exit(error.exit_status)
-    except Exception:  # a mistake of dp_ray's own
-        say(traceback.format_exc().rstrip("\n"))
-        sys.exit(1)
+        try:
+            cli(standalone_mode=False)
+        except click.exceptions.Exit as leaving:
+            sys.exit(leaving.exit_code)
+        except click.ClickException as error:
+            error.show(shown := io.StringIO())
+            say(shown.getvalue().rstrip("\n"))
+            sys.exit(2)
+        except (click.Abort, KeyboardInterrupt) as stopped:
+            says = stopped.__cause__ if isinstance(stopped, click.Abort) else stopped
+            say(str(says or "") or "interrupted")
+            sys.exit(INTERRUPTED)
+        except Error as error:
+            show_error(error, is_verbose="--verbose" in sys.argv)
+            sys.exit(error.exit_status)
+        except Exception:  # a mistake of dp_ray's own
+            say(traceback.format_exc().rstrip("\n"))
+            sys.exit(1)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -114,28 +111,26 @@ def run(
 
         settings = (*settings, *take_settings(env_from))
     jobs = [load(job_file, workers, settings, name=name, storage=storage, profile=profile) for job_file in job_files]
+    # Before the imports below, which take seconds: Ray and what workers are forked from start meanwhile.
     _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver.run import Options
     from dp_ray.driver.several import running
 
+    failures = []
     with running(jobs, Options(**flags)) as execute:
-        failures = [_run_one(execute, job, as_json, keep_going, flags["verbose"]) for job in jobs]
-    if any(failures):
+        for job in jobs:
+            try:
+                result = execute(job)
+            except Error as error:
+                if not keep_going:
+                    raise
+                show_error(error, flags["verbose"])
+                failures.append(error.exit_status)
+                continue
+            if as_json:
+                click.echo(json_text(result.to_json()))
+    if failures:
         sys.exit(max(failures))
-
-
-def _run_one(execute: Callable[[Job], Any], job: Job, as_json: bool, keep_going: bool, verbose: bool) -> int:
-    """Run one of several jobs and return its exit status; a failure is raised without `keep_going`."""
-    try:
-        result = execute(job)
-    except Error as error:
-        if not keep_going:
-            raise
-        show_error(error, verbose)
-        return error.exit_status
-    if as_json:
-        click.echo(json_text(result.to_json()))
-    return 0
 
 
 @cli.command()
@@ -214,16 +209,16 @@ def verify(
 
 @cli.command()
 @of_a_training
-def evaluate(**given: Any) -> None:
+def evaluate(**options: Any) -> None:
     """Evaluate the weights of a training."""
-    _follow_up("evaluate", **given)
+    _follow_up("evaluate", **options)
 
 
 @cli.command()
 @of_a_training
-def predict(**given: Any) -> None:
+def predict(**options: Any) -> None:
     """Predict with the weights of a training."""
-    _follow_up("predict", **given)
+    _follow_up("predict", **options)
 
 
 def _follow_up(
@@ -244,6 +239,7 @@ def _follow_up(
     chosen = {} if dataset is None else dict([parse_setting(f"dataset={dataset}")])
     overrides = {**chosen, **overrides_of(workers, settings, name=name)}
     job, lines = follow_up(task, run_dir, weights, overrides)
+    # On stderr, as all that is not asked for: with --json, stdout has the result alone.
     for line in () if flags["quiet"] else lines:
         say(line)
     result = execute(job, Options(**flags))

@@ -1,8 +1,7 @@
-"""Shows an error on the terminal.
+"""The arguments and options that several commands take, and what these commands share.
 
-The arguments and options that several commands take, and the keys of a job that they set.
-
-The first seconds of `dp-ray run`: Ray starts or is connected to while torch is imported.
+`load` makes the job that they set. `begun` covers the first seconds of `dp-ray run`: Ray starts or is connected to
+while torch is imported.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +22,11 @@ from dp_ray.text import harmless
 
 def show_error(error: Error, is_verbose: bool) -> None:
     """Print an error below the frames of its traceback that a user needs."""
-    click.echo(harmless(error_report(error, is_verbose)), err=True)
+    say(error_report(error, is_verbose))
 
 
 def say(text: str) -> None:
-    """Write to stderr what is neither asked for nor of user code."""
+    """Write a text to stderr: stdout has only results and what user code prints."""
     click.echo(harmless(text), err=True)
 
 
@@ -59,7 +58,7 @@ OVERWRITE = click.option(
 
 
 def of_a_training(command: Any) -> Any:
-    """The arguments and options of `evaluate` and `predict`."""
+    """Add the arguments and options of `evaluate` and `predict` to a command."""
     options = [
         click.argument("run_dir", metavar="RUN_DIR"),
         click.option(
@@ -86,12 +85,12 @@ def of_a_training(command: Any) -> Any:
 
 
 def load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:
-    """The job in a file, with the keys that the command line sets."""
+    """Return the job in a file, with the keys that the command line sets."""
     return load_job(Path(job_file), overrides_of(workers, settings, **others))
 
 
 def overrides_of(workers: str | None, settings: tuple[str, ...], **others: str | None) -> dict[str, Any]:
-    """The keys of a job that the command line sets."""
+    """Return the keys of a job that the command line sets."""
     overrides: dict[str, Any] = dict(map(parse_setting, settings))
     if workers is not None:
         overrides["workers"] = parse_workers(workers)
@@ -151,6 +150,6 @@ def say_import(name: str, is_quiet: bool) -> None:
 
 
 def say_unless_quiet(line: str, is_quiet: bool) -> None:
-    """Write a line to stderr."""
+    """Write a line to stderr, but not with `--quiet`."""
     if not is_quiet:
-        click.echo(harmless(line), err=True)
+        say(line)

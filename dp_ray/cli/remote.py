@@ -65,6 +65,7 @@ def submit(job_file: str, workers: str | None, settings: tuple[str, ...], addres
             f"{hide(shlex.join(program))}: a secret in a URL would stand in Ray's dashboard and logs; "
             "write the URL into the job file, or leave the secret to the nodes' environment"
         )
+    # Values of env are kept out of the command, which Ray's dashboard and logs show.
     secrets = [setting for setting in settings if is_env(setting)]
     sys.exit(submit_and_follow(address, program, secrets, job.run_name))
 
@@ -87,7 +88,7 @@ def status(name: str | None, address: str, as_json: bool) -> None:
         return
     from dp_ray.results.text import aligned
 
-    shown = [[_shown(row[key]) for key in SHOWN] for row in rows]
+    shown = [["-" if row[key] is None else str(row[key]) for key in SHOWN] for row in rows]
     click.echo(harmless(aligned([[key.replace("_", " ") for key in SHOWN], *shown])))
     if name and rows[0]["message"]:
         click.echo(harmless(rows[0]["message"]))
@@ -111,10 +112,6 @@ def _row(job: Any) -> dict[str, Any]:
         "entrypoint": job.entrypoint,
         "message": job.message,
     }
-
-
-def _shown(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 @click.command()

@@ -43,18 +43,18 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | N
 
 
 def _reported(run_dir: str, shapes: bool, as_json: bool) -> Iterator[str]:
-    """The lines on one run: what it has kept, if it is unfinished, and its result, if it has one."""
+    """Yield the lines on one run: what it has kept, if it is unfinished, and its result, if it has one."""
     from dp_ray.results.result import lines, load
     from dp_ray.rundir.claim import unfinished
 
-    found = unfinished(run_dir) if not shapes else None
-    if found and not as_json:
-        yield str(found)
-        if found.status != "running":
+    state = unfinished(run_dir) if not shapes else None
+    if state and not as_json:
+        yield str(state)
+        if state.status != "running":
             yield "run the same command to resume"
-    if found and not found.has_result:
+    if state and not state.has_result:
         if as_json:
-            yield json_text(found.to_json())
+            yield json_text(state.to_json())
         return
     result = load(run_dir)
     if shapes:
@@ -142,12 +142,13 @@ def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bo
     from dp_ray.driver.replay import replay as run_replay
     from dp_ray.tasks.replay import Replayed, StepChoice
 
+    # The replay redirects stdout while user code runs; what is shown goes to the real one.
     stdout = sys.stdout
 
-    def show(found: Replayed) -> None:
-        click.echo(json_text(found.to_json()) if as_json else harmless("\n".join(found.lines())), file=stdout)
+    def show(replayed: Replayed) -> None:
+        click.echo(json_text(replayed.to_json()) if as_json else harmless("\n".join(replayed.lines())), file=stdout)
 
-    run_replay(run_dir, StepChoice(step, shard), show, lambda line: say(line), debugs)
+    run_replay(run_dir, StepChoice(step, shard), show, say, debugs)
 
 
 @click.command("list")

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from dp_ray.storage import Storage
     from dp_ray.sweeps.define import Definition, Mode
     from dp_ray.sweeps.record import Record
-    from dp_ray.sweeps.run import Suggest
 
 POSITIVE = click.IntRange(1)
 
@@ -64,19 +63,20 @@ POSITIVE = click.IntRange(1)
 @JSON
 @QUIET
 @VERBOSE
-def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, as_json: bool, **given: Any) -> None:
+def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Run a job with several values of some of its keys; each trial is a run, and the same command goes on."""
-    definition = _defined(job_file, **given)
+    definition = _defined(job_file, **options)
     jobs = [definition.job(1, picked) for picked in definition.probes()]
-    is_quiet, is_new = given["quiet"], given["overwrite"]
+    is_quiet, is_new = options["quiet"], options["overwrite"]
     from dp_ray.rundir.claim import base_storage
     from dp_ray.sweeps.record import open_record
 
     base = base_storage(jobs[0])
     record = open_record(definition, base, is_new)
     with ExitStack() as until_said:
+        # A sweep that is over is only shown: it needs neither torch nor Ray.
         if not dry_run and not record.is_over:
-            until_said.enter_context(workers_begun(definition.name, jobs, given["address"], is_quiet))
+            until_said.enter_context(workers_begun(definition.name, jobs, options["address"], is_quiet))
         if not record.is_over:
             with collector_paused():
                 from dp_ray.sweeps import run
@@ -84,8 +84,9 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
             if not is_new:
                 run.check_places(record, base)
         if not dry_run and not record.is_over:
-            flags = {key: given[key] for key in ("address", "quiet", "verbose")}
-            run.run_sweep(record, base, run.How(flags, parallel, fail_fast, is_new, _suggest(definition)))
+            flags = {key: options[key] for key in ("address", "quiet", "verbose")}
+            suggest = run.suggested if definition.search else None
+            run.run_sweep(record, base, run.How(flags, parallel, fail_fast, is_new, suggest))
         _show(record, base, dry_run, as_json)
 
 
@@ -127,15 +128,6 @@ def _defined(
     if search is not None and metric is None:
         raise JobError(f"--search {search}: the job measures nothing to search by: its task is {first.task}")
     return replace(sweep, name=name or f"{first.run_name}-sweep", metric=metric, mode=mode)
-
-
-def _suggest(definition: "Definition") -> "Suggest | None":
-    """The function that draws the values of a trial of a search."""
-    if definition.search is None:
-        return None
-    from dp_ray.sweeps.run import suggested
-
-    return suggested
 
 
 def _show(record: "Record", base: "Storage", dry_run: bool, as_json: bool) -> None:

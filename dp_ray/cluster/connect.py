@@ -228,8 +228,9 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     need = f"{counted(keys.min_workers, 'worker')} {'needs' if keys.min_workers == 1 else 'need'}"
     if (capacity := _capacity(keys, each, nodes)) < keys.min_workers:
+        where = f" on {keys.accelerator_type} nodes" if keys.accelerator_type else ""
         says = (
-            f"{need} {times(each, keys.min_workers)}{_on(keys.accelerator_type)}{_split(keys, each)}; the cluster of "
+            f"{need} {times(each, keys.min_workers)}{where}{_split(keys, each)}; the cluster of "
             f"{counted(len(nodes), 'node')} has {text_of(_total(nodes, each))}, room for "
             f"{counted(capacity, 'worker')}{_too_large(each, nodes)}"
         )
@@ -332,7 +333,3 @@ def _split(keys: WorkerKeys, each: Resources) -> str:
     if keys.placement != "PACK":
         parts.append(keys.placement)
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _on(accelerator_type: str | None) -> str:
-    return f" on {accelerator_type} nodes" if accelerator_type else ""

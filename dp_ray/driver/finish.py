@@ -206,16 +206,13 @@ def summary_of(result: Result, is_resumed: bool, is_cut_short: bool = False) -> 
         rows += f" ({result.quarantined} set aside)"
     since = " since it was resumed" if is_resumed else ""
     path = f": {relative(where)}" if where else ""
-    return f"done, {rows} in {result.seconds:.1f} s{since}{_metrics_text(result)}{path}"
-
-
-def _metrics_text(result: Result) -> str:
-    """Return the metrics as text; of a training those of an epoch and of the evaluation come first."""
+    # Of a training, the metrics of an epoch and of the evaluation come before those of the last batch alone.
     values = measured(result.metrics)
     is_whole = {name: result.task != "train" or is_of_many(name) for name in values}
     whole = "".join(f", {name} {value}" for name, value in values.items() if is_whole[name])
     of_batch = ", ".join(f"{name} {value}" for name, value in values.items() if not is_whole[name])
-    return whole + (f", last batch: {of_batch}" if of_batch else "")
+    last = f", last batch: {of_batch}" if of_batch else ""
+    return f"done, {rows} in {result.seconds:.1f} s{since}{whole}{last}{path}"
 
 
 def time_lines(result: Result) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Pydantic's errors as messages for users: the key, what it may be, what it got, and a hint.
+"""Pydantic's errors as messages for users: the key, what it may be, what it got, and a hint. Begin at `explain`.
 
-Keys of other libraries and earlier versions, each with the key that does the same here.
+The tables above it name keys of other libraries and of earlier versions, each with the key that does the same here.
 """
 
 import difflib
@@ -223,7 +223,7 @@ NESTED = {name: answer for answer, names in _NESTED for name in names.split()}
 
 
 def shards_of(path: str, value: Any, workers: Any) -> str:
-    """What to write in place of a number of batches to accumulate; empty for any other key or value.
+    """Return what to write in place of a number of batches to accumulate; "" for any other key or value.
 
     `workers` is the job's number of workers, a range of them, or None.
     """
@@ -240,7 +240,7 @@ def shards_of(path: str, value: Any, workers: Any) -> str:
 
 
 def renamed(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The job in a run's run.json, with the keys of earlier versions renamed to the current ones."""
+    """Return the job in a run's run.json, with the keys of earlier versions renamed to the current ones."""
     timeouts = job.get("timeouts")
     if isinstance(timeouts, Mapping):
         timeouts = {"capacity" if key == "room" else key: value for key, value in timeouts.items()}
@@ -248,22 +248,8 @@ def renamed(job: Mapping[str, Any]) -> dict[str, Any]:
     return {"device_map" if key == "split" else key: value for key, value in job.items()}
 
 
-def answer_to(path: str, is_of_target: bool) -> str | None:
-    """The dp_ray key that does what an unknown key does in other libraries; None if there is none.
-
-    `path` is the dotted key. Inside a target, any other key is taken for one of its args.
-    """
-    *parents, key = path.split(".")
-    known = key.lower().replace("-", "_")
-    answer = NESTED.get(path) if parents else TOP.get(known)
-    if answer is not None or not is_of_target:
-        return answer
-    owner = ".".join(parents)
-    return f"{owner}.{TARGET[known]}" if known in TARGET else f"{owner}.args.{key}"
-
-
 def explain(error: ValidationError, workers: Any = None) -> list[str]:
-    """One line for each wrong key; for a union of types, the line that says most.
+    """Return a line for each wrong key; for a union of types, the line that says most.
 
     `workers` is what the job says of its workers, if there is a job.
     """
@@ -277,7 +263,7 @@ def explain(error: ValidationError, workers: Any = None) -> list[str]:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """The dotted key, without pydantic's names for the members of a union."""
+    """Return the dotted key, without pydantic's names for the members of a union."""
     members = {
         "Elastic",
         "ActivationBudget",
@@ -364,12 +350,16 @@ _OWNERS: dict[str, type[BaseModel]] = {
 
 
 def _nearest(path: str) -> str:
-    """A hint: the key that was meant, or all keys."""
+    """Return a hint on an unknown key: dp_ray's key for it, the one that was meant, or all keys."""
     *parents, key = path.split(".")
     owner = _OWNERS.get(".".join(parents), Target) if parents else JobKeys
     is_of_target = issubclass(owner, Target)
     close = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.8 if is_of_target else 0.5)
-    answer = answer_to(path, is_of_target and not close)
+    word = key.lower().replace("-", "_")
+    answer = NESTED.get(path) if parents else TOP.get(word)
+    if answer is None and is_of_target and not close:
+        # Inside a target, any other key is taken for one of its args.
+        answer = ".".join([*parents, TARGET[word]]) if word in TARGET else ".".join([*parents, "args", key])
     if answer is not None:
         return f"; here it is {answer}"
     if close:

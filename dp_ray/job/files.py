@@ -1,10 +1,7 @@
-"""A job file, `--set KEY=VALUE`, `--workers` and the keywords of `dp_ray.run` become a Job.
+"""Make a Job of a job file, `--set KEY=VALUE`, `--workers` and the keywords of `dp_ray.run`. Begin at `job_from`.
 
-The JSON schema of a job file, for editors and for the reference in the documentation.
-
-How two descriptions of a job differ, key by key; and their values by dotted keys.
-
-Where a folder of runs is, or a path in one, so that all workers find it.
+Below: the JSON schema of a job file, for editors and for the reference in the documentation; the differences of two
+descriptions of a job, key by key; and where a folder of runs is, so that all workers find it (`located_at`).
 """
 
 import json
@@ -22,11 +19,12 @@ from pydantic_core import core_schema
 
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
+from dp_ray.job.keys import inner_path
 from dp_ray.text import hide
 
 
 def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
-    """The job in a YAML file, with the dotted keys of `overrides` set in it.
+    """Return the job in a YAML file, with the dotted keys of `overrides` set in it.
 
     Raises JobError if the file cannot be read, is not YAML or is not a valid job.
     """
@@ -34,7 +32,7 @@ def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Jo
 
 
 def job_maker(path: str | Path) -> Callable[[Mapping[str, Any]], Job]:
-    """A function that makes the job in a YAML file with any dotted keys set in it; the file is read once.
+    """Return a function that makes the job in a YAML file with any dotted keys set in it; the file is read once.
 
     Both raise JobError, as `load_job`.
     """
@@ -50,17 +48,18 @@ def job_maker(path: str | Path) -> Callable[[Mapping[str, Any]], Job]:
 
 
 def job_of(values: dict[str, Any], overrides: Mapping[str, Any], default_name: str) -> Job:
-    """The job of these keys and values, with the dotted keys of `overrides` set in them."""
+    """Return the job of these keys and values, with the dotted keys of `overrides` set in them."""
     for key, value in overrides.items():
         _lay_over(values, key.split("."), value)
     return Job.make(values, default_name)
 
 
 def job_from(job: Job | str | os.PathLike[str] | None, keys: Mapping[str, Any]) -> Job:
-    """The job of `dp_ray.run`: a Job, a job file or nothing, with `keys` in place of its own.
+    """Return the job of `dp_ray.run`: a Job, a job file or nothing, with `keys` in place of its own.
 
     A job without a name is named by the time. Raises JobError for anything else.
     """
+    # With microseconds, since a loop of short runs begins several in a second.
     by_time = time.strftime("run-%Y%m%d-%H%M%S-") + f"{time.time_ns() % 10**6:06}"
     if job is None:
         return Job.make(keys, by_time)
@@ -75,7 +74,7 @@ def job_from(job: Job | str | os.PathLike[str] | None, keys: Mapping[str, Any]) 
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """The dotted key and the YAML value of a `--set key=value`."""
+    """Return the dotted key and the YAML value of a `--set key=value`."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise JobError(f"--set {text!r}: must be KEY=VALUE, like --set model.args.width=64")
@@ -86,7 +85,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_workers(text: str) -> int | dict[str, int]:
-    """The value of `--workers`: `N`, or `MIN:MAX`."""
+    """Return the value of `--workers`: `N`, or `MIN:MAX`."""
     if re.fullmatch(r"\d+", text):
         return int(text)
     if match := re.fullmatch(r"(\d+):(\d+)", text):
@@ -95,7 +94,7 @@ def parse_workers(text: str) -> int | dict[str, int]:
 
 
 def parse_counts(text: str) -> list[int]:
-    """The value of verify's `--workers`: numbers with commas between them."""
+    """Return the value of verify's `--workers`: numbers with commas between them."""
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise JobError(f"--workers {text!r}: must be numbers of workers, like 1,2,3,8")
     return [int(part) for part in text.split(",")]
@@ -118,7 +117,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.012
 
 
 def from_yaml(text: str) -> Any:
-    """The value that a text of YAML holds; raises yaml.YAMLError if it is none."""
+    """Return the value that a text of YAML holds; raise yaml.YAMLError if it is none."""
     return yaml.load(text, _Loader)
 
 
@@ -142,7 +141,7 @@ def _lay_over(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
             inner = {} if inner is None else {"target": inner}
         if not isinstance(inner, dict):
             raise JobError(f"{'.'.join(keys)}: {key} is {inner!r}, which has no keys of its own")
-        values[key] = dict(inner)
+        values[key] = dict(inner)  # a copy: the mapping may be the caller's
         values = values[key]
     values[keys[-1]] = value
 
@@ -158,7 +157,7 @@ class _KeysOnly(GenerateJsonSchema):
 
 
 def json_schema() -> dict[str, Any]:
-    """What a job file may hold: its keys with their values, defaults and meanings, as JSON Schema.
+    """Return the keys of a job file with their values, defaults and meanings, as JSON Schema.
 
     It checks each key by itself. `dp-ray plan` also checks what must hold among several keys.
     """
@@ -168,15 +167,11 @@ def json_schema() -> dict[str, Any]:
         "title": "A job of dp_ray",
         "description": "What to run: a model over a dataset.",
     }
-    return {**about, **schema, **about, "properties": {**schema["properties"], **_args()}}
-
-
-def _args() -> dict[str, Any]:
-    """The keys that hold the args of a target: `model_args`, `dataset_args` and so on."""
-    return {
+    of_targets = {  # model_args, dataset_args and so on
         f"{key}_args": {"type": ["object", "null"], "description": f"The args of `{key}`, in a key of their own."}
         for key in Job.TARGETED
     }
+    return {**about, **schema, **about, "properties": {**schema["properties"], **of_targets}}
 
 
 NOT_SET = object()
@@ -184,7 +179,7 @@ SHOWN = 80  # characters of a value
 
 
 def dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings with their dotted keys.
+    """Yield the values of nested mappings with their dotted keys.
 
     >>> list(dotted({"optimizer": {"args": {"lr": 0.1}}, "batch_size": 32}))
     [('optimizer.args.lr', 0.1), ('batch_size', 32)]
@@ -197,7 +192,7 @@ def dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, A
 
 
 def differences(there: Any, here: Any, path: str = "") -> Iterator[str]:
-    """One text for each value that differs: `optimizer.args.lr: 0.003 there, 0.01 here`.
+    """Yield a text for each value that differs: `optimizer.args.lr: 0.003 there, 0.01 here`.
 
     A mapping on one side only is named by its target, or called "set"; its values are not listed.
 
@@ -206,27 +201,23 @@ def differences(there: Any, here: Any, path: str = "") -> Iterator[str]:
     """
     if isinstance(there, dict) and isinstance(here, dict):
         for key in dict.fromkeys([*there, *here]):
-            yield from differences(there.get(key, NOT_SET), here.get(key, NOT_SET), _inside(path, key))
+            yield from differences(there.get(key, NOT_SET), here.get(key, NOT_SET), inner_path(path, key))
     elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         for number, (one, other) in enumerate(zip(there, here, strict=True)):
-            yield from differences(one, other, _inside(path, number))
+            yield from differences(one, other, inner_path(path, number))
     elif not same(there, here):
         yield f"{path}: {_shown(there, here)} there, {_shown(here, there)} here"
 
 
 def same(there: Any, here: Any) -> bool:
-    """Whether two JSON values are written alike: nan is itself, and 1 is not 1.0, by which a model may count."""
+    """Return whether two JSON values are written alike: nan is itself, and 1 is not 1.0: a model may count by it."""
     if NOT_SET in (there, here):
         return there is here
     return json.dumps(there, sort_keys=True) == json.dumps(here, sort_keys=True)
 
 
-def _inside(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
-
-
 def _shown(value: Any, other: Any) -> str:
-    """A value in a few words: a mapping by its target, if it has one; a long text from where the `other` differs."""
+    """Return a value in a few words: a mapping by its target, a long text from where `other` differs."""
     if value is NOT_SET:
         return "not set"
     if isinstance(value, dict):
@@ -240,14 +231,10 @@ def _shown(value: Any, other: Any) -> str:
 
 
 def located_at(location: str) -> str:
-    """The path or URL of a folder of runs, or of a path in one.
+    """Return the path or URL of a folder of runs, or of a path in one.
 
     In a submitted Ray job, a relative path is below the home directory: Ray removes the copied working directory.
     """
-    if "://" in location or Path(location).is_absolute() or not _in_shipped_folder():
+    if "://" in location or Path(location).is_absolute() or "runtime_resources" not in Path(os.getcwd()).parts:
         return location
     return str(Path.home() / location)
-
-
-def _in_shipped_folder() -> bool:
-    return "runtime_resources" in Path(os.getcwd()).parts

@@ -1,7 +1,4 @@
-"""The job: its keys, what must hold among them, and what follows from them.
-
-What a job measures, and the metrics by which its training decides.
-"""
+"""The job: its keys (`JobKeys`), what must hold among them, and what follows from them. Begin at `Job`."""
 
 import functools
 import hashlib
@@ -9,14 +6,14 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import ValidationError, model_validator
 
 from dp_ray.errors import JobError
 from dp_ray.job.errors import explain
-from dp_ray.job.keys import JobKeys, Scheduler, ShuffleBlocks, Target, describe_target, with_args
+from dp_ray.job.keys import JobKeys, Scheduler, ShuffleBlocks, Target, describe_target
 from dp_ray.plan.costs import profiled_of
 from dp_ray.text import counted, hide, hide_in, hide_in_as_before
 
@@ -39,7 +36,7 @@ class MeasuringKeys(JobKeys):
         if self.eval is None:
             return ()
         has_loss = self.loss is not None or self.step is not None
-        return tuple(f"eval_{name}" for name in [*["loss"] * has_loss, *self.metrics])
+        return tuple(f"eval_{name}" for name in (["loss", *self.metrics] if has_loss else self.metrics))
 
     @property
     def watched(self) -> dict[str, str]:
@@ -54,26 +51,23 @@ class MeasuringKeys(JobKeys):
         return {key: name for key, name in named.items() if is_train and name and name not in _OF_EPOCHS.get(key, ())}
 
     def owners(self, name: str) -> list[str]:
-        """The metrics of which `name` may be an element: `eval_recall_0` of recall, if that gives a vector."""
+        """Return the metrics of which `name` may be an element: `eval_recall_0` of recall, if that gives a vector."""
         if self.eval is None:
             return []
         return [metric for metric in self.metrics if name.startswith(f"eval_{metric}_")]
 
     def _of_metrics(self) -> Iterator[str]:
-        """Metrics whose name is taken, and names of metrics that nothing measures."""
+        """Yield metrics whose name is taken, and names of metrics that nothing measures."""
         for name in self.metrics:
             if not NAME.fullmatch(name) or name == "loss":
                 yield f"metrics.{name}: must be a name of letters, digits, '.', '_' and '-' other than 'loss'"
             elif self.task == "train" and (name in COLUMNS or name.startswith("eval_")):
                 yield f"metrics.{name}: is a column of the history, like {', '.join(COLUMNS)} and eval_...; rename it"
+        measured = ", ".join(self.eval_names) or "nothing: there is no eval"
         for key, name in self.watched.items():
             if name not in self.eval_names and not self.owners(name):
                 others = "".join(f"{other} or " for other in _OF_EPOCHS.get(key, ())[-1:])
-                yield f"{key}: must be {others}one that eval measures ({_listed(self.eval_names)}), got {name!r}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "nothing: there is no eval"
+                yield f"{key}: must be {others}one that eval measures ({measured}), got {name!r}"
 
 
 class Job(MeasuringKeys):
@@ -110,32 +104,28 @@ class Job(MeasuringKeys):
                 f"workers: {self.max_workers} workers cannot share {self.num_shards} shards; "
                 f"set shards to at least {self.max_workers}, or workers to at most {self.num_shards}"
             )
-        of_data = (self._missing, self._of_items, self._of_errors)
-        of_keys = (self._of_devices, self._of_training, self._of_sharding, self._of_metrics, self._of_profile)
-        checks = (*of_data, *of_keys)
-        for problem in (found for check in checks for found in check()):
+        problems = itertools.chain(
+            *(self._of_data(), self._of_devices(), self._of_training(), self._of_sharding()),
+            *(self._of_metrics(), self._of_profile()),
+        )
+        problem = next(problems, None)  # the first alone: the others may follow from it
+        if problem is not None:
             raise ValueError(problem)
         return self
 
-    def _missing(self) -> Iterator[str]:
-        """Keys that the task needs and the job does not set."""
+    def _of_data(self) -> Iterator[str]:
+        """Yield keys that the task needs and the job lacks, and keys of items and of bad samples in contradiction."""
         if self.task == "train" and self.optimizer is None:
             yield "optimizer: is missing; task train needs one, like {target: 'torch.optim:AdamW', args: {lr: 0.001}}"
         if self.task == "train" and self.loss is None and self.step is None:
             yield "loss: is missing; task train needs a loss, like 'torch.nn:CrossEntropyLoss', or a step"
         if self.task == "evaluate" and self.loss is None and self.step is None and not self.metrics:
             yield "loss: is missing; task evaluate needs a loss, metrics or a step"
-
-    def _of_items(self) -> Iterator[str]:
-        """Keys of items that contradict each other."""
         by_keys = isinstance(self.inputs, list)
         if self.target is not None and not by_keys:
             yield f"target: needs inputs to be a list of keys, like [image]; got inputs: {self.inputs}"
         if by_keys and self.target is None and self.task != "predict" and self.step is None:
             yield f"target: is missing; task {self.task} with inputs: {self.inputs} needs the key of its target"
-
-    def _of_errors(self) -> Iterator[str]:
-        """What leaving samples out contradicts."""
         if self.skipped and self.sync_batchnorm:
             yield "skip: sync_batchnorm would wait for a shard without samples; leave one of them out"
         if self.on_error is None:
@@ -149,7 +139,7 @@ class Job(MeasuringKeys):
             yield "metrics.rows: with on_error, eval_rows counts the samples of an evaluation; rename the metric"
 
     def _of_devices(self) -> Iterator[str]:
-        """Keys of devices that contradict each other."""
+        """Yield keys of devices that contradict each other."""
         gpus = self.gpus_per_worker
         if gpus != "auto" and gpus > 1 and gpus != int(gpus):
             yield f"gpus_per_worker: must be 'auto', at most 1, or a whole number, got {gpus:g}"
@@ -166,7 +156,7 @@ class Job(MeasuringKeys):
             yield "device_map: a worker has one device; set gpus_per_worker to 2 or more, or devices: [cpu, cpu]"
 
     def _of_training(self) -> Iterator[str]:
-        """Keys of the model, the loss and the step that contradict each other."""
+        """Yield keys of the model, the loss and the step that contradict each other."""
         if self.sync_batchnorm and self.num_shards > max(1, self.min_workers):
             yield (
                 f"sync_batchnorm: needs a worker for each shard, since a worker runs its shards one after another; "
@@ -179,13 +169,17 @@ class Job(MeasuringKeys):
         for key in ("compile", "sync_batchnorm"):
             if getattr(self, key) and self.activation_checkpointing is not False:
                 yield f"activation_checkpointing: is not possible with {key}; leave one of them out"
-        if isinstance(self.scheduler, Scheduler) and self.scheduler.is_plateau and self.scheduler.per != "epoch":
+        if (
+            isinstance(self.scheduler, Scheduler)
+            and self.scheduler.label == Scheduler.PLATEAU
+            and self.scheduler.per != "epoch"
+        ):
             yield "scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch"
         if self.step is not None and self.loss is not None:
             yield "loss: is not used, because step computes the loss; leave loss or step out"
 
     def _of_sharding(self) -> Iterator[str]:
-        """What `strategy: fsdp` contradicts."""
+        """Yield keys that `strategy: fsdp` contradicts."""
         if not self.is_sharded:
             return
         if self.num_devices > 1:
@@ -210,7 +204,7 @@ class Job(MeasuringKeys):
         return self.strategy == "fsdp"
 
     def _of_profile(self) -> Iterator[str]:
-        """A profile that cannot be."""
+        """Yield what is wrong with `profile`."""
         if self.profile is None:
             return
         try:
@@ -247,11 +241,11 @@ class Job(MeasuringKeys):
         return "eval.dataset" if self.task == "evaluate" and self.eval is not None else "dataset"
 
     def for_task(self) -> "Job":
-        """The job over the dataset of its task: evaluate uses that of `eval` if there is one."""
+        """Return the job over the dataset of its task: evaluate uses that of `eval` if there is one."""
         return self.over_eval() if self.dataset_key == "eval.dataset" else self
 
     def over_eval(self) -> "Job":
-        """The job over all samples of the dataset of `eval`, in their order, in batches of its size."""
+        """Return the job over all samples of the dataset of `eval`, in their order, in batches of its size."""
         assert self.eval is not None
         size = self.eval.batch_size or self.batch_size
         changed = {"dataset": self.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
@@ -283,11 +277,11 @@ class Job(MeasuringKeys):
     @property
     def targets(self) -> dict[str, Any]:
         """All targets and objects, by their dotted keys; None where a key is not set."""
-        found = {key: getattr(self, key) for key in self.TARGETED}
-        found.update({f"metrics.{name}": metric for name, metric in self.metrics.items()})
-        found["outputs.after"] = self.outputs.after
-        found.update({f"hooks.{name}": target for name, target in self.hooks.given.items()})
-        return found if self.eval is None else {**found, "eval.dataset": self.eval.dataset}
+        targets = {key: getattr(self, key) for key in self.TARGETED}
+        targets.update({f"metrics.{name}": metric for name, metric in self.metrics.items()})
+        targets["outputs.after"] = self.outputs.after
+        targets.update({f"hooks.{name}": target for name, target in self.hooks.given.items()})
+        return targets if self.eval is None else {**targets, "eval.dataset": self.eval.dataset}
 
     @property
     def is_all_targets(self) -> bool:
@@ -297,37 +291,38 @@ class Job(MeasuringKeys):
     @property
     def untold(self) -> list[str]:
         """The keys that hold Python objects of which a file cannot tell whether they are the same."""
-        found: list[str] = []
-        for key, given in self.targets.items():
-            if given is None or key.startswith("hooks."):
+        paths: list[str] = []
+        for key, target in self.targets.items():
+            if target is None or key.startswith("hooks."):
                 continue
-            if isinstance(given, Target) and given.is_named:
-                found += [f"{key}.{path}" for path in given.untold]
+            if isinstance(target, Target) and target.is_named:
+                paths += [f"{key}.{path}" for path in target.untold]
             else:
-                found.append(key)
-        return found
+                paths.append(key)
+        return paths
 
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
-        """The job with these keys and values. Raises JobError, which lists every wrong key."""
+        """Return the job with these keys and values. Raises JobError, which lists every wrong key."""
         named = {**values, "name": default_name if values.get("name") is None else values["name"]}
         for key in cls.TARGETED:
             if (args := named.pop(f"{key}_args", None)) is not None:
-                named[key] = with_args(named.get(key), args)
+                target = named.get(key)
+                if isinstance(target, Target):
+                    target = dict(target)
+                others = target if isinstance(target, Mapping) else {"target": target}
+                named[key] = {**others, "args": args}
         try:
             return cls.model_validate(named)
         except ValidationError as error:
             raise JobError("\n".join(explain(error, named.get("workers")))) from None
 
-    def describe(self, as_objects: bool = False) -> dict[str, Any]:
-        """The job as plain JSON values, without secrets; an object from Python is shown as its type.
+    def describe(self, as_objects: bool = False, hides: Callable[[Any], Any] = hide_in) -> dict[str, Any]:
+        """Return the job as plain JSON values, without secrets; an object from Python is shown as its type.
 
-        `as_objects` leaves the args of targets as they are, which earlier versions kept by their text.
+        `as_objects` leaves the args of targets as they are, which earlier versions kept by their text; these versions
+        also hid secrets in another way, by `hides`.
         """
-        described: dict[str, Any] = hide_in(self._described(as_objects))
-        return described
-
-    def _described(self, as_objects: bool = False) -> dict[str, Any]:
         described = functools.partial(describe_target, as_objects=as_objects)
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
         values["hooks"] = {name: described(target) for name, target in self.hooks}
@@ -342,7 +337,8 @@ class Job(MeasuringKeys):
         values |= {key: described(getattr(self, key)) for key in self.TARGETED}
         if self.metrics:
             values["metrics"] = {name: described(metric) for name, metric in self.metrics.items()}
-        return {**values, "shards": "auto" if self.finds_shards else self.num_shards}
+        hidden: dict[str, Any] = hides({**values, "shards": "auto" if self.finds_shards else self.num_shards})
+        return hidden
 
     def __repr__(self) -> str:
         return hide(super().__repr__())
@@ -351,13 +347,14 @@ class Job(MeasuringKeys):
         return hide(super().__str__())
 
     def fingerprint(self, with_lengths: bool = False) -> str:
-        """A hash of every key that can change a step's result."""
+        """Return a hash of every key that can change a step's result."""
         return self._hash(self.describe(), with_lengths)
 
     def _hash(self, described: Mapping[str, Any], with_lengths: bool) -> str:
         left_out = set(() if with_lengths else self.LENGTHS)
         kept = {key: value for key, value in that_count(described).items() if key not in left_out}
-        kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self._shuffled}
+        kept["inputs"] = "first" if self.gives_first else self.inputs
+        kept["shuffle"] = self.is_shuffled if self.block_shuffle is None else self.block_shuffle.model_dump()
         kept["skip"] = self.skipped or None
         del kept["order"]  # which is_shuffled tells
         kept = {key: value for key, value in kept.items() if (key, value) not in AS_BEFORE}
@@ -371,24 +368,20 @@ class Job(MeasuringKeys):
         except (TypeError, ValueError, RecursionError) as error:
             raise JobError(f"args: must be plain YAML values with keys of one kind: {error}") from None
 
-    @property
-    def _shuffled(self) -> bool | dict[str, Any]:
-        return self.is_shuffled if self.block_shuffle is None else self.block_shuffle.model_dump()
-
-    def has_fingerprint(self, given: str | None) -> bool:
-        """Whether a run or checkpoint with this fingerprint is of this job.
+    def has_fingerprint(self, fingerprint: str | None) -> bool:
+        """Return whether a run or checkpoint with this fingerprint is of this job.
 
         Earlier versions hashed the lengths too, hid less, and of args that are no plain values hashed their text.
         """
         for as_objects, hides in itertools.product((False, True), (hide_in, hide_in_as_before)):
-            described = hides(self._described(as_objects))
-            if given in (self._hash(described, False), self._hash(described, True)):
+            described = self.describe(as_objects, hides)
+            if fingerprint in (self._hash(described, False), self._hash(described, True)):
                 return True
         return False
 
 
 def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a described job that can change its result; `outputs` without what is not set."""
+    """Return the keys of a described job that can change its result; `outputs` without what is not set."""
     inner = job.get("outputs") or {} if job.get("task") == "predict" else {}
     outputs = {key: value for key, value in inner.items() if value is not None and f"outputs.{key}" not in _LEFT_OUT}
     return {**{key: value for key, value in job.items() if key not in _LEFT_OUT}, "outputs": outputs}

@@ -1,14 +1,8 @@
-"""The args of a target as plain JSON values, by which a run is told to be of the same job.
+"""The keys of a job: the type, the default and the meaning of each, in `JobKeys`, as strict frozen models.
 
-A target: what a job names to be called, as `module:attribute` with args.
-
-The parts of a job: mappings with keys of their own, as strict frozen models.
-
-The part `outputs` of a job: what is kept of a prediction's outputs, and how it is written.
-
-The keys of a job: the type, the default and the meaning of each.
-
-The job file's reference and its JSON schema are made from these descriptions.
+The job file's reference and its JSON schema are made from these descriptions. Above `JobKeys` stand its parts, which
+are mappings with keys of their own; a `Target`, which names something to be called with args; and the args of a
+target as plain JSON values, by which a run is of the same job or not.
 """
 
 import dataclasses
@@ -68,7 +62,7 @@ class Told(NamedTuple):
 
 
 def told_args(args: Any) -> Told:
-    """Args as plain JSON values: two that differ are told differently, but for the kinds of lists and mappings.
+    """Return args as plain JSON values; two that differ do so there too, but for the kinds of lists and mappings.
 
     Arrays and tensors are told by dtype, size and a digest of their bytes; dataclasses by their fields; classes and
     functions by the names under which they are imported; other objects of plain Python classes by a digest of their
@@ -81,14 +75,14 @@ def told_args(args: Any) -> Told:
 
 
 def object_in(values: Any, path: str = "args") -> str | None:
-    """The path of the first Python object in args as `told_args` tells them, of which they hold less than it is."""
+    """Return the path of the first Python object in args from `told_args` of which they hold less than it is."""
     if isinstance(values, str):
         return path if MARKED.match(values) else None
     if isinstance(values, list):
-        inner = [object_in(one, _inside(path, at)) for at, one in enumerate(values)]
+        inner = [object_in(one, inner_path(path, at)) for at, one in enumerate(values)]
     elif isinstance(values, Mapping):
         inner = [
-            path if MARKED.match(str(key)) else object_in(one, _inside(path, key)) for key, one in values.items()
+            path if MARKED.match(str(key)) else object_in(one, inner_path(path, key)) for key, one in values.items()
         ]
     else:
         return None
@@ -102,21 +96,22 @@ def _plain(value: Any, path: str, unknown: list[str], around: frozenset[int]) ->
         raise ValueError(f"{path}: holds itself")
     around = around | {id(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(one, _inside(path, key), unknown, around) for key, one in value.items()}
+        return {key: _plain(one, inner_path(path, key), unknown, around) for key, one in value.items()}
     if isinstance(value, list | tuple | deque):
-        return [_plain(one, _inside(path, at), unknown, around) for at, one in enumerate(value)]
+        return [_plain(one, inner_path(path, at), unknown, around) for at, one in enumerate(value)]
     if isinstance(value, set | frozenset):
         return {"(set)": sorted((_plain(one, path, unknown, around) for one in value), key=_text)}
     if (parts := _parts(value)) is not None:
-        return {key: _plain(one, _inside(path, key), unknown, around) for key, one in parts.items()}
-    found = _in_full(value) or _name(value) or _array(value) or _tensor(value) or _by_state(value, around)
-    if found is None:
+        return {key: _plain(one, inner_path(path, key), unknown, around) for key, one in parts.items()}
+    text = _in_full(value) or _name(value) or _array(value) or _tensor(value) or _by_state(value, around)
+    if text is None:
         unknown.append(path)
         return f"<{type(value).__module__}:{type(value).__qualname__}>"
-    return found
+    return text
 
 
-def _inside(path: str, key: Any) -> str:
+def inner_path(path: str, key: Any) -> str:
+    """Return the dotted path of a key, or of a number, inside what `path` names."""
     return f"{path}.{key}" if path else str(key)
 
 
@@ -129,7 +124,7 @@ def _digest(raw: Any) -> str:
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """What a partial, a pydantic model or a dataclass is made of; None of all others."""
+    """Return the parts of a partial, a pydantic model or a dataclass; None of all others."""
     if isinstance(value, partial):
         return {"(partial)": value.func, "args": list(value.args), "keywords": dict(value.keywords)}
     kind = type(value)
@@ -158,14 +153,14 @@ def _in_full(value: Any) -> str | None:
 
 
 def _name(value: Any) -> str | None:
-    """`module:name` of a class or function that is found there; one of a script or a cell may have been edited."""
+    """Return `module:name` of a class or function that is found there; those of a script or a cell may be edited."""
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return None
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    found: Any = sys.modules.get(module or "")
+    attribute: Any = sys.modules.get(module or "")
     for part in (name or "").split("."):
-        found = getattr(found, part, None)
-    is_found = found is not None and module != "__main__" and found == value
+        attribute = getattr(attribute, part, None)
+    is_found = attribute is not None and module != "__main__" and attribute == value
     return f"(named) {module}:{name}" if is_found else None
 
 
@@ -180,7 +175,7 @@ def _array(value: Any) -> str | None:
     array = numpy.asarray(value)
     if array.dtype.kind in BY_BYTES and array.dtype.names is None:
         raw = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
-    else:
+    else:  # objects, or rows of several fields, whose bytes are addresses or padding
         elements = told_args(array.tolist())
         if elements.unknown:
             return None
@@ -203,13 +198,13 @@ def _tensor(value: Any) -> str | None:
 
 
 def _sized(array: Any) -> str:
-    """The size of an array or tensor; with its elements, if they are few."""
+    """Return the size of an array or tensor; with its elements, if they are few."""
     few = array.reshape(-1).tolist() if 0 < array.reshape(-1).shape[0] <= FEW else []
     return str(list(array.shape)) + (f": {', '.join(map(str, few))}," if few else "")
 
 
 def _by_state(value: Any, around: frozenset[int]) -> str | None:
-    """A digest of the state that pickle sees of an object of a plain Python class; None of all others."""
+    """Return a digest of the state that pickle sees of an object of a plain Python class; None of all others."""
     kind = type(value)
     is_plain = kind.__basicsize__ == _Bare.__basicsize__ and not kind.__itemsize__ and hasattr(value, "__dict__")
     reduced = ("__reduce__", "__reduce_ex__")
@@ -246,23 +241,19 @@ class Target(Strict):
     @model_validator(mode="before")
     @classmethod
     def _opened(cls, values: Any) -> Any:
-        """A partial becomes its function or class, and its keywords become args."""
-        given = values.get("target") if isinstance(values, dict) else None
-        if not isinstance(given, functools.partial) or (keywords := _keywords(given)) is None:
+        """Make a partial its function or class, and its keywords args."""
+        function = values.get("target") if isinstance(values, dict) else None
+        if not isinstance(function, functools.partial) or (keywords := _keywords(function)) is None:
             return values
-        return {**values, "target": given.func, "args": {**keywords, **values.get("args", {})}}
+        return {**values, "target": function.func, "args": {**keywords, **values.get("args", {})}}
 
     @model_validator(mode="after")
-    def _is_a_target(self) -> "Target":
+    def _checked(self) -> "Target":
         if not (TARGET.fullmatch(self.target) if isinstance(self.target, str) else _is_called(self.target)):
             or_object = "" if isinstance(self.target, str) else ", or a class or function"
             raise ValueError(f"must be 'module:attribute', like {self.EXAMPLE!r}{or_object}, got {self.target!r:.80}")
-        return self
-
-    @model_validator(mode="after")
-    def _tells_args(self) -> "Target":
-        """Tell them as they are given: what is called with them may change them in place."""
         try:
+            # Before anything is called with the args: it may change them in place.
             self._told = told_args({key: value for key, value in self if key != "target"})
         except RecursionError:
             raise ValueError("args: must be plain YAML values, got some that are nested too deeply") from None
@@ -285,21 +276,21 @@ class Target(Strict):
 
 
 def _is_called(value: Any) -> bool:
-    """Whether a Python object is called with args; other objects are used as they are."""
+    """Return whether a Python object is called with args; other objects are used as they are."""
     return inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, functools.partial)
 
 
-def _keywords(given: functools.partial[Any]) -> dict[str, Any] | None:
-    """The arguments of a partial as keywords; None if they cannot be: a function gets other arguments first."""
-    if not given.args or not inspect.isclass(given.func):
-        return None if given.args else given.keywords
+def _keywords(function: functools.partial[Any]) -> dict[str, Any] | None:
+    """Return the arguments of a partial as keywords; None if they cannot be: a function gets others first."""
+    if not function.args or not inspect.isclass(function.func):
+        return None if function.args else function.keywords
     try:
-        takes = inspect.signature(given.func)
-        found = takes.bind_partial(*given.args, **given.keywords).arguments
+        takes = inspect.signature(function.func)
+        arguments = takes.bind_partial(*function.args, **function.keywords).arguments
     except (TypeError, ValueError):
         return None
-    by_name = all(takes.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for name in found)
-    return dict(found) if by_name else None
+    by_name = all(takes.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for name in arguments)
+    return dict(arguments) if by_name else None
 
 
 def _qualified(value: Any) -> str:
@@ -308,15 +299,20 @@ def _qualified(value: Any) -> str:
 
 
 def target_parser(cls: type[Target]) -> BeforeValidator:
-    """The validator of a key that holds a target of this class, or an object from Python."""
+    """Return the validator of a key that holds a target of this class, or an object from Python."""
 
     def parse(value: Any) -> Any:
         """Make text, a mapping, a class or a function a target; leave other objects as they are."""
         if isinstance(value, str) or _is_called(value):
             return cls(target=value)
-        if isinstance(value, Mapping) and _are_targets(value):
-            raise ValueError(f"must be one target, got a {type(value).__qualname__} of {', '.join(map(str, value))}")
         if isinstance(value, Mapping):
+            named = [one.get("target") if isinstance(one, Mapping) else one for one in value.values()]
+            are_targets = [
+                TARGET.fullmatch(one) if isinstance(one, str) else hasattr(one, "__len__") for one in named
+            ]
+            if len(value) > 1 and "target" not in value and all(are_targets) and "args" not in value:
+                kind = type(value).__qualname__
+                raise ValueError(f"must be one target, got a {kind} of {', '.join(map(str, value))}")
             return cls.model_validate(dict(value))
         if value is None or isinstance(value, int | float):
             raise ValueError(f"must be a target, like {{target: 'jobs.digits:Net', args: {{}}}}, got {value!r}")
@@ -325,18 +321,11 @@ def target_parser(cls: type[Target]) -> BeforeValidator:
     return BeforeValidator(parse, json_schema_input_type=Annotated[str, Field(pattern=f"^{TARGET.pattern}$")] | cls)
 
 
-def _are_targets(values: Mapping[Any, Any]) -> bool:
-    """Whether a mapping is no target, but holds several by names of its own."""
-    named = [one.get("target") if isinstance(one, Mapping) else one for one in values.values()]
-    told = [TARGET.fullmatch(one) if isinstance(one, str) else hasattr(one, "__len__") for one in named]
-    return len(values) > 1 and "target" not in values and all(told) and "args" not in values
-
-
 Targeted = Annotated[Any, target_parser(Target)]
 
 
 def describe_target(value: Any, as_objects: bool = False) -> Any:
-    """A target as plain JSON values; an object from Python is shown as its type.
+    """Return a target as plain JSON values; an object from Python is shown as its type.
 
     `as_objects` leaves the args as they are, which earlier versions kept by their text.
     """
@@ -346,13 +335,6 @@ def describe_target(value: Any, as_objects: bool = False) -> Any:
         return f"<{_qualified(value)}>"
     rest = value.model_dump(exclude={"target"}) if as_objects else value._told.values
     return {"target": value.label if value.is_named else f"<{value.label}>", **rest}
-
-
-def with_args(given: Any, args: Any) -> Any:
-    """A target with these args, which a key such as `model_args` holds."""
-    if isinstance(given, Target):
-        return {**dict(given), "args": args}
-    return {**given, "args": args} if isinstance(given, Mapping) else {"target": given, "args": args}
 
 
 class Group(Strict):
@@ -401,6 +383,7 @@ class Scheduler(Target):
     """A target that is called with the optimizer and `args`."""
 
     EXAMPLE: ClassVar[str] = "torch.optim.lr_scheduler:StepLR"
+    PLATEAU: ClassVar[str] = "torch.optim.lr_scheduler:ReduceLROnPlateau"
     SHAPED: ClassVar[str] = "dp_ray.engine.optimizer:warmed_up"  # what the short form calls; it stands in run.json
     LENGTHS: ClassVar = ("T_max", "total_steps", "total_iters", "num_training_steps")
 
@@ -438,14 +421,9 @@ class Scheduler(Target):
         return any(isinstance(value, str) and value == "auto" for value in self.lengths.values())
 
     def planned(self, length: int) -> "Scheduler":
-        """The same with the length of the training in place of `auto`."""
+        """Return the same with the length of the training in place of `auto`."""
         numbers = {name: length for name, value in self.lengths.items() if isinstance(value, str) and value == "auto"}
         return self.model_copy(update={"args": {**self.args, **numbers}})
-
-    @property
-    def is_plateau(self) -> bool:
-        """Whether it is torch's ReduceLROnPlateau, by its name: torch is not imported for that."""
-        return self.label == "torch.optim.lr_scheduler:ReduceLROnPlateau"
 
     @property
     def most_steps(self) -> int | None:
@@ -459,7 +437,7 @@ class Scheduler(Target):
 
 
 def _shaped(value: Any) -> Any:
-    """The short form `scheduler: {warmup: 0.05, shape: cosine}` as the target that makes it."""
+    """Return the short form `scheduler: {warmup: 0.05, shape: cosine}` as the target that makes it."""
     if not isinstance(value, Mapping) or "target" in value or not Shape.model_fields.keys() & value.keys():
         return value
     if others := [str(key) for key in value if key not in Shape.model_fields]:
@@ -480,12 +458,12 @@ SchedulerKey = Annotated[
 
 
 def _metric(value: Any) -> Any:
-    """The short form `best: eval_loss` as a mapping."""
+    """Return the short form `best: eval_loss` as a mapping."""
     return {"metric": value} if isinstance(value, str) else value
 
 
 def location(value: Any) -> Any:
-    """A path, or the run directory of a Result, as text."""
+    """Return a path, or the run directory of a Result, as text."""
     if hasattr(value, "run_dir"):
         return getattr(value, "location", "") or value.run_dir
     return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -1,6 +1,6 @@
-"""Makes the plan of a job: what a run will do, from the job's keys and the lengths of its datasets."""
+"""Make the plan of a job: what a run will do, from the job's keys and the lengths of its datasets. See `plan_of`."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
@@ -25,12 +25,23 @@ from dp_ray.text import counted
 def plan_of(
     job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = (), blocks: Iterable[PlacedBlock] = ()
 ) -> Plan:
-    """The plan of a job over datasets of these lengths, by their keys: `dataset` and, in a training, `eval.dataset`.
+    """Return the plan of a job over datasets of these lengths, by key: `dataset`, and in a training `eval.dataset`.
 
     Raises DataError if no step is left, and JobError if workers without rows would deadlock SyncBatchNorm.
     """
     split = split_of(job, rows["dataset"])
     _check(job, split)
+    about = [*remarks(split, job.max_workers)]
+    if job.finds_shards:
+        about.append(what_auto_does(split.largest_batch, job.max_workers))
+    if job.skipped:
+        about.append(f"skip: {counted(len(job.skipped), 'sample')} of the dataset left out, in each epoch")
+    if job.task == "train" and isinstance(job.scheduler, Scheduler):
+        # A scheduler of torch's may state a length that is not the training's.
+        name = job.scheduler.label.partition(":")[2] if job.scheduler.is_torchs else ""
+        num = num_scheduled(split, job.scheduler.per)
+        mismatch = ends_elsewhere(name, job.scheduler.args, num, job.scheduler.per, job.epochs)
+        about += [mismatch] if mismatch else []
     return Plan(
         split=split,
         min_workers=job.min_workers,
@@ -38,51 +49,31 @@ def plan_of(
         evaluations=evaluations_of(job, rows["eval.dataset"]) if has_evaluations(job) else None,
         checkpoints=checkpoints_of(job) if job.task == "train" else None,
         blocks=tuple(blocks),
-        remarks=(
-            *remarks(split, job.max_workers),
-            *_auto(job, split),
-            *_skipped(job),
-            *_schedule(job, split),
-            *more_remarks,
-        ),
+        remarks=(*about, *more_remarks),
     )
 
 
-def _auto(job: Job, split: Split) -> list[str]:
-    """A line on `shards: auto`, if the number is still to be found."""
-    return [what_auto_does(split.largest_batch, job.max_workers)] if job.finds_shards else []
-
-
 def split_of(job: Job, rows: int) -> Split:
-    """How the job cuts a dataset of `rows` samples into steps and shards, over all of its epochs."""
+    """Return how the job cuts a dataset of `rows` samples into steps and shards, over all of its epochs."""
     epochs, max_steps = (job.epochs, job.max_steps) if job.task == "train" else (1, None)
     return Split(rows, job.batch_size, job.num_shards, job.drop_last, epochs, max_steps)
 
 
 def with_schedule(job: Job, split: Split) -> Job:
-    """The job whose scheduler has the length of this training in place of `auto`."""
+    """Return the job, its scheduler with the length of this training in place of `auto`."""
     if not isinstance(job.scheduler, Scheduler) or not job.scheduler.is_planned:
         return job
     length = max(1, num_scheduled(split, job.scheduler.per))
     return job.model_copy(update={"scheduler": job.scheduler.planned(length)})
 
 
-def _schedule(job: Job, split: Split) -> Iterator[str]:
-    """A line on a scheduler whose stated length is another than the training's."""
-    if job.task == "train" and isinstance(job.scheduler, Scheduler):
-        name = job.scheduler.label.partition(":")[2] if job.scheduler.is_torchs else ""
-        num = num_scheduled(split, job.scheduler.per)
-        if says := ends_elsewhere(name, job.scheduler.args, num, job.scheduler.per, job.epochs):
-            yield says
-
-
 def has_evaluations(job: Job) -> bool:
-    """Whether the job evaluates its model while it trains."""
+    """Return whether the job evaluates its model while it trains."""
     return job.task == "train" and job.eval is not None
 
 
 def evaluations_of(job: Job, rows: int) -> Evaluations:
-    """The evaluations of a training whose `eval.dataset` has `rows` samples."""
+    """Return the evaluations of a training whose `eval.dataset` has `rows` samples."""
     assert job.eval is not None
     each = job.eval.every_epochs or (None if job.eval.every_steps else 1)
     split = Split(rows, job.over_eval().batch_size, job.num_shards)
@@ -90,22 +81,25 @@ def evaluations_of(job: Job, rows: int) -> Evaluations:
 
 
 def checkpoints_of(job: Job) -> Checkpoints:
-    """When a training writes checkpoints: by default at the end of each epoch, and more by the clock."""
+    """Return when a training writes checkpoints: by default at the end of each epoch, and more by the clock."""
     when = job.checkpoint
     is_auto = when.every_seconds == "auto" and when.every_steps is None
     due = Due(when.every_steps, 1 if is_auto else None)
     return Checkpoints(due, when.keep, when.every_seconds, when.best.metric if when.best else None)
 
 
-def _skipped(job: Job) -> Iterator[str]:
-    """A line on the samples that the job skips."""
-    if job.skipped:
-        yield f"skip: {counted(len(job.skipped), 'sample')} of the dataset left out, in each epoch"
-
-
 def _check(job: Job, split: Split) -> None:
-    _check_profile(job, split)
-    _check_skip(job, split)
+    """Raise JobError or DataError if the job and the length of its dataset do not fit together."""
+    try:
+        if job.profile is not None:
+            profiled_of(job.profile, split.total_steps)
+    except ValueError as error:
+        raise JobError(f"profile: {error}") from None
+    if job.skipped:
+        if (last := job.skipped[-1]) >= split.rows:
+            raise JobError(f"skip: there is no sample {last}: the dataset has {split.rows}, counted from 0")
+        if len(job.skipped) == split.rows:
+            raise JobError(f"skip: leaves out all {split.rows} samples of the dataset; leave some of them in")
     _check_scheduler(job, split)
     if split.steps == 0:
         raise DataError(
@@ -117,16 +111,6 @@ def _check(job: Job, split: Split) -> None:
             "sync_batchnorm: the last batch leaves workers empty, and empty workers would deadlock SyncBatchNorm; "
             "set drop_last"
         )
-
-
-def _check_skip(job: Job, split: Split) -> None:
-    """Raise JobError if the job skips a sample that the dataset does not have, or all of them."""
-    if not job.skipped:
-        return
-    if (last := job.skipped[-1]) >= split.rows:
-        raise JobError(f"skip: there is no sample {last}: the dataset has {split.rows}, counted from 0")
-    if len(job.skipped) == split.rows:
-        raise JobError(f"skip: leaves out all {split.rows} samples of the dataset; leave some of them in")
 
 
 def _check_scheduler(job: Job, split: Split) -> None:
@@ -142,12 +126,3 @@ def _check_scheduler(job: Job, split: Split) -> None:
             f"scheduler.warmup: {counted(warmup, 'update')}, and the training has {needed}; set fewer, or a share "
             "below 1, like 0.05"
         )
-
-
-def _check_profile(job: Job, split: Split) -> None:
-    """Raise JobError if the job asks to trace steps that it does not have."""
-    try:
-        if job.profile is not None:
-            profiled_of(job.profile, split.total_steps)
-    except ValueError as error:
-        raise JobError(f"profile: {error}") from None

@@ -1,8 +1,7 @@
-"""The order in which a job takes its samples: the dataset's, shuffled, or shuffled by blocks. It imports no torch.
+"""The order of a job's samples, and the requests of a worker's loader to read them. It imports no torch.
 
-What a worker's loader is asked to read: the samples of a shard or of a global batch, by their indices.
-
-Which blocks of a dataset the coming requests need, so that they are read before they are asked for.
+`order_of` is the dataset's order, shuffled, or shuffled by blocks. `IndexLists` makes the requests: the samples of a
+shard or of a global batch, by their indices. `LookAhead` adds the blocks that later requests need.
 """
 
 import dataclasses
@@ -11,7 +10,7 @@ import hashlib
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from dp_ray.text import counted
 
 
 def order_of(job: Job, dataset: Any) -> Order | BlockOrder:
-    """The order of the job's first epoch. Raises what `block_rows_of` raises."""
+    """Return the order of the job's first epoch. Raises what `block_rows_of` raises."""
     how, sizes = job.block_shuffle, block_rows_of(job, dataset)
     if how is None or sizes is None:
         return Order(len(dataset), job.seed, 0, job.is_shuffled)
@@ -31,7 +30,7 @@ def order_of(job: Job, dataset: Any) -> Order | BlockOrder:
 
 
 def block_rows_of(job: Job, dataset: Any) -> Ints | None:
-    """The sizes of the blocks that a training shuffles, int64 [blocks]; None if it does not shuffle blocks.
+    """Return the sizes of the blocks that a training shuffles, int64 [blocks]; None if it does not shuffle blocks.
 
     Raises JobError if neither the job nor the dataset says what a block is, and DataError if the dataset's blocks
     do not hold as many samples as the dataset.
@@ -40,12 +39,12 @@ def block_rows_of(job: Job, dataset: Any) -> Ints | None:
         return None
     if (rows := job.block_shuffle.block_rows) is not None:
         full, rest = divmod(len(dataset), rows)
-        return np.array([rows] * full + [rest] * (rest > 0), np.int64)
-    given = getattr(dataset, "block_rows", None)
-    if given is None:
+        return np.array([rows] * full + ([rest] if rest else []), np.int64)
+    stated = getattr(dataset, "block_rows", None)
+    if stated is None:
         what = f"the dataset, a {type(dataset).__qualname__}, does not say what its blocks are"
         raise JobError(f"shuffle: blocks: {what}; say how many samples a block has: shuffle: {{block_rows: 1000}}")
-    sizes = np.asarray(given, np.int64)
+    sizes = np.asarray(stated, np.int64)
     if sizes.ndim != 1 or (sizes < 0).any() or sizes.sum() != len(dataset):
         says = f"has {counted(sizes.size, 'block')} of {sizes.sum()} samples in all, and {len(dataset)} samples"
         raise DataError(f"dataset: {says}; its block_rows must be a list of the samples in each block")
@@ -53,7 +52,7 @@ def block_rows_of(job: Job, dataset: Any) -> Ints | None:
 
 
 def describe_blocks(job: Job, dataset: Any) -> str | None:
-    """All that decides the order of shuffled blocks, besides seed and epoch, as text; None without such a shuffle."""
+    """Return what decides the order of shuffled blocks, but seed and epoch, as text; None without such a shuffle."""
     how, sizes = job.block_shuffle, block_rows_of(job, dataset)
     if how is None or sizes is None:
         return None
@@ -114,23 +113,22 @@ class IndexLists:
             yield ReadRequest(piece.epoch, piece.step, piece.shard, indices.tolist(), blocks)
 
     def _indices(self) -> Iterator[tuple[Shard, Indices]]:
-        """Each piece with its sample indices, int64 [rows], computed for several pieces at once."""
+        """Yield each piece with its sample indices, int64 [rows], computed for several pieces at once."""
         order = self.order
         for pieces in _at_once(self.pieces()):
             if pieces[0].epoch != order.epoch:
                 order = dataclasses.replace(self.order, epoch=pieces[0].epoch)
-            found = order.at(np.concatenate([_positions(one) for one in pieces]))
-            yield from zip(pieces, np.split(found, np.cumsum([one.rows for one in pieces[:-1]])), strict=True)
-
-
-def _positions(piece: Shard) -> Indices:
-    """The positions of a piece's rows, without those that are missing."""
-    every = np.arange(piece.start, piece.stop)
-    return np.delete(every, [at - piece.start for at in piece.missing]) if piece.missing else every
+            positions = [np.arange(one.start, one.stop) for one in pieces]
+            positions = [
+                np.delete(every, [at - one.start for at in one.missing]) if one.missing else every
+                for one, every in zip(pieces, positions, strict=True)
+            ]
+            indices = order.at(np.concatenate(positions))
+            yield from zip(pieces, np.split(indices, np.cumsum([one.rows for one in pieces[:-1]])), strict=True)
 
 
 def _at_once(pieces: Iterator[Shard]) -> Iterator[list[Shard]]:
-    """Consecutive pieces of one epoch, as many as are computed at once."""
+    """Yield consecutive pieces of one epoch, as many as are computed at once."""
     group: list[Shard] = []
     rows = 0
     for piece in pieces:
@@ -147,29 +145,36 @@ def _at_once(pieces: Iterator[Shard]) -> Iterator[list[Shard]]:
 
 LEAST_AHEAD = 8  # blocks
 AT_ONCE = 16  # pieces that are looked at with each request: all of a window at once would delay that request
-REMEMBERED = 1024  # needs of a process
+REMEMBERED = 1024  # blocks, or windows, that a process has got
 
-Need: TypeAlias = tuple[Hashable, Callable[[], Sequence[int]]]  # what tells it from others, and its blocks
-Needs: TypeAlias = Callable[[Shard], Iterator[Need]]
+
+def look_ahead(
+    order: Order | BlockOrder, dataset: Any, processes: int
+) -> Callable[[Iterator[Shard]], Iterator[Sequence[int]]] | None:
+    """Return how to look ahead among pieces; None if the dataset does not read ahead, or any sample may come next."""
+    if not getattr(dataset, "reads_ahead", False) or (isinstance(order, Order) and order.shuffle):
+        return None
+    return functools.partial(LookAhead, order, dataset, max(1, processes))
 
 
 class LookAhead(Iterator[Sequence[int]]):
     """For the request of each piece of a worker, in order, the blocks that its process is to read ahead.
 
-    Request number n goes to process n modulo `processes`, which is told the blocks of its own pieces, as they are
-    found. The search goes on until `blocks` of them for each process lie ahead. There is no end.
+    Request number n goes to process n modulo `processes`, which gets the blocks of its own pieces, as they are found.
+    The search goes on until the blocks that the dataset holds lie ahead for each process. There is no end.
     """
 
-    def __init__(self, needs: Needs, pieces: Iterator[Shard], processes: int, blocks: int) -> None:
-        self._needs = needs
-        self._pieces = enumerate(pieces)
+    def __init__(self, order: Order | BlockOrder, dataset: Any, processes: int, pieces: Iterator[Shard]) -> None:
+        self._order = order
+        self._dataset = dataset
         self._processes = processes
-        self._most = max(blocks, LEAST_AHEAD) * processes
+        self._pieces = enumerate(pieces)
+        self._most = max(dataset.blocks_held, LEAST_AHEAD) * processes
         self._number = -1  # of the request
         self._seen = -1  # the last piece that was looked at
         self._found: deque[tuple[int, int]] = deque()  # pieces ahead, each with how many blocks it was first to need
         self._num_ahead = 0
-        self._told: list[list[int]] = [[] for _ in range(processes)]
+        self._unsent: list[list[int]] = [[] for _ in range(processes)]
         self._known: list[OrderedDict[Hashable, None]] = [OrderedDict() for _ in range(processes)]
 
     def __next__(self) -> Sequence[int]:
@@ -177,65 +182,39 @@ class LookAhead(Iterator[Sequence[int]]):
         while self._found and self._found[0][0] <= self._number:
             self._num_ahead -= self._found.popleft()[1]
         for _ in range(AT_ONCE):
-            if self._is_far_enough() or (coming := next(self._pieces, None)) is None:
+            is_far_enough = self._num_ahead >= self._most and self._seen >= self._number + self._processes
+            if is_far_enough or (upcoming := next(self._pieces, None)) is None:
                 break
-            self._look_at(*coming)
+            self._look_at(*upcoming)
         process = self._number % self._processes
-        told, self._told[process] = self._told[process], []
-        return tuple(told)
-
-    def _is_far_enough(self) -> bool:
-        return self._num_ahead >= self._most and self._seen >= self._number + self._processes
+        blocks, self._unsent[process] = self._unsent[process], []
+        return tuple(blocks)
 
     def _look_at(self, number: int, piece: Shard) -> None:
         """Find the blocks that a piece is the first to need."""
         process = number % self._processes
         known, new = self._known[process], list[int]()
-        for key, blocks in self._needs(piece):
-            if key not in known:
-                known[key] = None
-                new += blocks()
+        if isinstance(self._order, BlockOrder):
+            if self._order.epoch != piece.epoch:
+                self._order = dataclasses.replace(self._order, epoch=piece.epoch)
+            for window in self._order.windows_at(piece.start, piece.stop):
+                if (piece.epoch, window, piece.shard) not in known:
+                    known[(piece.epoch, window, piece.shard)] = None
+                    new += self._blocks_of(self._order, window, piece.shard)
+        else:
+            for block in self._dataset.blocks_at(piece.start, piece.stop):
+                if (piece.epoch, block) not in known:
+                    known[(piece.epoch, block)] = None
+                    new.append(block)
         while len(known) > REMEMBERED:
             known.popitem(last=False)
-        self._told[process] += new
+        self._unsent[process] += new
         self._seen = number
         self._found.append((number, len(new)))
         self._num_ahead += len(new)
 
-
-def look_ahead(
-    order: Order | BlockOrder, dataset: Any, processes: int
-) -> Callable[[Iterator[Shard]], Iterator[Sequence[int]]] | None:
-    """How to look ahead among pieces; None if the dataset does not read ahead, or any sample may come next."""
-    if not getattr(dataset, "reads_ahead", False) or (isinstance(order, Order) and order.shuffle):
-        return None
-    needs = _by_window(order, dataset) if isinstance(order, BlockOrder) else _in_order(dataset)
-    return functools.partial(LookAhead, needs, processes=max(1, processes), blocks=dataset.blocks_held)
-
-
-def _in_order(dataset: Any) -> Needs:
-    """The needs of pieces whose samples come in the dataset's order: blocks."""
-
-    def needs(piece: Shard) -> Iterator[Need]:
-        for block in dataset.blocks_at(piece.start, piece.stop):
-            yield (piece.epoch, block), functools.partial(list, (block,))
-
-    return needs
-
-
-def _by_window(order: BlockOrder, dataset: Any) -> Needs:
-    """The needs of pieces of shuffled blocks: what their shard draws from their windows."""
-    of_epoch = functools.lru_cache(maxsize=1)(lambda epoch: dataclasses.replace(order, epoch=epoch))
-
-    def needs(piece: Shard) -> Iterator[Need]:
-        here = of_epoch(piece.epoch)
-        shards = range(order.shards) if piece.shard < 0 else range(piece.shard, piece.shard + 1)
-        for window in here.windows_at(piece.start, piece.stop):
-            yield (piece.epoch, window, piece.shard), functools.partial(_blocks_of, here, dataset, window, shards)
-
-    return needs
-
-
-def _blocks_of(order: BlockOrder, dataset: Any, window: int, shards: range) -> list[int]:
-    ranges = order.samples_of(window, shards)
-    return list(dict.fromkeys(block for first, stop in ranges for block in dataset.blocks_at(first, stop)))
+    def _blocks_of(self, order: BlockOrder, window: int, shard: int) -> list[int]:
+        """Return the blocks of which a shard, or with -1 the whole batch, draws samples from a window."""
+        shards = range(order.shards) if shard < 0 else range(shard, shard + 1)
+        ranges = order.samples_of(window, shards)
+        return list(dict.fromkeys(block for first, stop in ranges for block in self._dataset.blocks_at(first, stop)))

@@ -1,6 +1,6 @@
 """Import what a target names, and call it; an error names the job's key.
 
-Metrics with a state, as torchmetrics has them: only an evaluation measures them.
+Begin at `build` and `bound`: an object that a job names, and a function. `build_dataset` also checks what it built.
 """
 
 import functools
@@ -22,7 +22,7 @@ from dp_ray.text import did_you_mean, listed
 
 
 def build(key: str, target: Any) -> Any:
-    """The object of the job's `key`: its target called with its args, or the object given from Python.
+    """Return the object of the job's `key`: its target called with its args, or the object given from Python.
 
     Raises what `bind` raises, and JobError if the call raises.
     """
@@ -32,7 +32,7 @@ def build(key: str, target: Any) -> Any:
 
 
 def bound(key: str, target: Any) -> Any:
-    """The function that the job's `key` names, with its args bound as keywords, or the object given from Python.
+    """Return the function that the job's `key` names, its args bound as keywords, or the object given from Python.
 
     A class whose objects can be called is built. Raises JobError if it cannot be imported or called, or rejects args.
     """
@@ -40,28 +40,28 @@ def bound(key: str, target: Any) -> Any:
         if not _makes_functions(target):
             return target
         target = Target(target=target)
-    found = resolve(key, target)
-    if not callable(found):
-        raise JobError(f"{key}: {target.label} is {found!r:.60}, which cannot be called")
-    if _makes_functions(found):
+    function = resolve(key, target)
+    if not callable(function):
+        raise JobError(f"{key}: {target.label} is {function!r:.60}, which cannot be called")
+    if _makes_functions(function):
         return bind(key, target)()
     with suppress(ValueError):  # some built-in callables have no signature
-        takes = inspect.signature(found)
+        takes = inspect.signature(function)
         try:
             takes.bind_partial(**target.args)
         except TypeError as error:
             says = _rejection(list(takes.parameters.values()), target.args, error)
             raise JobError(f"{key}.args: {target.label} {says}") from None
-    return functools.partial(found, **target.args) if target.args else found
+    return functools.partial(function, **target.args) if target.args else function
 
 
-def _makes_functions(found: Any) -> bool:
-    """Whether it is a class whose objects can be called, as a collator's, unlike `list`."""
-    return inspect.isclass(found) and any("__call__" in vars(one) for one in found.__mro__)
+def _makes_functions(value: Any) -> bool:
+    """Return whether it is a class whose objects can be called, as a collator's, unlike `list`."""
+    return inspect.isclass(value) and any("__call__" in vars(one) for one in value.__mro__)
 
 
 def build_dataset(job: Job, key: str = "dataset") -> Any:
-    """The job's dataset; raises JobError if it is not map-style, and DataError if it is empty or has no length."""
+    """Return the job's dataset; raise JobError if it is not map-style, DataError if it is empty or has no length."""
     dataset = build(key, job.dataset)
     if isinstance(dataset, list | tuple) and dataset and all(map(_is_dataset, dataset)):
         raise JobError(
@@ -92,7 +92,9 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
         shuffles = "shuffle" if job.task == "train" else "order"
         raise JobError(f"{shuffles}: a {type(dataset).__qualname__} is read in its own order; leave {shuffles} out")
     if isinstance(dataset, dict) and all(isinstance(name, str) for name in dataset):
-        raise JobError(f"{key}: {_several(dataset)}")
+        names, kind = listed(list(dataset)), type(dataset).__qualname__
+        advice = f": for load_from_disk, the folder FOLDER/{next(iter(dataset))}" if kind == "DatasetDict" else ""
+        raise JobError(f"{key}: must be indexed by numbers; {kind} has {names}; give one of them{advice}")
     for name in ("sampler", "batch_sampler"):
         if _is_torchs("Sampler", getattr(dataset, name, None)):
             raise JobError(f"{key}: its {name} would not be used; {SAMPLER.removeprefix('dataset: ')}")
@@ -100,7 +102,7 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
 
 
 def _is_dataset(one: Any) -> bool:
-    """Whether an item of a list is no sample but a dataset, or what names one."""
+    """Return whether an item of a list is no sample but a dataset, or what names one."""
     named = one.get("target") if isinstance(one, Mapping) else one
     if isinstance(named, str):
         return TARGET.fullmatch(named) is not None
@@ -108,51 +110,45 @@ def _is_dataset(one: Any) -> bool:
 
 
 def _is_torchs(name: str, one: Any) -> bool:
-    """Whether an object is one of a class of torch.utils.data, which is not imported for that: it takes seconds."""
-    found = getattr(sys.modules.get("torch.utils.data"), name, None)
-    return found is not None and isinstance(one, found)
-
-
-def _several(datasets: dict[str, Any]) -> str:
-    names, kind = listed(list(datasets)), type(datasets).__qualname__
-    says = f"must be indexed by numbers; {kind} has {names}; give one of them"
-    return says + f": for load_from_disk, the folder FOLDER/{next(iter(datasets))}" * (kind == "DatasetDict")
+    """Return whether an object is of a class of torch.utils.data; an import of it would take seconds."""
+    cls = getattr(sys.modules.get("torch.utils.data"), name, None)
+    return cls is not None and isinstance(one, cls)
 
 
 def dataset_seed(job: Job, key: str) -> int:
-    """The seed with which the dataset of the job's `key` is built."""
+    """Return the seed with which the dataset of the job's `key` is built."""
     return derive_seed(job.seed, "dataset", key != "dataset")
 
 
 def _has(dataset: Any, name: str) -> bool:
-    """Whether a dataset has a method; torch's base class has a __getitem__ that only raises."""
+    """Return whether a dataset has a method; torch's base class has a __getitem__ that only raises."""
     base = getattr(sys.modules.get("torch.utils.data"), "Dataset", None)  # an import would take seconds
-    found = getattr(type(dataset), name, None)
-    return hasattr(dataset, name) and (found is None or found is not getattr(base, name, None))
+    method = getattr(type(dataset), name, None)
+    return hasattr(dataset, name) and (method is None or method is not getattr(base, name, None))
 
 
 def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
-    """The target's callable with its args bound; a call adds `leading` positional arguments before them.
+    """Return the target's callable with its args bound; a call adds `leading` positional arguments before them.
 
     Raises JobError if the target cannot be imported, cannot be called or rejects its args.
     """
-    found = resolve(key, target)
-    if not callable(found):
+    function = resolve(key, target)
+    if not callable(function):
         raise JobError(
-            f"{key}: {target.label} is {found!r:.60}, not a class or function that can be called with args"
+            f"{key}: {target.label} is {function!r:.60}, not a class or function that can be called with args"
         )
     try:
-        inspect.signature(found).bind(*[None] * leading, **target.args)
+        inspect.signature(function).bind(*[None] * leading, **target.args)
     except TypeError as error:
-        takes = list(inspect.signature(found).parameters.values())[leading:]
+        takes = list(inspect.signature(function).parameters.values())[leading:]
         raise JobError(f"{key}.args: {target.label} {_rejection(takes, target.args, error)}") from None
     except ValueError:
         pass  # some built-in callables have no signature
-    return lambda *given: _call(key, target, found, given)
+    return lambda *positional: _call(key, target, function, positional)
 
 
 def _rejection(takes: Sequence[inspect.Parameter], args: Mapping[str, Any], error: TypeError) -> str:
-    """How a callable with these parameters rejects args: by the first that it does not know, else as Python says."""
+    """Return how a callable with these parameters rejects args: the first that it does not know, or Python's text."""
     names = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     unknown = next((name for name in args if name not in names), None)
     if unknown is None or any(one.kind is one.VAR_KEYWORD for one in takes):
@@ -160,12 +156,12 @@ def _rejection(takes: Sequence[inspect.Parameter], args: Mapping[str, Any], erro
     return f"takes no {unknown!r}, but {listed(names) or 'nothing'}{did_you_mean(unknown, names)}"
 
 
-def check_gives(key: str, found: Any, kind: type, name: str) -> None:
-    """Raise JobError if `found` is a class whose instances are no `kind`; what a function returns is not known."""
-    if not inspect.isclass(found) or issubclass(found, kind):
+def check_gives(key: str, value: Any, kind: type, name: str) -> None:
+    """Raise JobError if `value` is a class whose instances are no `kind`; what a function returns is not known."""
+    if not inspect.isclass(value) or issubclass(value, kind):
         return
-    if found.__new__ is object.__new__ and type(found).__call__ is type.__call__:
-        raise JobError(f"{key}: must give a {name}, and {found.__qualname__} is no subclass of it")
+    if value.__new__ is object.__new__ and type(value).__call__ is type.__call__:
+        raise JobError(f"{key}: must give a {name}, and {value.__qualname__} is no subclass of it")
 
 
 def resolve(key: str, target: Target) -> Any:
@@ -176,12 +172,12 @@ def resolve(key: str, target: Target) -> Any:
     if not target.is_named:
         return target.target
     module_name, _, attribute = target.target.partition(":")
-    found: Any = _import(key, module_name)
+    value: Any = _import(key, module_name)
     for name in attribute.split("."):
-        if not hasattr(found, name):
-            raise JobError(f"{key}: {module_name} has no attribute {name!r}{did_you_mean(name, dir(found))}")
-        found = getattr(found, name)
-    return found
+        if not hasattr(value, name):
+            raise JobError(f"{key}: {module_name} has no attribute {name!r}{did_you_mean(name, dir(value))}")
+        value = getattr(value, name)
+    return value
 
 
 def _import(key: str, module_name: str) -> Any:
@@ -198,9 +194,9 @@ def _import(key: str, module_name: str) -> Any:
         raise JobError(f"{key}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
 
 
-def _call(key: str, target: Target, found: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+def _call(key: str, target: Target, function: Callable[..., Any], positional: tuple[Any, ...]) -> Any:
     try:
-        return found(*given, **target.args)
+        return function(*positional, **target.args)
     except Error:
         raise
     except (Exception, SystemExit) as error:
@@ -208,7 +204,7 @@ def _call(key: str, target: Target, found: Callable[..., Any], given: tuple[Any,
 
 
 def keeps_state(made: Any) -> bool:
-    """Whether a metric, or its class, has the interface of a torchmetrics metric."""
+    """Return whether a metric, or its class, has the interface of a torchmetrics metric."""
     return all(hasattr(made, name) for name in ("update", "compute", "merge_state", "reset"))
 
 
@@ -216,8 +212,8 @@ def unmeasured(job: Job) -> Iterator[str]:
     """Yield a line for each metric with a state in a training without evaluations: nothing measures it."""
     if job.task != "train" or job.eval is not None:
         return
-    for name, given in job.metrics.items():
-        found = resolve(f"metrics.{name}", given) if isinstance(given, Target) else given
-        if keeps_state(found):
+    for name, metric in job.metrics.items():
+        measure = resolve(f"metrics.{name}", metric) if isinstance(metric, Target) else metric
+        if keeps_state(measure):
             only = "is measured over a whole dataset, so by evaluations only"
             yield f"metrics.{name}: {only}, and there are none: set eval"

@@ -1,6 +1,6 @@
-"""Makes the page that compares runs: what differs, their curves laid over each other, their figures side by side.
+"""Write the page of a run, or the one that compares several, where the user wants it.
 
-Writes the page of a run, or of several, where the user wants it.
+A comparison shows what differs, the runs' curves laid over each other, and their figures side by side.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,105 +44,6 @@ class Trials(NamedTuple):
     has_best: bool
 
 
-def comparison_of(runs: Sequence[Storage], trials: Trials | None = None) -> str:
-    """The page that compares runs, as HTML; with `trials`, the page of their sweep."""
-    return render_comparison([read_run(run) for run in runs], trials)
-
-
-def render_comparison(runs: Sequence[RunData], trials: Trials | None = None) -> str:
-    """The page that compares what is known of some runs."""
-    names = list(trials.names) if trials else labels(runs)
-    charts = overlaid(runs, names)
-    tables = {
-        "Figures": figures(runs),
-        "Final metrics": metrics(runs),
-        "Where the time goes": time_splits(runs),
-        "The jobs differ in": differing([run.job for run in runs]),
-        "The environments differ in": differing([environment_of(run) for run in runs]),
-    }
-    drawing = {
-        "steps": max(1, *(run.total_steps for run in runs)),
-        "charts": [one.to_json() for one in charts],
-        "heatMaps": [],
-        "parts": None,
-        "epochs": [],
-        "interruptions": [],
-        "live": None,
-    }
-    known = {"names": names, "runs": runs, "charts": charts, "tables": tables, "trials": trials}
-    return rendered("comparison.html", drawing, **known)
-
-
-def labels(runs: Sequence[RunData]) -> list[str]:
-    """A name for each run: its own, or its directory where several have the same."""
-    names = [run.name for run in runs]
-    return [run.where if names.count(run.name) > 1 else run.name for run in runs]
-
-
-def overlaid(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:
-    """A chart for each value that a run measured, with a series for each run, of the same colour everywhere."""
-    found: dict[str, Chart] = {}
-    for at, (label, run) in enumerate(zip(names, runs, strict=True)):
-        for mine in charts_of(run.history, WHOLE // len(runs)):
-            chart = found.setdefault(mine.title, Chart(f"chart-{len(found)}", mine.title, []))
-            for number, series in enumerate(mine.series):
-                name = f"{label}: {series['name']}" if number else label
-                chart.series.append({**series, "name": name, "color": at, "dash": at + number})
-    return list(found.values())
-
-
-def figures(runs: Sequence[RunData]) -> Rows:
-    """Status, steps, rows per second and seconds of each run."""
-    seconds = [run.result.get("seconds") for run in runs]
-    return {
-        "status": [run.status for run in runs],
-        "steps": [f"{run.steps_done:,} of {run.total_steps:,}" for run in runs],
-        "rows per second": [speed_text(run) for run in runs],
-        "against the first": [_ratio(rows_per_second(run), rows_per_second(runs[0])) for run in runs],
-        "time": [duration(one) for one in seconds],
-        "interruptions": [len(run.incidents.interruptions) for run in runs],
-    }
-
-
-def _ratio(one: float | None, other: float | None) -> str:
-    return f"{one / other:.2f} x" if one and other else ""
-
-
-def metrics(runs: Sequence[RunData]) -> Rows:
-    """The final metrics of each run."""
-    found = [{one.label: one.value for one in metrics_of(run)} for run in runs]
-    return _side_by_side(found)
-
-
-def time_splits(runs: Sequence[RunData]) -> Rows:
-    """The share of each part of a step in each run."""
-    found = [{spoken(one.name): f"{one.share:.1%}" for one in time_split(run)} for run in runs]
-    return _side_by_side(found)
-
-
-def differing(values: Sequence[Mapping[str, Any]]) -> Rows:
-    """The keys in which mappings differ, as dotted paths, with the value of each."""
-    rows = _side_by_side([dict(dotted(one)) for one in values])
-    return {
-        key: [as_text(one) for one in row]
-        for key, row in rows.items()
-        if key not in NO_DIFFERENCE and any(one != row[0] for one in row)
-    }
-
-
-def environment_of(run: RunData) -> dict[str, Any]:
-    """What a run was made with: the code's commit and changed files, versions and machine."""
-    driver = run.drivers[-1] if run.drivers else {}
-    git = driver.get("git") or {}
-    told = {"git": {key: git.get(key) for key in ("commit", "branch", "changed")}} if git else {}
-    return {**{key: driver[key] for key in ENVIRONMENT if key in driver}, **told}
-
-
-def _side_by_side(found: Sequence[Mapping[str, Any]]) -> Rows:
-    keys = dict.fromkeys(key for one in found for key in one)
-    return {key: [one.get(key) for one in found] for key in keys}
-
-
 def save_page(run_dirs: Sequence[str], file: str | None = None) -> str:
     """Write the page of a run, or the one that compares several; return where it is.
 
@@ -169,3 +70,79 @@ def save_comparison(runs: Sequence[Storage], folder: Storage, trials: Trials) ->
         page = comparison_of(runs, trials)
     folder.write_text(REPORT, page)
     return folder.shown(REPORT)
+
+
+def comparison_of(runs: Sequence[Storage], trials: Trials | None = None) -> str:
+    """Return the page that compares runs, as HTML; with `trials`, the page of their sweep."""
+    known = [read_run(run) for run in runs]
+    # A run goes by its own name, or by its directory where several have the same.
+    own = [run.name for run in known]
+    names = list(trials.names) if trials else [run.where if own.count(run.name) > 1 else run.name for run in known]
+    charts = overlaid(known, names)
+    tables = {
+        "Figures": figures(known),
+        "Final metrics": _side_by_side([{one.label: one.value for one in metrics_of(run)} for run in known]),
+        "Where the time goes": _side_by_side(
+            [{spoken(one.name): f"{one.share:.1%}" for one in time_split(run)} for run in known]
+        ),
+        "The jobs differ in": differing([run.job for run in known]),
+        "The environments differ in": differing([environment_of(run) for run in known]),
+    }
+    drawing = {
+        "steps": max(1, *(run.total_steps for run in known)),
+        "charts": [one.to_json() for one in charts],
+        "heatMaps": [],
+        "parts": None,
+        "epochs": [],
+        "interruptions": [],
+        "live": None,
+    }
+    return rendered("comparison.html", drawing, names=names, runs=known, charts=charts, tables=tables, trials=trials)
+
+
+def overlaid(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:
+    """Return a chart for each value that a run measured, with a series for each run, in the same colour on all."""
+    charts: dict[str, Chart] = {}
+    for at, (label, run) in enumerate(zip(names, runs, strict=True)):
+        for mine in charts_of(run.history, WHOLE // len(runs)):
+            chart = charts.setdefault(mine.title, Chart(f"chart-{len(charts)}", mine.title, []))
+            for number, series in enumerate(mine.series):
+                name = f"{label}: {series['name']}" if number else label
+                chart.series.append({**series, "name": name, "color": at, "dash": at + number})
+    return list(charts.values())
+
+
+def figures(runs: Sequence[RunData]) -> Rows:
+    """Return status, steps, rows per second and seconds of each run."""
+    speeds = [rows_per_second(run) for run in runs]
+    return {
+        "status": [run.status for run in runs],
+        "steps": [f"{run.steps_done:,} of {run.total_steps:,}" for run in runs],
+        "rows per second": [speed_text(run) for run in runs],
+        "against the first": [f"{one / speeds[0]:.2f} x" if one and speeds[0] else "" for one in speeds],
+        "time": [duration(run.result.get("seconds")) for run in runs],
+        "interruptions": [len(run.incidents.interruptions) for run in runs],
+    }
+
+
+def differing(values: Sequence[Mapping[str, Any]]) -> Rows:
+    """Return the keys in which mappings differ, as dotted paths, with the value of each."""
+    rows = _side_by_side([dict(dotted(one)) for one in values])
+    return {
+        key: [as_text(one) for one in row]
+        for key, row in rows.items()
+        if key not in NO_DIFFERENCE and any(one != row[0] for one in row)
+    }
+
+
+def environment_of(run: RunData) -> dict[str, Any]:
+    """Return what a run was made with: the code's commit and changed files, versions and machine."""
+    driver = run.drivers[-1] if run.drivers else {}
+    git = driver.get("git") or {}
+    code = {"git": {key: git.get(key) for key in ("commit", "branch", "changed")}} if git else {}
+    return {**{key: driver[key] for key in ENVIRONMENT if key in driver}, **code}
+
+
+def _side_by_side(columns: Sequence[Mapping[str, Any]]) -> Rows:
+    keys = dict.fromkeys(key for one in columns for key in one)
+    return {key: [one.get(key) for one in columns] for key in keys}

@@ -1,13 +1,12 @@
-"""Makes the page of a run: one HTML file that needs no network.
+"""Make the page of a run: one HTML file that needs no network. Begin at `page_of`.
 
-It runs no code of the run, and escapes all that it shows.
-
-The first screen of the page: status, error, progress, speed, where the time goes, final metrics, the command.
+It runs no code of the run, and escapes all that it shows. The first screen shows status, error, progress, speed,
+where the time goes, final metrics and the command.
 """
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,14 +17,82 @@ import numpy as np
 import yaml
 from markupsafe import Markup
 
-from dp_ray.report.charts import Chart, charts_of, epochs_of, workers_chart
+from dp_ray.report.charts import charts_of, epochs_of, workers_chart
 from dp_ray.report.run_data import RunData, WorkerGrid, as_text, read_run
 from dp_ray.rundir.history import is_inner
-from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.steps.times import STEP_PARTS
 from dp_ray.storage import Storage
 from dp_ray.tables import known_numbers, numbers
 from dp_ray.text import harmless, hide_in
+
+REPORT = "report.html"
+HERE = Path(__file__).parent
+SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, where it was built
+EVALUATIONS = 50  # the newest, in the table
+NO_METRICS = {"step", "epoch", "rows", "learning_rate", "gradient_norm", "rows_per_second", "data_wait_seconds"}
+
+
+def write_page(run: Storage) -> None:
+    """Write `report.html` into a run directory."""
+    run.write_text(REPORT, page_of(run))
+
+
+def page_of(run: Storage, live: float | None = None) -> str:
+    """Return the page of a run, finished or not, as HTML; it reloads from its server every `live` seconds."""
+    data = read_run(run)
+    charts = [*charts_of(data.history), *workers_chart(data.incidents, data.steps_done)]
+    maps, parts = heat_maps(data.grid), step_parts(data.grid)
+    drawing = {
+        "steps": max(1, data.total_steps),
+        "charts": [one.to_json() for one in charts],
+        "heatMaps": maps,
+        "parts": parts,
+        "epochs": epochs_of(data.history),
+        "interruptions": [{"step": one.step, "kind": one.kind.value} for one in data.incidents.interruptions],
+        "live": live,
+    }
+    return rendered(
+        "run.html",
+        drawing,
+        run=data,
+        charts=charts,
+        facts=facts_of(data),
+        metrics=metrics_of(data),
+        split=time_split(data),
+        job_file=job_file_of(data.job),
+        driver=data.drivers[-1] if data.drivers else {},
+        evaluations=evaluations_of(data),
+        heat_maps=maps,
+        parts_drawn=parts,
+    )
+
+
+def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
+    """Render a template as HTML, with the scripts and the values that they draw."""
+    scripts = plotting_scripts()
+    return TEMPLATES.get_template(template).render(
+        **values,
+        drawing=hide_in(drawing),
+        can_draw=bool(scripts),
+        styles=Markup((HERE / "page.css").read_text()),
+        scripts=[Markup(one) for one in (*scripts, (HERE / "page.js").read_text())],
+        theme_script=Markup((HERE / "theme.js").read_text()),
+    )
+
+
+@functools.cache
+def plotting_scripts() -> tuple[str, ...]:
+    """Return BokehJS from the installed package, without importing it; nothing if it is not installed."""
+    package = find_spec("bokeh")
+    if package is None or not package.submodule_search_locations:
+        return ()
+    folder = Path(package.submodule_search_locations[0]) / "server" / "static" / "js"
+    try:
+        # In a script's text only this ends the element; in its strings, both spellings are the same.
+        return tuple((folder / name).read_text().replace("</script", "<\\/script") for name in SCRIPTS)
+    except OSError:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -47,56 +114,48 @@ class TimePart:
 
 
 def facts_of(data: RunData) -> list[Fact]:
-    """Progress, speed, time and workers of a run."""
-    return [one for one in _facts(data) if one.value]
-
-
-def _facts(data: RunData) -> Iterator[Fact]:
+    """Return progress, speed, time and workers of a run."""
     result = data.result
     done, total = data.steps_done, data.total_steps
-    whole = result.get("epochs", 1) * result.get("steps", 0)
-    epochs = f"{result['epochs']} epochs of {result['steps']:,}" if result.get("epochs", 1) > 1 else ""
-    if epochs and whole != total:
-        epochs = f"{result['steps']:,} in an epoch"
+    epochs = ""
+    if result.get("epochs", 1) > 1:
+        epochs = f"{result['epochs']} epochs of {result['steps']:,}"
+        if result["epochs"] * result["steps"] != total:
+            epochs = f"{result['steps']:,} in an epoch"
     early = (result.get("stopped_early") or {}).get("text", "")
-    yield Fact("steps", f"{done:,} of {total:,}" if done != total else f"{total:,}", early or epochs)
-    yield Fact("rows per second", speed_text(data), "mean of the run")
-    yield Fact("time", duration(result.get("seconds")), ", ".join(_of_the_time(data)))
-    sizes = data.incidents.world_sizes or tuple(result.get("world_sizes", ()))
-    yield Fact("workers", str(sizes[-1]) if sizes else "", " → ".join(map(str, sizes)) if len(set(sizes)) > 1 else "")
-    yield Fact("interruptions", str(len(data.incidents.interruptions)))
-    aside = result.get("quarantined") or len(data.quarantined)
-    yield Fact("set aside", str(aside) if aside else "", "samples")
-
-
-def _of_the_time(data: RunData) -> Iterator[str]:
-    before, after = (data.result.get(f"seconds_{one}_steps") for one in ("before", "after"))
-    if len(data.drivers) > 1:
-        yield "since it was resumed"
+    times = ["since it was resumed"] if len(data.drivers) > 1 else []
+    before, after = (result.get(f"seconds_{one}_steps") for one in ("before", "after"))
     if before is not None and after is not None:
-        yield f"{duration(before)} before the first step, {duration(after)} after the last"
+        times.append(f"{duration(before)} before the first step, {duration(after)} after the last")
+    sizes = data.incidents.world_sizes or tuple(result.get("world_sizes", ()))
+    aside = result.get("quarantined") or len(data.quarantined)
+    facts = [
+        Fact("steps", f"{done:,} of {total:,}" if done != total else f"{total:,}", early or epochs),
+        Fact("rows per second", speed_text(data), "mean of the run"),
+        Fact("time", duration(result.get("seconds")), ", ".join(times)),
+        Fact("workers", str(sizes[-1]) if sizes else "", " → ".join(map(str, sizes)) if len(set(sizes)) > 1 else ""),
+        Fact("interruptions", str(len(data.incidents.interruptions))),
+        Fact("set aside", str(aside) if aside else "", "samples"),
+    ]
+    return [one for one in facts if one.value]
 
 
 def metrics_of(data: RunData) -> list[Fact]:
-    """The final metrics, or the newest of a run that goes on."""
-    found = data.result.get("metrics") or _newest(data)
+    """Return the final metrics, or the newest of a run that goes on."""
+    metrics = data.result.get("metrics") or {}
+    if not metrics and data.history is not None:
+        names = [name for name in data.history.column_names if name not in NO_METRICS]
+        columns = {name: data.history.column(name).drop_null() for name in names}
+        metrics = {name: column[-1].as_py() for name, column in columns.items() if len(column)}
     best = data.result.get("best") or {}
-    told = {best["metric"]: f"best {number(best['value'])} after step {best['step']:,}"} if best.get("metric") else {}
-    return [Fact(name, number(value), told.get(name, "")) for name, value in found.items() if not is_inner(name)]
-
-
-def _newest(data: RunData) -> dict[str, Any]:
-    """The last value of each measured column of the history."""
-    if data.history is None:
-        return {}
-    skipped = {"step", "epoch", "rows", "learning_rate", "gradient_norm", "rows_per_second", "data_wait_seconds"}
-    names = [name for name in data.history.column_names if name not in skipped]
-    columns = {name: data.history.column(name).drop_null() for name in names}
-    return {name: column[-1].as_py() for name, column in columns.items() if len(column)}
+    notes = (
+        {best["metric"]: f"best {number(best['value'])} after step {best['step']:,}"} if best.get("metric") else {}
+    )
+    return [Fact(name, number(value), notes.get(name, "")) for name, value in metrics.items() if not is_inner(name)]
 
 
 def rows_per_second(data: RunData) -> float | None:
-    """The mean over the run: of a training by its history, else by the rows and the workers' longest loop."""
+    """Return the mean over the run: of a training by its history, else by the rows and the workers' longest loop."""
     if data.history is not None and len(data.history):
         rows, seconds = _rows_and_seconds(data)
         return rows / seconds if seconds > 0 else None
@@ -113,13 +172,13 @@ def _rows_and_seconds(data: RunData) -> tuple[float, float]:
 
 
 def speed_text(data: RunData) -> str:
-    """The mean speed, for people."""
+    """Return the mean speed as text."""
     speed = rows_per_second(data)
     return "" if speed is None else f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
 
 
 def time_split(data: RunData) -> list[TimePart]:
-    """Where the workers' time went, in parts that add up to the whole; the largest first."""
+    """Return the parts of the workers' time, which add up to the whole; the largest first."""
     if shares := (data.time_split or {}).get("all"):
         parts = [TimePart(spoken(name), share, color_of(name)) for name, share in shares.items() if share > 0]
         return sorted(parts, key=lambda one: -one.share)
@@ -137,24 +196,24 @@ def time_split(data: RunData) -> list[TimePart]:
 
 
 def color_of(part: str) -> int:
-    """The number of a part's colour, the same everywhere on the page."""
+    """Return the number of a part's colour, the same everywhere on the page."""
     return STEP_PARTS.index(part) if part in STEP_PARTS else len(STEP_PARTS)
 
 
 def spoken(part: str) -> str:
-    """The name of a part of a step for people."""
+    """Return the name of a part of a step as words."""
     return part.replace("_", " ")
 
 
 def number(value: Any) -> str:
-    """A metric for people; None stands for NaN in JSON."""
+    """Return a metric as text; None stands for NaN in JSON."""
     if isinstance(value, bool | int | str):
         return str(value)
     return f"{value:.6g}" if isinstance(value, float) and math.isfinite(value) else "not finite"
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds for people.
+    """Return seconds in the two largest units.
 
     >>> [duration(one) for one in (3.25, 75, 7384, 180000)]
     ['3.2 s', '1 min 15 s', '2 h 3 min', '2 d 2 h']
@@ -169,116 +228,16 @@ def duration(seconds: float | None) -> str:
     return f"{int(seconds // size)} {large} {int(seconds % size // part)} {small}"
 
 
-REPORT = "report.html"
-HERE = Path(__file__).parent
-SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
-DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, where it was built
-EVALUATIONS = 50  # the newest, in the table
-
-
-def write_page(run: Storage) -> None:
-    """Write `report.html` into a run directory."""
-    run.write_text(REPORT, page_of(run))
-
-
-def page_of(run: Storage, live: float | None = None) -> str:
-    """The page of a run, finished or not, as HTML; it takes itself anew from its server every `live` seconds."""
-    return render_run(read_run(run), live)
-
-
-def render_run(data: RunData, live: float | None = None) -> str:
-    """The page of what is known of a run."""
-    charts = [*charts_of(data.history), *workers_chart(data.incidents, data.steps_done)]
-    return rendered(
-        "run.html",
-        {**drawing_of(data, charts), "live": live},
-        run=data,
-        charts=charts,
-        facts=facts_of(data),
-        metrics=metrics_of(data),
-        split=time_split(data),
-        job_file=job_file_of(data.job),
-        driver=data.drivers[-1] if data.drivers else {},
-        evaluations=evaluations_of(data),
-        heat_maps=heat_maps(data.grid),
-        parts_drawn=step_parts(data.grid),
-    )
-
-
-def drawing_of(data: RunData, charts: Sequence[Chart]) -> dict[str, Any]:
-    """What the page's script draws, as JSON values."""
-    return {
-        "steps": max(1, data.total_steps),
-        "charts": [one.to_json() for one in charts],
-        "heatMaps": heat_maps(data.grid),
-        "parts": step_parts(data.grid),
-        "epochs": epochs_of(data.history),
-        "interruptions": _steps_of(data.incidents),
-    }
-
-
-def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
-    """A template as HTML, with the scripts and the values that they draw."""
-    scripts = plotting_scripts()
-    return (
-        _templates()
-        .get_template(template)
-        .render(
-            **values,
-            drawing=hide_in(drawing),
-            can_draw=bool(scripts),
-            styles=Markup((HERE / "page.css").read_text()),
-            scripts=[Markup(one) for one in (*scripts, (HERE / "page.js").read_text())],
-            theme_script=Markup((HERE / "theme.js").read_text()),
-        )
-    )
-
-
 def job_file_of(job: dict[str, Any]) -> str:
-    """A job with all of its keys as YAML."""
+    """Return a job with all of its keys as YAML."""
     try:
         return str(yaml.dump(job, Dumper=DUMPER, sort_keys=False, allow_unicode=True)) if job else ""
     except UnicodeEncodeError:  # the fast dumper takes no halves of characters
         return str(yaml.dump(job, Dumper=yaml.SafeDumper, sort_keys=False))
 
 
-@functools.cache
-def plotting_scripts() -> tuple[str, ...]:
-    """BokehJS, from the installed package, without importing it; empty if it is not installed."""
-    found = find_spec("bokeh")
-    if found is None or not found.submodule_search_locations:
-        return ()
-    folder = Path(found.submodule_search_locations[0]) / "server" / "static" / "js"
-    try:
-        # In a script's text only this ends the element; in its strings, both spellings are the same.
-        return tuple((folder / name).read_text().replace("</script", "<\\/script") for name in SCRIPTS)
-    except OSError:
-        return ()
-
-
-@functools.cache
-def _templates() -> jinja2.Environment:
-    loader = jinja2.FileSystemLoader(HERE)
-    # What an earlier version did not keep is left out.
-    found = jinja2.Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=jinja2.ChainableUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_shown,
-    )
-    found.filters |= {"number": number, "duration": duration, "text": as_text}
-    return found
-
-
-def _shown(value: Any) -> Any:
-    """A value that a template shows: a text without secrets, what would turn its direction, or cannot be encoded."""
-    return harmless(value) if type(value) is str else value
-
-
 def heat_maps(grid: WorkerGrid | None) -> list[dict[str, Any]]:
-    """The heat maps of a run as JSON values: milliseconds and rows of each worker, a step."""
+    """Return the heat maps of a run as JSON values: milliseconds and rows of each worker, a step."""
     if grid is None:
         return []
     both = {"edges": grid.edges, "nodes": grid.nodes}
@@ -304,29 +263,24 @@ def heat_maps(grid: WorkerGrid | None) -> list[dict[str, Any]]:
 
 
 def step_parts(grid: WorkerGrid | None) -> dict[str, Any] | None:
-    """The milliseconds of each part of a step over the steps, as JSON values; None if they were not measured."""
+    """Return the milliseconds of each part of a step over the steps, as JSON values; None if not measured."""
     if grid is None or not grid.parts:
         return None
-    values = [_plain(part.tolist()) for part in grid.parts.values()]
-    names, colors = map(spoken, grid.parts), map(color_of, grid.parts)
-    return {"edges": grid.edges, "names": list(names), "colors": list(colors), "values": values}
+    return {
+        "edges": grid.edges,
+        "names": [spoken(part) for part in grid.parts],
+        "colors": [color_of(part) for part in grid.parts],
+        "values": _without_nan(grid.parts.values()),
+    }
 
 
-def _without_nan(grid: Any) -> list[list[float | None]]:
-    return [_plain(row) for row in grid.tolist()]
-
-
-def _plain(values: Sequence[float]) -> list[float | None]:
-    """Numbers in six digits, with None for NaN, which JSON does not have."""
-    return [float(f"{one:.6g}") if math.isfinite(one) else None for one in values]
-
-
-def _steps_of(incidents: IncidentLog) -> list[dict[str, Any]]:
-    return [{"step": one.step, "kind": one.kind.value} for one in incidents.interruptions]
+def _without_nan(rows: Iterable[Any]) -> list[list[float | None]]:
+    """Return arrays of numbers in six digits, with None for NaN, which JSON does not have."""
+    return [[float(f"{one:.6g}") if math.isfinite(one) else None for one in row.tolist()] for row in rows]
 
 
 def evaluations_of(data: RunData) -> dict[str, Any]:
-    """The newest evaluations of a training: their columns, and a row for each."""
+    """Return the newest evaluations of a training: their columns, and a row for each."""
     names = [name for name in (data.history.column_names if data.history else []) if name.startswith("eval_")]
     if data.history is None or not names:
         return {"names": [], "rows": []}
@@ -335,3 +289,19 @@ def evaluations_of(data: RunData) -> dict[str, Any]:
     newest = np.searchsorted(known_numbers(table, "epoch")[0], steps[-EVALUATIONS:][::-1])
     rows = [row for at in newest.tolist() for row in table.slice(at, 1).to_pylist()]
     return {"names": names, "rows": rows, "count": len(steps)}
+
+
+def _shown(value: Any) -> Any:
+    """Return what a template shows of a value: of a text, what can be encoded and does not turn its direction."""
+    return harmless(value) if type(value) is str else value
+
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(HERE),
+    autoescape=True,
+    undefined=jinja2.ChainableUndefined,  # values that an earlier version did not keep are left out
+    trim_blocks=True,
+    lstrip_blocks=True,
+    finalize=_shown,
+)
+TEMPLATES.filters |= {"number": number, "duration": duration, "text": as_text}

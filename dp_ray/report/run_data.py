@@ -1,19 +1,18 @@
-"""Reads what a run directory holds, finished or not, as one value; no code of the run is imported or run.
+"""Read what a run directory holds, finished or not, as one `RunData`; no code of the run is imported or run.
 
-A sample of a prediction's outputs, as rows for a table: its first rows and its last, with thumbnails if kept.
-
-What each worker did over the steps, in buckets of steps: rows, milliseconds, and the parts of a step.
-
-The times of the workers' steps tell it; of a run of an earlier version, which has none, its shape reports do.
+Begin at `read_run`. Two of its parts are computed here: a sample of a prediction's outputs, and the grid of what each
+worker did over the steps. The grid comes from the times of the workers' steps, or, of a run of an earlier version,
+which has none, from its shape reports.
 """
 
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +21,7 @@ import torch
 
 from dp_ray.engine.clock import PARTS
 from dp_ray.job.errors import renamed
-from dp_ray.outputs.columns import SAMPLE_INDEX, Column, Layout, from_arrow
+from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, from_arrow
 from dp_ray.outputs.files import names_so_far
 from dp_ray.outputs.parts import reading
 from dp_ray.outputs.read import read_previews
@@ -37,70 +36,6 @@ from dp_ray.steps.times import TIMES, facts_of, part_numbers, read_step_times, s
 from dp_ray.storage import Storage
 from dp_ray.tables import numbers
 from dp_ray.text import hide_in
-
-ROWS = 8  # from the start, and as many from the end
-NUMBERS = 4  # of a row's numbers that are shown
-PROBABLE_CLASSES = range(2, 10_001)
-
-
-def output_samples(run: Storage) -> list[dict[str, Any]]:
-    """The first rows of the outputs so far and the last: sample index, what was carried, outputs, preview."""
-    names = names_so_far(run)
-    previews = {one.sample_index: one for one in read_previews(run)}
-    rows = [*_first_rows(run, names[0]), *_last_rows(run, names[-1])] if names else []
-    found = {row["sample_index"]: {**row, "preview": previews.get(row["sample_index"])} for row in rows}
-    return list(found.values())
-
-
-def _first_rows(run: Storage, name: str) -> Iterator[dict[str, Any]]:
-    with reading(run, name) as file:
-        layout = Layout.from_metadata(file.schema_arrow.metadata)
-        for batch in itertools.islice(file.iter_batches(batch_size=ROWS), 1):
-            yield from _as_rows(pa.Table.from_batches([batch]), layout)
-
-
-def _last_rows(run: Storage, name: str) -> Iterator[dict[str, Any]]:
-    with reading(run, name) as file:
-        layout = Layout.from_metadata(file.schema_arrow.metadata)
-        if file.num_row_groups:
-            table = file.read_row_group(file.num_row_groups - 1)
-            yield from _as_rows(table.slice(max(0, len(table) - ROWS)), layout)
-
-
-def _as_rows(table: pa.Table, layout: Layout) -> Iterator[dict[str, Any]]:
-    carried = {one.key: table.column(one.name).to_pylist() for one in layout.carried}
-    leaves = {one.name: _leaf(table, one) for one in layout.columns}
-    for at, sample in enumerate(table.column(SAMPLE_INDEX).to_pylist()):
-        yield {
-            "sample_index": sample,
-            "carried": {key: str(values[at]) for key, values in carried.items()},
-            "outputs": {name: value_text(rows[at]) for name, rows in leaves.items()},
-        }
-
-
-def _leaf(table: pa.Table, column: Column) -> Any:
-    return from_arrow(column, table.column(column.name).combine_chunks())
-
-
-def value_text(value: torch.Tensor) -> str:
-    """A row of an output in a few words: its numbers if they are few; of a vector, where its largest is."""
-    numbers = value.flatten()
-    if not len(numbers):
-        return "empty"
-    if value.is_complex() or len(numbers) <= NUMBERS:
-        shown = ", ".join(map(_number, numbers[:NUMBERS].tolist()))
-        return shown if value.ndim == 0 or len(numbers) == 1 else f"[{shown}]"
-    numbers = numbers.float()
-    if value.ndim == 1 and len(numbers) in PROBABLE_CLASSES:
-        at = int(numbers.argmax())
-        return f"largest at {at}: {_number(float(numbers[at]))} (of {len(numbers)})"
-    least, mean, most = (_number(float(one)) for one in (numbers.min(), numbers.mean(), numbers.max()))
-    return f"{'x'.join(map(str, value.shape))}: {least} to {most}, mean {mean}"
-
-
-def _number(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, float) and math.isfinite(value) else str(value)
-
 
 CELLS = 24_000  # of a heat map: more are slow to draw
 MOST_COLUMNS = 240
@@ -128,125 +63,13 @@ class WorkerGrid:
     parts: dict[str, Grid]
 
 
-class Reports(NamedTuple):
-    """What workers told of some steps: arrays of one entry a report; `seconds` are those of PARTS, or none."""
-
-    step: Any
-    rank: Any
-    rows: Any
-    milliseconds: Any
-    seconds: tuple[Any, ...] = ()
-
-
-def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
-    """The grid of a run with this many steps, from what there is by now; None without a report."""
-    times = run.child(TIMES)
-    files = [(times, f"part-{number}.parquet") for number in part_numbers(times)]
-    is_timed = bool(files)
-    files = files or _shape_files(run)
-    nodes = {rank: node for file in files for rank, node in _nodes_of(file)}
-    if not nodes or steps <= 0:
-        return None
-    steps = min(steps, 1 + max(map(_last_step, files)))
-    num_ranks = max(nodes) + 1
-    columns = max(1, min(steps, MOST_COLUMNS, CELLS // num_ranks))
-    sums = _Sums(num_ranks, np.arange(columns + 1) * steps // columns)
-    for file in files:
-        for reports in _timed(file) if is_timed else _shaped(file):
-            sums.add(reports)
-    return sums.grid([nodes.get(rank, "") for rank in range(num_ranks)])
-
-
-class _Sums:
-    """Adds up reports in the cells of a grid."""
-
-    def __init__(self, num_ranks: int, edges: Any) -> None:
-        self._edges = edges
-        self._shape = num_ranks, len(edges) - 1
-        self._rows, self._milliseconds, self._slowest, self._steps = (np.zeros(self._shape) for _ in range(4))
-        self._parts = np.zeros((len(PARTS), len(edges) - 1))
-
-    def add(self, reports: Reports) -> None:
-        """Add reports."""
-        step, rank = reports.step, reports.rank.astype(np.int64)
-        column = np.clip(np.searchsorted(self._edges, step, side="right") - 1, 0, self._shape[1] - 1)
-        cell = rank * self._shape[1] + column
-        self._rows += self._total(cell, reports.rows)
-        self._milliseconds += self._total(cell, reports.milliseconds)
-        np.maximum.at(self._slowest.reshape(-1), cell, reports.milliseconds)
-        for number, seconds in enumerate(reports.seconds):
-            self._parts[number] += 1000 * np.bincount(column, seconds, self._shape[1])
-        # A worker may have several shards of a step, each with a report of its shapes.
-        worked = cell if reports.seconds else np.unique(np.stack([step, cell]), axis=1)[1]
-        self._steps += self._total(worked, None)
-
-    def _total(self, cell: Any, weights: Any) -> Any:
-        return np.bincount(cell, weights, self._rows.size).reshape(self._shape)
-
-    def grid(self, nodes: list[str]) -> WorkerGrid:
-        """The means over the steps of each cell."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            rows, milliseconds = self._rows / self._steps, self._milliseconds / self._steps
-            parts = self._parts / self._steps.sum(0)
-        slowest = np.where(self._steps > 0, self._slowest, np.nan)
-        told = {name: part for name, part in zip(PARTS, parts, strict=True) if np.nansum(part) > 0}
-        return WorkerGrid(self._edges.tolist(), nodes, rows, milliseconds, slowest, told)
-
-
-def _timed(file: File) -> Iterator[Reports]:
-    """The reports in a file of the steps' times."""
-    with reading(*file) as parquet:
-        for batch in parquet.iter_batches(batch_size=BATCH):
-            seconds = tuple(numbers(batch.column(name)) for name in PARTS)
-            own = sum(one for name, one in zip(PARTS, seconds, strict=True) if name != EXCHANGE)
-            step, rank, rows = (numbers(batch.column(name)) for name in ("step", "rank", "rows"))
-            yield Reports(step, rank, rows, 1000 * own, seconds)
-
-
-def _shaped(file: File) -> Iterator[Reports]:
-    """The reports in a file of shape reports."""
-    names = ["step", "rank", "rows", "milliseconds"]
-    with reading(*file) as parquet:
-        for batch in parquet.iter_batches(batch_size=BATCH, columns=names):
-            step, rank, rows, milliseconds = (numbers(batch.column(name)) for name in names)
-            yield Reports(step, rank, rows, milliseconds)
-
-
-def _shape_files(run: Storage) -> list[File]:
-    """The file of a run's shape reports, and the pieces of a run that goes on."""
-    folder = run.child(REPORTS)
-    pieces = sorted((name for name in folder.names() if PIECE.fullmatch(name)), key=lambda name: (len(name), name))
-    pending = [PENDING] * folder.exists(PENDING)
-    whole = [(run, SHAPES)] * run.exists(SHAPES)
-    return [*whole, *((folder, name) for name in (*pieces, *pending))]
-
-
-def _last_step(file: File) -> int:
-    """The last step in a file, by its statistics."""
-    with reading(*file) as parquet:
-        groups = [parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups)]
-        return max((int(group.column(0).statistics.max) for group in groups), default=-1)
-
-
-def _nodes_of(file: File) -> Iterator[tuple[int, str]]:
-    """The ranks in a file, each with its newest node."""
-    with reading(*file) as parquet:
-        for batch in parquet.iter_batches(batch_size=BATCH, columns=["rank", "node"]):
-            ranks, nodes = batch.columns
-            found, last = np.unique(numbers(ranks)[::-1], return_index=True)
-            for rank, at in zip(found.tolist(), (len(ranks) - 1 - last).tolist(), strict=True):
-                yield rank, nodes[at].as_py()
-
-
-T = TypeVar("T")
-NO_TIMES: tuple[dict[str, Any] | None, str | None] = None, None
 NEWEST = 4  # files of steps' times that tell the verdict of a run that goes on
 SET_ASIDE = 200  # set-aside samples that are shown
 
 
 @dataclass
 class RunData:
-    """What is known of a run. `problems` says what could not be read."""
+    """A run as far as it is known. `problems` says what could not be read."""
 
     where: str
     job: dict[str, Any] = field(default_factory=dict)
@@ -265,12 +88,12 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """The run's name."""
+        """The run's own name, or its directory."""
         return str(self.job.get("name") or self.result.get("name") or self.where)
 
     @property
     def task(self) -> str:
-        """The run's task."""
+        """`train`, `predict` or `evaluate`; `run` if it is unknown."""
         return str(self.job.get("task") or self.result.get("task") or "run")
 
     @property
@@ -285,7 +108,7 @@ class RunData:
 
     @property
     def total_steps(self) -> int:
-        """The steps of the whole run."""
+        """How many steps the whole run has."""
         return int(self.state.steps if self.state else self.result.get("total_steps") or 0)
 
     @property
@@ -302,51 +125,221 @@ class RunData:
 def read_run(run: Storage) -> RunData:
     """Read a run's directory. A file that is damaged, or that changes meanwhile, is left out and told of."""
     data = RunData(relative(str(run)))
-
-    def part(name: str, read: Callable[[], T], default: T) -> T:
-        try:
-            return read()
-        except Exception as error:  # files of any content
-            data.problems.append(f"{name} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}")
-            return default
-
-    done = part("the result", lambda: is_finished(run), False)
-    data.job = part("the job", lambda: hide_in(renamed(read_claim(run).get("job", {}))), {})
-    data.result = part("the result", lambda: hide_in(read_json(run, RESULT)) if run.exists(RESULT) else {}, {})
-    data.state = part("the state", lambda: unfinished(run.location), None)
-    data.drivers = part("about.json", lambda: read_about(run), [])
-    data.incidents = part(
-        "the interruptions", lambda: read_incidents(run, RESULT if done else INCIDENTS), IncidentLog()
-    )
-    data.history = part("the history", lambda: history_of(run), None)
-    data.time_split, data.verdict = part("the times of the steps", lambda: _times(run, data), NO_TIMES)
-    data.grid = part("the shape reports", lambda: worker_grid(run, data.total_steps), None)
-    data.quarantined = part("the samples set aside", lambda: _quarantined(run), [])
-    data.samples = part("the outputs", lambda: output_samples(run) if data.task == "predict" else [], [])
+    is_done = False
+    with _problem_noted(data, "the result"):
+        is_done = is_finished(run)
+    with _problem_noted(data, "the job"):
+        data.job = hide_in(renamed(read_claim(run).get("job", {})))
+    with _problem_noted(data, "the result"):
+        data.result = hide_in(read_json(run, RESULT)) if run.exists(RESULT) else {}
+    with _problem_noted(data, "the state"):
+        data.state = unfinished(run.location)
+    with _problem_noted(data, "about.json"):
+        data.drivers = read_about(run)
+    with _problem_noted(data, "the interruptions"):
+        data.incidents = read_incidents(run, RESULT if is_done else INCIDENTS)
+    with _problem_noted(data, "the history"):
+        data.history = history_of(run)
+    with _problem_noted(data, "the times of the steps"):
+        if data.result.get("time_split"):
+            data.time_split, data.verdict = data.result["time_split"], data.result.get("verdict")
+        else:  # of a run that goes on: the newest steps
+            table = read_step_times(run, NEWEST)
+            verdict = verdict_of(table, facts_of(data.job))
+            data.time_split, data.verdict = time_split(steady(table)), verdict.text if verdict else None
+    with _problem_noted(data, "the shape reports"):
+        data.grid = worker_grid(run, data.total_steps)
+    with _problem_noted(data, "the samples set aside"):
+        data.quarantined = _quarantined(run)
+    with _problem_noted(data, "the outputs"):
+        data.samples = output_samples(run) if data.task == "predict" else []
     return data
 
 
-def _times(run: Storage, data: RunData) -> tuple[dict[str, Any] | None, str | None]:
-    """The shares of a step's parts and the verdict: those of the result, else of the newest steps."""
-    if data.result.get("time_split"):
-        return data.result["time_split"], data.result.get("verdict")
-    table = read_step_times(run, NEWEST)
-    verdict = verdict_of(table, facts_of(data.job))
-    return time_split(steady(table)), verdict.text if verdict else None
+@contextmanager
+def _problem_noted(data: RunData, name: str) -> Iterator[None]:
+    """A block that reads a part of the run; an error in it is noted, and the part stays empty."""
+    try:
+        yield
+    except Exception as error:  # files of any content
+        data.problems.append(f"{name} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}")
 
 
 def _quarantined(run: Storage) -> list[Record]:
-    """The first samples that were set aside."""
+    """Return the first samples that were set aside."""
     folder = run.child(QUARANTINE)
-    found: list[Record] = []
+    records: list[Record] = []
     for name in record_files(folder)[:SET_ASIDE]:
-        found += read_records(folder, name)
-    if not found and run.exists(QUARANTINED):
+        records += read_records(folder, name)
+    if not records and run.exists(QUARANTINED):
         with run.open(QUARANTINED) as stream:
-            found = pq.ParquetFile(stream).read().slice(0, SET_ASIDE).to_pylist()
-    return found[:SET_ASIDE]
+            records = pq.ParquetFile(stream).read().slice(0, SET_ASIDE).to_pylist()
+    return records[:SET_ASIDE]
+
+
+ROWS = 8  # from the start, and as many from the end
+NUMBERS = 4  # of a row's numbers that are shown
+PROBABLE_CLASSES = range(2, 10_001)
+
+
+def output_samples(run: Storage) -> list[dict[str, Any]]:
+    """Return the first rows of the outputs so far and the last: sample index, what was carried, outputs, preview."""
+    names = names_so_far(run)
+    previews = {one.sample_index: one for one in read_previews(run)}
+    rows: list[dict[str, Any]] = []
+    if names:
+        with reading(run, names[0]) as file:
+            layout = Layout.from_metadata(file.schema_arrow.metadata)
+            for batch in itertools.islice(file.iter_batches(batch_size=ROWS), 1):
+                rows += _as_rows(pa.Table.from_batches([batch]), layout)
+        with reading(run, names[-1]) as file:
+            layout = Layout.from_metadata(file.schema_arrow.metadata)
+            if file.num_row_groups:
+                table = file.read_row_group(file.num_row_groups - 1)
+                rows += _as_rows(table.slice(max(0, len(table) - ROWS)), layout)
+    # A short table's first rows are among its last too.
+    samples = {row["sample_index"]: {**row, "preview": previews.get(row["sample_index"])} for row in rows}
+    return list(samples.values())
+
+
+def _as_rows(table: pa.Table, layout: Layout) -> Iterator[dict[str, Any]]:
+    carried = {one.key: table.column(one.name).to_pylist() for one in layout.carried}
+    leaves: dict[str, Any] = {
+        one.name: from_arrow(one, table.column(one.name).combine_chunks()) for one in layout.columns
+    }
+    for at, sample in enumerate(table.column(SAMPLE_INDEX).to_pylist()):
+        yield {
+            "sample_index": sample,
+            "carried": {key: str(values[at]) for key, values in carried.items()},
+            "outputs": {name: value_text(rows[at]) for name, rows in leaves.items()},
+        }
+
+
+def value_text(value: torch.Tensor) -> str:
+    """Return a row of an output in a few words: its numbers if they are few; of a vector, where its largest is."""
+    numbers = value.flatten()
+    if not len(numbers):
+        return "empty"
+    if value.is_complex() or len(numbers) <= NUMBERS:
+        shown = ", ".join(map(_number, numbers[:NUMBERS].tolist()))
+        return shown if value.ndim == 0 or len(numbers) == 1 else f"[{shown}]"
+    numbers = numbers.float()
+    if value.ndim == 1 and len(numbers) in PROBABLE_CLASSES:
+        at = int(numbers.argmax())
+        return f"largest at {at}: {_number(float(numbers[at]))} (of {len(numbers)})"
+    least, mean, most = (_number(float(one)) for one in (numbers.min(), numbers.mean(), numbers.max()))
+    return f"{'x'.join(map(str, value.shape))}: {least} to {most}, mean {mean}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+class Reports(NamedTuple):
+    """Reports of workers about some steps: arrays of one entry a report; `seconds` are those of PARTS, or none."""
+
+    step: Any
+    rank: Any
+    rows: Any
+    milliseconds: Any
+    seconds: tuple[Any, ...] = ()
+
+
+def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
+    """Return the grid of a run with this many steps, from the files that there are by now; None without a report."""
+    times = run.child(TIMES)
+    files = [(times, f"part-{number}.parquet") for number in part_numbers(times)]
+    is_timed = bool(files)
+    if not is_timed:
+        # The file of a run's shape reports, then the pieces of a run that goes on.
+        folder = run.child(REPORTS)
+        pieces = sorted(
+            (name for name in folder.names() if PIECE.fullmatch(name)), key=lambda name: (len(name), name)
+        )
+        if folder.exists(PENDING):
+            pieces.append(PENDING)
+        files = [(run, SHAPES)] if run.exists(SHAPES) else []
+        files += [(folder, name) for name in pieces]
+    nodes = {rank: node for file in files for rank, node in _nodes_of(file)}
+    if not nodes or steps <= 0:
+        return None
+    steps = min(steps, 1 + max(map(_last_step, files)))
+    num_ranks = max(nodes) + 1
+    columns = max(1, min(steps, MOST_COLUMNS, CELLS // num_ranks))
+    sums = _Sums(num_ranks, np.arange(columns + 1) * steps // columns)
+    for file in files:
+        for reports in _reports_in(file, is_timed):
+            sums.add(reports)
+    return sums.grid([nodes.get(rank, "") for rank in range(num_ranks)])
+
+
+class _Sums:
+    """Sums of reports in the cells of a grid."""
+
+    def __init__(self, num_ranks: int, edges: Any) -> None:
+        self._edges = edges
+        self._shape = num_ranks, len(edges) - 1
+        self._rows, self._milliseconds, self._slowest, self._steps = (np.zeros(self._shape) for _ in range(4))
+        self._parts = np.zeros((len(PARTS), len(edges) - 1))
+
+    def add(self, reports: Reports) -> None:
+        """Add reports to the cells of their steps and ranks."""
+        step, rank = reports.step, reports.rank.astype(np.int64)
+        column = np.clip(np.searchsorted(self._edges, step, side="right") - 1, 0, self._shape[1] - 1)
+        cell = rank * self._shape[1] + column
+        self._rows += self._total(cell, reports.rows)
+        self._milliseconds += self._total(cell, reports.milliseconds)
+        np.maximum.at(self._slowest.reshape(-1), cell, reports.milliseconds)
+        for number, seconds in enumerate(reports.seconds):
+            self._parts[number] += 1000 * np.bincount(column, seconds, self._shape[1])
+        # A worker may have several shards of a step, each with a report of its shapes.
+        worked = cell if reports.seconds else np.unique(np.stack([step, cell]), axis=1)[1]
+        self._steps += self._total(worked, None)
+
+    def _total(self, cell: Any, weights: Any) -> Any:
+        return np.bincount(cell, weights, self._rows.size).reshape(self._shape)
+
+    def grid(self, nodes: list[str]) -> WorkerGrid:
+        """Return the means over the steps of each cell."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            rows, milliseconds = self._rows / self._steps, self._milliseconds / self._steps
+            parts = self._parts / self._steps.sum(0)
+        slowest = np.where(self._steps > 0, self._slowest, np.nan)
+        measured = {name: part for name, part in zip(PARTS, parts, strict=True) if np.nansum(part) > 0}
+        return WorkerGrid(self._edges.tolist(), nodes, rows, milliseconds, slowest, measured)
+
+
+def _reports_in(file: File, is_timed: bool) -> Iterator[Reports]:
+    """Yield the reports in a file of the steps' times, or, if not `is_timed`, of shape reports."""
+    names = ["step", "rank", "rows"]
+    with reading(*file) as parquet:
+        for batch in parquet.iter_batches(batch_size=BATCH, columns=None if is_timed else [*names, "milliseconds"]):
+            if is_timed:
+                seconds = tuple(numbers(batch.column(name)) for name in PARTS)
+                milliseconds = 1000 * sum(one for name, one in zip(PARTS, seconds, strict=True) if name != EXCHANGE)
+            else:
+                seconds, milliseconds = (), numbers(batch.column("milliseconds"))
+            step, rank, rows = (numbers(batch.column(name)) for name in names)
+            yield Reports(step, rank, rows, milliseconds, seconds)
+
+
+def _last_step(file: File) -> int:
+    """Return the last step in a file, by its statistics."""
+    with reading(*file) as parquet:
+        groups = [parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups)]
+        return max((int(group.column(0).statistics.max) for group in groups), default=-1)
+
+
+def _nodes_of(file: File) -> Iterator[tuple[int, str]]:
+    """Yield the ranks in a file, each with its newest node."""
+    with reading(*file) as parquet:
+        for batch in parquet.iter_batches(batch_size=BATCH, columns=["rank", "node"]):
+            ranks, nodes = batch.columns
+            known, last = np.unique(numbers(ranks)[::-1], return_index=True)
+            for rank, at in zip(known.tolist(), (len(ranks) - 1 - last).tolist(), strict=True):
+                yield rank, nodes[at].as_py()
 
 
 def as_text(value: Any) -> str:
-    """A value of a job or of an environment as text."""
+    """Return a value of a job or of an environment as text."""
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)

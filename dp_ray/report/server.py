@@ -1,6 +1,6 @@
-"""`dp-ray watch`: the page of a run on localhost, or its state in the terminal.
+"""`dp-ray watch`: serve the page of a run on localhost, to whoever knows the token in its URL, while the run goes on.
 
-Serves the page of a run on localhost, to whoever knows the token in its URL, while the run goes on.
+Begin at `watch_page`. The state of a run in the terminal is in `terminal.py`.
 """
 
 import hmac
@@ -35,8 +35,23 @@ HEADERS = {
 }
 
 
+def watch_page(run: Storage, host: str, port: int, until_end: bool, say: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C, or until the run has ended; `say` gets its URL."""
+    watched = Watched(run)
+    server = WatchServer(LivePage(run, lambda: watched.look().has_ended), host, port)
+    thread = threading.Thread(target=server.serve_forever, name="watch", daemon=True)
+    thread.start()
+    try:
+        say(server.url)
+        while not (until_end and watched.look().has_ended):
+            time.sleep(LOOK_SECONDS[run.is_atomic])
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 class LivePage:
-    """The page of a run, made anew at most every few seconds, whoever asks."""
+    """The page of a run, rendered anew at most every few seconds, whoever asks."""
 
     def __init__(self, run: Storage, has_ended: Callable[[], bool]) -> None:
         self._run = run
@@ -47,26 +62,27 @@ class LivePage:
         self._is_last = False
 
     def page(self) -> bytes:
-        """The page as it is now; the last one asks for no newer."""
+        """Return the page as it is now; the last one asks for no newer."""
         with self._lock:
             if time.monotonic() >= self._due and not self._is_last:
-                began, is_last = time.monotonic(), self._has_ended()
-                self._page = self._made(is_last).encode()
+                began = time.monotonic()
+                # Asked before the page is made: a run that ends meanwhile gets one more page, which shows its end.
+                is_last = self._has_ended()
+                try:
+                    if self._run.exists(RUN):
+                        page = page_of(self._run, None if is_last else LIVE_SECONDS)
+                    else:
+                        page = waiting_page(f"There is no run at {self._run} yet. This page waits for it.")
+                except Exception as error:  # a damaged file of any kind, which may be whole at the next look
+                    page = waiting_page(f"The page cannot be made: {type(error).__name__}: {error}")
+                self._page = page.encode()
                 self._is_last = is_last
                 self._due = time.monotonic() + max(LIVE_SECONDS / 2, REST * (time.monotonic() - began))
             return self._page
 
-    def _made(self, is_last: bool) -> str:
-        try:
-            if not self._run.exists(RUN):
-                return waiting_page(f"There is no run at {self._run} yet. This page waits for it.")
-            return page_of(self._run, None if is_last else LIVE_SECONDS)
-        except Exception as error:  # a damaged file of any kind, which may be whole at the next look
-            return waiting_page(f"The page cannot be made: {type(error).__name__}: {error}")
-
 
 def waiting_page(text: str) -> str:
-    """A page with a line of text that asks again."""
+    """Return a page with a line of text that reloads itself."""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
         f'<link rel="icon" href="data:,">'
@@ -75,7 +91,7 @@ def waiting_page(text: str) -> str:
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves one page at `url`; requests with another Host, without the token, or for another path are refused."""
+    """A server of one page at `url`; it refuses requests with another Host or path, or without the token."""
 
     daemon_threads = True
 
@@ -100,7 +116,7 @@ class WatchServer(ThreadingHTTPServer):
         """Say nothing of a browser that went away."""
 
     def is_ours(self, host: str) -> bool:
-        """Whether a Host header names this server: a foreign name would be a page that had its name rebound."""
+        """Return whether a Host header names this server; a foreign name may be a page's with its name rebound."""
         name = (urlsplit(f"//{host}").hostname or "").lower()
         if name in ("localhost", self.given_host.lower(), socket.gethostname().lower()):
             return True
@@ -110,11 +126,6 @@ class WatchServer(ThreadingHTTPServer):
             return False
         return True
 
-    def has_token(self, query: str) -> bool:
-        """Whether a request's query holds the token; the comparison takes the same time wherever they differ."""
-        given = parse_qs(query).get("token", [""])[0]
-        return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
-
 
 class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
@@ -123,55 +134,33 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30  # a client that sends nothing holds its thread no longer
 
     def do_GET(self) -> None:
-        """Answer with the page, or with 304 if the browser has it."""
-        self._answer(has_body=True)
-
-    def do_HEAD(self) -> None:
-        """Answer as GET, without the page."""
-        self._answer(has_body=False)
-
-    def _answer(self, has_body: bool) -> None:
-        asked = urlsplit(self.path)
+        """Answer with the page, with 304 if the browser has it; HEAD without the page."""
+        request = urlsplit(self.path)
+        token = parse_qs(request.query).get("token", [""])[0]
         if not self.server.is_ours(self.headers.get("Host", "")):
-            self._send(403, b"unknown Host\n", has_body)
-        elif not self.server.has_token(asked.query):
-            self._send(
-                403, b"the URL's token is missing or wrong: take the URL that dp-ray watch printed\n", has_body
-            )
-        elif asked.path != "/":
-            self._send(404, b"there is only /\n", has_body)
+            self._send(403, b"unknown Host\n")
+        elif not hmac.compare_digest(token.encode(errors="replace"), self.server.token.encode()):
+            # The comparison takes the same time wherever they differ.
+            self._send(403, b"the URL's token is missing or wrong: take the URL that dp-ray watch printed\n")
+        elif request.path != "/":
+            self._send(404, b"there is only /\n")
         else:
-            self._send_page(self.server.page.page(), has_body)
+            page = self.server.page.page()
+            tag = f'"{sha256(page).hexdigest()[:32]}"'
+            is_known = self.headers.get("If-None-Match") == tag
+            self._send(304 if is_known else 200, b"" if is_known else page, {**HEADERS, "ETag": tag})
 
-    def _send_page(self, page: bytes, has_body: bool) -> None:
-        tag = f'"{sha256(page).hexdigest()[:32]}"'
-        is_known = self.headers.get("If-None-Match") == tag
-        self._send(304 if is_known else 200, b"" if is_known else page, has_body, {**HEADERS, "ETag": tag})
+    do_HEAD = do_GET
 
-    def _send(self, status: int, body: bytes, has_body: bool, headers: dict[str, str] | None = None) -> None:
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in (headers or {**HEADERS, "Content-Type": "text/plain; charset=utf-8"}).items():
             self.send_header(name, value)
         if status != 304:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if has_body:
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing for a request."""
-
-
-def watch_page(run: Storage, host: str, port: int, until_end: bool, say: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C, or until the run has ended; `say` gets its URL."""
-    watched = Watched(run)
-    server = WatchServer(LivePage(run, lambda: watched.look().has_ended), host, port)
-    thread = threading.Thread(target=server.serve_forever, name="watch", daemon=True)
-    thread.start()
-    try:
-        say(server.url)
-        while not (until_end and watched.look().has_ended):
-            time.sleep(LOOK_SECONDS[run.is_atomic])
-    finally:
-        server.shutdown()
-        server.server_close()

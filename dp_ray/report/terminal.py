@@ -1,12 +1,12 @@
-"""Draws a watched run in the terminal, in place; elsewhere it prints a line when something has changed.
+"""Draw a watched run in the terminal, in place; elsewhere, print a line when something has changed.
 
-What a watched run's directory says at a moment; it imports no torch, and runs no code of the run.
+`Watched` reads the run's directory, `watch_plain` draws it. It imports no torch, and runs no code of the run.
 """
 
 import shutil
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -35,17 +35,17 @@ class Snapshot:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a run yet."""
+        """Return whether there is a run yet."""
         return self.row.status != NO_RUN
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more happens: the run ended, or its driver was killed, or its directory is damaged."""
+        """Return whether nothing more happens: the run ended, its driver was killed, or its directory is damaged."""
         return self.has_begun and self.row.status != "running"
 
 
 class Watched:
-    """Reads a run's directory again and again; the history less often if reading it takes long."""
+    """A reader of a run's directory, for many looks; the history is read less often if reading it takes long."""
 
     def __init__(self, run: Storage) -> None:
         self._run = run
@@ -53,38 +53,29 @@ class Watched:
         self._due = 0.0
 
     def look(self) -> Snapshot:
-        """What the directory says now; files that change while they are read are read at the next look."""
+        """Read the directory as it is now; files that change while they are read are read at the next look."""
         run = self._run
         name = run.path.rstrip("/").rpartition("/")[2]
-        if not _is_there(run):
+        try:
+            is_there = run.exists(RUN)
+        except StorageError:  # an object store that does not answer for a moment
+            is_there = False
+        if not is_there:
             return Snapshot(ListedRun(name, NO_RUN))
         row = listed_run(run, name)
         try:
-            return Snapshot(
-                row,
-                read_progress(run) if run.exists(PROGRESS) else {},
-                self._read_losses(is_last=row.status in ENDED),
-                read_incidents(run, RESULT if row.status == "done" else INCIDENTS),
-                str(read_json(run, RESULT).get("error") or "") if row.status == "failed" else "",
-            )
+            progress = read_progress(run) if run.exists(PROGRESS) else {}
+            began = time.monotonic()
+            if row.status in ENDED or began >= self._due:
+                table = history_so_far(run)
+                has_losses = table is not None and "loss" in table.column_names
+                self._losses = table.column("loss").to_pylist() if table is not None and has_losses else []
+                self._due = time.monotonic() + 20 * (time.monotonic() - began)
+            incidents = read_incidents(run, RESULT if row.status == "done" else INCIDENTS)
+            error = str(read_json(run, RESULT).get("error") or "") if row.status == "failed" else ""
+            return Snapshot(row, progress, self._losses, incidents, error)
         except Exception:  # files of any content, which may be whole at the next look
             return Snapshot(row, losses=self._losses)
-
-    def _read_losses(self, is_last: bool) -> list[float]:
-        began = time.monotonic()
-        if is_last or began >= self._due:
-            table = history_so_far(self._run)
-            has_losses = table is not None and "loss" in table.column_names
-            self._losses = table.column("loss").to_pylist() if table is not None and has_losses else []
-            self._due = time.monotonic() + 20 * (time.monotonic() - began)
-        return self._losses
-
-
-def _is_there(run: Storage) -> bool:
-    try:
-        return run.exists(RUN)
-    except StorageError:  # an object store that does not answer for a moment
-        return False
 
 
 SHOWN_WORKERS = 16
@@ -94,32 +85,57 @@ LINE_SECONDS = 5.0
 
 
 def watch_plain(look: Callable[[], Snapshot], out: TextIO, seconds: float) -> Snapshot:
-    """Draw the run every so many seconds until it has ended; return what was drawn last."""
-    show = _redrawing(out) if out.isatty() else _printing(out)
+    """Show the run every so many seconds until it has ended; return what was shown last.
+
+    A terminal is drawn over. Elsewhere a line is printed if it is another one, every few seconds, and at the end all.
+    """
+    is_terminal = out.isatty()
+    num_drawn = 0  # lines that the next look draws over
+    printed, printed_at = "", 0.0
     while True:
         snapshot = look()
-        show(snapshot)
+        if is_terminal:
+            size = shutil.get_terminal_size()
+            lines = screen(snapshot, size.columns, size.lines - 1)
+            up = f"\x1b[{num_drawn}A" if num_drawn else ""
+            out.write(f"{up}\r\x1b[J" + "".join(f"{line}\n" for line in lines))
+            num_drawn = len(lines)
+        elif snapshot.has_ended:
+            out.write("".join(f"{line}\n" for line in screen(snapshot, 80)))
+        else:
+            line = printable(headline(snapshot)) if snapshot.has_begun else screen(snapshot, 80)[0]
+            is_due = time.monotonic() - printed_at >= LINE_SECONDS or not printed
+            if line != printed and is_due:
+                out.write(f"{line}\n")
+                printed, printed_at = line, time.monotonic()
+        out.flush()
         if snapshot.has_ended:
             return snapshot
         time.sleep(seconds)
 
 
 def screen(snapshot: Snapshot, width: int, height: int = 1000) -> list[str]:
-    """The lines that show a run, each at most `width` characters, without control characters."""
+    """Return the lines that show a run, each at most `width` characters, without control characters."""
     lines = [printable(line) for line in _lines(snapshot, width)]
     return [line if len(line) <= width else line[: max(0, width - 1)] + "…" for line in lines[:height]]
 
 
 def headline(snapshot: Snapshot) -> str:
-    """The run in one line: `digits running, step 45/90, 50 %, 1,234 rows/s, loss 0.394`."""
-    row, rate = snapshot.row, snapshot.progress.get("rows_per_second")
+    """Return the run in one line: `digits running, step 45/90, 50 %, 1,234 rows/s, loss 0.394`."""
+    row = snapshot.row
     parts = [f"{row.name} {row.status}"]
     if row.steps:
         parts += [f"step {row.step}/{row.steps}", f"{100 * (row.step or 0) / row.steps:.0f} %"]
-    if row.status == "running" and rate:
-        parts.append(f"{rate:,.0f} rows/s" if rate >= 10 else f"{rate:.3g} rows/s")
-    parts += [f"{name} {value}" for name, value in measured(row.metrics).items()]
-    return ", ".join(parts)
+    return ", ".join([*parts, *_figures(snapshot)])
+
+
+def _figures(snapshot: Snapshot) -> list[str]:
+    """Return the speed of a run that goes on, and its metrics."""
+    rate = snapshot.progress.get("rows_per_second")
+    speed = []
+    if snapshot.row.status == "running" and rate:
+        speed.append(f"{rate:,.0f} rows/s" if rate >= 10 else f"{rate:.3g} rows/s")
+    return speed + [f"{name} {value}" for name, value in measured(snapshot.row.metrics).items()]
 
 
 def _lines(snapshot: Snapshot, width: int) -> Iterator[str]:
@@ -129,64 +145,59 @@ def _lines(snapshot: Snapshot, width: int) -> Iterator[str]:
         return
     yield from _wrapped(_title(snapshot), width)
     if row.steps:
-        yield _bar((row.step or 0) / row.steps, width)
+        share = (row.step or 0) / row.steps
+        percent = f" {100 * share:3.0f} %"
+        cells = max(1, width - len(percent))
+        done = min(cells, int(share * cells))
+        yield BAR[0] * done + BAR[1] * (cells - done) + percent
     if row.status == "running" and progress.get("phase"):
         yield str(progress["phase"])
-    yield from _wrapped(_figures(snapshot), width)
+    seconds = [] if row.seconds is None else [f"{row.seconds:.1f} s"]
+    yield from _wrapped([*_figures(snapshot), *seconds], width)
     if snapshot.losses:
         yield f"loss  {sparkline(snapshot.losses, max(1, width - 6))}"
     yield from _workers(progress.get("workers") or [], width)
-    yield from _interruptions(snapshot)
-    yield from _end(snapshot, width)
+    interruptions = snapshot.incidents.interruptions
+    if interruptions:
+        yield counted(len(interruptions), "interruption")
+    for one in interruptions[-SHOWN_INTERRUPTIONS:]:
+        yield f"  {one}, {one.resumption}"
+    # What went wrong, in as many lines as it needs.
+    if row.status == "unfinished":
+        yield "its driver was killed; run the same command to resume"
+    for line in (snapshot.error or row.note).splitlines():
+        yield from textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [line]
 
 
 def _title(snapshot: Snapshot) -> Iterator[str]:
-    row = snapshot.row
+    """Return name, task, status and step of a run, and how long it still runs or how long ago it ended."""
+    row, progress = snapshot.row, snapshot.progress
     parts = [row.name, row.task or "", row.status]
     if row.steps:
         parts.append(f"step {row.step}/{row.steps}")
-    if row.status == "running" and (left := _left(snapshot.progress)) is not None:
-        parts.append(f"{time_span(left)} left")
-    elif row.status != "running" and row.age is not None:
+    if row.status == "running":
+        rate, rows, whole = (progress.get(name) for name in ("rows_per_second", "rows", "rows_in_all"))
+        if rate and whole and rows is not None and not progress.get("phase"):
+            parts.append(f"{time_span((whole - rows) / rate)} left")
+    elif row.age is not None:
         parts.append(f"{time_span(row.age)} ago")
     return filter(None, parts)
 
 
-def _left(progress: dict[str, Any]) -> float | None:
-    rate, rows, whole = (progress.get(name) for name in ("rows_per_second", "rows", "rows_in_all"))
-    return (whole - rows) / rate if rate and whole and rows is not None and not progress.get("phase") else None
-
-
-def _bar(share: float, width: int) -> str:
-    percent = f" {100 * share:3.0f} %"
-    cells = max(1, width - len(percent))
-    done = min(cells, int(share * cells))
-    return BAR[0] * done + BAR[1] * (cells - done) + percent
-
-
-def _figures(snapshot: Snapshot) -> Iterator[str]:
-    rate = snapshot.progress.get("rows_per_second")
-    if snapshot.row.status == "running" and rate:
-        yield f"{rate:,.0f} rows/s" if rate >= 10 else f"{rate:.3g} rows/s"
-    yield from (f"{name} {value}" for name, value in measured(snapshot.row.metrics).items())
-    if snapshot.row.seconds is not None:
-        yield f"{snapshot.row.seconds:.1f} s"
-
-
-def _wrapped(parts: Iterator[str], width: int, indent: str = "") -> Iterator[str]:
-    """Parts in lines, two spaces between them; none is cut in two."""
+def _wrapped(parts: Iterable[str], width: int) -> Iterator[str]:
+    """Yield parts in lines, two spaces between them; none is cut in two."""
     line = ""
     for part in parts:
         if line and len(line) + 2 + len(part) > width:
             yield line
             line = ""
-        line = f"{line}  {part}" if line else indent + part
+        line = f"{line}  {part}" if line else part
     if line:
         yield line
 
 
 def _workers(workers: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
-    """A line for each worker: rank, node, device, rows, milliseconds of a step; a narrow terminal has no places."""
+    """Yield a line for each worker: rank, place, rows, milliseconds of a step; a narrow terminal has no places."""
     if not workers:
         return
     yield counted(len(workers), "worker")
@@ -196,54 +207,3 @@ def _workers(workers: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
         yield f"  rank {worker['rank']}{place}  {worker['rows']:,} rows{time_of_step}"
     if len(workers) > SHOWN_WORKERS:
         yield f"  and {len(workers) - SHOWN_WORKERS} more"
-
-
-def _interruptions(snapshot: Snapshot) -> Iterator[str]:
-    found = snapshot.incidents.interruptions
-    if found:
-        yield counted(len(found), "interruption")
-    for one in found[-SHOWN_INTERRUPTIONS:]:
-        yield f"  {one}, {one.resumption}"
-
-
-def _end(snapshot: Snapshot, width: int) -> Iterator[str]:
-    """What went wrong, in as many lines as it needs."""
-    status, text = snapshot.row.status, snapshot.error or snapshot.row.note
-    if status == "unfinished":
-        yield "its driver was killed; run the same command to resume"
-    for line in text.splitlines():
-        yield from textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [line]
-
-
-def _redrawing(out: TextIO) -> Callable[[Snapshot], None]:
-    """Draw over what was drawn last."""
-    drawn = 0
-
-    def show(snapshot: Snapshot) -> None:
-        nonlocal drawn
-        size = shutil.get_terminal_size()
-        lines = screen(snapshot, size.columns, size.lines - 1)
-        up = f"\x1b[{drawn}A" if drawn else ""
-        out.write(f"{up}\r\x1b[J" + "".join(f"{line}\n" for line in lines))
-        out.flush()
-        drawn = len(lines)
-
-    return show
-
-
-def _printing(out: TextIO) -> Callable[[Snapshot], None]:
-    """Print a line if it is another one, every few seconds; of an ended run all lines."""
-    told, at = "", 0.0
-
-    def show(snapshot: Snapshot) -> None:
-        nonlocal told, at
-        if snapshot.has_ended:
-            out.write("".join(f"{line}\n" for line in screen(snapshot, 80)))
-        elif (line := screen(snapshot, 80)[0] if not snapshot.has_begun else printable(headline(snapshot))) != told:
-            if time.monotonic() - at < LINE_SECONDS and told:
-                return
-            out.write(f"{line}\n")
-            told, at = line, time.monotonic()
-        out.flush()
-
-    return show

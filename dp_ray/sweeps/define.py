@@ -1,6 +1,7 @@
-"""`--over KEY=VALUES`: the values that a key takes in a sweep, or the range from which a search draws them.
+"""The definition of a sweep: its job, the keys that vary, the metric that counts, and the job of each trial.
 
-What a sweep is: its job, what varies, which metric counts; and the job of each trial. It imports no torch.
+`parse_axis` reads an `--over KEY=VALUES`: the values that a key takes, or the range from which a search draws them.
+It imports no torch.
 """
 
 import itertools
@@ -8,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
@@ -35,17 +36,12 @@ class Choices:
     key: str
     values: tuple[Any, ...]
 
-    @property
-    def probes(self) -> tuple[Any, ...]:
-        """The values with which a job is checked before anything runs: all."""
-        return self.values
-
     def value(self, picked: Number) -> Any:
-        """The value that a trial has picked."""
+        """Return the value that a trial has picked."""
         return self.values[int(picked)]
 
     def describe(self) -> Any:
-        """The values as JSON, without the secrets of URLs."""
+        """Return the values as JSON, without the secrets of URLs."""
         return hide_in(json.loads(json.dumps(list(self.values), default=str)))
 
 
@@ -63,21 +59,16 @@ class Range:
     step: Number | None = None
 
     @property
-    def probes(self) -> tuple[Number, Number]:
-        """The values with which a job is checked before anything runs: both ends."""
-        return self.low, self.high
-
-    @property
     def is_whole(self) -> bool:
-        """Whether it holds whole numbers only."""
+        """Return whether it holds whole numbers only."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def value(self, picked: Number) -> Number:
-        """The value that a trial has picked."""
+        """Return the value that a trial has picked."""
         return picked
 
     def describe(self) -> dict[str, Any]:
-        """The range as JSON."""
+        """Return the range as JSON."""
         return {"low": self.low, "high": self.high, "log": self.is_log, "step": self.step}
 
     def __str__(self) -> str:
@@ -89,7 +80,7 @@ Axis = Choices | Range
 
 
 def parse_axis(text: str) -> Axis:
-    """The key of an `--over KEY=VALUES`, with its values or its range.
+    """Return the key of an `--over KEY=VALUES`, with its values or its range.
 
     Values are YAML with commas between them, as in `--set`: `batch_size=32,64`. A range is `LOW..HIGH`,
     `LOW..HIGH:STEP` or `log(LOW..HIGH)`. Raises JobError, which says what is wrong with it.
@@ -102,9 +93,10 @@ def parse_axis(text: str) -> Axis:
     key, equals, values = text.partition("=")
     if not equals or not all(key.split(".")):
         raise JobError(f"--over {text!r}: must be KEY=VALUES, like --over batch_size=32,64")
-    if (given := key.partition(".")[0]) in PER_RUN:
-        raise JobError(f"--over {text!r}: {given} cannot be swept: {PER_RUN[given]}")
-    if key.partition(".")[0] == "env":
+    outer = key.partition(".")[0]
+    if outer in PER_RUN:
+        raise JobError(f"--over {text!r}: {outer} cannot be swept: {PER_RUN[outer]}")
+    if outer == "env":
         raise JobError(f"--over env: the values of env are not kept, so they cannot be swept; got {key!r}")
     try:
         if match := RANGE.fullmatch(values.strip()):
@@ -115,6 +107,7 @@ def parse_axis(text: str) -> Axis:
 
 
 def _range(key: str, match: re.Match[str]) -> Range:
+    """Return the range that a match of RANGE says; raise ValueError if nothing can be drawn from it."""
     low, high = _number(match["low"]), _number(match["high"])
     step = None if match["step"] is None else _number(match["step"])
     is_log = match["log"] is not None
@@ -140,12 +133,13 @@ def _number(text: str) -> Number:
 
 
 def _listed(text: str) -> list[Any]:
+    """Return the values of a text like `32,64`; raise ValueError if it holds none, or one twice."""
     try:
-        found = from_yaml(f"[{text}\n]")
+        values = from_yaml(f"[{text}\n]")
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ValueError(f"the values are not YAML with commas between them: {problem}") from None
-    if not isinstance(found, list) or not found:
+    if not isinstance(values, list) or not values:
         raise ValueError("names no value; give some with commas between them, like 32,64")
     written = yaml.compose(f"[{text}\n]", yaml.SafeLoader)
     assert isinstance(written, yaml.SequenceNode)
@@ -154,20 +148,13 @@ def _listed(text: str) -> list[Any]:
             raise ValueError(
                 f"{node.value} is no range; one stands alone: 1..10, 0.0..0.5:0.1 or log(1e-5..1e-2); text has quotes"
             )
-    if any(value != value for value in found):
+    if any(value != value for value in values):
         raise ValueError("nan is no value: it is not even itself, so the sweep could not be gone on with")
-    if twice := _first_twice([json.dumps(value, default=str) for value in found]):
-        raise ValueError(f"{twice} is given twice")
-    return found
-
-
-def _first_twice(values: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    for value in values:
-        if value in seen:
-            return value
-        seen.add(value)
-    return None
+    texts = [json.dumps(value, default=str) for value in values]
+    for at, one in enumerate(texts):
+        if one in texts[:at]:
+            raise ValueError(f"{one} is given twice")
+    return values
 
 
 def check_axes(axes: Sequence[Axis], set_keys: Iterable[str], is_search: bool) -> None:
@@ -211,30 +198,30 @@ class Definition:
     mode: Mode = "min"
 
     def run_name(self, number: int) -> str:
-        """The name of a trial's run; trials are numbered from 1."""
+        """Return the name of a trial's run; trials are numbered from 1."""
         return run_name(self.name, number)
 
     def values(self, picked: Picked) -> dict[str, Any]:
-        """The values of a trial, by their keys."""
+        """Return the values of a trial, by their keys."""
         return {axis.key: axis.value(picked[axis.key]) for axis in self.axes}
 
     def job(self, number: int, picked: Picked) -> Job:
-        """The job of a trial; raises JobError, which names the trial's values, if there can be none."""
+        """Return the job of a trial; raise JobError, which names the trial's values, if there can be none."""
         values = self.values(picked)
         try:
             return self.make({**values, "name": self.run_name(number)})
         except JobError as error:
-            told = ", ".join(f"{key}={value!r}" for key, value in values.items())
-            raise JobError(f"{error}\nso is the trial with {told}") from None
+            settings = ", ".join(f"{key}={value!r}" for key, value in values.items())
+            raise JobError(f"{error}\nso is the trial with {settings}") from None
 
     def grid(self) -> Iterator[Picked]:
-        """What each trial picks, in their order, if there is no search."""
+        """Yield the picks of each trial, in their order, if there is no search."""
         picks = [range(len(axis.values)) for axis in self.axes if isinstance(axis, Choices)]
         for one in itertools.product(*picks):
             yield dict(zip((axis.key for axis in self.axes), one, strict=True))
 
     def probes(self) -> Iterator[Picked]:
-        """What is checked before anything runs: all trials; of a search each value, and both ends of each range."""
+        """Yield what is checked before anything runs: all trials; of a search each value, and both ends of ranges."""
         if self.search is None:
             yield from self.grid()
             return
@@ -244,12 +231,12 @@ class Definition:
             yield from ({**first, axis.key: picked} for picked in _picks(axis)[1:])
 
     def describe(self) -> dict[str, Any]:
-        """What the sweep is, as JSON without secrets; the job is that of the first trial, without what varies."""
+        """Return the sweep as JSON without secrets; the job is that of the first trial, without what varies."""
         first = self.job(1, next(iter(self.probes())))
         job = that_count(first.describe())
         for axis in self.axes:
             job = _without(job, axis.key.split("."))
-        told = {
+        described = {
             "job": job,
             "fingerprint": first.fingerprint(with_lengths=True),
             "over": {axis.key: axis.describe() for axis in self.axes},
@@ -257,19 +244,12 @@ class Definition:
             "metric": self.metric,
             "mode": self.mode if self.metric else None,
         }
-        plain: dict[str, Any] = json.loads(json.dumps(told, default=str))
+        plain: dict[str, Any] = json.loads(json.dumps(described, default=str))
         return plain
-
-    def in_order_of(self, keys: Sequence[str]) -> "Definition":
-        """The same sweep with its axes in the order of these keys, by which the trials are numbered."""
-        by_key = {axis.key: axis for axis in self.axes}
-        if by_key.keys() != set(keys):
-            return self
-        return replace(self, axes=tuple(by_key[key] for key in keys))
 
 
 def run_name(sweep: str, number: int) -> str:
-    """The name of the run of a sweep's trial.
+    """Return the name of the run of a sweep's trial.
 
     >>> run_name("digits-sweep", 3)
     'digits-sweep-3'
@@ -278,11 +258,12 @@ def run_name(sweep: str, number: int) -> str:
 
 
 def _picks(axis: Axis) -> list[Number]:
-    return list(range(len(axis.values))) if isinstance(axis, Choices) else list(axis.probes)
+    """Return the picks that are checked: of choices all, of a range both ends."""
+    return list(range(len(axis.values))) if isinstance(axis, Choices) else [axis.low, axis.high]
 
 
 def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """Nested mappings without the value at a path."""
+    """Return nested mappings without the value at a path."""
     first, *rest = path
     if not rest:
         return {key: value for key, value in values.items() if key != first}
@@ -291,18 +272,24 @@ def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 
 def combinations(axes: Sequence[Axis]) -> int:
-    """How many combinations there are of the values of some axes."""
+    """Return how many combinations there are of the values of some axes."""
     return math.prod(len(axis.values) for axis in axes if isinstance(axis, Choices))
 
 
 def chosen_metric(job: Job, metric: str | None, mode: Mode | None) -> tuple[str | None, Mode]:
-    """The metric by which trials are compared, and whether the least or the largest is best.
+    """Return the metric by which trials are compared, and whether the least or the largest is best.
 
     By default the metric of `checkpoint.best`, else eval_loss, else the loss; None if the job measures nothing.
     Raises JobError if the job does not measure `metric`, or if nothing says which of its values are better.
     """
     best = job.checkpoint.best if job.task == "train" else None
-    known = _measured(job)
+    # The metrics in the result of the job's run; a vector adds its elements, with a number each.
+    known: list[str] = []
+    if job.task == "evaluate":
+        has_loss = job.loss is not None or job.step is not None
+        known = [*(["loss"] if has_loss else []), *job.metrics]
+    elif job.task != "predict":
+        known = ["loss", "epoch_loss", *job.metrics, *job.eval_names]
     if metric is None:
         metric = best.metric if best else next((name for name in ("eval_loss", "loss") if name in known), None)
         metric = metric or next(iter(known), None)
@@ -318,13 +305,3 @@ def chosen_metric(job: Job, metric: str | None, mode: Mode | None) -> tuple[str 
     if metric not in ("loss", "eval_loss", "epoch_loss"):
         raise JobError(f"--metric {metric}: say which value is best: --minimize or --maximize")
     return metric, "min"
-
-
-def _measured(job: Job) -> list[str]:
-    """What the result of a job's run will hold as metrics; a vector adds its elements, with a number each."""
-    if job.task == "predict":
-        return []
-    has_loss = job.loss is not None or job.step is not None
-    if job.task == "evaluate":
-        return [*["loss"] * has_loss, *job.metrics]
-    return ["loss", "epoch_loss", *job.metrics, *job.eval_names]

@@ -1,6 +1,6 @@
-"""A sweep's directory, STORAGE/NAME: `sweep.json` keeps what the sweep is, and what has become of its trials.
+"""A sweep's directory, STORAGE/NAME: `sweep.json` keeps the sweep's definition and the state of its trials.
 
-What a sweep shows of its trials: a table, JSON, and which runs its page compares.
+`open_record` reads it, a `Record` writes it. Below them: the trials as a table and as JSON.
 """
 
 import json
@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dp_ray.errors import JobError, StorageError
@@ -36,24 +36,19 @@ class Trial:
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether its run has ended by itself."""
-        return self.state in ("done", "failed")
-
     def to_json(self, metric: str | None) -> dict[str, Any]:
-        """What its run measured, for JSON, which has only finite numbers."""
+        """Return the metrics of its run for JSON, which has only finite numbers."""
         metrics = {name: one if math.isfinite(one) else None for name, one in self.metrics.items()}
         return {"metric": metrics.get(metric or "") if self.state == "done" else None, "metrics": metrics}
 
     def value(self, metric: str | None) -> float | None:
-        """What its run measured, if that is a finite number: no file keeps another, so no search may count it."""
-        found = self.metrics.get(metric) if metric and self.state == "done" else None
-        return found if found is not None and math.isfinite(found) else None
+        """Return the metric of its run if it is a finite number: no file keeps another, so no search may count it."""
+        value = self.metrics.get(metric) if metric and self.state == "done" else None
+        return value if value is not None and math.isfinite(value) else None
 
 
 class Record:
-    """What `sweep.json` holds; `claim` makes this driver the one that may write it."""
+    """The content of `sweep.json`; within `held`, this driver is the one that may write it."""
 
     def __init__(self, folder: Storage, definition: Definition, trials: Sequence[Trial]) -> None:
         self.folder = folder
@@ -70,7 +65,7 @@ class Record:
 
     @property
     def is_over(self) -> bool:
-        """Whether all trials are done, so that there is nothing to run."""
+        """Return whether all trials are done, so that there is nothing to run."""
         done = sum(trial.state == "done" for trial in self.trials)
         return done == len(self._trials) and done >= self.definition.count
 
@@ -81,7 +76,8 @@ class Record:
         """
         with self._writes:
             self._trials[trial.number] = trial
-            self._check_ours()
+            if not self._is_ours():
+                raise StorageError(lost(self.folder, SWEEP))
             self._write()
 
     @contextmanager
@@ -97,30 +93,24 @@ class Record:
     def _is_ours(self) -> bool:
         return self.folder.exists(SWEEP) and read_json(self.folder, SWEEP).get("token") == self._token
 
-    def _check_ours(self) -> None:
-        if not self._is_ours():
-            raise StorageError(lost(self.folder, SWEEP))
-
     def _write(self) -> None:
-        trials = [self._row(trial) for trial in self.trials]
-        told = {"token": self._token, "definition": self._described, "trials": trials}
-        write_json(self.folder, SWEEP, told)
-
-    def _row(self, trial: Trial) -> dict[str, Any]:
-        values = json.loads(json.dumps(self.definition.values(trial.picked), default=str))
-        return {
-            "number": trial.number,
-            "values": hide_in(values),
-            "run": self.definition.run_name(trial.number),
-            "state": trial.state,
-            **trial.to_json(self.definition.metric),
-            "error": hide(trial.error),
-            "picked": dict(trial.picked),
-        }
+        trials = [
+            {
+                "number": trial.number,
+                "values": hide_in(json.loads(json.dumps(self.definition.values(trial.picked), default=str))),
+                "run": self.definition.run_name(trial.number),
+                "state": trial.state,
+                **trial.to_json(self.definition.metric),
+                "error": hide(trial.error),
+                "picked": dict(trial.picked),
+            }
+            for trial in self.trials
+        ]
+        write_json(self.folder, SWEEP, {"token": self._token, "definition": self._described, "trials": trials})
 
 
 def open_record(definition: Definition, base: Storage, is_new: bool = False) -> Record:
-    """The record of a sweep in STORAGE/NAME: as an earlier driver left it, or with the trials of a new sweep.
+    """Return the record of a sweep in STORAGE/NAME: as an earlier driver left it, or with the trials of a new sweep.
 
     `is_new` says that an earlier sweep will be removed. Nothing is written.
     Raises JobError if the directory holds another sweep, or something else.
@@ -135,18 +125,21 @@ def open_record(definition: Definition, base: Storage, is_new: bool = False) -> 
             raise JobError(f"{folder} holds files that are no sweep; choose another --name or --storage")
         return Record(folder, definition, _new_trials(definition))
     with damage_told(f"{folder}/{SWEEP}"):
-        told = read_json(folder, SWEEP)
-        if all(one["state"] == "waiting" for one in told["trials"]):  # nothing has run that could be lost
+        kept_sweep = read_json(folder, SWEEP)
+        if all(one["state"] == "waiting" for one in kept_sweep["trials"]):  # nothing has run that could be lost
             return Record(folder, definition, _new_trials(definition))
-        first = str(told["trials"][0]["run"])
+        first = str(kept_sweep["trials"][0]["run"])
         if first != definition.run_name(1):
             raise JobError(
                 f"{folder} holds a sweep that was given another name: its first run is {first}; move it back there, "
                 "or choose another --name"
             )
-        definition = definition.in_order_of(list(told["definition"]["over"]))
-        changes = "; ".join(_changes(told["definition"], definition.describe()))
-        trials = _trials(told["trials"], definition) if not changes else []
+        keys = list(kept_sweep["definition"]["over"])
+        axes = {axis.key: axis for axis in definition.axes}
+        if axes.keys() == set(keys):  # the trials are numbered by the order of the keys that the sweep began with
+            definition = replace(definition, axes=tuple(axes[key] for key in keys))
+        changes = "; ".join(_changes(kept_sweep["definition"], definition.describe()))
+        trials = _trials(kept_sweep["trials"], definition) if not changes else []
     if changes:
         raise JobError(
             f"{folder} holds a different sweep ({changes}); give this one another name (--name), or replace that "
@@ -156,40 +149,39 @@ def open_record(definition: Definition, base: Storage, is_new: bool = False) -> 
 
 
 def _new_trials(definition: Definition) -> list[Trial]:
-    """All trials of a grid; a search draws each when it begins."""
+    """Return all trials of a grid; a search draws each when it begins."""
     picks = definition.grid() if definition.search is None else ()
     return [Trial(number, picked) for number, picked in enumerate(picks, start=1)]
 
 
-def _trials(told: Sequence[Mapping[str, Any]], definition: Definition) -> list[Trial]:
-    """The trials that a file tells; raises an error of any kind if it is damaged."""
-    trials = [_trial(one, definition) for one in told]
+def _trials(rows: Sequence[Mapping[str, Any]], definition: Definition) -> list[Trial]:
+    """Return the trials that a file tells; raise an error of any kind if it is damaged."""
+    trials = []
+    for row in rows:
+        definition.values(row["picked"])  # raises if the file is damaged
+        metrics = numbers(row["metrics"])
+        trials.append(Trial(int(row["number"]), dict(row["picked"]), row["state"], metrics, str(row["error"])))
     of_grid = definition.search is not None or [one.picked for one in trials] == list(definition.grid())
     if not of_grid or [one.number for one in trials] != list(range(1, len(trials) + 1)):
         raise ValueError("its trials are not those of this sweep")
     return trials
 
 
-def _trial(told: Mapping[str, Any], definition: Definition) -> Trial:
-    definition.values(told["picked"])  # raises if the file is damaged
-    return Trial(
-        int(told["number"]), dict(told["picked"]), told["state"], numbers(told["metrics"]), str(told["error"])
-    )
-
-
-def numbers(told: Mapping[str, float | None]) -> dict[str, float]:
-    """The metrics that a file tells, in which a number that is not finite is null; raises if they are damaged."""
-    return {name: math.nan if value is None else float(value) for name, value in told.items()}
+def numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the metrics of a file, in which a number that is not finite is null; raise if they are damaged."""
+    return {name: math.nan if value is None else float(value) for name, value in metrics.items()}
 
 
 def _changes(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """What differs between two sweeps; the metric only if it guided a search."""
-    compared = ("over", "search", *["metric", "mode"] * (there["search"] is not None))
-    found = list(differences({key: there[key] for key in compared}, {key: here[key] for key in compared}))
+    """Return what differs between two sweeps; the metric only if it guided a search."""
+    compared = ["over", "search"] if there["search"] is None else ["over", "search", "metric", "mode"]
+    changes = list(differences({key: there[key] for key in compared}, {key: here[key] for key in compared}))
     if there["fingerprint"] != here["fingerprint"]:
         jobs = list(differences({key: there["job"].get(key) for key in here["job"]}, here["job"]))
-        found += jobs or ["made by another version of dp_ray"] * (not found)
-    return found
+        changes += jobs
+        if not changes:
+            changes.append("made by another version of dp_ray")
+    return changes
 
 
 def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Callable[[str], None]) -> None:
@@ -206,6 +198,7 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
     with damage_told(f"{folder}/{SWEEP}"):
         begun = [one for one in read_json(folder, SWEEP)["trials"] if one["state"] != "waiting"]
         names = [one["run"] for one in begun if one["run"] == run_name(name, one["number"])]
+    # Nothing is removed before all are checked.
     runs = [run for run in map(base.child, names) if run.exists(RUN)]
     for run in runs:
         wait_until_free(run, say)
@@ -213,15 +206,14 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
             check_reads_nothing_of(run, with_full_init_from(job.for_task()))
     for run in runs:
         run.remove()
-    folder.remove()
+    folder.remove()  # last: after a kill in between, the record still names the runs that are left
 
 
 NAMED = 40  # characters of a value in a trial's name
-COMPARED = 50  # runs on the page, the best ones: each is a curve in each chart
 
 
 def best_first(record: Record) -> list[Trial]:
-    """The trials with the best value of the metric first; then those without a value, by their numbers."""
+    """Return the trials: the best value of the metric first, at the end those without a value, by their numbers."""
     metric, mode = record.definition.metric, record.definition.mode
     sign = 1 if mode == "min" else -1
     ranked = [(value, trial) for trial in record.trials if (value := trial.value(metric)) is not None]
@@ -231,42 +223,38 @@ def best_first(record: Record) -> list[Trial]:
 
 
 def table(record: Record, base: Storage) -> str:
-    """The trials as a table, best first: number, values, metric, state, run."""
+    """Return the trials as a table, best first: number, values, metric, state, run."""
     head, rows = trial_rows(record, base)
     return aligned([[printable(cell) for cell in row] for row in [head, *rows]])
 
 
 def trial_rows(record: Record, base: Storage) -> tuple[list[str], list[list[str]]]:
-    """The head of the table and a row for each trial, best first."""
+    """Return the head of the table and a row for each trial, best first."""
     definition, metric = record.definition, record.definition.metric
-    head = ["trial", *(axis.key for axis in definition.axes), *[metric or ""] * (metric is not None), "state", "run"]
-    return head, [_cells(trial, definition, base) for trial in best_first(record)]
+    measured = [] if metric is None else [metric]
+    rows = []
+    for trial in best_first(record):
+        values = [hide(_as_text(one)) for one in definition.values(trial.picked).values()]
+        value = trial.value(metric)
+        scores = ["-" if value is None else f"{value:.6g}" for _ in measured]
+        place = relative(base.shown(definition.run_name(trial.number)))
+        rows.append([str(trial.number), *values, *scores, trial.state, place])
+    return ["trial", *(axis.key for axis in definition.axes), *measured, "state", "run"], rows
 
 
 def has_best(record: Record) -> bool:
-    """Whether the first trial, of those with the best first, has a value of the metric."""
+    """Return whether the first trial, of those with the best first, has a value of the metric."""
     return any(trial.value(record.definition.metric) is not None for trial in record.trials)
 
 
 def value_name(trial: Trial, definition: Definition) -> str:
-    """A short name of a trial by what it varies: `3: lr 0.003, batch_size 64`."""
+    """Return a short name of a trial by what it varies: `3: lr 0.003, batch_size 64`."""
     values = definition.values(trial.picked)
     last = [key.rpartition(".")[2] for key in values]
     keys = last if len(set(last)) == len(last) else list(values)
     texts = [hide(_as_text(one)) for one in values.values()]
-    told = (f"{key} {text[:NAMED]}" for key, text in zip(keys, texts, strict=True))
-    return f"{trial.number}: {', '.join(told)}"
-
-
-def _cells(trial: Trial, definition: Definition, base: Storage) -> list[str]:
-    value = trial.value(definition.metric)
-    return [
-        str(trial.number),
-        *(hide(_as_text(one)) for one in definition.values(trial.picked).values()),
-        *["-" if value is None else f"{value:.6g}"] * (definition.metric is not None),
-        trial.state,
-        relative(base.shown(definition.run_name(trial.number))),
-    ]
+    settings = (f"{key} {text[:NAMED]}" for key, text in zip(keys, texts, strict=True))
+    return f"{trial.number}: {', '.join(settings)}"
 
 
 def _as_text(value: Any) -> str:
@@ -274,7 +262,7 @@ def _as_text(value: Any) -> str:
 
 
 def space(definition: Definition) -> list[str]:
-    """Lines on what a search draws from; none of a grid, whose trials tell it."""
+    """Return lines on what a search draws from; none of a grid, whose trials tell it."""
     if definition.search is None:
         return []
     lines = [f"{definition.count} trials, whose values {definition.search} draws from"]
@@ -285,7 +273,7 @@ def space(definition: Definition) -> list[str]:
 
 
 def to_json(record: Record, base: Storage) -> dict[str, Any]:
-    """The sweep as JSON values: its trials, best first."""
+    """Return the sweep as JSON values: its trials, best first."""
     definition, ordered = record.definition, best_first(record)
     return {
         "name": definition.name,
@@ -308,9 +296,3 @@ def to_json(record: Record, base: Storage) -> dict[str, Any]:
             for trial in ordered
         ],
     }
-
-
-def trials_to_compare(record: Record, base: Storage) -> list[Trial]:
-    """The trials whose runs the page compares, best first."""
-    name = record.definition.run_name
-    return [one for one in best_first(record) if base.child(name(one.number)).exists(RUN)][:COMPARED]

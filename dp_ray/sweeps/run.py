@@ -1,8 +1,7 @@
-"""Runs a sweep: its trials, each an ordinary run that is resumed where it stands, and what becomes of each.
+"""Run a sweep: its trials, each an ordinary run that is resumed where it stands. Begin at `run_sweep`.
 
-Runs trials: on the workers of sessions, as many side by side as there is room for, or in this process.
-
-optuna as the search of a sweep: it draws the values of the next trial from those that have ended.
+The trials run on the workers of sessions, as many side by side as there is room for, or in this process. A search by
+optuna draws the values of the next trial from those that have ended (`suggested`).
 """
 
 import contextlib
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -29,33 +28,31 @@ from dp_ray.plan.order import derive_seed
 from dp_ray.results.result import Result
 from dp_ray.results.text import relative
 from dp_ray.rundir.claim import read_claim, with_full_init_from, with_shards_of_run
-from dp_ray.rundir.files import RESULT, damage_told, is_finished, read_json
+from dp_ray.rundir.files import RESULT, RUN, damage_told, is_finished, read_json
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
 from dp_ray.sweeps.record import (
     Record,
     Trial,
+    best_first,
     has_best,
     numbers,
     remove_sweep,
     trial_rows,
-    trials_to_compare,
     value_name,
 )
 from dp_ray.system.process import environment
 from dp_ray.system.threads import ask_others, planned_stops
 from dp_ray.text import harmless
 
-if TYPE_CHECKING:
-    from dp_ray.driver.sessions import Session
-
 Say = Callable[[str], None]
 LOOK_SECONDS = 0.3
+COMPARED = 50  # runs on the page, the best ones: each is a curve in each chart
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Runs one job at a time: `execute` runs it to its end, `abort` ends the workers on which it runs."""
+    """A place for one job at a time: `execute` runs it to its end, `abort` ends the workers on which it runs."""
 
     execute: Callable[[Job], Result]
     abort: Callable[[], None]
@@ -63,7 +60,7 @@ class Lane:
 
 @contextmanager
 def opened(jobs: Sequence[Job], count: int, options: Options, parallel: int | None, say: Say) -> Iterator[list[Lane]]:
-    """Lanes for `count` jobs such as these: `parallel` of them, or as many as there are free resources for.
+    """Open lanes for `count` jobs such as these: `parallel` of them, or as many as there are free resources for.
 
     Raises JobError if the jobs cannot share workers, or run in this process and shall run side by side.
     """
@@ -88,18 +85,14 @@ def opened(jobs: Sequence[Job], count: int, options: Options, parallel: int | No
             say(f"there is room for {fits} of {wanted} trials at a time")
         sessions += [closing.enter_context(Session(keys, *how)) for _ in range(min(fits, count) - 1)]
         try:
-            yield [Lane(partial(_execute_on, one, options), one.abort) for one in sessions]
+            yield [Lane(partial(one.execute, options=options), one.abort) for one in sessions]
         finally:
             for one in sessions:
                 one.abort()  # no job runs now, and the end of the connection frees what they hold
 
 
-def _execute_on(session: "Session", options: Options, job: Job) -> Result:
-    return session.execute(job, options)
-
-
 class Stop:
-    """Whether the trials that run shall stop after their step, and no other begin; or whether all end at once."""
+    """A request that the trials that run stop after their step, and no other begins; or that all end at once."""
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -108,7 +101,7 @@ class Stop:
         self._by = "SIGTERM"
 
     def ask(self, signal_name: str) -> bool:
-        """Ask for it, as a signal does; False if it was asked for before."""
+        """Ask for it, as a signal does; return False if it was asked for before."""
         if self.is_asked:
             return False
         self.is_asked, self.is_by_signal, self._by = True, True, signal_name
@@ -135,7 +128,8 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
     threads = _Threads(lanes, work, stop)
     try:
         with planned_stops(stop.ask):
-            threads.start()
+            for lane in lanes:
+                threading.Thread(target=threads.work_in, args=(lane,), name="trials", daemon=True).start()
             while threads.run(LOOK_SECONDS):
                 stop.pass_on()
     except KeyboardInterrupt:
@@ -162,19 +156,15 @@ class _Threads:
         self._left = list(lanes)
         self._one_ended = threading.Event()
 
-    def start(self) -> None:
-        """Start them all."""
-        for lane in list(self._left):
-            threading.Thread(target=self._run, args=(lane,), name="trials", daemon=True).start()
-
     def run(self, seconds: float) -> bool:
-        """Whether any still runs, after a wait of some seconds or until one has ended."""
+        """Wait some seconds or until a thread has ended; return whether any still runs."""
         if self._left:
             self._one_ended.wait(seconds)
             self._one_ended.clear()
         return bool(self._left)
 
-    def _run(self, lane: Lane) -> None:
+    def work_in(self, lane: Lane) -> None:
+        """Run the trials of a lane, in its own thread."""
         try:
             self._work(lane)
         except KeyboardInterrupt:
@@ -192,7 +182,7 @@ Suggest = Callable[[Definition, int, int, Sequence[Trial]], Picked]
 
 @dataclass(frozen=True)
 class How:
-    """How to run a sweep, as opposed to what it is: flags of the command line."""
+    """The way to run a sweep, as opposed to its definition: flags of the command line."""
 
     flags: Mapping[str, Any]  # those of a run: address, quiet, verbose
     parallel: int | None = None
@@ -202,7 +192,7 @@ class How:
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:
-    """Check the targets and devices of trials before anything runs; raises JobError that names the key at fault."""
+    """Check the targets and devices of trials before anything runs; raise JobError that names the key at fault."""
     for job in jobs:
         with contextlib.redirect_stdout(sys.stderr), environment(job.env):
             check_targets(job.for_task())
@@ -232,74 +222,58 @@ class Sweep:
         self._left = [trial for trial in record.trials if trial.state != "done"]
         self._draws = threading.Lock()
 
-    @property
-    def num_left(self) -> int:
-        """How many trials are still to run."""
-        return len(self._left) + max(0, self._definition.count - len(self._record.trials))
-
     def work(self, lane: Lane) -> None:
         """Run trials in a lane until none is left, or until the sweep shall stop."""
         while (trial := self._next()) is not None:
             self._run(trial, lane)
 
     def _next(self) -> Trial | None:
-        """The next trial, which the record says is running; None if there is none."""
+        """Return the next trial, which the record says is running; None if there is none."""
         with self._draws:
             if self.stop.is_asked:
                 return None
-            trial = self._left.pop(0) if self._left else self._drawn()
-            if trial is not None:
-                self._record.put(replace(trial, state="running", error=""))
+            before = self._record.trials
+            if self._left:
+                trial = self._left.pop(0)
+            elif self._how.suggest is not None and len(before) < self._definition.count:
+                seed = self._definition.job(1, next(iter(self._definition.probes()))).seed
+                number = len(before) + 1
+                trial = Trial(number, self._how.suggest(self._definition, seed, number, before))
+            else:
+                return None
+            # Within the lock: the next draw of another thread counts this trial.
+            self._record.put(replace(trial, state="running", error=""))
             return trial
-
-    def _drawn(self) -> Trial | None:
-        """A new trial of a search; None if there are enough."""
-        before = self._record.trials
-        if self._how.suggest is None or len(before) >= self._definition.count:
-            return None
-        number = len(before) + 1
-        return Trial(number, self._how.suggest(self._definition, self._seed, number, before))
-
-    @property
-    def _seed(self) -> int:
-        return self._definition.job(1, next(iter(self._definition.probes()))).seed
 
     def _run(self, trial: Trial, lane: Lane) -> None:
         """Run a trial to its end, or take over what its finished run has measured."""
-        told = ", ".join(f"{key}={value}" for key, value in self._definition.values(trial.picked).items())
+        settings = ", ".join(f"{key}={value}" for key, value in self._definition.values(trial.picked).items())
         try:
             job = self._definition.job(trial.number, trial.picked)
             metrics = self._measured(job)
             if metrics is None:
-                self._say(f"trial {trial.number} of {self._definition.count}: {told}")
+                self._say(f"trial {trial.number} of {self._definition.count}: {settings}")
                 metrics = lane.execute(job).metrics
-            self._ended(trial, metrics)
-        except KeyboardInterrupt:
-            self._record.put(replace(trial, state="interrupted"))
-            raise
-        except ClusterError:
+            self._record.put(replace(trial, state="done", metrics=metrics, error=""))
+            metric = self._definition.metric
+            if metric is not None and metric not in metrics:
+                self._say(
+                    f"trial {trial.number}: its run has not measured {metric}, but {', '.join(metrics) or 'nothing'}"
+                )
+        except (KeyboardInterrupt, ClusterError):  # the same command goes on with it
             self._record.put(replace(trial, state="interrupted"))
             raise
         except Error as error:
             self._failed(trial, error)
 
     def _measured(self, job: Job) -> dict[str, float] | None:
-        """The metrics of a trial whose run has finished although the record does not say so; else None."""
+        """Return the metrics of a trial whose run has finished although the record does not say so; else None."""
         run = self._base.child(job.run_name)
         asked = with_shards_of_run(with_full_init_from(job.for_task()), self._base)
         if not is_finished(run) or not asked.has_fingerprint(read_claim(run).get("fingerprint")):
             return None
         with damage_told(f"{run}/{RESULT}"):
             return numbers(read_json(run, RESULT)["metrics"])
-
-    def _ended(self, trial: Trial, metrics: dict[str, float]) -> None:
-        done = replace(trial, state="done", metrics=metrics, error="")
-        self._record.put(done)
-        metric = self._definition.metric
-        if metric is not None and metric not in metrics:
-            self._say(
-                f"trial {trial.number}: its run has not measured {metric}, but {', '.join(metrics) or 'nothing'}"
-            )
 
     def _failed(self, trial: Trial, error: Error) -> None:
         if self.stop.is_at_once:
@@ -321,11 +295,13 @@ def run_sweep(record: Record, base: Storage, how: How) -> None:
     definition, say = record.definition, Console(record.definition.name, how.flags["quiet"]).say
     jobs = [definition.job(1, picked) for picked in definition.probes()]
     sweep = Sweep(record, base, how, say)
+    num_left = sum(trial.state != "done" for trial in record.trials)
+    num_left += max(0, definition.count - len(record.trials))  # which a search has not drawn yet
     with contextlib.ExitStack() as until_end:
         if not how.overwrite:
             until_end.enter_context(record.held(say))
         try:
-            with opened(jobs, sweep.num_left, Options(**how.flags), how.parallel, say) as lanes:
+            with opened(jobs, num_left, Options(**how.flags), how.parallel, say) as lanes:
                 if how.overwrite:  # not before there are workers for what takes its place
                     remove_sweep(record.folder, base, jobs, say)
                     check_places(record, base)  # else it is done before the workers start
@@ -333,33 +309,35 @@ def run_sweep(record: Record, base: Storage, how: How) -> None:
                 run_side_by_side(lanes, sweep.work, sweep.stop)
         except KeyboardInterrupt as stopped:
             if not record.is_over:
-                raise RunInterrupted(_stop_message(record, how.overwrite)) from stopped
+                done = sum(trial.state == "done" for trial in record.trials)
+                again = "run it again without --overwrite" if how.overwrite else "run the same command"
+                raise RunInterrupted(
+                    f"interrupted: {done} of {definition.count} trials are done; {again} to go on"
+                ) from stopped
         _write_page(record, base, say)
 
 
-def _stop_message(record: Record, is_overwriting: bool) -> str:
-    done = sum(trial.state == "done" for trial in record.trials)
-    again = "run it again without --overwrite to go on" if is_overwriting else "run the same command to go on"
-    return f"interrupted: {done} of {record.definition.count} trials are done; {again}"
-
-
 def _write_page(record: Record, base: Storage, say: Say) -> None:
-    """Write the page of the sweep; a page that cannot be made is told of, and fails no sweep."""
+    """Write the page of the sweep; a page that cannot be made gets a line, and fails no sweep."""
     try:
         # Not before: a sweep does not wait for them at its start.
         from dp_ray.report.comparison import Trials, save_comparison
 
-        if trials := trials_to_compare(record, base):
-            runs = [base.child(record.definition.run_name(one.number)) for one in trials]
-            names = [value_name(one, record.definition) for one in trials]
-            told = Trials(record.definition.name, names, *trial_rows(record, base), has_best(record))
-            say(f"page: {relative(save_comparison(runs, record.folder, told))}")
+        definition = record.definition
+        runs = [(one, base.child(definition.run_name(one.number))) for one in best_first(record)]
+        compared = [(one, run) for one, run in runs if run.exists(RUN)][:COMPARED]
+        if compared:
+            names = [value_name(one, definition) for one, _ in compared]
+            head, rows = trial_rows(record, base)
+            trials = Trials(definition.name, names, head, rows, has_best(record))
+            place = save_comparison([run for _, run in compared], record.folder, trials)
+            say(f"page: {relative(place)}")
     except Exception as error:  # whatever it is, the runs stand
         say(f"no page of the sweep: {type(error).__name__}: {error}")
 
 
 def suggested(definition: Definition, seed: int, number: int, before: Sequence[Trial]) -> Picked:
-    """What trial `number` picks: a function of the seed, of its number, and of the trials `before` it.
+    """Return what trial `number` picks: a function of the seed, of its number, and of the trials `before` it.
 
     optuna's study is made anew from these trials, so that a sweep goes on as if it had never stopped.
     """
@@ -379,13 +357,14 @@ def suggested(definition: Definition, seed: int, number: int, before: Sequence[T
 
 
 def _as_known(trials: Iterable[Trial], metric: str | None, space: dict[str, BaseDistribution]) -> list[FrozenTrial]:
-    """The trials as optuna's own; one that failed, or that measured no number, says nothing."""
+    """Return the trials as optuna's own; one that failed, or that measured no number, says nothing."""
     known = []
     for trial in trials:
         value = trial.value(metric)
-        state = (
-            TrialState.RUNNING if not trial.has_ended else TrialState.FAIL if value is None else TrialState.COMPLETE
-        )
+        if trial.state not in ("done", "failed"):
+            state = TrialState.RUNNING
+        else:
+            state = TrialState.FAIL if value is None else TrialState.COMPLETE
         known.append(create_trial(state=state, value=value, params=dict(trial.picked), distributions=space))
     return known
 

@@ -1,14 +1,14 @@
-"""Runs as a process of its own for one tracker, so that nothing that its package does reaches the run.
+"""The program of a tracker's own process, so that nothing that the tracker's package does reaches the run.
 
-It imports nothing of dp_ray. Requests arrive on stdin and replies leave on stdout, each a JSON object in a line.
+It imports nothing of dp_ray. Requests arrive on stdin and replies leave on stdout, each a JSON object in a line. Each
+client has a `run_id`, the first step that its tracker lacks as `next_step`, and `log`, `finish` and `close`.
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO, TypeAlias
 
 NEXT = "dp_ray.next_step"  # MLflow's tag: the first step that its server lacks
 MOST_METRICS = 1000  # what MLflow takes at once
@@ -16,24 +16,8 @@ MOST_PARAMS = 100
 LONGEST_PARAM = 6000
 
 
-class Client(Protocol):
-    """A tracker's run, opened. `next_step` is the first step that it lacks."""
-
-    run_id: str
-    next_step: int
-
-    def log(self, rows: list[dict[str, Any]], at: float) -> None:
-        """Send rows of the history; `at` is the time that they get, in seconds."""
-
-    def finish(self, status: str, metrics: dict[str, float]) -> None:
-        """End the tracker's run: `status` is done, failed or interrupted."""
-
-    def close(self) -> None:
-        """Leave the tracker's run as it is: the run's driver was killed."""
-
-
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The values of a row that are drawn over its step."""
+    """Return the values of a row that are drawn over its step."""
     left_out = ("step", "epoch", "rows")
     return {name: value for name, value in row.items() if name not in left_out and value is not None}
 
@@ -53,39 +37,38 @@ class MlflowClient:
             self.next_step = 0
 
     def _reopen(self) -> bool:
-        """Whether the server has the run; if so it runs again."""
+        """Set the run to running again; return False if the server does not have it."""
         from mlflow.exceptions import MlflowException
 
         if not self.run_id:
             return False
         try:
-            found = self._client.get_run(self.run_id)
+            run = self._client.get_run(self.run_id)
             self._client.update_run(self.run_id, status="RUNNING")
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
-        self.next_step = int(found.data.tags.get(NEXT, 0))
+        self.next_step = int(run.data.tags.get(NEXT, 0))
         return True
 
     def _create(self, asked: dict[str, Any]) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        if name:
+            known = self._client.get_experiment_by_name(name)
+            experiment = str(known.experiment_id if known else self._client.create_experiment(name))
+        else:
+            experiment = os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
         run = self._client.create_run(
-            self._experiment(), start_time=int(time.time() * 1000), tags=asked["tags"], run_name=asked["name"]
+            experiment, start_time=int(time.time() * 1000), tags=asked["tags"], run_name=asked["name"]
         )
         params = [self._param(name, str(value)[:LONGEST_PARAM]) for name, value in asked["params"].items()]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(run.info.run_id, params=params[first : first + MOST_PARAMS])
         return str(run.info.run_id)
 
-    def _experiment(self) -> str:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
-        if not name:
-            return os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
-        found = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found else self._client.create_experiment(name))
-
     def log(self, rows: list[dict[str, Any]], at: float) -> None:
-        """Send rows in requests of whole rows, each with the tag that says how far it goes."""
+        """Send rows in requests of whole rows, each with the tag that says how far it goes; `at` is their time."""
         batch: list[Any] = []
         for row in rows:
             metrics = [self._metric(name, value, int(at * 1000), row["step"]) for name, value in scalars(row).items()]
@@ -99,7 +82,7 @@ class MlflowClient:
         self._client.log_batch(self.run_id, metrics=metrics, tags=[self._tag(NEXT, str(next_step))])
 
     def finish(self, status: str, metrics: dict[str, float]) -> None:
-        """End the run. The last values of a training's columns are its metrics already; others are added."""
+        """End the run: done, failed or interrupted. A training's last values are its metrics; others are added."""
         there = self._client.get_run(self.run_id).data.metrics
         now = int(time.time() * 1000)
         new = [self._metric(name, value, now, 0) for name, value in metrics.items() if name not in there]
@@ -108,16 +91,27 @@ class MlflowClient:
         self._client.set_terminated(self.run_id, states.get(status, "KILLED"))
 
     def close(self) -> None:
-        """Do nothing: all that was sent is on the server."""
+        """Leave the run as it is, since its driver was killed: all that was sent is on the server."""
 
 
-class WandbClient:
+class PackageClient:
+    """A run whose package sends rows by itself."""
+
+    _run: Any
+
+    def log(self, rows: list[dict[str, Any]], at: float) -> None:
+        """Hand rows to the package, which gives them its own time."""
+        for row in rows:
+            self._run.log(scalars(row), step=row["step"])
+
+
+class WandbClient(PackageClient):
     """A run of Weights & Biases, whose own process writes it to a local folder and sends it from there."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         import wandb
 
-        self._run: Any = wandb.init(
+        self._run = wandb.init(
             id=asked["run_id"],
             name=asked["name"],
             config=asked["params"],
@@ -129,11 +123,6 @@ class WandbClient:
         self.run_id = str(self._run.id)
         self.next_step = max(asked["next_step"], int(self._run.step))
 
-    def log(self, rows: list[dict[str, Any]], at: float) -> None:
-        """Hand rows to the package's own process."""
-        for row in rows:
-            self._run.log(scalars(row), step=row["step"])
-
     def finish(self, status: str, metrics: dict[str, float]) -> None:
         """End the run and wait until all of it is sent."""
         self._run.summary.update({**metrics, "dp_ray.status": status})
@@ -144,15 +133,16 @@ class WandbClient:
         self._run.finish(exit_code=1)
 
 
-class TrackioClient:
+class TrackioClient(PackageClient):
     """A run of Trackio, which keeps what its server does not take yet, and sends it again."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         import trackio
 
-        self._run: Any = trackio.init(
+        self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "dp_ray"),
-            name=asked["run_id"] or _unique(asked["name"]),
+            # Trackio would add to an earlier run of the same name.
+            name=asked["run_id"] or f"{asked['name']}-{time.strftime('%Y%m%d-%H%M%S')}",
             config={**asked["params"], **asked["tags"]},
             resume="allow",
             embed=False,
@@ -160,11 +150,6 @@ class TrackioClient:
         self.run_id = str(self._run.name)  # what Trackio resumes by
         is_resumed = bool(asked["run_id"])
         self.next_step = max(asked["next_step"], int(getattr(self._run, "_next_step", 0)) if is_resumed else 0)
-
-    def log(self, rows: list[dict[str, Any]], at: float) -> None:
-        """Hand rows to the package's own thread."""
-        for row in rows:
-            self._run.log(scalars(row), step=row["step"])
 
     def finish(self, status: str, metrics: dict[str, float]) -> None:
         """End the run. Trackio has no summary, so what an evaluation measured is its step 0."""
@@ -177,16 +162,8 @@ class TrackioClient:
         self._run.finish()
 
 
-def _unique(name: str) -> str:
-    """A name that no earlier run of the project has: Trackio would add to that one."""
-    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-CLIENTS: dict[str, Callable[[dict[str, Any]], Client]] = {
-    "mlflow": MlflowClient,
-    "wandb": WandbClient,
-    "trackio": TrackioClient,
-}
+Client: TypeAlias = MlflowClient | WandbClient | TrackioClient
+CLIENTS: dict[str, type[Client]] = {"mlflow": MlflowClient, "wandb": WandbClient, "trackio": TrackioClient}
 
 
 def main(name: str, replies: TextIO) -> None:
@@ -206,7 +183,7 @@ def main(name: str, replies: TextIO) -> None:
 
 
 def answer(name: str, client: Client | None, asked: dict[str, Any]) -> tuple[Client | None, dict[str, Any]]:
-    """Do what a request asks; return the opened tracker, and the reply."""
+    """Carry out a request; return the opened tracker, and the reply."""
     if asked["do"] == "open":
         client = CLIENTS[name](asked)
         return client, {"run_id": client.run_id, "next_step": client.next_step}

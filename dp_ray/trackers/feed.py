@@ -1,10 +1,7 @@
-"""Feeds one tracker from a thread of its own: what it misses is taken from the history's files and sent again.
+"""Feed the trackers of a run, each from a thread of its own; the run never waits for them. Begin at `Feed`.
 
-What the run directory remembers of a tracker: its own run, and which steps it has.
-
-The trackers of a run: fed while it runs, and ended with it.
-
-Sends to a run's trackers, after its end, what they lacked when it ended.
+What a tracker misses is read from the history's files and sent again. The run directory remembers each tracker's run
+and its next step, so that a later driver, or `send_late` after the run's end, goes on from there.
 """
 
 import json
@@ -35,7 +32,7 @@ TRACKERS = "trackers"
 
 @dataclass(frozen=True)
 class Memory:
-    """The tracker's run, the first step that it lacks, and the status with which it was ended, if it was."""
+    """A tracker's run, the first step that it lacks, and the status with which it was ended, if it was."""
 
     run_id: str | None = None
     next_step: int = 0
@@ -43,7 +40,7 @@ class Memory:
 
 
 def read_memory(run: Storage, name: str) -> Memory:
-    """What is remembered of a tracker; nothing if the file is missing or damaged."""
+    """Return what is remembered of a tracker; nothing if the file is missing or damaged."""
     try:
         values: dict[str, Any] = json.loads(run.child(TRACKERS).read_text(f"{name}.json"))
         return Memory(values["run_id"], int(values["next_step"]), values["status"])
@@ -69,14 +66,14 @@ END_RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Ending:
-    """How the run ended."""
+    """The status and the metrics with which the run ended."""
 
     status: str
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Feed:
-    """One tracker's queue and thread; no method but `leave` waits for the tracker.
+    """The queue and thread of one tracker; no method but `leave` waits for the tracker.
 
     `connect` starts it anew, `say` prints a line. The history's files are read where the queue lacks steps.
     """
@@ -123,16 +120,13 @@ class Feed:
         """Wait for the tracker until the time given to `end`; then it is left as it is."""
         self._thread.join(max(0.0, self._until - time.monotonic()))
         if not self.is_done:
-            self._say(f"{self.name} lacks {self._lacking()}; `dp-ray track {self._run}` sends it")
+            try:
+                steps = counted(len(self._history()), "step")
+            except (StorageError, OSError, ValueError):  # pyarrow raises the last two
+                steps = "steps"
+            self._say(f"{self.name} lacks {steps} and the run's end; `dp-ray track {self._run}` sends it")
         if (tracker := self._tracker) is not None:
             tracker.close()
-
-    def _lacking(self) -> str:
-        try:
-            lacking = counted(len(self._history()), "step")
-        except (StorageError, OSError, ValueError):
-            lacking = "steps"
-        return f"{lacking} and the run's end"
 
     def _feed(self) -> None:
         failures = 0
@@ -171,9 +165,21 @@ class Feed:
     def _send(self) -> None:
         """Send all rows that there are, and the run's end once it has come."""
         ending = self._ending
-        tracker = self._opened()
+        if self._tracker is None:
+            self._tracker = self._connect()
+        tracker = self._tracker
+        if not self._is_open:
+            run_id, next_step = tracker.open(self._memory.run_id, self._memory.next_step)
+            self._is_open = True
+            self._remember(Memory(run_id, next_step), at_once=True)
+        if self._has_said:
+            self._has_said = False
+            self._say(f"{self.name} answers again")
         for rows in self._batches(ending is not None):
-            tracker.log(rows, self._time_of(rows))
+            # Rows that are sent again keep the time of the first try, so that they are the same.
+            end, at = self._tried
+            self._tried = (rows[-1]["step"] + 1, at if rows[0]["step"] < end else time.time())
+            tracker.log(rows, self._tried[1])
             self._remember(replace(self._memory, next_step=rows[-1]["step"] + 1))
         if ending is not None:
             metrics = {name: value for name, value in ending.metrics.items() if not is_inner(name)}
@@ -183,24 +189,6 @@ class Feed:
         elif not self._is_remembered:
             self._remember(self._memory)
 
-    def _opened(self) -> Tracker:
-        if self._tracker is None:
-            self._tracker = self._connect()
-        if not self._is_open:
-            run_id, next_step = self._tracker.open(self._memory.run_id, self._memory.next_step)
-            self._is_open = True
-            self._remember(Memory(run_id, next_step), at_once=True)
-        if self._has_said:
-            self._has_said = False
-            self._say(f"{self.name} answers again")
-        return self._tracker
-
-    def _time_of(self, rows: Sequence[dict[str, Any]]) -> float:
-        """The time that rows get. Rows that are sent again keep that of the first try, so that they are the same."""
-        end, at = self._tried
-        self._tried = (rows[-1]["step"] + 1, at if rows[0]["step"] < end else time.time())
-        return self._tried[1]
-
     def _remember(self, memory: Memory, at_once: bool = False) -> None:
         self._memory, self._is_remembered = memory, False
         if at_once or time.monotonic() >= self._remember_at:
@@ -209,40 +197,35 @@ class Feed:
             self._remember_at = time.monotonic() + REMEMBER_SECONDS[self._run.is_atomic]
 
     def _batches(self, is_last: bool) -> Iterator[list[dict[str, Any]]]:
-        """The rows that the tracker lacks, in the order of steps; those of the files that the queue has no more."""
+        """Yield the rows that the tracker lacks, in the order of steps; the files have those the queue forgot."""
         queued = self._queued()
         if is_last or (queued and queued[0]["step"] > self._memory.next_step):
-            found = self._history()
-            yield from _in_batches(found if is_last else found.filter(pc.field("step") < queued[0]["step"]))
+            missing = self._history()
+            table = missing if is_last else missing.filter(pc.field("step") < queued[0]["step"])
+            for first in range(0, len(table), ROWS_AT_ONCE):
+                yield table.slice(first, ROWS_AT_ONCE).to_pylist()
             queued = self._queued()
-        if not is_last and queued and self._lacks_rows_before(queued[0]["step"]):
+        # A tracker without a step may lack none of those before the queue: a run may begin at any step.
+        is_behind = self._has_forgotten or self._memory.next_step > 0
+        if not is_last and queued and self._memory.next_step < queued[0]["step"] and is_behind:
             return  # they are in no file yet
         self._has_forgotten = False
         for first in range(0, len(queued), ROWS_AT_ONCE):
             yield queued[first : first + ROWS_AT_ONCE]
 
-    def _lacks_rows_before(self, step: int) -> bool:
-        """Whether the tracker lacks rows before `step` that will be in the files; a run may begin at any step."""
-        return self._memory.next_step < step and (self._has_forgotten or self._memory.next_step > 0)
-
     def _queued(self) -> list[dict[str, Any]]:
-        """The queued rows that the tracker lacks; the others are forgotten."""
+        """Return the queued rows that the tracker lacks; the others are forgotten."""
         with self._has_news:
             while self._queue and self._queue[0]["step"] < self._memory.next_step:
                 self._queue.popleft()
             return list(self._queue)
 
     def _history(self) -> pa.Table:
-        """The rows in the history's files that the tracker lacks."""
+        """Return the rows in the history's files that the tracker lacks."""
         table = history_so_far(self._run)
         if table is None:
             return pa.table({"step": pa.array([], pa.int64())})
         return table.filter(pc.field("step") >= self._memory.next_step)
-
-
-def _in_batches(table: pa.Table) -> Iterator[list[dict[str, Any]]]:
-    for first in range(0, len(table), ROWS_AT_ONCE):
-        yield table.slice(first, ROWS_AT_ONCE).to_pylist()
 
 
 END_SECONDS = 30.0
@@ -281,19 +264,20 @@ def end_all(feeds: Sequence[Feed], status: str, metrics: Mapping[str, float | No
 
 
 def about_run(described: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
-    """What a tracker is told of a run when it opens: name, parameters and tags, without secrets.
+    """Return what a tracker gets of a run when it opens: name, parameters and tags, without secrets.
 
     A list is one parameter, as JSON. The values of env are kept nowhere.
     """
-    told = dotted(hide_in(described))
-    kept = [(key, value) for key, value in told if "env" not in key.split(".") and value is not None]
-    params = {key: value if isinstance(value, int | float) else _text(value) for key, value in kept}
+    params: dict[str, Any] = {}
+    for key, value in dotted(hide_in(described)):
+        if "env" in key.split(".") or value is None:
+            continue
+        if isinstance(value, int | float):
+            params[key] = value
+        else:
+            params[key] = hide(value if isinstance(value, str) else json.dumps(value, default=str))
     tags = {"dp_ray.task": str(described["task"]), "dp_ray.run_dir": hide(run_dir)}
     return {"name": hide(described["name"]), "params": params, "tags": tags}
-
-
-def _text(value: Any) -> str:
-    return hide(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 LATE_SECONDS = 600.0

@@ -1,4 +1,7 @@
-"""A tracker in a process of its own, as the run's driver sees it: requests that are answered, fail or time out."""
+"""A tracker in a process of its own, as the run's driver sees it: requests that are answered, fail or time out.
+
+The process runs `child.py`.
+"""
 
 import json
 import os
@@ -34,7 +37,7 @@ class TrackerRefused(TrackerError):
 
 
 class Tracker(Protocol):
-    """What a feed needs of a tracker; each method but `close` may raise TrackerError."""
+    """The interface of a tracker for its feed; each method but `close` may raise TrackerError."""
 
     def open(self, run_id: str | None, next_step: int) -> tuple[str, int]:
         """Open the tracker's run, or a new one; return its id, and the first step that it lacks."""
@@ -57,7 +60,7 @@ def check_installed(trackers: Sequence[str]) -> None:
 
 
 class TrackerProcess:
-    """A tracker whose package runs in a process of its own; `about` is what it is told of the run when it opens."""
+    """A tracker whose package runs in a process of its own; `about` is what it gets of the run when it opens."""
 
     def __init__(self, name: str, about: Mapping[str, Any], env: Mapping[str, str]) -> None:
         self._about = about
@@ -108,7 +111,7 @@ class TrackerProcess:
         return reply
 
     def _reply(self, seconds: float) -> bytes:
-        """The next line of the process; a big request is written while the process reads, so it cannot block."""
+        """Return the next line of the process; it reads while a big request is written, so that cannot block."""
         assert self._process.stdout is not None
         until = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
@@ -124,7 +127,7 @@ class TrackerProcess:
         return line
 
     def _last_words(self) -> str:
-        """The last line that the process wrote to stderr; empty if there is none."""
+        """Return the last line that the process wrote to stderr; empty if there is none."""
         if self._says.closed:
             return "its process was ended"
         self._says.seek(0)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ FLUSH_SECONDS = 10.0
 
 
 class TensorBoardWriter:
-    """Writes scalars as they arrive; a repeated step replaces all that was written from that step on.
+    """A writer of scalars as they arrive; a repeated step replaces all that was written from that step on.
 
     A step is one event with all of its values. The package's SummaryWriter takes ten times as long: an event for each
     value goes through a queue to a thread. A full disk ends only this writer, not the run: `metrics.parquet` holds
@@ -43,21 +43,21 @@ class TensorBoardWriter:
         """Write the scalars of some rows of the history."""
         if self._is_broken:
             return
+        summary_of = tensorboardX.proto.summary_pb2.Summary
         try:
-            self._add(rows)
+            for row in rows:
+                step = row["step"]
+                if self._writer is None or step < self._next:
+                    self._open(step)
+                self._next = step + 1
+                drawn = {name: value for name, value in row.items() if name not in NOT_SCALARS and value is not None}
+                values = [summary_of.Value(tag=_tag(name), simple_value=float(one)) for name, one in drawn.items()]
+                self._write(step, summary=summary_of(value=values))
+            if self._writer is not None and time.monotonic() >= self._flushed + FLUSH_SECONDS:
+                self._writer.flush()
+                self._flushed = time.monotonic()
         except OSError:
             self._is_broken = True
-
-    def _add(self, rows: Sequence[dict[str, Any]]) -> None:
-        for row in rows:
-            step = row["step"]
-            if self._writer is None or step < self._next:
-                self._open(step)
-            self._next = step + 1
-            self._write(step, summary=tensorboardX.proto.summary_pb2.Summary(value=_scalars(row)))
-        if self._writer is not None and time.monotonic() >= self._flushed + FLUSH_SECONDS:
-            self._writer.flush()
-            self._flushed = time.monotonic()
 
     def _write(self, step: int, **content: Any) -> None:
         event = tensorboardX.proto.event_pb2.Event
@@ -87,13 +87,7 @@ class TensorBoardWriter:
         self._write(step, session_log=log(status=log.START))  # replaces what was written from this step on
 
 
-def _scalars(row: Mapping[str, Any]) -> list[Any]:
-    value_of = tensorboardX.proto.summary_pb2.Summary.Value
-    drawn = {name: value for name, value in row.items() if name not in NOT_SCALARS and value is not None}
-    return [value_of(tag=_tag(name), simple_value=float(value)) for name, value in drawn.items()]
-
-
 @functools.cache
 def _tag(name: str) -> str:
-    """The name as TensorBoard takes it."""
+    """Return the name as TensorBoard takes it."""
     return str(tensorboardX.summary.scalar(name, 0.0).value[0].tag)
