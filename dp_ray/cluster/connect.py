@@ -228,11 +228,16 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     need = f"{counted(keys.min_workers, 'worker')} {'needs' if keys.min_workers == 1 else 'need'}"
     if (capacity := _capacity(keys, each, nodes)) < keys.min_workers:
-        where = f" on {keys.accelerator_type} nodes" if keys.accelerator_type else ""
+        on = f" on {keys.accelerator_type} nodes" if keys.accelerator_type else ""
+        parts = [f"{text_of(each)} each"] if keys.min_workers > 1 else []
+        parts += [] if keys.placement == "PACK" else [keys.placement]
+        split = f" ({', '.join(parts)})" if parts else ""
+        there = {name: sum(node.get(name, 0) for node in nodes) for name in each}
+        too_large = _too_large(each, nodes)
         says = (
-            f"{need} {times(each, keys.min_workers)}{where}{_split(keys, each)}; the cluster of "
-            f"{counted(len(nodes), 'node')} has {text_of(_total(nodes, each))}, room for "
-            f"{counted(capacity, 'worker')}{_too_large(each, nodes)}"
+            f"{need} {times(each, keys.min_workers)}{on}{split}; the cluster of "
+            f"{counted(len(nodes), 'node')} has {text_of(there)}, room for "
+            f"{counted(capacity, 'worker')}{too_large}"
         )
         advice = f"ask for {'fewer workers, or for ' if capacity else ''}less for each worker"
         if not autoscales():
@@ -252,12 +257,6 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
             f"free are {text_of({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
         )
     return None
-
-
-def is_this_machine_alone() -> bool:
-    """Return whether all workers will run on this machine."""
-    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    return alive == [ray.get_runtime_context().get_node_id()] and not autoscales()
 
 
 def _capacity(keys: WorkerKeys, each: Resources, nodes: list[dict[str, float]]) -> int:
@@ -321,15 +320,3 @@ def code_to_ship() -> dict[str, Any]:
         "excludes": excludes,
         "py_modules": [str(Path(dp_ray.__file__).parent)],
     }
-
-
-def _total(nodes: list[dict[str, float]], each: Resources) -> Resources:
-    return {name: sum(node.get(name, 0) for node in nodes) for name in each}
-
-
-def _split(keys: WorkerKeys, each: Resources) -> str:
-    """Say what one of several workers needs, and how they are to be placed, if not as usual; in parentheses."""
-    parts = [f"{text_of(each)} each"] if keys.min_workers > 1 else []
-    if keys.placement != "PACK":
-        parts.append(keys.placement)
-    return f" ({', '.join(parts)})" if parts else ""

@@ -12,12 +12,12 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
-from dp_ray.cluster.channel import GROUP, IDLE, NOTHING, Ask, Request, encoded, send
+from dp_ray.cluster.channel import GROUP, IDLE, NOTHING, Ask, Request, Terms, encoded, send
 from dp_ray.cluster.decisions import (
     Idle,
     LastCount,
@@ -162,28 +162,28 @@ def answers_at(node: dict[str, Any]) -> bool:
         return False
 
 
+@dataclass(eq=False)
 class RestartPolicy:
     """Decides whether failed workers are restarted; it remembers a job's failures, and reports to the driver."""
 
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
-        self._job = IDLE
-        self._memory = Memory(IDLE.retries)
+    channel: Any
+    _job: Terms = IDLE
+    _memory: Memory = field(default_factory=lambda: Memory(IDLE.retries))
 
     def on_failure(self, failure: WorkersFailed | StartFailed) -> Restart:
         """Decide what to do after a failure, and report the decision to the driver.
 
         If a job is given up, the workers are started anew for the next one.
         """
-        request, job = ray.get(self._channel.state.remote())
+        request, job = ray.get(self.channel.state.remote())
         if job.number != self._job.number:
             self._job, self._memory = job, Memory(job.retries)
         decision = decide_restart(Snapshot(failure, request, self._memory, job.workers or None), time.monotonic())
         self._memory = decision.memory
         if decision.message is not None:
-            send(self._channel, decision.message)
+            send(self.channel, decision.message)
         if decision.do is Restart.GIVE_UP and job.number and isinstance(failure, WorkersFailed):
-            ray.get(self._channel.give_up.remote(job.number, encoded(GaveUp(failure.died))))
+            ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(failure.died))))
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do
 

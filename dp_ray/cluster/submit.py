@@ -253,8 +253,8 @@ LARGEST = 5
 def upload_lines(code: dict[str, Any]) -> Iterator[str]:
     """Yield lines on what the runtime_env `code` sends: files, bytes, and of a large one the largest files."""
     folder = Path(code["working_dir"])
-    sizes = sizes_of(packed_files(str(folder), code["excludes"]))
-    modules = [size for module in code["py_modules"] for size in sizes_of(packed_files(module, ())).values()]
+    sizes = {path: path.stat().st_size for path in packed_files(str(folder), code["excludes"])}
+    modules = [path.stat().st_size for module in code["py_modules"] for path in packed_files(module, ())]
     whole = sum(sizes.values()) + sum(modules)
     yield (
         f"sends {counted(len(sizes), 'file')} of {folder} ({text_of_bytes(sum(sizes.values()))}) and dp_ray "
@@ -267,11 +267,6 @@ def upload_lines(code: dict[str, Any]) -> Iterator[str]:
             f"warning: that is {text_of_bytes(whole)}; the largest: {named}; what a .gitignore or .rayignore names "
             "is not sent"
         )
-
-
-def sizes_of(paths: list[Path]) -> dict[Path, int]:
-    """Return the bytes of each file."""
-    return {path: path.stat().st_size for path in paths}
 
 
 def text_of_bytes(size: float) -> str:

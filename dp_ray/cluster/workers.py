@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -26,7 +26,6 @@ from dp_ray.cluster.connect import (
     check_fits,
     connected,
     is_connected,
-    is_this_machine_alone,
     what_begins,
     what_is_awaited,
     without_gpus,
@@ -54,7 +53,7 @@ from dp_ray.system.threads import if_longer, repeated
 with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
     from ray.train import LoggingConfig, RunConfig, ScalingConfig
 
-    from dp_ray.cluster.internals.core import put_apart
+    from dp_ray.cluster.internals.core import autoscales, put_apart
     from dp_ray.cluster.internals.train import why_failed
     from dp_ray.cluster.internals.train_worker import WorkerBackendConfig
     from dp_ray.cluster.internals.trainer import ControlledTrainer
@@ -70,19 +69,19 @@ Say = Callable[[str], None]
 _ENVIRONMENT = threading.Lock()  # several sessions may start workers at the same time
 
 
+@dataclass(eq=False)
 class Workers:
     """Workers on Ray, with torch imported and their resources held; they run one job at a time."""
 
-    def __init__(self, trainer: ControlledTrainer, channel: Any, each: Resources, verbose: bool) -> None:
-        self.each = each
-        self.remains: tuple[str, ...] = ()  # what the last job left behind in their processes
-        self.imported: tuple[str, ...] = ()  # the source files of user code that they have imported
-        self.is_aborted = False
-        self.is_interrupted_twice = False
-        self._trainer = trainer
-        self._channel = channel
-        self._verbose = verbose
-        self._number = 0
+    trainer: ControlledTrainer
+    channel: Any
+    each: Resources
+    verbose: bool
+    remains: tuple[str, ...] = ()  # what the last job left behind in their processes
+    imported: tuple[str, ...] = ()  # the source files of user code that they have imported
+    is_aborted: bool = False
+    is_interrupted_twice: bool = False
+    _number: int = 0
 
     def run(
         self,
@@ -99,22 +98,22 @@ class Workers:
         the caller was interrupted or Ray Train has given up.
         """
         self._number += 1
-        monitor.node_control = RayNodeControl(self._channel, self._number)
+        monitor.node_control = RayNodeControl(self.channel, self._number)
         terms = Terms(
             self._number, job.max_workers, job.retries, job.task != "evaluate" and not job.finds_shards, is_last
         )
-        self._trainer.when_ended(monitor.end.has_come.set)
+        self.trainer.when_ended(monitor.end.has_come.set)
         packed = self._packed(job, claimed, rows, faults)
         waits = repeated("waits", LOOK_SECONDS, lambda: monitor.waits.look(lambda: free_text(self.each)))
         try:
             with waits:
-                ray.get(self._channel.begin.remote(terms, packed))
+                ray.get(self.channel.begin.remote(terms, packed))
                 import_module("ray.dag")  # while there is time: ray.shutdown would import it
                 gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.log.interruptions))
-                with gauges, listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
+                with gauges, listening(monitor, lambda wait: receive(self.channel, wait), self._abort):
                     monitor.end.has_come.wait()
-            if not self._trainer.has_ended:
-                ray.get(self._channel.finish.remote(self._number))
+            if not self.trainer.has_ended:
+                ray.get(self.channel.finish.remote(self._number))
         except BaseException as error:
             self.is_interrupted_twice = isinstance(error, KeyboardInterrupt) and monitor.planned_stop.is_asked
             self._abort()
@@ -146,7 +145,7 @@ class Workers:
 
     def _cause(self, monitor: Monitor) -> Error:
         """Return the error that ended the job: the controller's, else lost workers, else a worker's first one."""
-        failure = self._trainer.failure() if self._trainer.has_ended else None
+        failure = self.trainer.failure() if self.trainer.has_ended else None
         cause = getattr(failure, "controller_failure", None)
         if isinstance(cause, Error):
             return cause
@@ -154,7 +153,7 @@ class Workers:
             says = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(died.items()))
             return WorkerError(f"workers were lost, more often than retries allows: {says}")
         if monitor.failed:
-            return error_of(monitor.failed, self._verbose)
+            return error_of(monitor.failed, self.verbose)
         if cause is not None:
             return WorkerError(f"the workers could not be started: {why_failed(cause)}")
         return Error(str(failure or "the workers have ended"))
@@ -162,14 +161,14 @@ class Workers:
     @property
     def is_over(self) -> bool:
         """Whether these workers have ended."""
-        return self.is_aborted or self._trainer.has_ended
+        return self.is_aborted or self.trainer.has_ended
 
     @property
     def why_over(self) -> str:
         """Why these workers have ended."""
         if self.is_aborted:
             return "the last ones were ended at once"
-        failure = self._trainer.failure()
+        failure = self.trainer.failure()
         return why_failed(getattr(failure, "controller_failure", failure)) if failure else "the last ones have ended"
 
     def close(self, seconds: float) -> bool:
@@ -178,31 +177,31 @@ class Workers:
         Workers that had to be ended may keep their resources until the connection ends.
         """
         if not self.is_over:
-            ray.get(self._channel.close.remote())
-            self._trainer.wait(seconds)
-        has_left = self._trainer.has_ended and not self.is_aborted
+            ray.get(self.channel.close.remote())
+            self.trainer.wait(seconds)
+        has_left = self.trainer.has_ended and not self.is_aborted
         self._abort()
         return has_left
 
     def _abort(self) -> None:
         """End the workers at once."""
         self.is_aborted = True
-        self._trainer.abort()
+        self.trainer.abort()
 
 
+@dataclass(eq=False)
 class OwnWorkers:
     """The workers of a single run: they start with its first job, and end with its last one, or with the block.
 
     Before a run with `shards: auto` goes a job that finds its shards.
     """
 
-    def __init__(self, address: str | None, verbose: bool, say: Say) -> None:
-        self._address = address
-        self._verbose = verbose
-        self._say = say
-        self._open = ExitStack()
-        self._is_own: bool | None = None  # whether the connection is; None before there is one
-        self._workers: Workers | None = None
+    address: str | None
+    verbose: bool
+    say: Say
+    _open: ExitStack = field(default_factory=ExitStack)
+    _is_own: bool | None = None  # whether the connection is; None before there is one
+    _workers: Workers | None = None
 
     def __enter__(self) -> "OwnWorkers":
         return self
@@ -244,16 +243,16 @@ class OwnWorkers:
         """Connect, if that is not done; return whether the connection ends with these workers."""
         if self._is_own is None:
             self._is_own = not is_connected()
-            with if_longer(AWAIT_SECONDS, lambda: self._say(what_is_awaited(self._address))):
-                self._open.enter_context(connected(job, self._address, self._verbose))
+            with if_longer(AWAIT_SECONDS, lambda: self.say(what_is_awaited(self.address))):
+                self._open.enter_context(connected(job, self.address, self.verbose))
         return self._is_own
 
     def _start(self, job: Job, monitor: Monitor) -> Workers:
         if EarlyConnection.begun is None and self._is_own is None:  # else there is nothing to wait for
-            monitor.begin(what_begins(self._address))
+            monitor.begin(what_begins(self.address))
         is_own = self._connect(job)
         folder = self._open.enter_context(own_folder())
-        workers = start_workers(job, folder, is_own, self._verbose, self._say)
+        workers = start_workers(job, folder, is_own, self.verbose, self.say)
         self._open.callback(workers.close, 0 if is_own else CLOSE_SECONDS)  # an own connection ends them
         monitor.begin("starting Ray Train")
         return workers
@@ -281,8 +280,10 @@ def check_can_run(keys: WorkerKeys, each: Resources) -> str | None:
 
     GPUs that are named as the machine's can be looked for here if all workers will run on this machine.
     """
-    if keys.devices and not keys.own_gpus and is_this_machine_alone():
-        check_machine("devices", keys.devices)
+    if keys.devices and not keys.own_gpus:
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        if alive == [ray.get_runtime_context().get_node_id()] and not autoscales():
+            check_machine("devices", keys.devices)
     return check_fits(keys, each)
 
 

@@ -15,7 +15,7 @@ from dp_ray.monitor.messages import WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs.files import outputs_path, outputs_sha256
 from dp_ray.plan.split import Split
-from dp_ray.results.result import Result, ema_values, with_best_weights
+from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.text import measured, relative
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir, kept_steps
@@ -23,7 +23,7 @@ from dp_ray.rundir.files import BEFORE_RETRY
 from dp_ray.rundir.history import best_of, is_of_many, summary
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.quarantine import count_quarantined, has_set_aside, merge_quarantine, still_missing
-from dp_ray.rundir.start import weights_path, weights_sha256
+from dp_ray.rundir.start import EMA, weights_path, weights_sha256
 from dp_ray.steps.times import (
     Outside,
     facts_of,
@@ -36,6 +36,7 @@ from dp_ray.steps.times import (
     worker_splits,
 )
 from dp_ray.storage import Storage
+from dp_ray.tensors.files import sha256_of
 from dp_ray.text import counted, hide, percent
 
 TELLS_FROM = 5.0  # seconds of a run, from which on its last lines say where they went
@@ -104,7 +105,12 @@ def _training_values(job: Job, storage: Storage, monitor: Monitor | None) -> dic
     early = monitor.task_messages.stopped_early if monitor else None
     return {
         "best": with_best_weights(best, storage),
-        "ema": job.ema and ema_values(job.ema.decay, storage),
+        "ema": job.ema
+        and {
+            "decay": job.ema.decay,
+            "weights": str(storage.child(EMA)),
+            "sha256": sha256_of(storage, EMA),
+        },
         "stopped_early": early and early.to_json(),
     }
 
@@ -175,20 +181,17 @@ def save_unfinished(
         if has_set_aside(run):
             merge_quarantine(run, carry, still_missing(run, split) if run.exists(BEFORE_RETRY) else ())
         if monitor is not None and monitor.attempts.begun:
-            end = _driver_end(result, monitor, kept_steps(run, result.task, split))
-            monitor.incidents.log.interrupted(end).save(run)
+            # How this driver ends; a killed driver cannot record its end.
+            kept = kept_steps(run, result.task, split)
+            step = max(monitor.progress.step, kept)
+            if result.status == "failed":
+                text = f"ended after step {step} by {str(result.error).splitlines()[0]}"
+            else:
+                if monitor.planned_stop.is_asked:  # which keeps the step after which it stops
+                    step = kept
+                text = f"stopped by {monitor.planned_stop.by or 'an interrupt'} after step {step}"
+            monitor.incidents.log.interrupted(Interruption(IncidentKind.DRIVER, text, step)).save(run)
         run.remove_unfinished(recursive=True)
-
-
-def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
-    """Return how this driver ends, by an error or a stop; a killed driver cannot record its end."""
-    step = max(monitor.progress.step, kept)
-    if result.status == "failed":
-        text = f"ended after step {step} by {str(result.error).splitlines()[0]}"
-    else:
-        step = kept if monitor.planned_stop.is_asked else step  # a planned stop keeps the step after which it stops
-        text = f"stopped by {monitor.planned_stop.by or 'an interrupt'} after step {step}"
-    return Interruption(IncidentKind.DRIVER, text, step)
 
 
 def summary_of(result: Result, is_resumed: bool, is_cut_short: bool = False) -> str:
@@ -206,13 +209,13 @@ def summary_of(result: Result, is_resumed: bool, is_cut_short: bool = False) -> 
         rows += f" ({result.quarantined} set aside)"
     since = " since it was resumed" if is_resumed else ""
     path = f": {relative(where)}" if where else ""
-    # Of a training, the metrics of an epoch and of the evaluation come before those of the last batch alone.
-    values = measured(result.metrics)
+    values = measured(result.metrics)  # of a training those of an epoch and of the evaluation come first
     is_whole = {name: result.task != "train" or is_of_many(name) for name in values}
-    whole = "".join(f", {name} {value}" for name, value in values.items() if is_whole[name])
+    metrics = "".join(f", {name} {value}" for name, value in values.items() if is_whole[name])
     of_batch = ", ".join(f"{name} {value}" for name, value in values.items() if not is_whole[name])
-    last = f", last batch: {of_batch}" if of_batch else ""
-    return f"done, {rows} in {result.seconds:.1f} s{since}{whole}{last}{path}"
+    if of_batch:
+        metrics += f", last batch: {of_batch}"
+    return f"done, {rows} in {result.seconds:.1f} s{since}{metrics}{path}"
 
 
 def time_lines(result: Result) -> Iterator[str]:

@@ -5,6 +5,7 @@ import copy
 import os
 import sys
 import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 from dp_ray.engine.model import devices_here
@@ -49,17 +50,18 @@ def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, 
         run_task(job, world, claimed.storage, send, control, rows)
 
 
+@dataclass(eq=False)
 class DriverStepControl(StepControl):
     """Step control in the driver's own process: it reports each step that begins to the monitor."""
 
-    def __init__(self, monitor: Monitor) -> None:
-        self.one_at_a_time = threading.Lock()  # a recorder's thread sends reports, the task's thread the rest
-        self._monitor = monitor
+    monitor: Monitor
+    # A recorder's thread sends reports, the task's thread the rest.
+    one_at_a_time: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def before(self, step: int) -> None:
         """Report the step that begins to the monitor."""
         with self.one_at_a_time:
-            self._monitor.take(Started(HERE, 0, step))
+            self.monitor.take(Started(HERE, 0, step))
 
 
 def with_own_model(job: Job) -> Job:

@@ -181,12 +181,9 @@ class Session:
                 # If several sessions run at a time, the others use this connection, which then stays.
                 self._is_own = self._is_own and self.at_a_time == 1
             self._folder = opening.enter_context(own_folder())
-            self._start_workers(say)
+            self._workers = start_workers(self._keys, self._folder, self._is_own, self._verbose, say)
             opening.callback(lambda: self._workers.close(0 if self._is_own else CLOSE_SECONDS))
             self._open = opening.pop_all()
-
-    def _start_workers(self, say: Any) -> None:
-        self._workers = start_workers(self._keys, self._folder, self._is_own, self._verbose, say)
 
     def _renew(self, console: Console) -> None:
         """Start the workers anew if the next job would find there what it must not; a line says why."""
@@ -211,7 +208,7 @@ class Session:
         if self._is_own and edited and address_of(self._address):  # a connection sends the code to the cluster
             self._reconnect()
         elif self._workers.close(CLOSE_SECONDS if self._is_own else LEAVE_SECONDS) or not self._is_own:
-            self._start_workers(console.say)
+            self._workers = start_workers(self._keys, self._folder, self._is_own, self._verbose, console.say)
         else:  # the end of the connection frees what these workers hold
             self._reconnect()
 

@@ -63,7 +63,13 @@ class Verdict:
 
     def __str__(self) -> str:
         head = ("workers", "first loss", "last loss", "weights", "outputs", "seconds", "difference", "same")
-        lines = [head, *(_cells(row) for row in self.rows)]
+        lines: list[tuple[str, ...]] = [head]
+        for row in self.rows:
+            losses = ["-" if loss is None else f"{loss:.9g}" for loss in (row.first_loss, row.last_loss)]
+            hashes = ["-" if value is None else value[:12] for value in (row.weights, row.outputs)]
+            change = "0" if row.difference == 0 else f"{row.difference:.3g}"
+            same = "yes" if row.same else "NO"
+            lines.append((str(row.workers), *losses, *hashes, f"{row.seconds:.1f}", change, same))
         widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
         text = [
             "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -147,12 +153,16 @@ def _row(count: int, first: Result, one: Result, bitwise: bool, tolerance: float
     difference = _difference(first, one)
     same = _hashes(first) == _hashes(one) if bitwise else difference <= tolerance
     losses = [row["loss"] for row in history]
+    outputs = one.outputs_sha256
+    digests = [row.get(DIGEST) for row in history] or [one.metrics.get(DIGEST)]
+    if outputs is None and not any(value is None for value in digests):
+        outputs = hashlib.sha256(repr(digests).encode()).hexdigest()
     return Row(
         workers=count,
         first_loss=losses[0] if losses else one.metrics.get("loss"),
         last_loss=losses[-1] if losses else None,
         weights=one.weights_sha256,
-        outputs=one.outputs_sha256 or _digest([row.get(DIGEST) for row in history] or [one.metrics.get(DIGEST)]),
+        outputs=outputs,
         seconds=one.seconds,
         difference=difference,
         same=same,
@@ -170,12 +180,6 @@ def _hashes(result: Result) -> tuple[Any, ...]:
     """Return all values that must be the same, as text where they may be NaN: NaN is the same as NaN."""
     average = result.ema and result.ema["sha256"]
     return result.weights_sha256, average, result.outputs_sha256, repr(result.metrics), repr(_history(result))
-
-
-def _digest(values: list[Any]) -> str | None:
-    if values == [None] or any(value is None for value in values):
-        return None
-    return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
 def _difference(first: Result, other: Result) -> float:
@@ -236,10 +240,3 @@ def _first_parameter(run: Run, first: int, other: int, steps: int) -> str | None
             relative, absolute = apart(tensor, states[1][name])
             return f"{name} differs by up to {absolute:.3g} ({relative:.3g} of its largest)"
     return None
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    losses = ["-" if loss is None else f"{loss:.9g}" for loss in (row.first_loss, row.last_loss)]
-    hashes = ["-" if value is None else value[:12] for value in (row.weights, row.outputs)]
-    difference = "0" if row.difference == 0 else f"{row.difference:.3g}"
-    return (str(row.workers), *losses, *hashes, f"{row.seconds:.1f}", difference, "yes" if row.same else "NO")

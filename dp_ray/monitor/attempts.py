@@ -26,18 +26,18 @@ class Attempt:
     workers: tuple[WorkerReady, ...]
 
 
+@dataclass(eq=False)
 class Attempts:
     """All attempts so far, and the state of the newest."""
 
-    def __init__(self) -> None:
-        self.begun: list[Attempt] = []
-        self.is_awaited = True  # whether no attempt has all of its workers
-        self._current: str | None = None
-        self._newest: str | None = None  # the attempt whose worker was the last to become ready
-        self._stepping: set[str] = set()  # attempts of which a worker has begun a step
-        self._gathering: dict[str, dict[int, WorkerReady]] = {}  # ready workers, by attempt and rank
-        self._early: dict[str, list[Shapes]] = {}
-        self._finished: dict[str, dict[int, Finished]] = {}
+    begun: list[Attempt] = field(default_factory=list)
+    is_awaited: bool = True  # whether no attempt has all of its workers
+    _current: str | None = None
+    _newest: str | None = None  # the attempt whose worker was the last to become ready
+    _stepping: set[str] = field(default_factory=set)  # attempts of which a worker has begun a step
+    _gathering: dict[str, dict[int, WorkerReady]] = field(default_factory=dict)  # ready workers, by attempt and rank
+    _early: dict[str, list[Shapes]] = field(default_factory=dict)
+    _finished: dict[str, dict[int, Finished]] = field(default_factory=dict)
 
     def take(self, worker: WorkerReady) -> tuple[WorkerReady, ...]:
         """Add a ready worker; return all of its attempt's workers if it is the last one, else none."""
@@ -101,17 +101,16 @@ SAY_AFTER = (10.0, 60.0, 300.0)  # seconds of a wait; from then on every REPEAT_
 REPEAT_SECONDS = 600.0
 
 
+@dataclass(eq=False)
 class LongWaits:
     """Counts the seconds of each wait for workers, and says a line of a long one."""
 
-    def __init__(self, job: Job, attempts: Attempts, progress: Progress, say: Callable[[str], None]) -> None:
-        least, most = job.min_workers, job.max_workers
-        self._workers = f"{most}" if least == most else f"{least} to {most}"
-        self._attempts = attempts
-        self._progress = progress
-        self._say = say
-        self._since: float | None = None
-        self._lines = 0
+    job: Job
+    attempts: Attempts
+    progress: Progress
+    say: Callable[[str], None]
+    _since: float | None = None
+    _lines: int = 0
 
     def look(self, cluster: Callable[[], str]) -> None:
         """Say a line if the wait has become that long; `cluster` says what the workers need, and what is free.
@@ -119,17 +118,19 @@ class LongWaits:
         Another thread than the one that feeds the monitor may call it: that one may itself wait for Ray.
         """
         now = time.monotonic()
-        if not self._attempts.is_awaited or self._since is None:
-            self._since = now if self._attempts.is_awaited else None
+        if not self.attempts.is_awaited or self._since is None:
+            self._since = now if self.attempts.is_awaited else None
             self._lines = 0
             return
         more = self._lines - len(SAY_AFTER)
         due = SAY_AFTER[self._lines] if more < 0 else SAY_AFTER[-1] + (more + 1) * REPEAT_SECONDS
         if now - self._since >= due:
             self._lines += 1
-            ready = f"{self._attempts.num_ready} of {self._workers} are ready{cluster()}"
+            least, most = self.job.min_workers, self.job.max_workers
+            workers = f"{most}" if least == most else f"{least} to {most}"
+            ready = f"{self.attempts.num_ready} of {workers} are ready{cluster()}"
             so_far = f"{now - self._since:.0f} s so far"
-            self._say(f"waiting for workers, {so_far}: {ready}; now: {self._progress.phase}")
+            self.say(f"waiting for workers, {so_far}: {ready}; now: {self.progress.phase}")
 
 
 @dataclass
@@ -169,23 +170,23 @@ class NodeControl:
         """Ask all workers to stop after their current step, for good."""
 
 
+@dataclass(eq=False)
 class Hangs:
     """A watchdog of each attempt in turn, which has hanging workers replaced as often as `retries` allows.
 
     `limit` is the seconds allowed for one step; None: no limit.
     """
 
-    def __init__(self, limit: float | None, retries: int, console: Console) -> None:
-        self.watchdog = Watchdog(None, ())
-        self._limit = limit
-        self._retries = retries
-        self._console = console
-        self._killed: Hang | None = None
-        self._earlier: set[tuple[int, tuple[int, ...]]] = set()  # step and ranks of each hang
+    limit: float | None
+    retries: int
+    console: Console
+    watchdog: Watchdog = field(default_factory=lambda: Watchdog(None, ()))
+    _killed: Hang | None = None
+    _earlier: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)  # step and ranks of each hang
 
     def watch(self, workers: tuple[WorkerReady, ...]) -> None:
         """Watch the workers of a new attempt."""
-        self.watchdog = Watchdog(self._limit, workers)
+        self.watchdog = Watchdog(self.limit, workers)
 
     def check(self, control: NodeControl) -> None:
         """Kill the workers that hang, so that they are replaced.
@@ -197,12 +198,12 @@ class Hangs:
             return
         # The same ranks in the same step hang for a reason that no retry takes away, such as a deadlock in user code.
         is_repeated = (hang.step, hang.ranks) in self._earlier
-        if is_repeated or self._retries == 0:
+        if is_repeated or self.retries == 0:
             again = " again" if is_repeated else ""
-            raise WorkerError(f"hangs{again}: {hang} (timeouts.step is {self._limit:g})")
-        self._console.say(f"hangs, and is replaced: {hang}")
+            raise WorkerError(f"hangs{again}: {hang} (timeouts.step is {self.limit:g})")
+        self.console.say(f"hangs, and is replaced: {hang}")
         self._earlier.add((hang.step, hang.ranks))
-        self._retries -= 1
+        self.retries -= 1
         self._killed = hang
         for worker in hang.workers:
             control.kill(worker)
@@ -214,28 +215,24 @@ class Hangs:
         return str(killed).splitlines()[0] if killed is not None and set(killed.ranks) & set(lost) else ""
 
 
+@dataclass(eq=False)
 class Incidents:
     """The log of a run's incidents: printed on the console, and saved in the run's directory if there is one."""
 
-    def __init__(self, log: IncidentLog, console: Console, run: Storage | None) -> None:
-        self.log = log
-        self._console = console
-        self._run = run
-        self._advanced_at = time.monotonic()
+    log: IncidentLog
+    console: Console
+    run: Storage | None
+    advanced_at: float = field(default_factory=time.monotonic)  # when all workers had finished the newest step
 
     def begin(self, num_workers: int) -> None:
         """Record that an attempt begins."""
         self.log = self.log.begun(num_workers)
         self._save()
 
-    def note_step(self) -> None:
-        """Note the time at which all workers have finished a step."""
-        self._advanced_at = time.monotonic()
-
     def interrupt(self, by: Interruption) -> None:
         """Record that the workers are being replaced."""
         self.log = self.log.interrupted(by)
-        self._console.say(f"interrupted, {by}")
+        self.console.say(f"interrupted, {by}")
         self._save()
 
     def resume(self, step: int) -> None:
@@ -244,15 +241,15 @@ class Incidents:
             return
         # After a driver that ended, this process has not seen the last step, so it cannot tell how long ago that was.
         is_known = self.log.interruptions[-1].kind is not IncidentKind.DRIVER
-        seconds = round(time.monotonic() - self._advanced_at, 1) if is_known else None
+        seconds = round(time.monotonic() - self.advanced_at, 1) if is_known else None
         self.log = self.log.resumed(step, seconds)
-        self._console.say(self.log.interruptions[-1].resumption)
+        self.console.say(self.log.interruptions[-1].resumption)
         self._save()
 
     def _save(self) -> None:
-        if self._run is not None:
+        if self.run is not None:
             with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
-                self.log.save(self._run)
+                self.log.save(self.run)
 
 
 def interruption_of(

@@ -258,15 +258,13 @@ class Progress:
             return f"step {self.step}/{self.steps}, {self.rows} rows, finishing"
         rate = self.rows_per_second
         rows_per_second = f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}"
-        left = f", {_duration((self.rows_in_all - self.rows) / rate)} left" if rate else ""
+        left = ""
+        if rate:
+            minutes, seconds = divmod(round((self.rows_in_all - self.rows) / rate), 60)
+            hours, minutes = divmod(minutes, 60)
+            left = f", {hours}:{minutes:02}:{seconds:02} left" if hours else f", {minutes}:{seconds:02} left"
         loss = f", loss {self.last['loss']:.4g}" if "loss" in self.last else ""
         return f"step {self.step}/{self.steps}, {self.rows} rows, {rows_per_second} rows/s{loss}{left}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _display(progress: Progress, newest: str = "") -> Group:

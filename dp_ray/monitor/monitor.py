@@ -276,7 +276,7 @@ class ShapeReports:
         if self._journal:
             self._journal.add(block)
         if not self._is_closing:
-            self._incidents.note_step()
+            self._incidents.advanced_at = time.monotonic()
             counts = np.bincount(rows.seen).tolist()
             num_rows = sum(count * collector.seen[number].rows for number, count in enumerate(counts))
             self._progress.advance(int(rows.step[-1]) + 1, num_rows)

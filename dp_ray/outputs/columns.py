@@ -101,11 +101,6 @@ class Column:
         return dtype
 
     @property
-    def is_complex(self) -> bool:
-        """Whether the leaf holds complex numbers."""
-        return self.torch_dtype.is_complex
-
-    @property
     def is_struct(self) -> bool:
         """Whether each row is stored with its shape.
 
@@ -114,17 +109,12 @@ class Column:
         return self.shape is None or 0 in self.shape
 
     @property
-    def is_stored_raw(self) -> bool:
-        """Whether Arrow holds the very bytes of a row's tensor: not widened, no bits in place of bools, no struct."""
-        return not self.is_struct and self.torch_dtype not in {torch.bool, *WIDENED}
-
-    @property
     def arrow_type(self) -> pa.DataType:
         """The column's type: plain for one number a row, else a tensor, or a struct (see `is_struct`)."""
         value = pa.from_numpy_dtype(_to_numpy(torch.empty(0, dtype=self.torch_dtype)).dtype)
         if self.shape is None or self.is_struct:
             return pa.struct([("data", pa.large_list(value)), ("shape", pa.list_(pa.int64()))])
-        shape = [*self.shape, 2] if self.is_complex else [*self.shape]
+        shape = [*self.shape, 2] if self.torch_dtype.is_complex else [*self.shape]
         return pa.fixed_shape_tensor(value, shape) if shape else value
 
 
@@ -185,17 +175,15 @@ class Layout:
                 f"the model's outputs have their keys in another order on some shards: {self.spec.paths} "
                 f"and {other.spec.paths}"
             )
-        columns = tuple(map(_common_column, self.columns, other.columns))
+        columns: list[Column] = []
+        for one, another in zip(self.columns, other.columns, strict=False):
+            if (one.name, one.dtype, one.is_array) != (another.name, another.dtype, another.is_array):
+                raise ModelError(
+                    f"output {one.name!r} is not alike on all shards: {one.dtype} on one, {another.dtype} on another"
+                )
+            columns.append(one if one.shape == another.shape else replace(one, shape=None))
         carried = tuple(one.join(another) for one, another in zip(self.carried, other.carried, strict=True))
-        return Layout(self.spec, columns, self.batch_dim, carried)
-
-
-def _common_column(first: Column, other: Column) -> Column:
-    if (first.name, first.dtype, first.is_array) != (other.name, other.dtype, other.is_array):
-        raise ModelError(
-            f"output {first.name!r} is not alike on all shards: {first.dtype} on one, {other.dtype} on another"
-        )
-    return first if first.shape == other.shape else Column(first.name, first.dtype, None, first.is_array)
+        return Layout(self.spec, tuple(columns), self.batch_dim, carried)
 
 
 def rows_of(
@@ -352,7 +340,7 @@ def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Ten
 def _to_torch(column: Column, values: Any) -> torch.Tensor:
     values = values if values.flags.writeable else values.copy()
     tensor = torch.from_numpy(values)
-    if column.is_complex:
+    if column.torch_dtype.is_complex:
         return torch.view_as_complex(tensor.reshape(-1, 2)).to(column.torch_dtype)
     if column.torch_dtype == torch.bfloat16:
         return (tensor.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # `to` loses a NaN's bits

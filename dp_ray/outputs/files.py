@@ -12,9 +12,9 @@ hold the outputs of a run, in order, with their rows, bytes and hashes.
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from tempfile import SpooledTemporaryFile
 from typing import Any
@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from dp_ray.errors import DataError, ModelError, StorageError
-from dp_ray.outputs.columns import METADATA, SAMPLE_INDEX, Column, Layout, from_arrow, raw_bytes
+from dp_ray.outputs.columns import METADATA, SAMPLE_INDEX, WIDENED, Layout, from_arrow, raw_bytes
 from dp_ray.outputs.parts import POSITION, RUN_AGAIN, PartReader, RowsInOrder
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import FilePlan, Frontier, Range, Shard, Split
@@ -146,7 +147,7 @@ class FileMerge:
         names = self._parts.names()
         new = self._ledger.counting(name for name in names if name not in self._seen)
         self._seen.update(names)
-        parts = [name for name in new if _first_step(name) in self._steps]
+        parts = [name for name in new if _range(name).first_step in self._steps]
         self._names += parts
         for name in parts:
             self._done.add(_range(name))
@@ -181,7 +182,7 @@ class FileMerge:
         self._open.rows.add(new)
 
     def _readers(self, names: list[str]) -> list[PartReader]:
-        return [PartReader(self._parts, name, self._position(_first_step(name))) for name in names]
+        return [PartReader(self._parts, name, self._position(_range(name).first_step)) for name in names]
 
     def _position(self, step: int) -> int:
         """Return the first position of a step, or the end of all of them."""
@@ -209,10 +210,6 @@ def _range(name: str) -> Range:
     """Return the steps and shards of a part; an empty range before all steps if this is not the name of one."""
     match = PART_NAME.fullmatch(name)
     return range_of(match) if match else Range(-1, -1, 0, 0)
-
-
-def _first_step(name: str) -> int:
-    return _range(name).first_step
 
 
 class RowProof:
@@ -316,31 +313,26 @@ class StepDigests:
         self._others = self._others or [SpooledTemporaryFile(HELD_BYTES) for _ in self._layout.columns[1:]]  # noqa: SIM115
         takers: list[Callable[[Any], Any]] = [self._digest.update, *(leaf.write for leaf in self._others)]
         for column, take in zip(self._layout.columns, takers, strict=True):
+            # Arrow holds the very bytes of a row: not widened, no bits in place of bools, no struct.
+            is_stored_raw = not column.is_struct and column.torch_dtype not in {torch.bool, *WIDENED}
             for chunk in rows.column(column.name).chunks:
-                for piece in _bytes_of(column, chunk):
-                    take(piece)
+                if is_stored_raw:
+                    flat = chunk.storage.flatten() if isinstance(chunk, pa.ExtensionArray) else chunk
+                    take(memoryview(plain_values(flat).data).cast("B"))
+                    continue
+                leaf = from_arrow(column, chunk)
+                for tensor in leaf if isinstance(leaf, list) else [leaf]:
+                    take(raw_bytes(tensor))
 
 
-def _bytes_of(column: Column, rows: pa.Array) -> Iterator[memoryview]:
-    """Yield the raw bytes of a leaf's rows."""
-    if column.is_stored_raw:
-        flat = rows.storage.flatten() if isinstance(rows, pa.ExtensionArray) else rows
-        yield memoryview(plain_values(flat).data).cast("B")
-        return
-    leaf = from_arrow(column, rows)
-    for tensor in leaf if isinstance(leaf, list) else [leaf]:
-        yield raw_bytes(tensor)
-
-
+@dataclass(eq=False)
 class HashedFile:
     """An unfinished file that hashes the bytes written to it, as the stream of a Parquet writer."""
 
     closed = False
-
-    def __init__(self, file: UnfinishedFile) -> None:
-        self.file = file
-        self.digest = hashlib.sha256()
-        self._bytes = 0
+    file: UnfinishedFile
+    digest: Any = field(default_factory=hashlib.sha256, init=False)
+    _bytes: int = field(default=0, init=False)
 
     def write(self, data: Any) -> None:
         """Write bytes."""

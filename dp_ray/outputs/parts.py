@@ -11,6 +11,7 @@ Begin at `PartWriter`; `RowsInOrder` reads.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,12 @@ class PartWriter:
     def on_step(self, step: int) -> None:
         """End `step`: this worker's shards of it are taken, or an earlier attempt had committed them."""
         if self._step and self._plan is None:
-            self._find_file_plan(step)
+            num_rows = sum(shard.rows for shard, _, _ in self._step)
+            self._plan = self._find_plan(sum(leaf.nbytes for _, _, rows in self._step for leaf in rows) / num_rows)
+            if self._plan is None:  # without a plan the rows are dropped
+                self._step, self._first_step = [], step + 1
+            else:  # a part is in one file alone
+                self._first_step = max(self._first_step, self._plan.steps_of(self._plan.number_of(step)).start)
         self._end_step = step + 1
         self._group += self._step
         self._group_bytes += sum(TENSOR_BYTES + leaf.nbytes for _, _, rows in self._step for leaf in rows)
@@ -120,15 +126,6 @@ class PartWriter:
         is_full = self._file is not None and self._file.bytes >= PART_BYTES // self._num_workers
         if ends_file or is_full or time.monotonic() - self._committed > PART_SECONDS:
             self.commit()
-
-    def _find_file_plan(self, step: int) -> None:
-        """Find the plan of the files by the rows of this step; without a plan they are dropped."""
-        num_rows = sum(shard.rows for shard, _, _ in self._step)
-        self._plan = self._find_plan(sum(leaf.nbytes for _, _, rows in self._step for leaf in rows) / num_rows)
-        if self._plan is None:
-            self._step, self._first_step = [], step + 1
-        else:  # a part is in one file alone
-            self._first_step = max(self._first_step, self._plan.steps_of(self._plan.number_of(step)).start)
 
     def __enter__(self) -> "PartWriter":
         return self
@@ -274,13 +271,13 @@ class PartReader:
                 yield lay_out(rows, self.layout, layout)
 
 
+@dataclass(eq=False)
 class RowsInOrder:
     """The rows of several parts, each ordered by position, as blocks ordered by position; parts may join later."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._waiting: list[PartReader] = []
-        self._open: list[PartReader] = []
+    layout: Layout
+    _waiting: list[PartReader] = field(default_factory=list, init=False)
+    _open: list[PartReader] = field(default_factory=list, init=False)
 
     def add(self, readers: Iterable[PartReader]) -> None:
         """Add parts, all of whose rows come after those that were taken."""
@@ -290,11 +287,11 @@ class RowsInOrder:
         """Yield the rows before position `end` that were not taken yet; all parts with such rows must have joined."""
         while (boundary := self._boundary(end)) is not None:
             yield _sorted(pa.concat_tables([reader.take(boundary) for reader in self._open]))
-            self._open = [reader for reader in self._open if len(reader.block) or reader.read(self._layout)]  # type: ignore[arg-type]
+            self._open = [reader for reader in self._open if len(reader.block) or reader.read(self.layout)]  # type: ignore[arg-type]
 
     def left(self) -> int | None:
         """Return the position of the first row that was not taken; None if all were."""
-        self._open += [reader for reader in self._waiting if reader.read(self._layout)]
+        self._open += [reader for reader in self._waiting if reader.read(self.layout)]
         self._waiting = []
         return min((reader.next for reader in self._open), default=None)
 
@@ -310,7 +307,7 @@ class RowsInOrder:
             if not self._waiting or self._waiting[-1].first > boundary:
                 return boundary if any(reader.next <= boundary for reader in self._open) else None
             reader = self._waiting.pop()
-            if reader.read(self._layout):
+            if reader.read(self.layout):
                 self._open.append(reader)
 
 

@@ -61,7 +61,16 @@ class Merged:
     def read(self) -> Any:
         """Read all outputs, in order, in the model's own nesting."""
         layout = self.layout()
-        return rebuild(layout, [_whole(column, list(self._leaf(column))) for column in layout.columns])
+        leaves: list[torch.Tensor | list[torch.Tensor]] = []
+        for column in layout.columns:
+            pieces: list[Any] = list(self._leaf(column))
+            if column.shape is None:
+                leaves.append([row for piece in pieces for row in piece])
+            elif pieces:
+                leaves.append(torch.cat(pieces))
+            else:
+                leaves.append(torch.empty(0, *column.shape, dtype=column.torch_dtype))
+        return rebuild(layout, leaves)
 
     def batches(self, batch_size: int, missing: Sequence[int] = ()) -> Iterator[Any]:
         """Yield the outputs of each global batch, in order, in the model's own nesting.
@@ -70,7 +79,12 @@ class Merged:
         """
         layout = self.layout()
         sizes = _sizes(batch_size, sum(file.metadata.num_rows for file, _ in self._files()), missing)
-        for rows in _slices(self._tables(layout, batch_size), sizes):
+        tables = (
+            lay_out(pa.Table.from_batches([batch]), had, layout)
+            for file, had in self._files()
+            for batch in file.iter_batches(batch_size=batch_size)
+        )
+        for rows in _slices(tables, sizes):
             leaves = [from_arrow(column, rows.column(column.name).combine_chunks()) for column in layout.columns]
             for at, leaf in enumerate(leaves):
                 # Rows of one shape are stacked, even if the rows of other batches have another shape.
@@ -99,11 +113,6 @@ class Merged:
             with reading(self.run, name) as file:
                 yield file, Layout.from_metadata(file.schema_arrow.metadata)
 
-    def _tables(self, layout: Layout, rows: int) -> Iterator[pa.Table]:
-        for file, had in self._files():
-            for batch in file.iter_batches(batch_size=rows):
-                yield lay_out(pa.Table.from_batches([batch]), had, layout)
-
     def _leaf(self, wanted: Column) -> Iterator[torch.Tensor | list[torch.Tensor]]:
         """Yield a leaf's rows, a row group at a time."""
         for file, layout in self._files():
@@ -111,12 +120,6 @@ class Merged:
             for number in range(file.num_row_groups):
                 rows = file.read_row_group(number, columns=[column.name])
                 yield from (from_arrow(column, chunk) for chunk in rows.column(column.name).chunks)
-
-
-def _whole(column: Column, pieces: list[Any]) -> torch.Tensor | list[torch.Tensor]:
-    if column.shape is None:
-        return [row for piece in pieces for row in piece]
-    return torch.cat(pieces) if pieces else torch.empty(0, *column.shape, dtype=column.torch_dtype)
 
 
 def _sizes(batch_size: int, rows: int, missing: Sequence[int]) -> Iterator[int]:
@@ -272,7 +275,10 @@ def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) ->
         if pixels is not None:
             yield Preview(int(sample), png=base64.b64encode(png(pixels)).decode())
         else:
-            yield Preview(int(sample), text=_text(row))
+            text = ", ".join(f"{one:.4g}" for one in row.flatten()[:NUMBERS].tolist())
+            if row.numel() > NUMBERS:
+                text += f" ... ({'x'.join(map(str, row.shape))})"
+            yield Preview(int(sample), text=text)
 
 
 def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
@@ -314,9 +320,3 @@ def png(pixels: torch.Tensor) -> bytes:
     for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 6)), (b"IEND", b"")):
         file += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
     return file
-
-
-def _text(row: torch.Tensor) -> str:
-    """Describe an input: its first numbers, and its size if there are more."""
-    numbers = ", ".join(f"{one:.4g}" for one in row.flatten()[:NUMBERS].tolist())
-    return numbers if row.numel() <= NUMBERS else f"{numbers} ... ({'x'.join(map(str, row.shape))})"

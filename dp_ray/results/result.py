@@ -30,7 +30,7 @@ from dp_ray.steps.reports import read_reports
 from dp_ray.steps.shapes import ShardReport, shape_lines
 from dp_ray.steps.times import split_line
 from dp_ray.storage import Storage
-from dp_ray.tensors.files import read_tensors, sha256_of
+from dp_ray.tensors.files import read_tensors
 
 PATHS = ("run_dir", "outputs", "weights")
 WIDTH = 16
@@ -264,11 +264,6 @@ def with_best_weights(best: dict[str, Any] | None, run: Storage) -> dict[str, An
     return best and {**best, "weights": str(run.child(BEST)) if run.exists(BEST) else None}
 
 
-def ema_values(decay: float, run: Storage) -> dict[str, Any]:
-    """Return the values of `ema`: the average of the weights in a run directory."""
-    return {"decay": decay, "weights": str(run.child(EMA)), "sha256": sha256_of(run, EMA)}
-
-
 def lines(result: Result) -> list[str]:
     """Format a result as lines: one for each value that it has, and for each metric."""
     text = as_text({**result.to_json(), "metrics": result.metrics})
@@ -279,7 +274,12 @@ def as_text(values: Mapping[str, Any]) -> dict[str, str]:
     """Format the values of a `result.json`; `metrics` has a line for each metric, and `-` means no value."""
     text = {key: _as_text(value) for key, value in values.items()}
     text |= {key: relative(values[key]) for key in PATHS if values[key]}
-    text |= _steps(values)
+    steps, total = values["steps"], values["total_steps"] or values["steps"] * values["epochs"]
+    text |= {"steps": f"{steps} in an epoch", "total_steps": str(total)}
+    if early := values.get("stopped_early"):
+        text["total_steps"] = f"{early['step']} of {total}"
+    elif total == steps:
+        text |= {"steps": str(steps), "total_steps": "-"}
     if not values["quarantined"]:
         text["quarantined"] = "-"
     if values["best"]:
@@ -308,16 +308,6 @@ def _as_text(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "; ".join(f"rank {one['rank']} {one['node']} {one.get('device', '-')}" for one in value)
     return "-" if value in (None, [], {}) else str(value)
-
-
-def _steps(values: Mapping[str, Any]) -> dict[str, str]:
-    """Format the steps of an epoch, and of the whole run if these differ; if it stopped early, those done."""
-    steps, total = values["steps"], values["total_steps"] or values["steps"] * values["epochs"]
-    if early := values.get("stopped_early"):
-        return {"steps": f"{steps} in an epoch", "total_steps": f"{early['step']} of {total}"}
-    if total == steps:
-        return {"steps": str(steps), "total_steps": "-"}
-    return {"steps": f"{steps} in an epoch", "total_steps": str(total)}
 
 
 def key_lines(values: Mapping[str, str]) -> str:

@@ -120,7 +120,13 @@ class Table(list[T]):
         is_cut = len(self) > 2 * ENDS + 1
         rows = [_values(row) for row in ([*self[:ENDS], *self[-ENDS:]] if is_cut else self)]
         names = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-        cells = [[_cell(row.get(name)) for name in names] for row in rows]
+        cells = [
+            [
+                "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+                for value in map(row.get, names)
+            ]
+            for row in rows
+        ]
         if is_cut:
             cells.insert(ENDS, ["..." for _ in names])
         return [names, *cells] if names else []
@@ -128,9 +134,3 @@ class Table(list[T]):
 
 def _values(row: Any) -> Mapping[str, Any]:
     return row if isinstance(row, Mapping) else vars(row)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

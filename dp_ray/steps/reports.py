@@ -9,6 +9,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,7 @@ class ReportColumns(NamedTuple):
         return ReportColumns(*(column[keep] for column in self))
 
 
+@dataclass(eq=False)
 class Collector:
     """The reports of all workers, in order: a step is passed on as soon as every worker has finished it.
 
@@ -56,17 +58,18 @@ class Collector:
     columns index `Collector.seen` and `Collector.worlds`.
     """
 
-    def __init__(self, on_rows: Callable[["Collector", ReportColumns], None]) -> None:
-        self.seen: list[Sizes] = []
-        self.worlds: list[World] = []
-        self._on_rows = on_rows
-        self._emitted = -1  # the last step that was passed on
-        self._through: dict[int, int] = {}  # by rank, the last step that it has finished
-        self._workers: dict[int, int] = {}  # by rank, its worker in this attempt: an index of `worlds`
-        self._pending: dict[int, deque[ShardSpan]] = {}  # by worker
-        self._limit: dict[int, int] = {}  # by worker, how many spans may be pending before they are folded
-        self._numbers: dict[tuple[int, int], int] = {}  # by worker and its own number, an index of `seen`
-        self._known: dict[Sizes, int] = {}
+    on_rows: Callable[["Collector", ReportColumns], None]
+    seen: list[Sizes] = field(default_factory=list, init=False)
+    worlds: list[World] = field(default_factory=list, init=False)
+    _emitted: int = field(default=-1, init=False)  # the last step that was passed on
+    _through: dict[int, int] = field(default_factory=dict, init=False)  # by rank, the last step that it has finished
+    _workers: dict[int, int] = field(default_factory=dict, init=False)  # by rank: an index of `worlds`
+    _pending: dict[int, deque[ShardSpan]] = field(default_factory=dict, init=False)  # by worker
+    # By worker, how many spans may be pending before they are folded.
+    _limit: dict[int, int] = field(default_factory=dict, init=False)
+    # By worker and its own number, an index of `seen`.
+    _numbers: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
+    _known: dict[Sizes, int] = field(default_factory=dict, init=False)
 
     def begin(self, worlds: Sequence[World]) -> None:
         """Start an attempt with these workers; the reports of earlier attempts stay."""
@@ -144,7 +147,7 @@ class Collector:
         if not fresh.all():
             rows = rows.where(fresh)
         if len(rows):
-            self._on_rows(self, rows)
+            self.on_rows(self, rows)
 
 
 def _take_through(pending: deque[ShardSpan], through: int) -> list[ShardSpan]:

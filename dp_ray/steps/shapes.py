@@ -124,7 +124,9 @@ class Probe:
         if self._depth:  # the model calls itself: only the outermost call counts
             return
         self._milliseconds = (time.perf_counter() - self._started) * 1e3
-        inputs = _as_called(args, kwargs)
+        inputs: Any = args[0] if len(args) == 1 else args  # the call's inputs as one tree: a lone argument as itself
+        if kwargs:
+            inputs = kwargs if not args else {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
         # Writing sizes as JSON takes longer than all else here, and most models map one tensor to one.
         are_tensors = isinstance(inputs, torch.Tensor) and isinstance(output, torch.Tensor)
         key = (inputs.shape, output.shape) if are_tensors else None
@@ -135,13 +137,6 @@ class Probe:
             if key is not None:
                 self._cache[key] = seen
         self._seen = seen
-
-
-def _as_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the call's inputs as one tree: a lone argument as itself."""
-    if not kwargs:
-        return args[0] if len(args) == 1 else args
-    return kwargs if not args else {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
 
 
 class Recorder:

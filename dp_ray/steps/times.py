@@ -31,7 +31,7 @@ from dp_ray.plan.split import Split
 from dp_ray.rundir.history import CLOCKED, forget, write_piece
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
-from dp_ray.tables import Numbers, array_of, array_of_texts, numbers, table_of_rows
+from dp_ray.tables import array_of, array_of_texts, numbers, table_of_rows
 from dp_ray.text import listed, percent
 
 TIMES = "times"
@@ -153,18 +153,17 @@ def read_step_times(run: Storage, newest: int | None = None) -> pa.Table:
     """
     folder = run.child(TIMES)
     parts = part_numbers(folder)
-    tables = [_part(folder, f"part-{number}.parquet") for number in parts[-(newest or len(parts)) :]]
+    tables: list[pa.Table] = []
+    for number in parts[-(newest or len(parts)) :]:
+        name = f"part-{number}.parquet"
+        try:  # read in one piece: a run that goes on replaces its last file
+            # pq.read_table would import pyarrow.dataset, and pandas with it
+            tables.append(pq.ParquetFile(pa.BufferReader(folder.read_bytes(name))).read().cast(SCHEMA))
+        except (pa.ArrowException, OSError) as error:
+            raise StorageError(f"{folder}/{name}: is damaged: {error}") from None
     whole = pa.concat_tables([pa.Table.from_batches([], SCHEMA), *tables]).unify_dictionaries()
     kept = _last_runs(*(numbers(whole.column(name)) for name in ("step", "attempt", "rank")))
     return _with_waiting(whole.take(array_of(kept)))
-
-
-def _part(folder: Storage, name: str) -> pa.Table:
-    try:  # read in one piece: a run that goes on replaces its last file
-        # pq.read_table would import pyarrow.dataset, and pandas with it
-        return pq.ParquetFile(pa.BufferReader(folder.read_bytes(name))).read().cast(SCHEMA)
-    except (pa.ArrowException, OSError) as error:
-        raise StorageError(f"{folder}/{name}: is damaged: {error}") from None
 
 
 def _last_runs(
@@ -273,19 +272,18 @@ def steady(table: pa.Table) -> pa.Table:
     attempts, lengths = np.unique(attempt, return_counts=True)
     longest = attempt == attempts[lengths.argmax()]
     later = longest & (step > step[longest].min())
-    once = [first for part in RARE for first in _first_of(step[later], numbers(table[part])[later])]
+    once: list[int] = []
+    for part in RARE:
+        # The first of those few steps that have the part; none if they are many, or but one.
+        known, which = np.unique(step[later], return_inverse=True)
+        most = np.zeros(len(known))
+        np.maximum.at(most, which, numbers(table[part])[later])
+        usual = float(np.median(most)) if len(most) else 0.0
+        having = np.flatnonzero(most > max(MUCH * usual, LEAST))
+        if len(having) > 1:
+            once.append(int(known[having[0]]))
     later &= ~np.isin(step, once)
     return table.filter(array_of(later if later.any() else longest))
-
-
-def _first_of(steps: Numbers, seconds: Numbers) -> list[int]:
-    """Return the first of those few steps that have a part, of these seconds; none if they are many, or but one."""
-    known, which = np.unique(steps, return_inverse=True)
-    most = np.zeros(len(known))
-    np.maximum.at(most, which, seconds)
-    usual = float(np.median(most)) if len(most) else 0.0
-    having = np.flatnonzero(most > max(MUCH * usual, LEAST))
-    return [int(known[having[0]])] if len(having) > 1 else []
 
 
 def rows_per_second(table: pa.Table) -> float:

@@ -82,7 +82,7 @@ class TreeSpec:
         keys, children = tuple(value["keys"]), tuple(map(cls.from_json, value["children"]))
         if value["kind"] == "pytree":
             container = _loaded_class(value["type"])
-            if is_registered(container) and "context" in value:
+            if container in _pytree.SUPPORTED_NODES and "context" in value:
                 return cls("pytree", container, keys, children, value["context"])
         return cls(*_container(value["kind"], value["type"], keys), keys, children)
 
@@ -205,19 +205,19 @@ def difference(first: TreeSpec, other: TreeSpec) -> str | None:
 
 
 def _alike(one: TreeSpec, two: TreeSpec) -> bool:
+    """Return whether two nodes are alike.
+
+    Of two constants, NaN equals NaN, and an == that returns no bool means unequal.
+    """
     if one.kind == two.kind == "constant":
-        return _equal(one.value, two.value)
+        a, b = one.value, two.value
+        try:
+            equal = a is b or a == b or (a != a and b != b)
+        except Exception:  # the == of a user's object may raise anything
+            return False
+        return isinstance(equal, bool | np.bool_) and bool(equal)
     same_length = one.kind not in ("tuple", "list") or one.keys == two.keys
     return one.kind == two.kind and one.container is two.container and same_length
-
-
-def _equal(one: Any, two: Any) -> bool:
-    """Return whether two constants are equal: NaN equals NaN, and an == that returns no bool means unequal."""
-    try:
-        equal = one is two or one == two or (one != one and two != two)
-    except Exception:  # the == of a user's object may raise anything
-        return False
-    return isinstance(equal, bool | np.bool_) and bool(equal)
 
 
 def _noun(spec: TreeSpec | None) -> str:
@@ -243,7 +243,7 @@ def _children(node: Any) -> tuple[Kind, Keys, tuple[Any, ...]]:
     if dataclasses.is_dataclass(type(node)):
         names = tuple(field.name for field in dataclasses.fields(node) if hasattr(node, field.name))
         return "dataclass", names, tuple(getattr(node, name) for name in names)
-    if is_registered(type(node)):
+    if type(node) in _pytree.SUPPORTED_NODES:
         return "pytree", *take_apart(node)[:2]
     return "constant", (), ()
 
@@ -267,11 +267,6 @@ def _key_of(key: Any) -> int | str:
         if isinstance(plain, int | str):
             return plain
     return str(key)
-
-
-def is_registered(cls: type[Any]) -> bool:
-    """Return whether a class is registered with torch's pytree."""
-    return cls in _pytree.SUPPORTED_NODES
 
 
 def is_plain(value: Any) -> bool:
