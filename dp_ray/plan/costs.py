@@ -33,7 +33,7 @@ class Due:
     def times(self, split: Split) -> int:
         """Return how many times it is due in the whole training."""
         total, periods = split.total_steps, self._periods(split)
-        both = total // math.lcm(*periods) if len(periods) == 2 else 0
+        both = total // math.lcm(*periods) if len(periods) == 2 else 0  # due for two reasons, and done once
         regular = sum(total // period for period in periods) - both
         return regular + (total > 0 and not self.recurs(split, total - 1))
 
@@ -43,8 +43,8 @@ class Due:
 
     def _periods(self, split: Split) -> list[int]:
         """Return its periods in steps: at most two."""
-        found = (self.every_steps, self.every_epochs and self.every_epochs * split.steps)
-        return [period for period in found if period]
+        periods = (self.every_steps, self.every_epochs and self.every_epochs * split.steps)
+        return [period for period in periods if period]
 
 
 @dataclass(frozen=True)
@@ -127,16 +127,16 @@ class Plan:
         }
 
     def _of_training(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if self.evaluations:
             own = self.evaluations.split
             sizes = {"rows": own.rows, "batch_size": own.batch_size, "steps": own.steps}
             due = self.evaluations.due.to_json(self.split)
-            found["evaluate"] = {**sizes, **due, "batches": batches(own, self.max_workers)}
+            values["evaluate"] = {**sizes, **due, "batches": batches(own, self.max_workers)}
         if self.checkpoints:
             more = {key: value for key, value in asdict(self.checkpoints).items() if key != "due"}
-            found["checkpoints"] = {**self.checkpoints.due.to_json(self.split), **_known(more)}
-        return found
+            values["checkpoints"] = {**self.checkpoints.due.to_json(self.split), **_known(more)}
+        return values
 
 
 def _known(values: dict[str, Any]) -> dict[str, Any]:
@@ -158,19 +158,19 @@ def batches(split: Split, workers: int) -> list[dict[str, Any]]:
 
 def remarks(split: Split, workers: int) -> list[str]:
     """Return warnings about how a job is cut and assigned to workers, a line each."""
-    found = []
+    lines = []
     largest = split.largest_batch
     if split.batch_size > split.rows:
-        found.append(f"batch_size {split.batch_size} is larger than the dataset: its {split.rows} rows are one batch")
+        lines.append(f"batch_size {split.batch_size} is larger than the dataset: its {split.rows} rows are one batch")
     filled = num_filled(largest, split.shards)
     idle = sum(worker_shards(split.shards, workers, rank).start >= filled for rank in range(workers))
     if idle:
         never = "never has a row" if idle == 1 else "never have a row"
-        found.append(
+        lines.append(
             f"{idle} of {workers} workers {never}: the largest batch is {largest} rows in {filled} shards; "
             "use fewer workers or a larger batch_size"
         )
-    return found
+    return lines
 
 
 def table(plan: Plan) -> str:

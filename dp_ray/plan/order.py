@@ -59,6 +59,7 @@ class Permutation(NamedTuple):
 
     def _walk(self, words: Words) -> None:
         words[:] = self._permute(words)
+        # The rectangle has more numbers than there are samples: those outside walk on along the cycle until inside.
         outside = np.flatnonzero(words >= self.size)
         while outside.size:
             own = self.at(outside)
@@ -189,7 +190,7 @@ class Order(EpochOrder):
     def at(self, positions: Ints) -> Ints:
         """Return the sample indices at positions from 0 to n - 1, int64 [positions], in place of them."""
         if self.shuffle:
-            self._permutation.apply(positions.view(np.uint64))
+            self._permutation.apply(positions.view(np.uint64))  # without a copy: no position is negative
         return positions
 
     @cached_property

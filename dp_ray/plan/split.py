@@ -207,7 +207,9 @@ class Done:
         spans = self._steps.get(piece.shard)
         if not spans:
             return False
-        before = bisect_right(spans, (piece.step, float("inf"))) - 1
+        before = (
+            bisect_right(spans, (piece.step, float("inf"))) - 1
+        )  # the last span that begins at or before the step
         return before >= 0 and piece.step < spans[before][1]
 
     def through(self, shards: Iterable[int]) -> int:
@@ -216,29 +218,29 @@ class Done:
         return min((end if first == 0 else 0 for first, end in firsts), default=0)
 
 
+@dataclass(eq=False)
 class Frontier:
-    """How far each shard is done from step `start` on, without a gap; ranges may be added in any order."""
+    """The steps that each shard has done from step `start` on, without a gap; ranges may be added in any order."""
 
-    def __init__(self, start: int) -> None:
-        self._start = start
-        self._reached: dict[int, int] = {}  # the first step that is not done, by shard
-        self._later: dict[int, list[tuple[int, int]]] = {}  # heaps of spans behind a gap, by shard
+    start: int
+    _reached: dict[int, int] = field(default_factory=dict, init=False)  # the first step that is not done, by shard
+    _later: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)  # heaps of spans behind a gap
 
     def add(self, done: Range) -> None:
         """Take in what is done."""
         for shard in range(done.first_shard, done.end_shard):
             heappush(self._later.setdefault(shard, []), (done.first_step, done.end_step))
-            self._reach(shard, self._start)
+            self._reach(shard, self.start)
 
     def skip(self, piece: Shard) -> None:
         """Take a shard as done up to its step, of which nothing will come."""
         self._reach(piece.shard, piece.step + 1)
 
     def __contains__(self, piece: Shard) -> bool:
-        return self._reached.get(piece.shard, self._start) > piece.step
+        return self._reached.get(piece.shard, self.start) > piece.step
 
     def _reach(self, shard: int, step: int) -> None:
-        reached, later = max(step, self._reached.get(shard, self._start)), self._later.get(shard, [])
+        reached, later = max(step, self._reached.get(shard, self.start)), self._later.get(shard, [])
         while later and later[0][0] <= reached:
             reached = max(reached, heappop(later)[1])
         self._reached[shard] = reached
@@ -294,7 +296,7 @@ class FilePlan:
 
     def name(self, number: int) -> str:
         """Return the name of a file; the names sort as the files do."""
-        width = max(5, len(str(self.files)))
+        width = max(5, len(str(self.files)))  # all of one width, for readers that sort names as texts
         return f"{number:0{width}}-of-{self.files:0{width}}.parquet"
 
     def most_ahead(self, num_mergers: int) -> int:
@@ -319,6 +321,7 @@ def balance(sizes: Sequence[int], parts: int) -> list[range]:
     """
     if not 1 <= parts <= len(sizes):
         raise ValueError(f"{len(sizes)} blocks cannot be cut into {parts} parts of at least one each")
+    # Bisect the smallest limit of rows within which so many parts hold all blocks.
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2

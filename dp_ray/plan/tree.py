@@ -72,6 +72,7 @@ def climb(
         if beside not in held:
             break
         other = held.pop(beside)
+        # Left before right, whichever came first, so that the additions are those of `fold`.
         value = add(value, other) if node == left else add(other, value)
         node = above[node]
     held[node] = value

@@ -71,8 +71,8 @@ def read_json(run: Storage, name: str) -> dict[str, Any]:
 
 def steps_of(checkpoints: Storage) -> list[int]:
     """Return the steps of the checkpoints in a folder, in order."""
-    found = (NAME.fullmatch(name) for name in checkpoints.names())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (NAME.fullmatch(name) for name in checkpoints.names())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def is_finished(run: Storage) -> bool:
@@ -146,8 +146,8 @@ def recorded_about(run: Storage, plan: str, is_forked: bool) -> Iterator[None]:
 def read_about(run: Storage) -> list[dict[str, Any]]:
     """Return the drivers of a run, in order; empty if the file is missing or damaged."""
     with suppress(StorageError):
-        found = read_json(run, ABOUT).get("drivers", []) if run.exists(ABOUT) else []
-        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        drivers = read_json(run, ABOUT).get("drivers", []) if run.exists(ABOUT) else []
+        return [one for one in drivers if isinstance(one, dict)] if isinstance(drivers, list) else []
     return []
 
 

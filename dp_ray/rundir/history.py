@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -185,13 +186,13 @@ def write_piece(storage: Storage, name: str, table: pa.Table) -> None:
         pq.write_table(table, stream)
 
 
+@dataclass(eq=False)
 class RecentHistory:
     """The history's rows that no piece holds yet, which the driver writes; a repeated step replaces later ones."""
 
-    def __init__(self, run: Storage) -> None:
-        self._run = run
-        self._rows: list[dict[str, Any]] = []
-        self._due = time.monotonic() + SECONDS
+    run: Storage
+    _rows: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _due: float = field(default_factory=lambda: time.monotonic() + SECONDS, init=False)
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Take rows, and write them all if it is time."""
@@ -205,7 +206,7 @@ class RecentHistory:
         """Write the rows that no piece holds; a storage that fails is left to what must be written."""
         began = time.monotonic()
         with suppress(StorageError):
-            kept = end_of_pieces(self._run.child(HISTORY))
+            kept = end_of_pieces(self.run.child(HISTORY))
             self._rows = [row for row in self._rows if row["step"] >= kept]
             if self._rows:
                 # A table with the columns of all rows: only some have measured values.
@@ -213,7 +214,7 @@ class RecentHistory:
                 values = [(name, value) for row in self._rows for name, value in row.items()]
                 have_fractions = {name for name, value in values if not isinstance(value, int | None)}
                 kinds = [(name, pa.float64() if name in have_fractions else pa.int64()) for name in names]
-                write_piece(self._run, RECENT, table_of_rows(self._rows, pa.schema(kinds)))
+                write_piece(self.run, RECENT, table_of_rows(self._rows, pa.schema(kinds)))
         ended = time.monotonic()
         self._due = ended + max(SECONDS, (ended - began) / SHARE)
 

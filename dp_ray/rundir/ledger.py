@@ -109,8 +109,8 @@ def committed(run: Storage) -> list[str]:
 
 def done_ranges(names: Iterable[str]) -> list[Range]:
     """Return the steps and shards that the parts, and the files with a record, of these names hold."""
-    found = (PART_NAME.fullmatch(name) or RECORD_NAME.fullmatch(name) for name in names)
-    return [range_of(match) for match in found if match]
+    matches = (PART_NAME.fullmatch(name) or RECORD_NAME.fullmatch(name) for name in names)
+    return [range_of(match) for match in matches if match]
 
 
 def range_of(match: re.Match[str]) -> Range:
@@ -120,14 +120,14 @@ def range_of(match: re.Match[str]) -> Range:
 
 def records_in(names: Iterable[str]) -> dict[int, str]:
     """Return the records among these names, by the number of their file."""
-    found = (RECORD_NAME.fullmatch(name) for name in names)
-    return {int(match["number"]): match[0] for match in found if match}
+    matches = (RECORD_NAME.fullmatch(name) for name in names)
+    return {int(match["number"]): match[0] for match in matches if match}
 
 
 def files_in(names: Iterable[str]) -> int | None:
     """Return into how many files the outputs are cut, as one of these names tells; None if none does."""
-    found = (CUT_NAME.fullmatch(name) for name in names)
-    return next((int(match["files"]) for match in found if match), None)
+    matches = (CUT_NAME.fullmatch(name) for name in names)
+    return next((int(match["files"]) for match in matches if match), None)
 
 
 def note_files(run: Storage, attempt: str, files: int) -> None:

@@ -87,14 +87,14 @@ def _folders(base: Storage) -> list[str]:
     if base.exists(RUN):
         raise JobError(f"{base} is a run, not a folder of runs; `dp-ray report` shows it")
     try:
-        found = base.fs.get_file_info(pafs.FileSelector(base.path))
+        infos = base.fs.get_file_info(pafs.FileSelector(base.path))
     except FileNotFoundError:
         raise JobError(f"{base}: there is no such folder; `dp-ray list` takes one that holds runs") from None
     except NotADirectoryError:
         raise JobError(f"{base} is a file, not a folder of runs") from None
     except OSError as error:
         raise JobError(f"{base}: cannot be listed: {error}") from None
-    return sorted(info.base_name for info in with_names(found) if info.type == pafs.FileType.Directory)
+    return sorted(info.base_name for info in with_names(infos) if info.type == pafs.FileType.Directory)
 
 
 def listed_run(run: Storage, name: str, now: datetime | None = None) -> ListedRun:

@@ -11,6 +11,7 @@ import json
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -155,18 +156,17 @@ def count_quarantined(run: Storage) -> int:
         return len(distinct([pq.read_table(stream, columns=["dataset", "sample_index"]).to_pylist()]))
 
 
+@dataclass(eq=False)
 class RecordFiles:
     """The files of records in a folder, each of which is read once."""
 
-    def __init__(self, folder: Storage) -> None:
-        self._folder = folder
-        self._read: dict[str, list[Record]] = {}
+    folder: Storage
+    _read: dict[str, list[Record]] = field(default_factory=dict, init=False)
 
     def look(self) -> dict[str, list[Record]]:
         """Return the records of each file that is there by now, in the order of steps and shards."""
-        self._read = {
-            name: self._read.get(name) or read_records(self._folder, name) for name in record_files(self._folder)
-        }
+        names = record_files(self.folder)
+        self._read = {name: self._read.get(name) or read_records(self.folder, name) for name in names}
         return self._read
 
 
@@ -239,20 +239,20 @@ def merged_positions(run: Storage) -> list[int]:
     if not run.exists(QUARANTINED):
         return []
     with run.open(QUARANTINED) as stream:
-        found: list[int] = pq.read_table(stream, columns=["position"]).column(0).to_pylist()
-    return found
+        positions: list[int] = pq.read_table(stream, columns=["position"]).column(0).to_pylist()
+    return positions
 
 
 def still_missing(run: Storage, split: Split) -> list[Record]:
     """Return the records in `quarantine.parquet` of the shards of a retried prediction that still have to run."""
     done, shards = Done(done_ranges(committed(run))), functools.cache(lambda step: split.worker(1, 0, step))
     known = distinct(RecordFiles(run.child(QUARANTINE)).look().values())
-    found = []
+    records = []
     for record in _merged(run):
         shard = next(one for one in shards(record["step"]) if one.start <= record["position"] < one.stop)
         if shard not in done and (record["dataset"], record["sample_index"]) not in known:
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def _merged(run: Storage) -> list[Record]:

@@ -218,14 +218,14 @@ def _uses(module: ModuleType, others: set[str]) -> bool:
 
 def _files_of_modules(folder: Path) -> dict[str, list[str]]:
     """Return the names of imported modules by their source files, for those below the folder and not installed."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if not path or not os.path.isabs(path) or name == "__main__" or name.partition(".")[0] == OURS:
             continue
         if _is_below(path, folder) and "site-packages" not in path:
-            found.setdefault(path, []).append(name)
-    return found
+            names.setdefault(path, []).append(name)
+    return names
 
 
 def _is_below(path: str, folder: Path) -> bool:
