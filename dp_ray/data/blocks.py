@@ -1,6 +1,7 @@
 """A dataset whose samples lie in blocks: row groups, record batches, stretches of a file or of a tar shard.
 
-A bounded cache of what was read, and of what is read in the background before it is needed.
+The blocks that were read last, and those that are read in the background before they are needed, are in a bounded
+cache.
 """
 
 import itertools
@@ -18,21 +19,23 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from torch.utils.data import Dataset
 
-from dp_ray.data.files import File, pins_of
+from dp_ray.data.files import File
 from dp_ray.data.values import MissingValue, Rows
 from dp_ray.errors import DataError
 
 READ_AT_ONCE = 8  # of what is needed now
 AHEAD_AT_ONCE = 4  # in the background
+CACHE_BYTES = 256 << 20
 END_SECONDS = 5.0  # how long the end of a job waits for reads in the background, which nobody needs any more
 
 Key = TypeVar("Key", bound=Hashable)
-T = TypeVar("T")
-Load: TypeAlias = Callable[[Any], tuple[Any, int]]  # what a key stands for, and its size in bytes
+Source = TypeVar("Source")
+Item = dict[str, Any]
+Load: TypeAlias = Callable[[Any], tuple[Any, int]]  # the value of a key, and its size in bytes
 
 
 class Cache:
-    """What was read last, up to a number of bytes but at least `least` of it; a copy for another process is empty.
+    """The values that were read last, up to a number of bytes but at least `least` of them; its copy is empty.
 
     What is read ahead takes the place of what was read long ago, and never makes the cache larger than that. Several
     threads may use the cache. Those that read ahead live only while there is something to read.
@@ -57,21 +60,34 @@ class Cache:
         self._seconds = 0.0
 
     def get(self, key: Key, load: Callable[[Key], tuple[Any, int]]) -> Any:
-        """What `load` gives for the key, from memory if it is there."""
+        """Return what `load` gives for the key, from memory if it is there."""
         return self.get_all([key], load)[0]
 
     def get_all(self, keys: Sequence[Key], load: Callable[[Key], tuple[Any, int]]) -> list[Any]:
-        """What `load` gives for each key, from memory if it is there; the others are loaded several at a time."""
-        found, missing = self._look_up(keys)
-        found |= zip(missing, _in_threads(load, missing), strict=True)
-        for key in keys:
-            if key not in found:
-                found[key] = self._wait_for(key) or load(key)
+        """Return what `load` gives for each key, from memory if it is there; others are loaded several at a time."""
         with self._changed:
             for key in keys:
-                self._hold(key, found[key])
+                self._coming.pop(key, None)
+            loaded = {key: one for key in keys if (one := self._held.get(key) or self._ahead.get(key)) is not None}
+            missing = [
+                key for key in keys if key not in loaded and key not in self._reading
+            ]  # nobody loads these yet
+        if len(missing) < 2:
+            loaded |= {key: load(key) for key in missing}
+        else:
+            with ThreadPoolExecutor(min(READ_AT_ONCE, len(missing))) as pool:
+                loaded |= zip(missing, pool.map(load, missing), strict=True)
+        for key in keys:
+            if key not in loaded:
+                loaded[key] = self._wait_for(key) or load(key)
+        with self._changed:
+            for key in keys:  # each becomes the newest, wherever it was before
+                for values in (self._held, self._ahead):
+                    self._bytes -= values.pop(key, (None, 0))[1]
+                self._held[key] = loaded[key]
+                self._count(loaded[key][1])
             self._read_on()
-        return [found[key][0] for key in keys]
+        return [loaded[key][0] for key in keys]
 
     def read_ahead(self, keys: Iterable[Key], load: Callable[[Key], tuple[Any, int]]) -> None:
         """Have these loaded in the background, in this order, as far as there is room for them.
@@ -94,33 +110,18 @@ class Cache:
             self._changed.wait_for(lambda: not self._num_threads, END_SECONDS)
 
     def take_seconds(self) -> float:
-        """How long reading in the background took since the last call, but for what was waited for."""
+        """Return how long reading in the background took since the last call, but for what was waited for."""
         with self._changed:
             seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _look_up(self, keys: Sequence[Key]) -> tuple[dict[Key, Any], list[Key]]:
-        """What there is of the keys, and those that the caller is to load: nobody does so yet."""
-        with self._changed:
-            for key in keys:
-                self._coming.pop(key, None)
-            found = {key: one for key in keys if (one := self._held.get(key) or self._ahead.get(key)) is not None}
-            return found, [key for key in keys if key not in found and key not in self._reading]
-
     def _wait_for(self, key: Hashable) -> tuple[Any, int] | None:
-        """What is being read in the background; None if that has failed."""
+        """Wait for a value that is being read in the background; None if that has failed."""
         with self._changed:
             began = time.perf_counter()
             self._changed.wait_for(lambda: key not in self._reading)
             self._seconds -= time.perf_counter() - began
             return self._ahead.get(key)
-
-    def _hold(self, key: Hashable, value: tuple[Any, int]) -> None:
-        """Hold it as the newest."""
-        for one in (self._held, self._ahead):
-            self._bytes -= one.pop(key, (None, 0))[1]
-        self._held[key] = value
-        self._count(value[1])
 
     def _count(self, size: int) -> None:
         """Count what is new, which takes the place of the oldest."""
@@ -137,23 +138,19 @@ class Cache:
 
     def _begin(self) -> tuple[Any, Load] | None:
         """Begin to read the next one; None if there is none, or no room for it."""
-        if not self._coming or not self._has_room():
+        if not self._coming:
+            return None
+        # It must fit beside those read ahead and those that must be held, if all are as large as the largest one.
+        ahead = sum(size for _, size in self._ahead.values())
+        needed = ahead + (self.least + len(self._reading) + 1) * self._largest
+        if not self._largest or needed > self.most_bytes:  # without a largest one, no size is known yet
             return None
         key = next(iter(self._coming))
         self._reading.add(key)
         return key, self._coming.pop(key)
 
-    def _has_room(self) -> bool:
-        """Whether one more fits beside what is read ahead and those that must be held, if all are as the largest.
-
-        Without a largest one, no size is known yet.
-        """
-        ahead = sum(size for _, size in self._ahead.values())
-        needed = ahead + (self.least + len(self._reading) + 1) * self._largest
-        return self._largest > 0 and needed <= self.most_bytes
-
     def _read_coming(self, key: Any, load: Load) -> None:
-        """What a thread runs."""
+        """Read one value after another: the work of a thread."""
         begun: tuple[Any, Load] | None = key, load
         while begun is not None:
             key, load = begun
@@ -191,19 +188,6 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def _in_threads(load: Callable[[Key], T], keys: Sequence[Key]) -> list[T]:
-    if len(keys) < 2:
-        return [load(key) for key in keys]
-    with ThreadPoolExecutor(min(READ_AT_ONCE, len(keys))) as pool:
-        return list(pool.map(load, keys))
-
-
-CACHE_BYTES = 256 << 20
-
-Item = dict[str, Any]
-Source = TypeVar("Source")
-
-
 @dataclass(frozen=True)
 class Block(Generic[Source]):
     """Consecutive samples of a file that are read at once; `source` says where they lie, `where` in words."""
@@ -214,7 +198,7 @@ class Block(Generic[Source]):
     where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}{', ' * bool(self.where)}{self.where}"
+        return f"{self.file}, {self.where}" if self.where else str(self.file)
 
 
 class Blocks(Dataset[Item], Generic[Source]):
@@ -240,12 +224,12 @@ class Blocks(Dataset[Item], Generic[Source]):
             yield from self.__getitems__(range(start, stop))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
-        """The samples at these indices, in their order. Raises IndexError, and DataError if a file is damaged."""
+        """Return the samples at these indices, in order. Raises IndexError, and DataError if a file is damaged."""
         items: list[Item] = [{}] * len(indices)
         for places, read, rows in self._by_block(indices):
             with self._placed(indices[places[0]]):
-                found = self._items(read, rows)
-            for place, item in zip(places, found, strict=True):
+                new = self._items(read, rows)
+            for place, item in zip(places, new, strict=True):
                 items[place] = item
         return items
 
@@ -285,7 +269,7 @@ class Blocks(Dataset[Item], Generic[Source]):
         self._cache.least = number
 
     def blocks_at(self, first: int, stop: int) -> range:
-        """The numbers of the blocks that hold the samples first .. stop - 1, of which there is one or more."""
+        """Return the numbers of the blocks that hold the samples first .. stop - 1, of which there is one or more."""
         begin, last = np.searchsorted(self._starts, [first, stop - 1], side="right").tolist()
         return range(begin - 1, last)
 
@@ -308,7 +292,7 @@ class Blocks(Dataset[Item], Generic[Source]):
         self._cache.stop_reading_ahead()
 
     def take_seconds_ahead(self) -> float:
-        """How long reading in the background took since the last call, but for what was waited for."""
+        """Return how long reading in the background took since the last call, but for what was waited for."""
         return self._cache.take_seconds()
 
     @property
@@ -318,8 +302,8 @@ class Blocks(Dataset[Item], Generic[Source]):
 
     @property
     def pins(self) -> dict[str, str]:
-        """The size and the version of each file; they change if the file does."""
-        return pins_of(self.files)
+        """The size and the version of each file, by its path or URL; they change if the file does."""
+        return {str(file): f"{file.size} bytes, {file.version}" for file in self.files}
 
     @property
     def loader_context(self) -> str | None:
@@ -333,9 +317,9 @@ class Blocks(Dataset[Item], Generic[Source]):
         return self._read(self._blocks[number])
 
     def _read(self, block: Block[Source]) -> tuple[Any, int]:
-        """What a block holds, and its size in bytes."""
+        """Return what a block holds, and its size in bytes."""
         raise NotImplementedError
 
     def _items(self, read: Any, rows: Rows) -> list[Item]:
-        """The samples at these rows of a block that was read."""
+        """Return the samples at these rows of a block that was read."""
         raise NotImplementedError

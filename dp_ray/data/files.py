@@ -1,6 +1,6 @@
 """The files of a data source: found in a folder, by a glob, in a list or at a URL, and pinned by size and version.
 
-Files that must be read once to know where their samples lie; what was found is kept beside the file.
+A file that must be read once to know where its samples lie gets an index, which is kept beside it.
 """
 
 import base64
@@ -12,10 +12,10 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
@@ -32,6 +32,8 @@ T = TypeVar("T")
 ATTEMPTS = 5
 WAIT_SECONDS = 0.5  # before the second attempt; it doubles with each
 FILES_AT_ONCE = 32
+STRETCH_BYTES = 4 << 20
+VERSION = 2  # of the index's form, and of how it is found
 # What the system says of a local disk, or of one that is mounted, when the next attempt may succeed.
 PASSING = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE),
@@ -56,7 +58,7 @@ class File:
         return self.folder.shown(self.name)
 
     def open(self) -> pa.NativeFile:
-        """The file, opened for reading at any position; it reports errors as OSErrors."""
+        """Return the file, opened for reading at any position; it reports errors as OSErrors."""
         return self.folder.fs.open_input_file(self.folder.file(self.name))
 
     @property
@@ -66,7 +68,7 @@ class File:
 
 
 def find_files(paths: Paths, suffixes: Sequence[str]) -> list[File]:
-    """The files in a folder, of a glob, of a list of these, or at a URL of pyarrow's file systems, by name.
+    """Return the files in a folder, of a glob, of a list of these, or at a URL of pyarrow's file systems, by name.
 
     In a folder, files that end with one of `suffixes` count, in any case of letters and at any depth. Wildcards match
     any suffix. Neither takes hidden names, which begin with a dot or an underscore, unless the path or the part of
@@ -74,27 +76,25 @@ def find_files(paths: Paths, suffixes: Sequence[str]) -> list[File]:
 
     Raises DataError, which names the path, if there are none.
     """
-    given = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-    if not given:
+    texts = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    if not texts:
         raise DataError("no files were given: an empty list")
+    files: list[File] = []
     try:
-        found = [
-            file
-            for path, named in zip(given, _named_files(given), strict=True)
-            for file in ([named] if named else _found(path, suffixes))
-        ]
+        for text, named in zip(texts, _named_files(texts), strict=True):
+            files += [named] if named else _files_at(text, suffixes)
     except (StorageError, OSError) as error:
         raise DataError(f"cannot look for files: {error}") from error
-    return _versioned(found)
-
-
-def pins_of(files: Iterable[File]) -> dict[str, str]:
-    """The size and the version of each file, by what it is called; they change if the file does."""
-    return {str(file): f"{file.size} bytes, {file.version}" for file in files}
+    if all(file.is_local for file in files):
+        return files
+    # The times of an object store are in whole seconds, so its ETag is the version.
+    return in_threads(
+        lambda file: replace(file, version=retried(lambda: _etag(file), str(file), file.is_local)), files
+    )
 
 
 def in_threads(look: Callable[[File], T], files: Sequence[File]) -> list[T]:
-    """What `look` gives for each file, several at a time, since each waits for its storage."""
+    """Return what `look` gives for each file, several at a time, since each waits for its storage."""
     with ThreadPoolExecutor(min(FILES_AT_ONCE, len(files))) as pool:
         return list(pool.map(look, files))
 
@@ -108,10 +108,11 @@ class _Path:
 
     @classmethod
     def of(cls, given: str) -> "_Path":
-        """The parts of a path. Raises DataError for a name that is no UTF-8, which pyarrow cannot pass on."""
+        """Return the parts of a path. Raises DataError for a name that is no UTF-8, which pyarrow cannot pass on."""
         if not is_text(given):
             raise DataError(f"{given!r}: {NO_TEXT}")
-        return cls(*_split(given)) if "://" in given else cls(given, "")
+        text, mark, query = given.partition("?") if "://" in given else (given, "", "")
+        return cls(text, mark + query)
 
     @property
     def is_url(self) -> bool:
@@ -133,11 +134,6 @@ class _Path:
 
     def __str__(self) -> str:
         return hide(self.text + self.options)
-
-
-def _split(url: str) -> tuple[str, str]:
-    head, mark, query = url.partition("?")
-    return head, mark + query
 
 
 def _named_files(given: Sequence[str]) -> list[File | None]:
@@ -162,8 +158,8 @@ def _named_files(given: Sequence[str]) -> list[File | None]:
         return list(pool.map(look, paths))
 
 
-def _found(given: str, suffixes: Sequence[str]) -> list[File]:
-    """The files of a folder or a glob."""
+def _files_at(given: str, suffixes: Sequence[str]) -> list[File]:
+    """Return the files of a folder or a glob."""
     path = _Path.of(given)
     there = path.storage
     kind = there.fs.get_file_info(there.path).type
@@ -172,13 +168,14 @@ def _found(given: str, suffixes: Sequence[str]) -> list[File]:
     if kind == pafs.FileType.NotFound and not path.is_url:
         raise DataError(f"{path}: there is no such file or folder")
     ends = tuple(suffix.lower() for suffix in suffixes)
-    if found := _listed(there, lambda name: name.lower().endswith(ends) and not _is_hidden(name), recursive=True):
-        return found
-    raise DataError(f"{path}: has no files that end with {listed(list(suffixes))}")
+    files = _listed(there, lambda name: name.lower().endswith(ends) and not _is_hidden(name), recursive=True)
+    if not files:
+        raise DataError(f"{path}: has no files that end with {listed(list(suffixes))}")
+    return files
 
 
 def _globbed(path: _Path) -> list[File]:
-    """The files of a glob; `**` stands for any number of folders, at the end for all that is in them."""
+    """Return the files of a glob; `**` stands for any number of folders, at the end for all that is in them."""
     parts = path.text.split("/")
     first = next(number for number, part in enumerate(parts) if _WILDCARD.search(part))
     pattern = parts[first:]
@@ -186,13 +183,14 @@ def _globbed(path: _Path) -> list[File]:
         pattern = [_ENCODED.sub(lambda found: glob.escape(unquote(found[0])), part) for part in pattern]
     folder = _Path("/".join([*parts[:first], ""]), path.options).parent.storage
     is_deep = len(pattern) > 1 or "**" in pattern
-    if found := _listed(folder, lambda name: _fits(name.split("/"), pattern), recursive=is_deep):
-        return found
-    raise DataError(f"{path}: no file matches")
+    files = _listed(folder, lambda name: _fits(name.split("/"), pattern), recursive=is_deep)
+    if not files:
+        raise DataError(f"{path}: no file matches")
+    return files
 
 
 def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a name matches a pattern, part by part. Wildcards match no hidden part unless they begin like it."""
+    """Match a name with a pattern, part by part. Wildcards match no hidden part unless they begin like it."""
     if not parts or not pattern:
         return not parts and not pattern
     is_taken = not _is_hidden(parts[0]) or parts[0][0] == pattern[0][:1]
@@ -203,20 +201,28 @@ def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _listed(folder: Storage, wanted: Callable[[str], bool], recursive: bool = False) -> list[File]:
-    """The files of a folder whose names, within it, are wanted."""
+    """Return the files of a folder whose names, within it, are wanted."""
     if isinstance(folder.fs, pafs.LocalFileSystem):
-        names = filter(wanted, _names_on_disk(folder.path, recursive))
-        found = [file for name in names if (file := _on_disk(folder, name))]
+        files = []
+        for name in filter(wanted, _names_on_disk(folder.path, recursive)):
+            if not is_text(name):
+                raise DataError(f"{folder.shown(name)!r}: {NO_TEXT}")
+            try:
+                status = os.stat(folder.file(name))
+            except FileNotFoundError:
+                raise DataError(f"{folder.shown(name)}: is a link to a file that is not there") from None
+            if stat.S_ISREG(status.st_mode):
+                files.append(File(folder, name, status.st_size, str(status.st_mtime_ns or "")))
     else:
         selector = pafs.FileSelector(folder.path, allow_not_found=True, recursive=recursive)
         length = len(folder.path.rstrip("/")) + 1
         infos = [one for one in folder.fs.get_file_info(selector) if one.is_file and wanted(one.path[length:])]
-        found = [File(folder, one.path[length:], one.size, str(one.mtime_ns or "")) for one in infos]
-    return sorted(found, key=lambda file: file.name)
+        files = [File(folder, one.path[length:], one.size, str(one.mtime_ns or "")) for one in infos]
+    return sorted(files, key=lambda file: file.name)
 
 
 def _names_on_disk(folder: str, recursive: bool, inside: str = "", above: tuple[str, ...] = ()) -> Iterator[str]:
-    """The names of all in a folder that is no folder; a link to a folder that it is in is passed over.
+    """Yield the names of all in a folder that is no folder; a link to a folder that it is in is passed over.
 
     pyarrow cannot list a folder in which any name is no UTF-8; Python gives such a name with surrogates.
     """
@@ -232,38 +238,18 @@ def _names_on_disk(folder: str, recursive: bool, inside: str = "", above: tuple[
             yield from _names_on_disk(entry.path, recursive, f"{inside}{entry.name}/", (*above, here))
 
 
-def _on_disk(folder: Storage, name: str) -> File | None:
-    if not is_text(name):
-        raise DataError(f"{folder.shown(name)!r}: {NO_TEXT}")
-    try:
-        found = os.stat(folder.file(name))
-    except FileNotFoundError:
-        raise DataError(f"{folder.shown(name)}: is a link to a file that is not there") from None
-    return File(folder, name, found.st_size, str(found.st_mtime_ns or "")) if stat.S_ISREG(found.st_mode) else None
-
-
 def _is_hidden(name: str) -> bool:
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
-def _versioned(files: list[File]) -> list[File]:
-    """The same files; those of an object store have its ETag for a version, since its times are in whole seconds."""
-    if all(file.is_local for file in files):
-        return files
-    return in_threads(_with_etag, files)
-
-
-def _with_etag(file: File) -> File:
-    def look() -> str:
-        with file.open() as stream:
-            found = stream.metadata() or {}
-        return str(found.get(b"ETag", b"").decode().strip('"') or file.version)
-
-    return File(file.folder, file.name, file.size, retried(look, str(file), file.is_local))
+def _etag(file: File) -> str:
+    with file.open() as stream:
+        metadata = stream.metadata() or {}
+    return str(metadata.get(b"ETag", b"").decode().strip('"') or file.version)
 
 
 def retried(read: Callable[[], T], what: str, is_local: bool = False) -> T:
-    """What `read` gives; it is called again after an error of the storage that may pass.
+    """Return what `read` gives; it is called again after an error of the storage that may pass.
 
     Of a local file these are the system's, like a network disk that does not answer. Other errors are damage.
 
@@ -283,10 +269,6 @@ def retried(read: Callable[[], T], what: str, is_local: bool = False) -> T:
                 raise DataError(f"{what}: cannot be read, after {ATTEMPTS} attempts: {error}") from error
             time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
     raise AssertionError
-
-
-STRETCH_BYTES = 4 << 20
-VERSION = 2  # of the index's form, and of how it is found
 
 
 class Stretch(NamedTuple):
@@ -316,47 +298,37 @@ class Index:
         return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema)))
 
 
-def serialized(schema: pa.Schema) -> str:
-    """An Arrow schema as text."""
-    return base64.b64encode(schema.serialize().to_pybytes()).decode()
-
-
-def index_of(file: File, kind: str, build: Callable[[], tuple[list[Stretch], str]]) -> Index:
-    """The file's index: the one that is kept beside it, if the file has not changed since, else what `build` gives.
+def index_of(file: File, kind: str, build: Callable[[], tuple[list[Stretch], pa.Schema | None]]) -> Index:
+    """Return the file's index: the one kept beside it, if the file has not changed since, else what `build` gives.
 
     A new index is kept if the folder may be written. `kind` is part of its name: what builds it, and how.
     """
     folder, _, base = file.name.rpartition("/")
     name = f"{folder}/.{base}.{kind}.json".lstrip("/")
-    kept = _kept(file, name)
-    if kept is not None:
-        return kept
-    built = Index(file.size, file.version, *retried(build, str(file), file.is_local))
+    with suppress(StorageError, OSError, ValueError, TypeError):  # an index that cannot be used is built anew
+        values = json.loads(file.folder.read_text(name))
+        index = Index(**{**values, "stretches": [Stretch(*one) for one in values["stretches"]]})
+        if (index.size, index.version, index.form) == (file.size, file.version, VERSION):
+            return index
+    stretches, schema = retried(build, str(file), file.is_local)
+    text = "" if schema is None else base64.b64encode(schema.serialize().to_pybytes()).decode()
+    built = Index(file.size, file.version, stretches, text)
     with suppress(StorageError, OSError):
         file.folder.write_text(name, json.dumps(asdict(built)))
     return built
 
 
-def _kept(file: File, name: str) -> Index | None:
-    with suppress(StorageError, OSError, ValueError, TypeError):
-        found = json.loads(file.folder.read_text(name))
-        index = Index(**{**found, "stretches": [Stretch(*one) for one in found["stretches"]]})
-        if (index.size, index.version, index.form) == (file.size, file.version, VERSION):
-            return index
-    return None
-
-
 def read_stretch(file: File, stretch: Stretch) -> bytes:
-    """The bytes of a stretch. Raises what the storage raises, and OSError if the file has become shorter."""
+    """Return the bytes of a stretch. Raises what the storage raises, and OSError if the file has become shorter."""
     with file.open() as stream:
-        found: bytes = stream.read_at(stretch.stop - stretch.start, stretch.start)
-    if len(found) != stretch.stop - stretch.start:
-        raise OSError(f"got {len(found)} bytes at {stretch.start}, wanted {stretch.stop - stretch.start}")
-    return found
+        data: bytes = stream.read_at(stretch.stop - stretch.start, stretch.start)
+    if len(data) != stretch.stop - stretch.start:
+        raise OSError(f"got {len(data)} bytes at {stretch.start}, wanted {stretch.stop - stretch.start}")
+    return data
 
 
 def read_in_pieces(file: File) -> Iterator[bytes]:
-    """The file's bytes in order, about STRETCH_BYTES at a time."""
+    """Yield the file's bytes in order, about STRETCH_BYTES at a time."""
     with file.open() as stream:
         while piece := stream.read(STRETCH_BYTES):
             yield piece

@@ -1,4 +1,4 @@
-"""What can only be read forward, as a dataset: each process reads on, and passes over what others take."""
+"""An iterable that can only be read forward as a dataset: each process reads on, and passes over others' items."""
 
 import bisect
 import collections
@@ -7,7 +7,7 @@ import itertools
 import random
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -67,7 +67,7 @@ class Stream(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The items at these indices; those before them are passed over, and earlier ones are read anew.
+        """Return the items at these indices; those before them are passed over, and earlier ones are read anew.
 
         If one of several raises, they can be asked for one by one without going back.
         """
@@ -76,8 +76,13 @@ class Stream(Dataset[Any]):
         if len(indices) > 1:
             self._kept = {}
         before = _random_state()
-        with _as_without_loader():
-            items = self._each(indices, indices, lambda index: self._read(*self._lanes.place(self._checked(index))))
+        # Without the name of a loader process: an iterable of torch would leave out the items of the others.
+        worker: Any = _utils.worker
+        info, worker._worker_info = worker._worker_info, None
+        try:
+            items = self._each(indices, indices, self._read)
+        finally:
+            worker._worker_info = info
         if _random_state() != before:
             says = "the iterable of a Stream draws random numbers, so its items depend on which process reads them"
             raise DataError(
@@ -86,7 +91,7 @@ class Stream(Dataset[Any]):
         return items if self._decode is None else self._each(indices, items, self._decode)
 
     def _each(self, indices: Sequence[int], given: Sequence[Any], make: Callable[[Any], Any]) -> list[Any]:
-        """What `make` gives for each; if it raises, what there is by then is kept for reads one by one.
+        """Return what `make` gives for each; if it raises, what there is by then is kept for reads one by one.
 
         Each item is decoded once, since that may change what was read.
         """
@@ -97,7 +102,7 @@ class Stream(Dataset[Any]):
         except Exception as error:
             if len(indices) > 1:
                 is_decoding = given is not indices
-                done = _itself if is_decoding or self._decode is None else self._decode
+                done = self._decode if self._decode is not None and not is_decoding else lambda item: item
                 rest = [functools.partial(make, one) for one in given[len(made) + 1 :] if is_decoding]
                 kept = [*(functools.partial(done, one) for one in made), functools.partial(_raised, error), *rest]
                 self._kept = dict(zip(indices, kept, strict=False))
@@ -107,13 +112,13 @@ class Stream(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_readers": {}, "_kept": {}}  # a copy for another process begins by itself
 
-    def _checked(self, index: int) -> int:
+    def _read(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
             raise IndexError(f"item {index} of {len(self)}")
-        return index % len(self)
-
-    def _read(self, lane: int, row: int) -> Any:
-        reader = self._readers.get(lane) or self._readers.setdefault(lane, self._new_reader())
+        lane, row = self._lanes.place(index % len(self))
+        if lane not in self._readers:
+            self._readers[lane] = Reader(self._open, self._starts, self._files is not None)
+        reader = self._readers[lane]
         try:
             return reader.read(row)
         except BaseException as error:
@@ -121,50 +126,42 @@ class Stream(Dataset[Any]):
                 del self._readers[lane]
             raise
 
-    def _new_reader(self) -> "Reader":
-        return Reader(self._open, self._starts, self._files is not None)
-
     def _open(self, file: int) -> tuple[Iterator[Any], str]:
-        """An iterator over a file's items, or over all of them, and what it is called."""
-        given = [] if self._files is None else [self._files[file]]
-        found = self._source(*given) if callable(self._source) else self._source
-        return iter(found), f"{given[0]}" if given else "the stream"
-
-
-def _itself(item: Any) -> Any:
-    return item
+        """Return an iterator over a file's items, or over all of them, and what it is called."""
+        names = [] if self._files is None else [self._files[file]]
+        iterable = self._source(*names) if callable(self._source) else self._source
+        return iter(iterable), f"{names[0]}" if names else "the stream"
 
 
 def _raised(error: Exception) -> Any:
     raise error
 
 
+@dataclass(eq=False)
 class Reader:
-    """Reads on from where it is; it begins a file anew to go back, and leaves out what lies between.
+    """A reader that goes on from where it is; it begins a file anew to go back, and passes over items between.
 
     With `ends`, a file must end with its last row. An item whose reading raises counts as one: what comes after it
     can be read, unless the iterator `goes_on` no more, as a generator that has raised.
     """
 
-    def __init__(
-        self, open_file: Callable[[int], tuple[Iterator[Any], str]], starts: Sequence[int], ends: bool
-    ) -> None:
-        self.goes_on = True
-        self._open = open_file
-        self._starts = starts
-        self._ends = ends
-        self._file = -1
-        self._name = ""
-        self._next = 0
-        self._items: Iterator[Any] = iter(())
-        self._error: Exception | None = None  # that the last item raised
+    open_file: Callable[[int], tuple[Iterator[Any], str]]
+    starts: Sequence[int]  # the first row of each file, and the end of the last
+    ends: bool
+    goes_on: bool = field(default=True, init=False)
+    _file: int = field(default=-1, init=False)
+    _name: str = field(default="", init=False)
+    _next: int = field(default=0, init=False)
+    _items: Iterator[Any] = field(default_factory=lambda: iter(()), init=False)
+    _error: Exception | None = field(default=None, init=False)  # that the last item raised
 
     def read(self, row: int) -> Any:
-        """The item of a row. Raises DataError if its file has fewer or more items than it was said to have."""
-        file = bisect.bisect_right(self._starts, row) - 1
+        """Return the item of a row. Raises DataError if its file has fewer or more items than it was said to have."""
+        file = bisect.bisect_right(self.starts, row) - 1
         if file != self._file or row < self._next:
-            (self._items, self._name), self._file, self._next = self._open(file), file, self._starts[file]
-            self._error = None
+            self._items, self._name = self.open_file(file)
+            self._file, self._next, self._error = file, self.starts[file], None
+        rows = self.starts[file + 1] - self.starts[file]
         self._pass_over(row)
         try:
             item = next(self._items, END)
@@ -172,11 +169,15 @@ class Reader:
             self._note(error)
             raise
         if item is END:
-            raise self._ended() from self._error
+            self.goes_on = False
+            text = f"{self._name} gave no more items after one raised {self._error!r}"
+            if self._error is None:
+                got = self._next - self.starts[file]
+                text = f"{self._name} ended after {got} items, and rows says {rows}; set it to the true number"
+            raise DataError(text) from self._error
         self._error = None
         self._next += 1
-        if self._ends and self._next == self._starts[file + 1] and next(self._items, END) is not END:
-            rows = self._starts[file + 1] - self._starts[file]
+        if self.ends and self._next == self.starts[file + 1] and next(self._items, END) is not END:
             raise DataError(f"{self._name} has more than the {rows} items that rows says; set it to the true number")
         return item
 
@@ -200,21 +201,14 @@ class Reader:
             return
 
     def _note(self, error: Exception) -> None:
-        """The next item has raised; a generator gives no more."""
+        """Count an item that has raised; a generator gives no more after it."""
         self._next += 1
         self._error = error
         self.goes_on = not isinstance(self._items, types.GeneratorType)
 
-    def _ended(self) -> DataError:
-        self.goes_on = False
-        got, rows = self._next - self._starts[self._file], self._starts[self._file + 1] - self._starts[self._file]
-        if self._error is not None:
-            return DataError(f"{self._name} gave no more items after one raised {self._error!r}")
-        return DataError(f"{self._name} ended after {got} items, and rows says {rows}; set it to the true number")
-
 
 class Lanes:
-    """Deals rows so that the same shard of all global batches takes consecutive rows: a stretch of its own.
+    """The deal of rows by which the same shard of all global batches takes consecutive rows: a stretch of its own.
 
     With one shard, the index of an item is its row.
     """
@@ -227,14 +221,14 @@ class Lanes:
         self._starts = [0, *itertools.accumulate(each)]
 
     def place(self, index: int) -> tuple[int, int]:
-        """The shard that takes the item, and the item's row."""
+        """Return the shard that takes the item, and the item's row."""
         step, offset = divmod(index, self._batch_size)
         shard, within = divmod(offset, (self._sizes if step < self._full else self._last)[0])
         return shard, self._starts[shard] + step * self._sizes[shard] + within
 
 
 def _sizes(source: Any, rows: int | Sequence[int] | None, files: list[str] | None) -> list[int]:
-    """The number of items of each file, or of the iterable."""
+    """Return the number of items of each file, or of the iterable."""
     if files is not None:
         if isinstance(rows, Sequence) and len(rows) == len(files) and callable(source):
             return [int(one) for one in rows]
@@ -250,18 +244,7 @@ def _sizes(source: Any, rows: int | Sequence[int] | None, files: list[str] | Non
 
 
 def _random_state() -> tuple[Any, ...]:
-    """The state of the global generators."""
+    """Return the state of the global generators."""
     numpy: Mapping[str, Any] = np.random.get_state(legacy=False)
     state = numpy["state"]
     return random.getstate(), state["key"].tobytes(), state["pos"], torch.get_rng_state().numpy().tobytes()
-
-
-@contextmanager
-def _as_without_loader() -> Iterator[None]:
-    """Within the block, torch names no loader process: iterables of torch would leave out the items of others."""
-    worker: Any = _utils.worker
-    here, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = here

@@ -1,6 +1,6 @@
 """Parquet and Arrow files as map-style datasets: an item is a dict of the row's columns.
 
-The rows of a block of a table: one by one as items, or many at once as columns.
+The rows of a block are given one by one as items, or many at once as columns.
 """
 
 import struct
@@ -23,44 +23,39 @@ from dp_ray.text import did_you_mean, listed
 
 Column = np.ndarray[Any, Any]
 
+FOOTER_BYTES = 64 << 20  # of footers kept in each process
+FIRST_MESSAGE = 8  # where it lies in an Arrow file
+RECORD_BATCH = 3  # the type of its message in Arrow's format
+
 
 class TableBlock:
-    """A block that was read. Raises DataError for a value that is missing, when it is asked for."""
+    """The rows of a block that was read. Raises DataError for a value that is missing, when it is asked for."""
 
     def __init__(self, table: pa.Table) -> None:
         self.size: int = table.nbytes
+        self.names: list[str] = table.column_names
         self._table = table
         self._values = {name: values_of(name, table.column(name)) for name in table.column_names}
         self._columns: dict[str, Column | None] = {}
         self._has_all = all(column.null_count == 0 for column in table.columns)
 
-    @property
-    def names(self) -> list[str]:
-        """The names of its columns."""
-        return list(self._values)
-
     def items(self, rows: Rows) -> list[dict[str, Any]]:
-        """The values of some rows, by column."""
+        """Return the values of some rows, by column."""
         return dicts({name: give(rows) for name, give in self._values.items()}, len(rows))
 
     def some(self, rows: Rows, names: Sequence[str]) -> list[dict[str, Any]] | None:
-        """The values of some rows, of some columns alone; None if one of these is not there."""
+        """Return the values of some rows, of some columns alone; None if one of these is not there."""
         if not self._values.keys() >= set(names):
             return None
         return dicts({name: self._values[name](rows) for name in names}, len(rows))
 
     def column(self, name: str) -> Column | None:
-        """The values of a column, of all rows; None if a batch cannot be cut from them, or a value is missing."""
+        """Return a column's values of all rows; None if a batch cannot be cut from them, or a value is missing."""
         if name not in self._values or not self._has_all:
             return None
         if name not in self._columns:
             self._columns[name] = stacked(self._table.column(name))
         return self._columns[name]
-
-
-FOOTER_BYTES = 64 << 20  # of footers kept in each process
-FIRST_MESSAGE = 8  # where it lies in an Arrow file
-RECORD_BATCH = 3  # the type of its message in Arrow's format
 
 
 class Table(Blocks[Source]):
@@ -79,50 +74,50 @@ class Table(Blocks[Source]):
         self._decode = decode
 
     def _table(self, block: Block[Source]) -> pa.Table:
-        """The rows of a block, with the columns that are read."""
+        """Return the rows of a block, with the columns that are read."""
         raise NotImplementedError
 
     def read_columns(self, indices: Sequence[int], names: Sequence[str] | None) -> dict[str, torch.Tensor] | None:
-        """What torch's default collate makes of the samples at these indices, without items; None if that differs.
+        """Return what torch's default collate makes of the samples, without items; None if that would differ.
 
         `names` are the columns that are wanted, by default all. Raises what `__getitems__` raises.
         """
-        found = self.read_columns_beside(indices, names, ())
-        return None if found is None else found[0]
+        both = self.read_columns_beside(indices, names, ())
+        return None if both is None else both[0]
 
     def read_columns_beside(
         self, indices: Sequence[int], names: Sequence[str] | None, beside: Sequence[str]
     ) -> tuple[dict[str, torch.Tensor], list[Item]] | None:
-        """What `read_columns` gives, and items of the columns `beside` alone; None also if a block lacks one."""
+        """Return what `read_columns` does, and items of the columns `beside`; None also if a block lacks one."""
         if self._decode:
             return None
-        found: dict[str, Column] = {}
+        columns: dict[str, Column] = {}
         items: list[Item] = [{}] * len(indices)
         for places, block, rows in self._by_block(indices):
             with self._placed(indices[places[0]]):
-                given = block.some(rows, beside)
-            if given is None or not self._place(found, places, block, rows, len(indices), names):
+                some = block.some(rows, beside)
+            if some is None or not self._place(columns, places, block, rows, len(indices), names):
                 return None
-            for place, item in zip(places, given, strict=True):
+            for place, item in zip(places, some, strict=True):
                 items[place] = item
-        return {name: torch.from_numpy(whole) for name, whole in found.items()}, items
+        return {name: torch.from_numpy(whole) for name, whole in columns.items()}, items
 
     def read_values(self, index: int, names: Sequence[str]) -> Item:
-        """The values of these columns of a sample alone, also if it cannot be decoded.
+        """Return the values of these columns of a sample alone, also if it cannot be decoded.
 
         Left out are columns that are decoded, that are not there, or that lack the value.
         """
-        found: Item = {}
+        values: Item = {}
         for _, block, rows in self._by_block([index]):
             for name in names:
                 with suppress(DataError):
-                    given = None if self._decode and name in self._decode else block.some(rows, [name])
-                    found |= given[0] if given else {}
-        return found
+                    some = None if self._decode and name in self._decode else block.some(rows, [name])
+                    values |= some[0] if some else {}
+        return values
 
     def _place(
         self,
-        found: dict[str, Column],
+        columns: dict[str, Column],
         places: Rows,
         block: TableBlock,
         rows: Rows,
@@ -134,7 +129,7 @@ class Table(Blocks[Source]):
             column = block.column(name)
             if column is None:
                 return False
-            whole = found.setdefault(name, np.empty((size, *column.shape[1:]), column.dtype))
+            whole = columns.setdefault(name, np.empty((size, *column.shape[1:]), column.dtype))
             if (whole.shape[1:], whole.dtype) != (column.shape[1:], column.dtype):
                 return False
             whole[places] = column[rows]
@@ -146,10 +141,10 @@ class Table(Blocks[Source]):
         if len(table) != block.rows:
             raise DataError(f"{block}: is damaged: has {len(table)} rows where it had {block.rows}")
         try:
-            found = TableBlock(table)
+            read = TableBlock(table)
         except DataError as error:
             raise DataError(f"{block}: {error}") from None
-        return found, found.size
+        return read, read.size
 
     def _items(self, read: TableBlock, rows: Rows) -> list[Item]:
         items = read.items(rows)
@@ -176,9 +171,9 @@ class ColumnFiles(Table[int]):
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         files = find_files(paths, self.SUFFIXES)
-        found = in_threads(lambda file: self._blocks_of(file, columns), files)
-        names = columns_of(files, [there for there, _ in found], columns)
-        blocks = [one for _, several in found for one in several]
+        looks = in_threads(lambda file: self._blocks_of(file, columns), files)
+        names = columns_of(files, [there for there, _ in looks], columns)
+        blocks = [one for _, several in looks for one in several]
         super().__init__(files, blocks, names, decode_of(decode, columns), cache_bytes)
 
     def _blocks_of(self, file: File, columns: Sequence[str] | None) -> tuple[list[str], list[Block[int]]]:
@@ -189,7 +184,7 @@ class ColumnFiles(Table[int]):
         return names, [Block(file, rows, number, f"{self.BLOCK} {number}") for number, rows in enumerate(sizes)]
 
     def _look(self, file: File) -> tuple[list[str], list[int]]:
-        """The names of a file's columns, and the number of rows of each block."""
+        """Return the names of a file's columns, and the number of rows of each block."""
         raise NotImplementedError
 
 
@@ -220,9 +215,9 @@ class Parquet(ColumnFiles):
 
 
 def _footer(stream: pa.NativeFile) -> tuple[pq.FileMetaData, int]:
-    """Where the row groups of a file lie, and its size in bytes."""
-    found = pq.ParquetFile(stream).metadata
-    return found, found.serialized_size
+    """Return where the row groups of a file lie, and its size in bytes."""
+    footer = pq.ParquetFile(stream).metadata
+    return footer, footer.serialized_size
 
 
 class Arrow(ColumnFiles):
@@ -255,37 +250,33 @@ class Arrow(ColumnFiles):
 
 
 def _rows_of_batches(stream: pa.NativeFile) -> list[int] | None:
-    """The numbers of rows of a file's record batches, from the heads of its messages; None if they lie elsewhere.
+    """Return the rows of each record batch of a file, from the heads of its messages; None if they lie elsewhere.
 
     pyarrow reads a head only together with the body, so with all columns. A head is a flatbuffer of Arrow's format.
     """
-    found: list[int] = []
+    sizes: list[int] = []
     at, size = FIRST_MESSAGE, stream.size()
     with suppress(struct.error):  # of a damaged head, which pyarrow tells
         while True:
             mark, length = struct.unpack("<iI", stream.read_at(8, at))
             if mark != -1 or not length:
-                return found or None
+                return sizes or None
             head = stream.read_at(min(length, size), at + 8)
             message = _number(head, 0, "<I")
             if _field(head, message, 1, "<B") == RECORD_BATCH:
-                found.append(_rows_of(head, _below(head, message, 2)))
+                batch = _below(head, message, 2)
+                rows, columns = _field(head, batch, 0, "<q"), _below(head, batch, 1)
+                if not _number(head, columns, "<I") or _number(head, columns + 4, "<q") != rows:
+                    raise struct.error(f"the batch has {rows} rows, and its first column others")
+                sizes.append(rows)
             at += 8 + length + _field(head, message, 3, "<Q")
             if at > size:
                 return None
     return None
 
 
-def _rows_of(head: bytes, batch: int) -> int:
-    """The rows of a record batch. It tells them again for each column."""
-    rows, columns = _field(head, batch, 0, "<q"), _below(head, batch, 1)
-    if not _number(head, columns, "<I") or _number(head, columns + 4, "<q") != rows:
-        raise struct.error(f"the batch has {rows} rows, and its first column others")
-    return rows
-
-
 def _below(buffer: bytes, table: int, field: int) -> int:
-    """Where that lies to which a field of a flatbuffer's table points."""
+    """Return where that lies to which a field of a flatbuffer's table points."""
     if not (place := _place(buffer, table, field)):
         raise struct.error(f"field {field} is not there")
     return table + place + _number(buffer, table + place, "<I")
@@ -299,19 +290,19 @@ def _number(buffer: bytes, at: int, form: str) -> int:
 
 
 def _place(buffer: bytes, table: int, field: int) -> int:
-    """Where a field of a flatbuffer's table lies, counted from the table; 0 if it is not there."""
+    """Return where a field of a flatbuffer's table lies, counted from the table; 0 if it is not there."""
     fields = table - _number(buffer, table, "<i")
     return _number(buffer, fields + 4 + 2 * field, "<H") if 4 + 2 * field < _number(buffer, fields, "<H") else 0
 
 
 def _field(buffer: bytes, table: int, field: int, form: str) -> int:
-    """A number in a flatbuffer's table; those that are 0 are left out of it."""
+    """Return a number in a flatbuffer's table; those that are 0 are left out of it."""
     place = _place(buffer, table, field)
     return _number(buffer, table + place, form) if place else 0
 
 
 def columns_of(files: Sequence[File], there: Sequence[Sequence[str]], wanted: Sequence[str] | None) -> list[str]:
-    """The columns to read: by default those of the files, of which `there` holds the names.
+    """Return the columns to read: by default those of the files, of which `there` holds the names.
 
     Raises DataError if a file lacks one that another has, since its rows would have no value for it.
     """

@@ -17,7 +17,6 @@ from pyarrow import json as pajson
 from dp_ray.data.blocks import CACHE_BYTES, Block
 from dp_ray.data.files import (
     File,
-    Index,
     Paths,
     Stretch,
     find_files,
@@ -25,7 +24,6 @@ from dp_ray.data.files import (
     index_of,
     read_in_pieces,
     read_stretch,
-    serialized,
 )
 from dp_ray.data.tables import Table, check_columns, check_once, columns_of
 from dp_ray.data.values import Decode, decode_of
@@ -66,9 +64,20 @@ class TextTable(Table[Stretch]):
         for file, index in pairs:
             if index.stretches or index.arrow_schema.names:  # else it is empty, and lacks nothing
                 check_columns(file, index.arrow_schema.names, [*(columns or ()), *(types or ())])
-                _check_text(file, index.arrow_schema, columns, types or {})
+            for (
+                one
+            ) in index.arrow_schema:  # bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows
+                is_wanted = one.name not in (types or {}) and (columns is None or one.name in columns)
+                if is_wanted and pa.types.is_binary(one.type):
+                    advice = "mend the file, or set the column's type to binary with types"
+                    raise DataError(f"{file}: column {one.name!r} holds bytes that are not UTF-8; {advice}")
         self._schema = _with_types(_joined([index.arrow_schema for index in indices]), types or {})
-        _check_range(files, indices, self._schema)
+        for name in [one.name for one in self._schema if str(BEYOND) in str(one.type)]:
+            for file, index in pairs:  # to name the first one with such a number
+                there = index.arrow_schema
+                if name in there.names and str(BEYOND) in str(there.field(name).type):
+                    says = f"column {name!r} has whole numbers that are neither all int64 nor all uint64"
+                    raise DataError(f"{file}: {says}; give it a type, as types: {{{name}: float64}} or string")
         filled = [(file, index.arrow_schema.names) for file, index in pairs if index.stretches]
         there = [self._schema.names if self.MAY_LACK else names for _, names in filled]
         names = columns_of([file for file, _ in filled], there, columns)
@@ -76,19 +85,19 @@ class TextTable(Table[Stretch]):
         super().__init__(files, blocks, names, decode_of(decode, columns), cache_bytes)
 
     def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
-        """The rows of some lines; the columns have the types of the schema, or what their texts look like."""
+        """Return the rows of some lines; the columns have the types of the schema, or what their texts look like."""
         raise NotImplementedError
 
     def _python_values(self, text: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
-        """The values of some columns, with whole numbers of any size as ints."""
+        """Return the values of some columns, with whole numbers of any size as ints."""
         raise NotImplementedError
 
     def _head(self, file: File) -> bytes:
-        """What stands before the first row and belongs to each stretch."""
+        """Return what stands before the first row and belongs to each stretch."""
         return b""
 
-    def _look(self, file: File, ends: Ends) -> tuple[list[Stretch], str]:
-        """Where the rows lie, and the types of the columns."""
+    def _look(self, file: File, ends: Ends) -> tuple[list[Stretch], pa.Schema]:
+        """Return where the rows lie, and the types of the columns."""
         head = self._head(file)
         found, schemas = [], []
         if head:  # a file of its head alone has columns too
@@ -101,10 +110,10 @@ class TextTable(Table[Stretch]):
             check_once(file, table.column_names)
             found.append(Stretch(start, start + len(text), len(table)))
             schemas.append(self._with_large_numbers(head + text, table))
-        return found, serialized(_joined(schemas))
+        return found, _joined(schemas)
 
     def _with_large_numbers(self, text: bytes, table: pa.Table) -> pa.Schema:
-        """The table's schema, with types for whole numbers that are no int64, which pyarrow takes for floats."""
+        """Return the table's schema, with types for whole numbers above int64, which pyarrow takes for floats."""
         large = [name for name in table.column_names if _has_large(table.column(name).combine_chunks())]
         if not large:
             return table.schema
@@ -221,26 +230,26 @@ class Csv(TextTable):
 
 
 def _first_row(file: File, ends: Ends) -> bytes:
-    """The first row, with the blank lines before it."""
+    """Return the first row, with the blank lines before it."""
 
     def first(text: bytes) -> list[int]:
         blank = len(text) - len(text.removeprefix(BOM).lstrip(Csv.blank))
         return next(([stop] for stop in ends(text) if stop > blank), [])
 
-    found = next(_whole_rows(file, first, 0), (0, b""))[1]
-    if not found.removeprefix(BOM).strip(Csv.blank):
+    row = next(_whole_rows(file, first, 0), (0, b""))[1]
+    if not row.removeprefix(BOM).strip(Csv.blank):
         raise DataError(f"{file}: is empty, it has no line that names its columns")
-    return found
+    return row
 
 
 def _ends_of_lines(text: bytes) -> list[int]:
-    """Where lines end."""
-    found: list[int] = (np.flatnonzero(np.frombuffer(text, np.uint8) == NEWLINE) + 1).tolist()
-    return found
+    """Return where lines end."""
+    ends: list[int] = (np.flatnonzero(np.frombuffer(text, np.uint8) == NEWLINE) + 1).tolist()
+    return ends
 
 
 def ends_of_rows(text: bytes, delimiter: bytes = b",") -> list[int]:
-    """Where rows of CSV end: at line breaks outside of quoted fields. The text begins with a row.
+    """Return where rows of CSV end: at line breaks outside of quoted fields. The text begins with a row.
 
     A line break is a newline or a carriage return, or both. A return at the end of the text counts as none: a newline
     may follow.
@@ -253,29 +262,20 @@ def ends_of_rows(text: bytes, delimiter: bytes = b",") -> list[int]:
     returns = np.flatnonzero(numbers[:-1] == RETURN)
     if len(alone := returns[numbers[returns + 1] != NEWLINE]):
         breaks = np.sort(np.concatenate([breaks, alone]))
-    if not _open_and_close_in_turn(text, numbers, borders, delimiter):
-        spans = [match.span() for match in _quoted_fields(text, delimiter)]
-        borders = np.array(spans, np.int64).reshape(-1)
-    found: list[int] = (breaks[np.searchsorted(borders, breaks, side="right") % 2 == 0] + 1).tolist()
-    return found
-
-
-def _open_and_close_in_turn(text: bytes, numbers: Rows, quotes: Rows, delimiter: bytes) -> bool:
-    """Whether each second quote opens a field or comes right after a quote, as in most files: no quote is plain."""
-    opens = quotes[::2]
-    before = numbers[opens - 1]
+    # In most files no quote is plain: each second one opens a field, or comes right after a quote.
+    opens = borders[::2]
     is_first = opens == (len(BOM) if text.startswith(BOM) else 0)
-    return bool((is_first | np.isin(before, [NEWLINE, RETURN, QUOTE, ord(delimiter)])).all())
-
-
-def _quoted_fields(text: bytes, delimiter: bytes) -> Iterator[re.Match[bytes]]:
-    """The quoted parts of fields, one after another; the last one may lack its end."""
-    begins = rb"(?:(?<=[\n\r%b])|\A(?:%b)?)" % (re.escape(delimiter), BOM)
-    return re.finditer(begins + rb'"(?:[^"]++|"")*+(?:"|\Z)', text)
+    if not (is_first | np.isin(numbers[opens - 1], [NEWLINE, RETURN, QUOTE, ord(delimiter)])).all():
+        # The quoted parts of fields, one after another; the last one may lack its end.
+        begins = rb"(?:(?<=[\n\r%b])|\A(?:%b)?)" % (re.escape(delimiter), BOM)
+        spans = [match.span() for match in re.finditer(begins + rb'"(?:[^"]++|"")*+(?:"|\Z)', text)]
+        borders = np.array(spans, np.int64).reshape(-1)
+    ends: list[int] = (breaks[np.searchsorted(borders, breaks, side="right") % 2 == 0] + 1).tolist()
+    return ends
 
 
 def _whole_rows(file: File, ends: Ends, skip: int) -> Iterator[tuple[int, bytes]]:
-    """The file from byte `skip` on, in texts of whole rows, each with the byte at which it starts.
+    """Yield the file from byte `skip` on, in texts of whole rows, each with the byte at which it starts.
 
     Raises DataError if the file ends within a quoted value: it was cut off, or a lost quote joins its rows.
     """
@@ -294,18 +294,18 @@ def _whole_rows(file: File, ends: Ends, skip: int) -> Iterator[tuple[int, bytes]
 
 
 def _number(text: str) -> int | float | None:
-    """The number that a value of CSV stands for; None for one that is missing, however that is written."""
+    """Return the number that a value of CSV stands for; None for one that is missing, however that is written."""
     if _WHOLE.fullmatch(text):
         return int(text)
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
         return None
-    return None if found != found else found
+    return None if number != number else number
 
 
 def _has_large(array: pa.Array) -> bool:
-    """Whether there are floats, also in lists and structs, that may have been whole numbers that are no int64."""
+    """Return whether there are floats, also in lists and structs, that may have been whole numbers above int64."""
     if pa.types.is_float64(array.type):
         largest = pc.max(pc.abs(array)).as_py()
         return largest is not None and largest >= 1 << 63
@@ -315,7 +315,7 @@ def _has_large(array: pa.Array) -> bool:
 
 
 def _with_whole(kind: pa.DataType, values: Sequence[Any]) -> pa.DataType:
-    """The type with UNSIGNED or BEYOND for float64 where all values are whole numbers, and some are no int64."""
+    """Return the type, with UNSIGNED or BEYOND for float64 if all values are whole numbers and some no int64."""
     there = [value for value in values if value is not None]
     if pa.types.is_list(kind):
         return pa.list_(_with_whole(kind.value_type, [one for value in there for one in value]))
@@ -331,22 +331,8 @@ def _with_whole(kind: pa.DataType, values: Sequence[Any]) -> pa.DataType:
     return UNSIGNED if low >= 0 and high < 1 << 64 else BEYOND
 
 
-def _check_range(files: Sequence[File], indices: Sequence[Index], schema: pa.Schema) -> None:
-    """Raise DataError, which names the file, for a column of whole numbers that no type of 64 bits holds."""
-    for name in [one.name for one in schema if _is_beyond(one.type)]:
-        for file, index in zip(files, indices, strict=True):
-            there = index.arrow_schema
-            if name in there.names and _is_beyond(there.field(name).type):
-                says = f"column {name!r} has whole numbers that are neither all int64 nor all uint64"
-                raise DataError(f"{file}: {says}; give it a type, as types: {{{name}: float64}} or string")
-
-
-def _is_beyond(kind: pa.DataType) -> bool:
-    return str(BEYOND) in str(kind)
-
-
 def _joined(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """The columns of all schemas, each with a type that holds its values in all of them."""
+    """Return the columns of all schemas, each with a type that holds its values in all of them."""
     names = dict.fromkeys(name for schema in schemas for name in schema.names)
     return pa.schema(
         [pa.field(name, _common([one.field(name).type for one in schemas if name in one.names])) for name in names]
@@ -362,29 +348,16 @@ def _common(kinds: Sequence[pa.DataType]) -> pa.DataType:
 
 
 def _with_types(schema: pa.Schema, types: Types) -> pa.Schema:
-    """The schema with the types that were asked for, else with float32 for float64 and uint64 for UNSIGNED."""
-    return pa.schema(
-        [
-            pa.field(one.name, _type_of(one.name, types[one.name]) if one.name in types else _narrow(one.type))
-            for one in schema
-        ]
-    )
-
-
-def _check_text(file: File, schema: pa.Schema, columns: Sequence[str] | None, types: Types) -> None:
-    """Raise DataError for bytes that are not UTF-8, which pyarrow would give as such, in all rows of the column."""
+    """Return the schema with the types that were asked for, else with float32 for float64 and uint64 for UNSIGNED."""
+    fields = []
     for one in schema:
-        is_wanted = one.name not in types and (columns is None or one.name in columns)
-        if is_wanted and pa.types.is_binary(one.type):
-            advice = "mend the file, or set the column's type to binary with types"
-            raise DataError(f"{file}: column {one.name!r} holds bytes that are not UTF-8; {advice}")
-
-
-def _type_of(name: str, text: str) -> pa.DataType:
-    try:
-        return pa.type_for_alias(text)
-    except ValueError:
-        raise JobError(f"types: {text!r} for {name!r} is no type of Arrow, like int64, float32 or string") from None
+        try:
+            kind = pa.type_for_alias(types[one.name]) if one.name in types else _narrow(one.type)
+        except ValueError:
+            says = f"{types[one.name]!r} for {one.name!r} is no type of Arrow, like int64, float32 or string"
+            raise JobError(f"types: {says}") from None
+        fields.append(pa.field(one.name, kind))
+    return pa.schema(fields)
 
 
 def _narrow(kind: pa.DataType) -> pa.DataType:

@@ -1,6 +1,6 @@
-"""Turns columns of Arrow tables into the values of samples: numbers, text, bytes and tensors.
+"""The values of samples: columns of Arrow tables as numbers, text, bytes and tensors, and the decoders of values.
 
-Decoders: functions that turn a stored value, like the bytes of a JPEG, into what a model takes.
+A decoder is a function that turns a stored value, like the bytes of a JPEG, into one that a model takes.
 """
 
 import functools
@@ -21,6 +21,8 @@ from dp_ray.text import did_you_mean, listed
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 Values = Callable[[Rows], list[Any]]
+Decoder: TypeAlias = Callable[[Any], Any]
+Decode: TypeAlias = Mapping[str, Decoder | str]
 
 LACKS = "a list lacks a value in its middle; fill it, or leave the column out"
 
@@ -37,7 +39,7 @@ class MissingValue(DataError):
 
 
 def values_of(name: str, column: pa.ChunkedArray) -> Values:
-    """A function that gives the values of rows of a column: a list with one for each.
+    """Return a function that gives the values of rows of a column: a list with one for each.
 
     Numbers and truth values are numpy scalars of the column's own type, so that torch's collate keeps it. Lists of
     numbers are tensors of that type, nested ones too if their inner lists have one length; other lists stay lists.
@@ -48,9 +50,15 @@ def values_of(name: str, column: pa.ChunkedArray) -> Values:
     """
     array = _one(column)
     if isinstance(column.type, pa.FixedShapeTensorType):
-        _check_permutation(name, column.type)
+        order = _order(column.type)
+        if [order[one] for one in order] != [*range(len(order))]:
+            # pyarrow writes the inverse of what Arrow's specification demands, so it is not known which is meant.
+            raise DataError(
+                f"column {name!r} holds tensors with the permutation {order}, which writers of Arrow understand in "
+                "two ways; write the tensors in the order of their dimensions"
+            )
     is_dictionary = isinstance(column.type, pa.DictionaryType)
-    give = _values(array.type if is_dictionary else column.type)(array)
+    give = _values(array.type if is_dictionary else column.type, array)
     if not array.null_count and _is_number(array.type):
         return give
     missing = array.is_null().to_numpy(zero_copy_only=False)
@@ -69,7 +77,7 @@ def values_of(name: str, column: pa.ChunkedArray) -> Values:
 
 
 def stacked(column: pa.ChunkedArray) -> np.ndarray[Any, Any] | None:
-    """The values of numbers, or of lists of numbers of one length, as an array of a row each; None for others."""
+    """Return numbers, or lists of numbers of one length, as an array of a row each; None for other values."""
     array = _one(column)
     if array.null_count:
         return None
@@ -87,21 +95,8 @@ def stacked(column: pa.ChunkedArray) -> np.ndarray[Any, Any] | None:
 
 
 def _order(kind: pa.FixedShapeTensorType) -> list[int]:
-    """Which of the stored dimensions each dimension of a tensor is."""
+    """Return which of the stored dimensions each dimension of a tensor is."""
     return kind.permutation or [*range(len(kind.shape))]
-
-
-def _check_permutation(name: str, kind: pa.FixedShapeTensorType) -> None:
-    """Raise DataError for a permutation that is not its own inverse.
-
-    pyarrow writes the inverse of the one that Arrow's specification demands, so it is not known which one is meant.
-    """
-    order = _order(kind)
-    if [order[one] for one in order] != [*range(len(order))]:
-        raise DataError(
-            f"column {name!r} holds tensors with the permutation {order}, which writers of Arrow understand in two "
-            "ways; write the tensors in the order of their dimensions"
-        )
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:
@@ -112,77 +107,66 @@ def _one(column: pa.ChunkedArray) -> pa.Array:
     return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
 
 
-def _values(kind: pa.DataType) -> Callable[[pa.Array], Values]:
+def _values(kind: pa.DataType, array: pa.Array) -> Values:
     if isinstance(kind, pa.FixedShapeTensorType):
-        return functools.partial(_shaped, shape=kind.shape, order=_order(kind))
+        give, shape, order = _lists(array), kind.shape, _order(kind)
+        return lambda rows: [value.reshape(shape).permute(order) for value in give(rows)]
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if _is_number(kind):
-        return _numbers
+        return _numbers(array)
     if _is_list(kind):
-        return _lists
+        return _lists(array)
     if pa.types.is_struct(kind):
-        return _structs
-    return _plain
+        inner = zip(array.type, array.flatten(), strict=True)
+        fields = {field.name: values_of(field.name, pa.chunked_array([one])) for field, one in inner}
+        return lambda rows: dicts({name: give(rows) for name, give in fields.items()}, len(rows))
+    return functools.partial(_plain, array)
 
 
-def _plain(array: pa.Array) -> Values:
-    """Values that are Python's own, converted one by one."""
-    return lambda rows: [_as_python(array[row], row) for row in rows.tolist()]
-
-
-def _as_python(value: pa.Scalar, row: int) -> Any:
-    try:
-        found = value.as_py()
-    except UnicodeDecodeError as error:
-        raise MissingValue(f"text that is not UTF-8: {error}", row) from None
-    if _lacks(found):
-        raise MissingValue(LACKS, row)
-    return found
+def _plain(array: pa.Array, rows: Rows) -> list[Any]:
+    """Return values that are Python's own, converted one by one."""
+    values = []
+    for row in rows.tolist():
+        try:
+            value = array[row].as_py()
+        except UnicodeDecodeError as error:
+            raise MissingValue(f"text that is not UTF-8: {error}", row) from None
+        if _lacks(value):
+            raise MissingValue(LACKS, row)
+        values.append(value)
+    return values
 
 
 def _lacks(value: Any) -> bool:
-    """Whether a value is missing in a list, a dict or a list of these."""
+    """Return whether a value is missing in a list, a dict or a list of these."""
     if isinstance(value, dict):
         return any(map(_lacks, value.values()))
     return any(map(_lacks, value)) if isinstance(value, list | tuple) else value is None
 
 
 def _numbers(array: pa.Array) -> Values:
-    numbers = array.to_numpy(zero_copy_only=False) if not array.null_count else _filled(array)
+    if array.null_count:  # else numpy would make floats of them
+        array = array.fill_null(False if pa.types.is_boolean(array.type) else 0)
+    numbers = array.to_numpy(zero_copy_only=False)
     return lambda rows: list(numbers[rows])
 
 
-def _filled(array: pa.Array) -> Any:
-    return array.fill_null(False if pa.types.is_boolean(array.type) else 0).to_numpy(zero_copy_only=False)
-
-
-def _structs(array: pa.Array) -> Values:
-    fields = {
-        field.name: values_of(field.name, pa.chunked_array([inner]))
-        for field, inner in zip(array.type, array.flatten(), strict=True)
-    }
-    return lambda rows: dicts({name: give(rows) for name, give in fields.items()}, len(rows))
-
-
 def dicts(columns: dict[str, list[Any]], rows: int) -> list[dict[str, Any]]:
-    """A dict for each of so many rows."""
+    """Return a dict for each of so many rows."""
     if not columns:
         return [{} for _ in range(rows)]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _shaped(array: pa.Array, shape: list[int], order: list[int]) -> Values:
-    give = _lists(array)
-    return lambda rows: [value.reshape(shape).permute(order) for value in give(rows)]
-
-
 def _lists(array: pa.Array) -> Values:
-    inner = array.type.value_type
-    if not _is_number(_innermost(inner)):
-        return _plain(array)
+    inner = innermost = array.type.value_type
+    while _is_list(innermost):
+        innermost = innermost.value_type
+    if not _is_number(innermost):
+        return functools.partial(_plain, array)
     if not _is_number(inner) or array.values.null_count:
-        return _nested(array)
+        return functools.partial(_nested, array)
     numbers, starts = array.values.to_numpy(zero_copy_only=False), _starts(array)
     sizes = np.diff(starts)
     if len(sizes) and sizes[0] and (sizes == sizes[0]).all():
@@ -191,23 +175,19 @@ def _lists(array: pa.Array) -> Values:
     return lambda rows: [torch.from_numpy(numbers[starts[row] : starts[row + 1]].copy()) for row in rows.tolist()]
 
 
-def _nested(array: pa.Array) -> Values:
-    """Nested lists, or those in which a value may be missing, one by one."""
-
-    def give(rows: Rows) -> list[Any]:
-        found = []
-        for row in rows.tolist():
-            try:
-                found.append(_tensor(array[row].values))
-            except DataError as error:
-                raise MissingValue(str(error), row) from None
-        return found
-
-    return give
+def _nested(array: pa.Array, rows: Rows) -> list[Any]:
+    """Return nested lists, or those in which a value may be missing, one by one."""
+    values = []
+    for row in rows.tolist():
+        try:
+            values.append(_tensor(array[row].values))
+        except DataError as error:
+            raise MissingValue(str(error), row) from None
+    return values
 
 
 def _starts(array: pa.Array) -> Rows:
-    """Where each list begins among the values of all, and the end of the last: int64 [lists + 1]."""
+    """Return where each list begins among the values of all, and the end of the last: int64 [lists + 1]."""
     if not pa.types.is_fixed_size_list(array.type):
         return np.asarray(array.offsets, np.int64)
     starts: Rows = np.arange(array.offset, array.offset + len(array) + 1) * array.type.list_size
@@ -215,7 +195,7 @@ def _starts(array: pa.Array) -> Rows:
 
 
 def _tensor(values: pa.Array) -> Any:
-    """The numbers of one list; nested lists of one length are the dimensions of the tensor, others stay lists."""
+    """Return the numbers of one list; nested lists of one length are a tensor's dimensions, others stay lists."""
     if values.null_count:
         raise DataError(LACKS)
     if not _is_list(values.type):
@@ -223,11 +203,6 @@ def _tensor(values: pa.Array) -> Any:
     rows = [_tensor(one.values) for one in values]
     alike = all(isinstance(row, torch.Tensor) and row.shape == rows[0].shape for row in rows)
     return torch.stack(rows) if rows and alike else rows
-
-
-def _innermost(kind: pa.DataType) -> pa.DataType:
-    """The type of what lists of lists hold in the end."""
-    return _innermost(kind.value_type) if _is_list(kind) else kind
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -238,12 +213,8 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
-Decoder: TypeAlias = Callable[[Any], Any]
-Decode: TypeAlias = Mapping[str, Decoder | str]
-
-
 def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
-    """The image in the bytes of a JPEG, a PNG or another format of Pillow: uint8 [3, height, width], in RGB.
+    """Return the image in the bytes of a JPEG, a PNG or another format of Pillow: uint8 [3, height, width], in RGB.
 
     It is resized to `size` (height, width), with Pillow's bilinear filter, if that is given. A dict with the key
     `bytes`, as Hugging Face stores images, is taken too. Of 16 bits the upper 8 are kept, in grey as in colour.
@@ -260,38 +231,34 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
     except UnidentifiedImageError:  # which would show where the bytes lie in memory
         raise UnidentifiedImageError("cannot identify the format of the image") from None
     with given as opened:
-        narrow = _upper_bits(opened, Image)
+        narrow: Any = opened
+        if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM")):
+            # Pillow would cut larger values off at 255, which is white.
+            narrow = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
+        elif opened.mode in ("I", "F"):
+            bits = "32-bit numbers" if opened.mode == "F" else "32-bit whole numbers"
+            raise DataError(f"the pixels of the image are {bits}; decode them with a function that knows their range")
         rgb = narrow if narrow.mode == "RGB" else narrow.convert("RGB")  # which copies it
         if size is not None:
             rgb = rgb.resize(size[::-1], Image.Resampling.BILINEAR)
         return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
 
 
-def _upper_bits(opened: Any, pillow: Any) -> Any:
-    """An image of more than 8 bits a pixel with 8; Pillow would cut larger values off at 255, which is white."""
-    if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM")):
-        return pillow.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
-    if opened.mode in ("I", "F"):
-        bits = "32-bit numbers" if opened.mode == "F" else "32-bit whole numbers"
-        raise DataError(f"the pixels of the image are {bits}; decode them with a function that knows their range")
-    return opened
-
-
 def float_image(value: Any) -> torch.Tensor:
-    """The same as float32 from 0 to 1, as models of images take it."""
+    """Return the same as float32 from 0 to 1, as models of images take it."""
     return image(value).float() / 255
 
 
 def array(value: bytes) -> torch.Tensor:
-    """The array in the bytes of a NumPy file (.npy), without objects. Raises DataError for more bytes than it has."""
-    found = torch.from_numpy(np.load(stream := io.BytesIO(value), allow_pickle=False))
+    """Return the array in a NumPy file (.npy), without objects. Raises DataError for more bytes than it has."""
+    tensor = torch.from_numpy(np.load(stream := io.BytesIO(value), allow_pickle=False))
     if more := len(value) - stream.tell():
-        raise DataError(f"its head tells of the shape {list(found.shape)}, behind which are {more} more bytes")
-    return found
+        raise DataError(f"its head tells of the shape {list(tensor.shape)}, behind which are {more} more bytes")
+    return tensor
 
 
 def tensors(value: bytes) -> Any:
-    """What the bytes of a file of torch.save hold: tensors and plain values, no other objects.
+    """Return what the bytes of a file of torch.save hold: tensors and plain values, no other objects.
 
     Raises DataError for a wrong checksum, which torch does not look at.
     """
@@ -304,17 +271,17 @@ def tensors(value: bytes) -> Any:
 
 
 def text(value: bytes) -> str:
-    """The bytes, decoded as UTF-8."""
+    """Return the bytes, decoded as UTF-8."""
     return value.decode()
 
 
 def number(value: bytes) -> int:
-    """The whole number that the bytes show in digits."""
+    """Return the whole number that the bytes show in digits."""
     return int(value)
 
 
 def decode_of(decode: Decode | None, columns: Sequence[str] | None) -> dict[str, Decoder]:
-    """The decoders by column; a text names one, as `package.module:function`.
+    """Return the decoders by column; a text names one, as `package.module:function`.
 
     Raises JobError if one cannot be imported, or if its column is not among those that are read.
     """
@@ -330,22 +297,22 @@ def decode_of(decode: Decode | None, columns: Sequence[str] | None) -> dict[str,
 
 
 def named(argument: str, given: str, what: str = "") -> Callable[..., Any]:
-    """The function that the text of an argument names, as `package.module:function`; `what` says what it is for.
+    """Import the function that an argument names, as `package.module:function`; `what` says what it is for.
 
     Raises JobError if it cannot be imported or called.
     """
     try:
         with importing_from_here():
-            found: Callable[..., Any] = pkgutil.resolve_name(given)
+            function: Callable[..., Any] = pkgutil.resolve_name(given)
     except (ImportError, AttributeError, ValueError) as error:
         raise JobError(f"{argument}: cannot import {given!r}{what}: {error}") from error
-    if not callable(found):
-        raise JobError(f"{argument}: {given}{what} is {found!r:.60}, which cannot be called")
-    return found
+    if not callable(function):
+        raise JobError(f"{argument}: {given}{what} is {function!r:.60}, which cannot be called")
+    return function
 
 
 def decoded(item: dict[str, Any], decode: Mapping[str, Decoder]) -> dict[str, Any]:
-    """The item with its values decoded. Raises DataError, which names the key, if a decoder raises."""
+    """Return the item with its values decoded. Raises DataError, which names the key, if a decoder raises."""
     for name, decoder in decode.items():
         if name not in item:
             raise DataError(f"there is no {name!r} to decode; the item has {listed(item)}")

@@ -1,6 +1,6 @@
-"""Tar shards in the form of WebDataset as a map-style dataset: files of one name are a sample.
+"""Tar shards in the form of WebDataset, and folders of images, as map-style datasets.
 
-A folder of images as a map-style dataset, with a class for each folder in it or without classes.
+In a tar shard, files of one name are a sample. In a folder of images each folder may be a class.
 """
 
 import io
@@ -31,7 +31,7 @@ from dp_ray.text import did_you_mean, listed, printable
 KEY = "__key__"
 READ_BYTES = 4 << 20
 RECORD = re.compile(rb"([1-9][0-9]{0,8}) ([^=\n]+)=")
-# What a block of zeros, and what the end of the file, is to Python's reader of headers.
+# The errors of Python's reader of headers for a block of zeros, and for the end of the file.
 ENDS: tuple[type[Exception], ...] = (tarfile.EOFHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]
 
 
@@ -59,7 +59,7 @@ class WebDataset(Blocks[Stretch]):
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         files = find_files(paths, [".tar"])
-        indices = in_threads(lambda file: index_of(file, "samples", lambda: (_stretches(file), "")), files)
+        indices = in_threads(lambda file: index_of(file, "samples", lambda: (_stretches(file), None)), files)
         pairs = zip(files, indices, strict=True)
         blocks = [Block(file, one.rows, one, str(one)) for file, index in pairs for one in index.stretches]
         self._columns = None if columns is None else list(columns)
@@ -115,17 +115,12 @@ class _Member(tarfile.TarInfo):
             tar.fileobj.seek(at)
             if len(text) < self.size or not check(text):
                 raise tarfile.HeaderError("the long name or the attributes behind it are damaged")
-        found: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]  # which Python has for subclasses
-        return found
-
-
-def _is_text(text: bytes) -> bool:
-    """Whether a long name of GNU's form is one text, with nothing behind the zero that ends it."""
-    return len(text) > 1 and text.find(b"\0") in (-1, len(text) - 1)
+        member: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]  # which Python has for subclasses
+        return member
 
 
 def _are_records(text: bytes) -> bool:
-    """Whether attributes of the pax form are records, `LENGTH KEY=VALUE` and a newline, each of its length."""
+    """Return whether attributes of the pax form are records, `LENGTH KEY=VALUE` and a newline, each of its length."""
     at = 0
     while match := RECORD.match(text, at):
         at += int(match[1])
@@ -136,23 +131,27 @@ def _are_records(text: bytes) -> bool:
 
 
 LONG_NAMES: dict[bytes, Callable[[bytes], bool]] = {
-    **dict.fromkeys((tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK), _is_text),
+    # A long name of GNU's form is one text, with nothing behind the zero that ends it.
+    **dict.fromkeys(
+        (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+        lambda text: len(text) > 1 and text.find(b"\0") in (-1, len(text) - 1),
+    ),
     **dict.fromkeys((tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE), _are_records),
 }
 
 
 def _stretches(file: File) -> list[Stretch]:
-    """The stretches of whole samples of a shard; reads only what stands before the members' contents."""
-    found: list[Stretch] = []
+    """Return the stretches of whole samples of a shard; reads only what stands before the members' contents."""
+    stretches: list[Stretch] = []
     start = stop = rows = 0
     with file.open() as stream, io.BufferedReader(stream, READ_BYTES) as buffered, _tar(str(file), buffered) as tar:
         for _, (first, end) in _grouped(str(file), tar, lambda member: None):
             if rows and first - start >= STRETCH_BYTES:
-                found.append(Stretch(start, first, rows))
+                stretches.append(Stretch(start, first, rows))
                 rows = 0
             start, stop, rows = start if rows else first, end, rows + 1
         _check_end(buffered, tar.offset)
-    return [*found, Stretch(start, stop, rows)] if rows else found
+    return [*stretches, Stretch(start, stop, rows)] if rows else stretches
 
 
 def _check_end(stream: io.BufferedReader, at: int) -> None:
@@ -170,9 +169,9 @@ def _check_end(stream: io.BufferedReader, at: int) -> None:
 
 
 def _contents(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    found = tar.extractfile(member)
-    assert found is not None, "it is a file"
-    contents = found.read()
+    stream = tar.extractfile(member)
+    assert stream is not None, "it is a file"
+    contents = stream.read()
     if len(contents) != member.size:
         raise tarfile.ReadError(f"{member.name!r} has {len(contents)} bytes of {member.size}")
     return contents
@@ -191,7 +190,7 @@ def _tar(shown: str, stream: IO[bytes]) -> Iterator[tarfile.TarFile]:
 def _grouped(
     shown: str, tar: tarfile.TarFile, take: Callable[[tarfile.TarInfo], Any]
 ) -> Iterator[tuple[dict[str, Any], tuple[int, int]]]:
-    """What `take` gives for the members of each sample, by extension, with the sample's name under `__key__`.
+    """Yield what `take` gives for the members of each sample, by extension, with the sample's name under `__key__`.
 
     Beside each is where it begins, and where the next header begins.
     """
@@ -241,7 +240,10 @@ class Images(Blocks[int]):
         width: int | None = None,
     ) -> None:
         files = find_files(paths, SUFFIXES)
-        self._size = _size(height, width)
+        side = height or width  # one alone makes the image square
+        self._size = None if side is None else (side, side)
+        if height is not None and width is not None:
+            self._size = (height, width)
         self.class_names = sorted({_class_of(str(file), file.name) for file in files}) if classes else []
         self._labels = {name: label for label, name in enumerate(self.class_names)}
         super().__init__(files, [Block(file, 1, 0) for file in files], 0)
@@ -263,7 +265,7 @@ class Images(Blocks[int]):
         return item, len(encoded)  # above what is held, so that the next one takes its place
 
     def read_values(self, index: int, columns: Sequence[str]) -> Item:
-        """Those of an image's values that are known without reading it."""
+        """Return those of an image's values that are known without reading it."""
         block = self._blocks[index]
         item = {"path": block.file.name, **({"label": self._label(block)} if self.class_names else {})}
         return {name: item[name] for name in columns if name in item}
@@ -273,13 +275,6 @@ class Images(Blocks[int]):
 
     def _items(self, read: Item, rows: Rows) -> list[Item]:
         return [{**read, "image": read["image"].clone()} for _ in rows]
-
-
-def _size(height: int | None, width: int | None) -> tuple[int, int] | None:
-    if height is None or width is None:
-        side = height or width
-        return None if side is None else (side, side)
-    return height, width
 
 
 def _class_of(shown: str, name: str) -> str:

@@ -1,19 +1,13 @@
-"""What a run will do, as one value: `dp-ray plan` shows it, and the driver executes it.
+"""The plan of a run, as one value: `dp-ray plan` shows it as text or JSON, and the driver executes it.
 
-A plan as text, for `dp-ray plan`.
-
-Which steps of which worker a job's `profile` asks to trace.
-
-How often a training steps its scheduler, and what to say of one that ends elsewhere.
-
-The numbers of shards that a run with `shards: auto` tries: more and more of them, of fewer and fewer rows.
-
-The memory that a run will take on each device of a worker, for each number of workers.
+Here are also the steps that `profile` traces, the steps of a scheduler, the numbers of shards that `shards: auto`
+tries, and the memory that a run will take on each device of a worker.
 """
 
+import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -29,28 +23,28 @@ class Due:
     every_epochs: int | None = None
 
     def after(self, split: Split, step: int) -> bool:
-        """Whether it is due after `step`, counted from 0."""
+        """Return whether it is due after `step`, counted from 0."""
         return step + 1 == split.total_steps or self.recurs(split, step)
 
     def recurs(self, split: Split, step: int) -> bool:
-        """Whether it is due after `step` by its steps or epochs, even if the training goes on."""
+        """Return whether it is due after `step` by its steps or epochs, even if the training goes on."""
         return any((step + 1) % period == 0 for period in self._periods(split))
 
     def times(self, split: Split) -> int:
-        """How many times it is due in the whole training."""
+        """Return how many times it is due in the whole training."""
         total, periods = split.total_steps, self._periods(split)
-        both = total // math.lcm(*periods) if len(periods) == 2 else 0
+        both = total // math.lcm(*periods) if len(periods) == 2 else 0  # due for two reasons, and done once
         regular = sum(total // period for period in periods) - both
         return regular + (total > 0 and not self.recurs(split, total - 1))
 
     def to_json(self, split: Split) -> dict[str, int]:
-        """The keys that are set, and `times`."""
+        """Return the keys that are set, and `times`."""
         return {**_known(asdict(self)), "times": self.times(split)}
 
     def _periods(self, split: Split) -> list[int]:
-        """Its periods in steps: at most two."""
-        found = (self.every_steps, self.every_epochs and self.every_epochs * split.steps)
-        return [period for period in found if period]
+        """Return its periods in steps: at most two."""
+        periods = (self.every_steps, self.every_epochs and self.every_epochs * split.steps)
+        return [period for period in periods if period]
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ class PlacedBlock:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do.
+    """The course of a run: its steps, its workers, and what happens between the steps.
 
     `split` is that of the task's own dataset, over all epochs. `evaluations` and `checkpoints` are a training's.
     `blocks` are there if the job places the model's blocks on several devices, and only for `dp-ray plan`: to find
@@ -107,18 +101,8 @@ class Plan:
         evaluated = {"eval.dataset": self.evaluations.split.rows} if self.evaluations else {}
         return {"dataset": self.split.rows, **evaluated}
 
-    @property
-    def epochs(self) -> int:
-        """The epochs that a run begins; `max_steps` may end it before the last ones."""
-        return self.split.epochs_begun
-
-    @property
-    def steps(self) -> int:
-        """The steps of an epoch that a run does: fewer than the split's if `max_steps` ends the first epoch."""
-        return self.split.epoch_steps
-
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values; equal global batches are folded, so it is small for any number of rows.
+        """Return the plan as plain JSON values; equal batches are folded, so it is small for any number of rows.
 
         `steps` and `batches` are those of an epoch. What does not apply is left out: `total_steps` unless `max_steps`
         cuts the last epoch short, `min_workers` unless the job is elastic, and what no job of this task has.
@@ -131,9 +115,9 @@ class Plan:
             "shards": split.shards,
             "workers": self.max_workers,
             **({"min_workers": self.min_workers} if is_elastic else {}),
-            "epochs": self.epochs,
-            "steps": self.steps,
-            **({} if total == self.epochs * self.steps else {"total_steps": total}),
+            "epochs": split.epochs_begun,
+            "steps": split.epoch_steps,
+            **({} if total == split.epochs_begun * split.epoch_steps else {"total_steps": total}),
             "batches": batches(split, self.max_workers),
             "padded": 0,
             "dropped": split.dropped,
@@ -143,16 +127,16 @@ class Plan:
         }
 
     def _of_training(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if self.evaluations:
             own = self.evaluations.split
             sizes = {"rows": own.rows, "batch_size": own.batch_size, "steps": own.steps}
             due = self.evaluations.due.to_json(self.split)
-            found["evaluate"] = {**sizes, **due, "batches": batches(own, self.max_workers)}
+            values["evaluate"] = {**sizes, **due, "batches": batches(own, self.max_workers)}
         if self.checkpoints:
             more = {key: value for key, value in asdict(self.checkpoints).items() if key != "due"}
-            found["checkpoints"] = {**self.checkpoints.due.to_json(self.split), **_known(more)}
-        return found
+            values["checkpoints"] = {**self.checkpoints.due.to_json(self.split), **_known(more)}
+        return values
 
 
 def _known(values: dict[str, Any]) -> dict[str, Any]:
@@ -160,83 +144,62 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def batches(split: Split, workers: int) -> list[dict[str, Any]]:
-    """Each size of global batch in an epoch: its steps and rows, the rows of its shards, and each worker's shards."""
+    """Return each size of global batch in an epoch: its steps, its rows, those of its shards, the workers' shards."""
     workers = max(1, workers)
     dealt = [list(worker_shards(split.shards, workers, rank)) for rank in range(workers)]
-    return [
-        {"steps": steps, "rows": rows, "shard_rows": chunk_sizes(rows, split.shards), "worker_shards": dealt}
-        for steps, rows in _first_steps(split.batch_sizes(), split.total_steps)
-    ]
-
-
-def _first_steps(kinds: Iterable[tuple[int, int]], steps: int) -> Iterator[tuple[int, int]]:
-    """The (steps, rows) of the first `steps` global batches."""
-    for count, rows in kinds:
-        if steps > 0:
-            yield min(count, steps), rows
-        steps -= count
+    kinds, left = [], split.total_steps
+    for steps, rows in split.batch_sizes():
+        if left > 0:  # `max_steps` may end the run before the short last batch
+            sizes = {"steps": min(steps, left), "rows": rows, "shard_rows": chunk_sizes(rows, split.shards)}
+            kinds.append({**sizes, "worker_shards": dealt})
+        left -= steps
+    return kinds
 
 
 def remarks(split: Split, workers: int) -> list[str]:
-    """Warnings about how a job is cut and assigned to workers, a line each."""
-    found = []
+    """Return warnings about how a job is cut and assigned to workers, a line each."""
+    lines = []
     largest = split.largest_batch
     if split.batch_size > split.rows:
-        found.append(f"batch_size {split.batch_size} is larger than the dataset: its {split.rows} rows are one batch")
+        lines.append(f"batch_size {split.batch_size} is larger than the dataset: its {split.rows} rows are one batch")
     filled = num_filled(largest, split.shards)
     idle = sum(worker_shards(split.shards, workers, rank).start >= filled for rank in range(workers))
     if idle:
         never = "never has a row" if idle == 1 else "never have a row"
-        found.append(
+        lines.append(
             f"{idle} of {workers} workers {never}: the largest batch is {largest} rows in {filled} shards; "
             "use fewer workers or a larger batch_size"
         )
-    return found
+    return lines
 
 
 def table(plan: Plan) -> str:
-    """The plan as text: one line for each size of global batch, then one for each group of equal workers."""
-    return "\n".join(_lines(plan))
-
-
-def _lines(plan: Plan) -> Iterator[str]:
+    """Return the plan as text: one line for each size of global batch, then one for each group of equal workers."""
     split, workers = plan.split, plan.max_workers
-    yield (
-        f"{split.rows:,} rows in global batches of {split.batch_size:,}: {_number(plan.steps, 'step')}, "
-        f"{_number(split.shards, 'shard')} {_where(plan)}; padded 0, dropped {split.dropped:,}"
-    )
-    if plan.epochs > 1:
-        yield _epochs(plan)
-    yield from _batches(split, workers)
+    epochs, steps = split.epochs_begun, split.epoch_steps
+    where = f"on {_number(workers, 'worker')}"
+    if workers == 0:
+        where = "in this process, without workers"
+    elif plan.min_workers != workers:
+        where = f"on {plan.min_workers:,} to {workers:,} workers, shown for {workers:,}"
+    lines = [
+        f"{split.rows:,} rows in global batches of {split.batch_size:,}: {_number(steps, 'step')}, "
+        f"{_number(split.shards, 'shard')} {where}; padded 0, dropped {split.dropped:,}"
+    ]
+    if epochs > 1:
+        rest = split.total_steps - (epochs - 1) * steps
+        early = f", the last one ends after {rest:,}" if rest < steps else ""
+        lines.append(f"{epochs:,} epochs, {split.total_steps:,} steps in all{early}")
+    lines += _batches(split, workers)
     if plan.evaluations:
-        yield from _evaluations(plan.evaluations, split, workers)
+        own = plan.evaluations.split
+        lines.append(f"evaluations {_often(plan.evaluations.due, split)}")
+        lines.append(f"  {own.rows:,} rows in global batches of {own.batch_size:,}: {_number(own.steps, 'step')}")
+        lines += [f"  {line}" for line in _batches(own, workers)]
     if plan.checkpoints:
-        yield _checkpoints(plan.checkpoints, split)
-    for block in plan.blocks:
-        yield f"  block {block.name:<24}{block.bytes:>16,} bytes on {block.device}"
-    yield from plan.remarks
-
-
-def _where(plan: Plan) -> str:
-    if plan.max_workers == 0:
-        return "in this process, without workers"
-    if plan.min_workers == plan.max_workers:
-        return f"on {_number(plan.max_workers, 'worker')}"
-    return f"on {plan.min_workers:,} to {plan.max_workers:,} workers, shown for {plan.max_workers:,}"
-
-
-def _epochs(plan: Plan) -> str:
-    total = plan.split.total_steps
-    rest = total - (plan.epochs - 1) * plan.steps
-    early = f", the last one ends after {rest:,}" if rest < plan.steps else ""
-    return f"{plan.epochs:,} epochs, {total:,} steps in all{early}"
-
-
-def _evaluations(evaluations: Evaluations, training: Split, workers: int) -> Iterator[str]:
-    own = evaluations.split
-    yield f"evaluations {_often(evaluations.due, training)}"
-    yield f"  {own.rows:,} rows in global batches of {own.batch_size:,}: {_number(own.steps, 'step')}"
-    yield from (f"  {line}" for line in _batches(own, workers))
+        lines.append(_checkpoints(plan.checkpoints, split))
+    lines += [f"  block {one.name:<24}{one.bytes:>16,} bytes on {one.device}" for one in plan.blocks]
+    return "\n".join([*lines, *plan.remarks])
 
 
 def _checkpoints(checkpoints: Checkpoints, training: Split) -> str:
@@ -258,33 +221,23 @@ def _often(due: Due, training: Split) -> str:
 
 
 def _batches(split: Split, workers: int) -> Iterator[str]:
+    """Yield a line for each size of global batch, and one for each group of neighbouring workers with equal rows."""
     for batch in batches(split, workers):
         yield f"{batch['steps']:,} x {_number(batch['rows'], 'row')}"
-        yield from _folded([_worker(batch, shards) for shards in batch["worker_shards"]])
+        texts = []
+        for shards in batch["worker_shards"]:
+            rows = [batch["shard_rows"][shard] for shard in shards]
+            parts = " + ".join(map(str, rows)) if len(rows) <= 8 else f"{len(rows)} shards"
+            texts.append(parts if len(rows) == 1 else f"{parts} = {sum(rows)}")
+        for text, group in itertools.groupby(range(len(texts)), key=texts.__getitem__):
+            first, *others = group
+            who = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
+            yield f"  {who:<14}{text} {'row' if text == '1' else 'rows'}{' each' if others else ''}"
 
 
 def _number(number: int, noun: str) -> str:
-    """`counted`, with thousands set apart."""
+    """Return what `counted` does, with thousands set apart."""
     return counted(number, noun).replace(str(number), f"{number:,}", 1)
-
-
-def _worker(batch: dict[str, Any], shards: list[int]) -> str:
-    rows = [batch["shard_rows"][shard] for shard in shards]
-    parts = " + ".join(map(str, rows)) if len(rows) <= 8 else f"{len(rows)} shards"
-    return parts if len(rows) == 1 else f"{parts} = {sum(rows)}"
-
-
-def _folded(workers: list[str]) -> list[str]:
-    """One line for each group of consecutive workers with the same text."""
-    lines: list[str] = []
-    first = 0
-    for rank in range(1, len(workers) + 1):
-        if rank == len(workers) or workers[rank] != workers[first]:
-            who = f"rank {first}" if rank - first == 1 else f"ranks {first}-{rank - 1}"
-            rows = "row" if workers[first] == "1" else "rows"
-            lines.append(f"  {who:<14}{workers[first]} {rows}" + (" each" if rank - first > 1 else ""))
-            first = rank
-    return lines
 
 
 SLOWEST = "slowest"
@@ -305,7 +258,7 @@ class Profiled(NamedTuple):
 
 
 def profiled_of(text: str, total_steps: int | None = None) -> Profiled:
-    """What a job's `profile` asks for; raises ValueError if it is malformed, or not within `total_steps`."""
+    """Parse a job's `profile`; raises ValueError if it is malformed, or not within `total_steps`."""
     if text == SLOWEST:
         first = FIRST if total_steps is None else max(0, min(FIRST, total_steps - NUM))
         last = first + NUM - 1 if total_steps is None else min(first + NUM, total_steps) - 1
@@ -322,13 +275,13 @@ def profiled_of(text: str, total_steps: int | None = None) -> Profiled:
 
 
 def num_scheduled(split: Split, per: str, done: int = 0) -> int:
-    """How often a scheduler is stepped, each `step` or each `epoch`, in a training of which `done` steps are done."""
+    """Return how often a scheduler is stepped, each `step` or `epoch`, in a training with `done` steps done."""
     each = 1 if per == "step" else split.steps
     return split.total_steps // each - done // each
 
 
 def too_short(most: int, needed: int, per: str) -> str:
-    """The error of a OneCycleLR that can be stepped `most` times more, where the training needs more."""
+    """Return the error of a OneCycleLR that can be stepped `most` times more, where the training needs more."""
     return (
         f"scheduler: this OneCycleLR lasts for {counted(most, 'step')} from here, and the training steps it {needed} "
         f"times, once each {per}; set total_steps: auto for the whole training, or train no longer than it lasts"
@@ -347,7 +300,7 @@ _AFTER = {
 
 
 def ends_elsewhere(name: str, args: Mapping[str, Any], num: int, per: str, epochs: int) -> str:
-    """A line on a scheduler that states another length than the `num` times that the training steps it; or nothing.
+    """Return a line on a scheduler that states another length than the `num` times that it is stepped; or nothing.
 
     `name` is its class, if it is torch's own; `num_training_steps` states a length in any. A length of one less is no
     mistake: then the last update has the last value of the schedule.
@@ -376,7 +329,7 @@ def ends_elsewhere(name: str, args: Mapping[str, Any], num: int, per: str, epoch
 
 
 def shard_counts(rows: int, workers: int) -> list[int]:
-    """The numbers to try for global batches of at most `rows` rows: the workers', and twice the last one each time.
+    """Return the numbers to try for batches of at most `rows` rows: the workers', and twice the last one each time.
 
     The last one gives shards of a single row.
 
@@ -390,7 +343,7 @@ def shard_counts(rows: int, workers: int) -> list[int]:
 
 
 def what_auto_does(rows: int, workers: int) -> str:
-    """A line for the plan of a run whose number of shards is still to be found."""
+    """Return a line for the plan of a run whose number of shards is still to be found."""
     who, all_of_them = ("the workers try", " on all of them") if workers else ("this process tries", "")
     counts = shard_counts(rows, workers)
     tried = listed([f"{count} ({chunk_sizes(rows, count)[0]})" for count in counts])
@@ -446,52 +399,43 @@ class MemoryPlan:
     remarks: tuple[str, ...] = ()
 
     def fits(self, one: WorkerMemory) -> bool | None:
-        """Whether a worker's devices hold it; None if their size is not known."""
+        """Return whether a worker's devices hold it; None if their size is not known."""
         return None if self.gpu_bytes is None else one.total <= USABLE * self.gpu_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values, in bytes."""
-        found: dict[str, Any] = {"rows": self.rows}
-        if self.gpu_bytes is not None:
-            found["gpu_bytes"] = self.gpu_bytes
-        found["workers"] = [self._worker(one) for one in self.workers]
-        return {**found, **({"remarks": list(self.remarks)} if self.remarks else {})}
-
-    def _worker(self, one: WorkerMemory) -> dict[str, Any]:
-        fits = self.fits(one)
-        return {**asdict(one), "devices": [asdict(device) for device in one.devices], **_if_known("fits", fits)}
+        """Return the plan as plain JSON values, in bytes."""
+        workers = [
+            {**asdict(one), "devices": [asdict(device) for device in one.devices], **_known({"fits": self.fits(one)})}
+            for one in self.workers
+        ]
+        remarks = {"remarks": list(self.remarks)} if self.remarks else {}
+        return {"rows": self.rows, **_known({"gpu_bytes": self.gpu_bytes}), "workers": workers, **remarks}
 
     def lines(self) -> Iterator[str]:
-        """The plan as text: a line for each device of a worker, in a unit that shows the largest."""
+        """Yield the plan as text: a line for each device of a worker, in a unit that shows the largest."""
         most = max((one.total for one in self.workers), default=0)
         unit = next((unit for unit, size in UNITS.items() if most >= size / 10), "KiB")
         yield f"memory of a worker in {unit}, with shards of {counted(self.rows, 'row')}:"
         names = ("parameters", "gradients", "optimizer", "buffers", "activations", "total")
         yield f"  {'':<30}{''.join(f'{name:>12}' for name in names)}"
         for one in self.workers:
+            verdict = ""
+            if self.gpu_bytes is not None:
+                verdict = f"  {'fits' if self.fits(one) else 'does not fit'} {self.gpu_bytes / GIB:g} GiB"
             for device in one.devices:
                 where = f", {device.device}" if len(one.devices) > 1 else ""
                 who = f"{one.strategy} on {counted(one.workers, 'worker')}{where}"
                 numbers = "".join(f"{getattr(device, name) / UNITS[unit]:>12.3f}" for name in names)
-                yield f"  {who:<30}{numbers}{self._verdict(one)}"
+                yield f"  {who:<30}{numbers}{verdict}"
         yield from self.remarks
-
-    def _verdict(self, one: WorkerMemory) -> str:
-        if self.gpu_bytes is None:
-            return ""
-        return f"  {'fits' if self.fits(one) else 'does not fit'} {self.gpu_bytes / GIB:g} GiB"
-
-
-def _if_known(key: str, value: Any) -> dict[str, Any]:
-    return {} if value is None else {key: value}
 
 
 def worker_counts(most: int) -> list[int]:
-    """The numbers of workers to plan for: all up to 8, then the powers of two, and the most."""
+    """Return the numbers of workers to plan for: all up to 8, then the powers of two, and the most."""
     most = max(1, most)
     return sorted({*range(1, min(most, 8) + 1), *(2**power for power in range(3, most.bit_length())), most})
 
 
 def shards_of_worker(rows: int, shards: int, workers: int) -> int:
-    """How many shards with rows the worker that has most of them runs."""
+    """Return how many shards with rows the worker that has most of them runs."""
     return max(1, min(num_filled(rows, shards), -(-shards // workers)))

@@ -3,22 +3,12 @@
 No list of the dataset's length is held in memory: a keyed bijection maps each position to its sample. The cost of
 a slice depends on its length alone, on any worker, at any step.
 
-Keyed bijections of the numbers 0 .. n - 1, computed number by number.
-
 The bijection is Black and Rogaway's ("Ciphers with Arbitrary Finite Domains", CT-RSA 2002): a generalised
 Feistel network over a rectangle of `width * height >= n` numbers, with "cycle walking": a result of n or above is
 permuted again until it is below n. All arithmetic is on unsigned 64-bit integers, so the bits are the same on every
 platform.
 
-The order of an epoch whose blocks of consecutive samples are shuffled, and then the samples in windows of blocks.
-
-The blocks are permuted, and the row of blocks is cut into windows of `window_blocks`. The samples of a window are
-dealt to the job's shards, in consecutive stretches: a shard draws its samples of all steps in the window from its own
-stretch, in random order. So a worker reads only the blocks in which the stretches of its shards lie.
-
-Everything held in memory has the size of the blocks, never of the samples.
-
-Seeds of random numbers: they depend on the purpose of a draw, never on the worker or the time.
+`derive_seed` makes the seeds of all random numbers: they depend on the purpose of a draw, never on the worker.
 """
 
 import hashlib
@@ -32,7 +22,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
+Purpose = Literal["dataset", "sample", "collate", "forward", "after", "update", "generator", "sweep"]
+
+LIMIT = 2**63
 
 _SHIFT_27, _SHIFT_30, _SHIFT_31, _SHIFT_32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -58,13 +52,14 @@ class Permutation(NamedTuple):
             self.at(block)._walk(words[block])
 
     def at(self, places: NDArray[np.int64] | slice) -> "Permutation":
-        """The bijections of the numbers at these places."""
+        """Return the bijections of the numbers at these places."""
         if len(self.size) == 1:
             return self
         return Permutation(self.size[places], self.width[places], self.height[places], self.keys[:, places])
 
     def _walk(self, words: Words) -> None:
         words[:] = self._permute(words)
+        # The rectangle has more numbers than there are samples: those outside walk on along the cycle until inside.
         outside = np.flatnonzero(words >= self.size)
         while outside.size:
             own = self.at(outside)
@@ -72,24 +67,26 @@ class Permutation(NamedTuple):
             outside = outside[words[outside] >= own.size]
 
     def _permute(self, words: Words) -> Words:
-        """The Feistel network: a bijection of the numbers below width * height."""
+        """Return the Feistel network: a bijection of the numbers below width * height."""
         width, height = self.width, self.height
         left, right = np.divmod(words, height)
         for key in self.keys:
-            left, right = right, _add_modulo(left, _below(width, hashed(key, right)), width)
+            total = left + _below(width, hashed(key, right))
+            # Modulo the width: if the total is below it, the difference wraps around to a huge number.
+            left, right = right, np.minimum(total, total - width)
             width, height = height, width
         return left * height + right
 
 
 def permutation(size: int, parts: Sequence[int]) -> Permutation:
-    """The bijection of the numbers below `size` that the parts key."""
+    """Return the bijection of the numbers below `size` that the parts key."""
     width, height = sides(size)
     keys = round_keys(stream_of(parts), num_rounds(width))
     return Permutation(_alone(size), _alone(width), _alone(height), keys)
 
 
 def sides(size: int) -> tuple[int, int]:
-    """Width and height of a rectangle that is just large enough for `size` numbers.
+    """Return width and height of a rectangle that is just large enough for `size` numbers.
 
     The width is even. With two odd sides, every round would be an even permutation, and so would every order of
     9 or 25 samples. With more than 4 numbers no side is below 4: thin rectangles mix slowly.
@@ -100,7 +97,7 @@ def sides(size: int) -> tuple[int, int]:
 
 
 def num_rounds(width: int) -> int:
-    """The number of rounds; it is even, so that the two sides end in their places.
+    """Return the number of rounds; it is even, so that the two sides end in their places.
 
     Every two rounds bring the joint distribution of a few positions closer to uniform, by a factor of about the
     shorter side. So small sets need more rounds. With these numbers of rounds, a few positions are within about
@@ -109,8 +106,13 @@ def num_rounds(width: int) -> int:
     return 24 if width < 32 else 12
 
 
+# The purposes of random streams, beyond the numbers that count rounds, windows and shards.
+_STRETCHES, _OFFSETS = 2**62, 2**62 + 1
+_ROUNDS = num_rounds(0)  # for each stretch, however long: as many as the shortest one needs
+
+
 def stream_of(parts: Sequence[int]) -> Words:
-    """The random stream that the parts key: uint64 [1]."""
+    """Return the random stream that the parts key: uint64 [1]."""
     stream = np.array([_GOLDEN])
     for part in parts:
         stream = hashed(stream, _alone(part))
@@ -118,12 +120,12 @@ def stream_of(parts: Sequence[int]) -> Words:
 
 
 def round_keys(streams: Words, rounds: int) -> Words:
-    """A key for each round, from each stream: uint64 [rounds, streams]."""
+    """Return a key for each round, from each stream: uint64 [rounds, streams]."""
     return hashed(streams, np.arange(rounds, dtype=np.uint64)[:, None])
 
 
 def hashed(key: Words, words: Words) -> Words:
-    """The outputs numbered `words` (the first is 1) of the SplitMix64 generator seeded with `key`."""
+    """Return the outputs numbered `words` (the first is 1) of the SplitMix64 generator seeded with `key`."""
     mixed = words * _GOLDEN + key
     mixed ^= mixed >> _SHIFT_30
     mixed *= _MIX_1
@@ -142,19 +144,31 @@ def _below(bound: Words, words: Words) -> Words:
     return ((words >> _SHIFT_32) * bound) >> _SHIFT_32
 
 
-def _add_modulo(first: Words, second: Words, modulus: Words) -> Words:
-    """(first + second) % modulus, for numbers below the modulus."""
-    total = first + second
-    # If the total is below the modulus, the difference wraps around to a huge number.
-    wrapped: Words = np.minimum(total, total - modulus)
-    return wrapped
+class EpochOrder:
+    """The sample index at each position of one epoch; a subclass has its length, and `at` for many positions."""
 
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-LIMIT = 2**63
+    def at(self, positions: Ints) -> Ints:
+        """Return the sample indices at positions from 0 to n - 1, int64 [positions]."""
+        raise NotImplementedError
+
+    def __getitem__(self, position: int) -> int:
+        """Return the sample index at `position`; raises IndexError outside 0 .. num_samples - 1."""
+        if not 0 <= position < len(self):
+            raise IndexError(f"position {position} is outside an order of {len(self)} samples")
+        return int(self.indices(position, position + 1)[0])
+
+    def indices(self, start: int, stop: int) -> Ints:
+        """Return the sample indices at positions start .. stop - 1; raises IndexError if they are outside 0 .. n."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"positions {start} to {stop} are no range in an order of {len(self)} samples")
+        return self.at(np.arange(start, stop, dtype=np.int64))
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(EpochOrder):
     """The sample index at each position of one epoch, a function of (seed, epoch, num_samples) alone.
 
     `Order(5, seed=1)[0]` is the first sample; `indices(2, 4)` are those at positions 2 and 3.
@@ -173,20 +187,10 @@ class Order:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, position: int) -> int:
-        """The sample index at `position`; raises IndexError outside 0 .. num_samples - 1."""
-        check_position(position, self.num_samples)
-        return int(self.indices(position, position + 1)[0])
-
-    def indices(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The sample indices at positions start .. stop - 1; raises IndexError unless 0 <= start <= stop <= n."""
-        check_range(start, stop, self.num_samples)
-        return self.at(np.arange(start, stop, dtype=np.int64))
-
-    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sample indices at positions from 0 to n - 1, int64 [positions], in place of them."""
+    def at(self, positions: Ints) -> Ints:
+        """Return the sample indices at positions from 0 to n - 1, int64 [positions], in place of them."""
         if self.shuffle:
-            self._permutation.apply(positions.view(np.uint64))
+            self._permutation.apply(positions.view(np.uint64))  # without a copy: no position is negative
         return positions
 
     @cached_property
@@ -200,28 +204,14 @@ def check_number(name: str, value: int) -> None:
         raise ValueError(f"{name} is {value}; it must be at least 0 and below 2**63")
 
 
-def check_position(position: int, num_samples: int) -> None:
-    """Raise IndexError for a position that an order of so many samples does not have."""
-    if not 0 <= position < num_samples:
-        raise IndexError(f"position {position} is outside an order of {num_samples} samples")
-
-
-def check_range(start: int, stop: int, num_samples: int) -> None:
-    """Raise IndexError unless 0 <= start <= stop <= num_samples."""
-    if not 0 <= start <= stop <= num_samples:
-        raise IndexError(f"positions {start} to {stop} are no range in an order of {num_samples} samples")
-
-
-Ints = NDArray[np.int64]
-
-# What a random stream is for; beyond the numbers that count rounds, windows and shards.
-_STRETCHES, _OFFSETS = 2**62, 2**62 + 1
-_ROUNDS = num_rounds(0)  # for each stretch, however long: as many as the shortest one needs
-
-
 @dataclass(frozen=True, eq=False)
-class BlockOrder:
-    """The sample index at each position of one epoch: a function of its fields alone.
+class BlockOrder(EpochOrder):
+    """The order of an epoch whose blocks of samples are shuffled, and then the samples in windows of blocks.
+
+    The blocks are permuted, and the row of blocks is cut into windows. The samples of a window are dealt to the job's
+    shards, in consecutive stretches: a shard draws its samples of all steps in the window from its own stretch, in
+    random order. So a worker reads only the blocks in which the stretches of its shards lie. Everything held in
+    memory has the size of the blocks, never of the samples.
 
     `block_rows` are the sizes of the blocks, int64 [blocks]; `batch_size` and `shards` are the job's. Each window of
     `window_blocks` blocks is finished before the next one begins.
@@ -241,27 +231,17 @@ class BlockOrder:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, position: int) -> int:
-        """The sample index at `position`; raises IndexError outside 0 .. num_samples - 1."""
-        check_position(position, len(self))
-        return int(self.indices(position, position + 1)[0])
-
-    def indices(self, start: int, stop: int) -> Ints:
-        """The sample indices at positions start .. stop - 1; raises IndexError unless 0 <= start <= stop <= n."""
-        check_range(start, stop, len(self))
-        return self.at(np.arange(start, stop, dtype=np.int64))
-
     def at(self, positions: Ints) -> Ints:
-        """The sample indices at positions from 0 to n - 1, int64 [positions]."""
+        """Return the sample indices at positions from 0 to n - 1, int64 [positions]."""
         return self._samples(self._rows(positions)) if len(positions) else positions
 
     def windows_at(self, start: int, stop: int) -> range:
-        """The windows in which the positions start .. stop - 1 lie, of which there is one or more."""
+        """Return the windows in which the positions start .. stop - 1 lie, of which there is one or more."""
         first, last = np.searchsorted(self._windows, [start, stop - 1], side="right").tolist()
         return range(first - 1, last)
 
     def samples_of(self, window: int, shards: range) -> list[tuple[int, int]]:
-        """The samples that consecutive shards draw from a window: a range `first, stop` for each block."""
+        """Return the samples that consecutive shards draw from a window: a range `first, stop` for each block."""
         begin, end = self._windows[window], self._windows[window + 1]
         bounds = np.array([shards.start, shards.stop])
         first, stop = self._before(end, bounds) - self._before(begin, bounds)
@@ -274,7 +254,7 @@ class BlockOrder:
         return [samples for first, stop in rows for samples in self._samples_between(int(first), int(stop))]
 
     def _samples_between(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The samples at rows of the permuted blocks: a range for each block."""
+        """Yield the samples at rows of the permuted blocks: a range for each block."""
         if first >= stop:
             return
         begin, last = np.searchsorted(self._row_starts, [first, stop - 1], side="right").tolist()
@@ -305,16 +285,16 @@ class BlockOrder:
         return np.append(self._row_starts[: -1 : self.window_blocks], self._row_starts[-1])
 
     def _samples(self, rows: Ints) -> Ints:
-        """The samples at these rows of the permuted blocks."""
+        """Return the samples at these rows of the permuted blocks."""
         blocks = np.searchsorted(self._row_starts, rows, side="right") - 1
         samples: Ints = self._starts[self._blocks[blocks]] + rows - self._row_starts[blocks]
         return samples
 
     def _rows(self, positions: Ints) -> Ints:
-        """The rows of the permuted blocks at these positions."""
+        """Return the rows of the permuted blocks at these positions."""
         windows = np.searchsorted(self._windows, positions, side="right") - 1
         begin, end = self._windows[windows], self._windows[windows + 1]
-        shards = self._shards_at(positions)
+        shards: Ints = positions % self.batch_size // -(-self._batch_rows(positions) // self.shards)
         # Among the window's rows, the stretch of a shard follows those of the shards before it.
         first = self._before(end, shards) - self._before(begin, shards)
         size = self._before(end, shards + 1) - self._before(begin, shards + 1) - first
@@ -324,12 +304,12 @@ class BlockOrder:
         return rows
 
     def _offsets(self, windows: Ints, rows: Ints) -> Ints:
-        """Where in each window the first stretch begins: at random, so that each sample may be in any shard."""
+        """Return where in each window the first stretch begins: at random, so any sample may be in any shard."""
         words = hashed(stream_of((self.seed, self.epoch, _OFFSETS)), windows.astype(np.uint64))
         return (words % rows.astype(np.uint64)).astype(np.int64)
 
     def _permutations(self, windows: Ints, shards: Ints, sizes: Ints) -> Permutation:
-        """The bijection of the stretch of each position."""
+        """Return the bijection of the stretch of each position."""
         _, firsts, stretches = np.unique(windows * self.shards + shards, return_index=True, return_inverse=True)
         rectangles = np.array([sides(size) for size in sizes[firsts].tolist()], np.uint64)
         stream = hashed(stream_of((self.seed, self.epoch, _STRETCHES)), windows[firsts].astype(np.uint64))
@@ -337,18 +317,12 @@ class BlockOrder:
         width, height = rectangles[stretches].T
         return Permutation(sizes.astype(np.uint64), width, height, keys[:, stretches])
 
-    def _shards_at(self, positions: Ints) -> Ints:
-        """The shard that runs each position."""
-        in_batch = positions % self.batch_size
-        found: Ints = in_batch // -(-self._batch_rows(positions) // self.shards)
-        return found
-
     def _of_shard(self, positions: Ints, shards: Ints) -> Ints:
-        """How many of the positions below each of `positions` the shard runs."""
+        """Return how many of the positions below each of `positions` the shard runs."""
         return self._before(positions, shards + 1) - self._before(positions, shards)
 
     def _before(self, positions: Ints, shards: Ints) -> Ints:
-        """How many of the positions below each of `positions` are run by shards below each of `shards`."""
+        """Return how many of the positions below each of `positions` are run by shards below each of `shards`."""
         steps, in_batch = np.divmod(positions, self.batch_size)
         in_full = np.minimum(self.batch_size, shards * -(-self.batch_size // self.shards))
         rows = self._batch_rows(positions)
@@ -356,13 +330,13 @@ class BlockOrder:
         return steps * in_full + in_last
 
     def _batch_rows(self, positions: Ints) -> Ints:
-        """The rows of the global batch of each position: the last one of an epoch may be short."""
+        """Return the rows of the global batch of each position: the last one of an epoch may be short."""
         full, rest = divmod(len(self), self.batch_size)
         return np.where(positions < full * self.batch_size, self.batch_size, rest)
 
 
 def blocks_held(window_blocks: int, shards: int, all_shards: int) -> int:
-    """How many blocks of a window the worker of so many consecutive shards reads, if blocks are of about one size.
+    """Return how many blocks of a window the worker of so many shards in a row reads, if blocks are about one size.
 
     >>> blocks_held(16, 2, 8)
     6
@@ -371,15 +345,12 @@ def blocks_held(window_blocks: int, shards: int, all_shards: int) -> int:
 
 
 def _ends(sizes: Ints) -> Ints:
-    """0, and the sums of the first one, two, three ... sizes."""
+    """Return 0, and the sums of the first one, two, three ... sizes."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
-Purpose = Literal["dataset", "sample", "collate", "forward", "after", "update", "generator", "sweep"]
-
-
 def derive_seed(seed: int, purpose: Purpose, *parts: int) -> int:
-    """A seed of 63 bits: a hash of the job's seed, the purpose and the parts (epoch, step, shard, sample ...)."""
+    """Return a seed of 63 bits: a hash of the job's seed, the purpose and the parts (epoch, step, shard ...)."""
     packed = struct.pack(f"<{1 + len(parts)}q", seed, *parts)
     digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
     return int.from_bytes(digest, "little") >> 1

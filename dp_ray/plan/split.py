@@ -1,14 +1,7 @@
 """Cut an epoch into global batches, a global batch into shards, and assign the shards to workers.
 
-Pure arithmetic, without tensors: every answer is O(1) in the number of rows.
-
-One worker's remaining work: its shards of every step, without those that earlier attempts finished.
-
-Cut the steps of a job into files of about the same size, at the borders of steps.
-
-Cut a sequence of blocks into consecutive parts of about the same size.
-
-How many steps a run has, from its `run.json`.
+Pure arithmetic, without tensors: every answer is O(1) in the number of rows. Here are also the work that remains of
+each worker, the cut of a job's steps into files, and the cut of a sequence of blocks into parts.
 """
 
 from bisect import bisect_right
@@ -20,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 def chunk_sizes(rows: int, shards: int) -> list[int]:
-    """Rows of each of `shards` shards, as `torch.chunk` cuts `rows` rows, EMPTY shards included as 0.
+    """Return rows of each of `shards` shards, as `torch.chunk` cuts `rows` rows, EMPTY shards included as 0.
 
     >>> chunk_sizes(30, 8), chunk_sizes(10, 8)
     ([4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2, 0, 0, 0])
@@ -29,18 +22,18 @@ def chunk_sizes(rows: int, shards: int) -> list[int]:
 
 
 def chunk_bounds(rows: int, shards: int, shard: int) -> tuple[int, int]:
-    """First row and end (exclusive) of one shard within its global batch; both are equal if the shard is EMPTY."""
+    """Return first row and end (exclusive) of one shard within its batch; both are equal if the shard is EMPTY."""
     size = -(-rows // shards)
     return min(rows, shard * size), min(rows, (shard + 1) * size)
 
 
 def num_filled(rows: int, shards: int) -> int:
-    """How many of `shards` shards have rows; the EMPTY ones come last."""
+    """Return how many of `shards` shards have rows; the EMPTY ones come last."""
     return -(-rows // -(-rows // shards)) if rows else 0
 
 
 def worker_shards(shards: int, world_size: int, rank: int) -> range:
-    """The consecutive shards that worker `rank` of `world_size` runs.
+    """Return the consecutive shards that worker `rank` of `world_size` runs.
 
     >>> [list(worker_shards(8, 3, rank)) for rank in range(3)]
     [[0, 1], [2, 3, 4], [5, 6, 7]]
@@ -50,7 +43,7 @@ def worker_shards(shards: int, world_size: int, rank: int) -> range:
 
 @lru_cache(maxsize=64)
 def worker_pieces(rows: int, shards: int, world_size: int, rank: int) -> tuple[tuple[int, int, int], ...]:
-    """Each non-EMPTY shard of a worker with its first row and end, in a global batch of `rows` rows.
+    """Return each non-EMPTY shard of a worker with its first row and end, in a global batch of `rows` rows.
 
     It is remembered, since nearly all global batches of a job have the same number of rows.
     """
@@ -133,7 +126,7 @@ class Split:
         return epochs * self.rows_kept + rest * self.batch_size
 
     def cursor(self, step: int) -> tuple[int, int]:
-        """The epoch of a step, and the step's number within that epoch."""
+        """Return the epoch of a step, and the step's number within that epoch."""
         return divmod(step, max(1, self.steps))
 
     @property
@@ -147,7 +140,7 @@ class Split:
         return min(self.rows, self.steps * self.batch_size)
 
     def batch(self, step: int) -> tuple[int, int]:
-        """First position and end (exclusive) of the global batch of `step`, in the order of its epoch.
+        """Return first position and end (exclusive) of the global batch of `step`, in the order of its epoch.
 
         Raises IndexError if the job has no such step.
         """
@@ -157,28 +150,35 @@ class Split:
         return first, min(self.rows, first + self.batch_size)
 
     def whole(self, step: int) -> Shard:
-        """The whole global batch of `step`, as shard -1."""
+        """Return the whole global batch of `step`, as shard -1."""
         return Shard(step, -1, *self.batch(step), step // self.steps)
 
     def shard(self, step: int, shard: int) -> Shard:
-        """One shard of the global batch of `step`, maybe EMPTY."""
+        """Return one shard of the global batch of `step`, maybe EMPTY."""
         first, end = self.batch(step)
         start, stop = chunk_bounds(end - first, self.shards, shard)
         return Shard(step, shard, first + start, first + stop, step // self.steps)
 
     def worker(self, world_size: int, rank: int, step: int) -> list[Shard]:
-        """The non-empty shards of `step` that worker `rank` of `world_size` runs, in shard order."""
+        """Return the non-empty shards of `step` that worker `rank` of `world_size` runs, in shard order."""
         first, end = self.batch(step)
         pieces, epoch = worker_pieces(end - first, self.shards, world_size, rank), step // self.steps
         return [Shard(step, shard, first + start, first + stop, epoch) for shard, start, stop in pieces]
 
     def batch_sizes(self) -> Iterator[tuple[int, int]]:
-        """(steps, rows) of each size of global batch in an epoch: the full ones, then a short last one."""
+        """Yield (steps, rows) of each size of global batch in an epoch: the full ones, then a short last one."""
         full, rest = divmod(self.rows, self.batch_size)
         if full:
             yield full, self.batch_size
         if rest and not self.drop_last:
             yield 1, rest
+
+
+def split_of(job: dict[str, Any], rows: int) -> Split:
+    """Return how a run cuts the rows of its dataset, from the job in its run.json."""
+    lengths = (job["epochs"], job["max_steps"]) if job["task"] == "train" else (1, None)
+    shards = 1 if job["shards"] == "auto" else job["shards"]  # still to be found: no step is done
+    return Split(rows, job["batch_size"], shards, job["drop_last"], *lengths)
 
 
 class Range(NamedTuple):
@@ -197,51 +197,50 @@ class Done:
         self._steps: dict[int, list[tuple[int, int]]] = {}
         for done in sorted(ranges):
             for shard in range(done.first_shard, done.end_shard):
-                _append_span(self._steps.setdefault(shard, []), done.first_step, done.end_step)
+                spans = self._steps.setdefault(shard, [])
+                first, end = done.first_step, done.end_step
+                if spans and first <= spans[-1][1]:  # a later attempt's part may cover steps of earlier ones
+                    first, end = spans[-1][0], max(end, spans.pop()[1])
+                spans.append((first, end))
 
     def __contains__(self, piece: Shard) -> bool:
         spans = self._steps.get(piece.shard)
         if not spans:
             return False
-        before = bisect_right(spans, (piece.step, float("inf"))) - 1
+        before = (
+            bisect_right(spans, (piece.step, float("inf"))) - 1
+        )  # the last span that begins at or before the step
         return before >= 0 and piece.step < spans[before][1]
 
     def through(self, shards: Iterable[int]) -> int:
-        """How many steps, from step 0 on without a gap, are done in all of these shards."""
+        """Return how many steps, from step 0 on without a gap, are done in all of these shards."""
         firsts = [self._steps.get(shard, [(0, 0)])[0] for shard in shards]
         return min((end if first == 0 else 0 for first, end in firsts), default=0)
 
 
-def _append_span(spans: list[tuple[int, int]], first: int, end: int) -> None:
-    """Append a span to ordered ones, or extend the last: a later attempt's part may cover steps of earlier ones."""
-    if spans and first <= spans[-1][1]:
-        first, end = spans[-1][0], max(end, spans.pop()[1])
-    spans.append((first, end))
-
-
+@dataclass(eq=False)
 class Frontier:
-    """How far each shard is done from step `start` on, without a gap; ranges may be added in any order."""
+    """The steps that each shard has done from step `start` on, without a gap; ranges may be added in any order."""
 
-    def __init__(self, start: int) -> None:
-        self._start = start
-        self._reached: dict[int, int] = {}  # the first step that is not done, by shard
-        self._later: dict[int, list[tuple[int, int]]] = {}  # heaps of spans behind a gap, by shard
+    start: int
+    _reached: dict[int, int] = field(default_factory=dict, init=False)  # the first step that is not done, by shard
+    _later: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)  # heaps of spans behind a gap
 
     def add(self, done: Range) -> None:
         """Take in what is done."""
         for shard in range(done.first_shard, done.end_shard):
             heappush(self._later.setdefault(shard, []), (done.first_step, done.end_step))
-            self._reach(shard, self._start)
+            self._reach(shard, self.start)
 
     def skip(self, piece: Shard) -> None:
         """Take a shard as done up to its step, of which nothing will come."""
         self._reach(piece.shard, piece.step + 1)
 
     def __contains__(self, piece: Shard) -> bool:
-        return self._reached.get(piece.shard, self._start) > piece.step
+        return self._reached.get(piece.shard, self.start) > piece.step
 
     def _reach(self, shard: int, step: int) -> None:
-        reached, later = max(step, self._reached.get(shard, self._start)), self._later.get(shard, [])
+        reached, later = max(step, self._reached.get(shard, self.start)), self._later.get(shard, [])
         while later and later[0][0] <= reached:
             reached = max(reached, heappop(later)[1])
         self._reached[shard] = reached
@@ -272,7 +271,7 @@ class Work:
 
 
 def num_files(total_bytes: int, file_bytes: int, steps: int) -> int:
-    """How many files hold so many bytes, about `file_bytes` each; none has less than a step."""
+    """Return how many files hold so many bytes, about `file_bytes` each; none has less than a step."""
     return max(1, min(steps, -(-total_bytes // file_bytes)))
 
 
@@ -288,32 +287,32 @@ class FilePlan:
     steps: int
 
     def steps_of(self, number: int) -> range:
-        """The steps of a file."""
+        """Return the steps of a file."""
         return range(self.steps * number // self.files, self.steps * (number + 1) // self.files)
 
     def number_of(self, step: int) -> int:
-        """The file that holds a step."""
+        """Return the file that holds a step."""
         return ((step + 1) * self.files - 1) // self.steps
 
     def name(self, number: int) -> str:
-        """The name of a file; the names sort as the files do."""
-        width = max(5, len(str(self.files)))
+        """Return the name of a file; the names sort as the files do."""
+        width = max(5, len(str(self.files)))  # all of one width, for readers that sort names as texts
         return f"{number:0{width}}-of-{self.files:0{width}}.parquet"
 
     def most_ahead(self, num_mergers: int) -> int:
-        """By how many steps a worker's loop may be ahead of what its worker has merged, of the files that it merges.
+        """Return by how many steps a worker's loop may be ahead of its merging, of the files that it merges.
 
         They are those of one file for each merging worker: fewer would leave some without anything to merge.
         """
         return max(1, num_mergers * self.steps // self.files)
 
     def enough_room(self, num_mergers: int) -> int:
-        """How far the merging comes near before a loop that has waited goes on: half a file more."""
+        """Return how far the merging comes near before a loop that has waited goes on: half a file more."""
         return self.most_ahead(num_mergers) - self.steps // self.files // 2
 
 
 def balance(sizes: Sequence[int], parts: int) -> list[range]:
-    """The blocks of each part: consecutive, none empty, the largest part as small as possible.
+    """Return the blocks of each part: consecutive, none empty, the largest part as small as possible.
 
     >>> balance([4, 1, 1, 4, 2], 2)
     [range(0, 3), range(3, 5)]
@@ -322,18 +321,15 @@ def balance(sizes: Sequence[int], parts: int) -> list[range]:
     """
     if not 1 <= parts <= len(sizes):
         raise ValueError(f"{len(sizes)} blocks cannot be cut into {parts} parts of at least one each")
+    # Bisect the smallest limit of rows within which so many parts hold all blocks.
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _parts_needed(sizes, middle) <= parts else (middle + 1, high)
+        needed, held = 1, 0
+        for size in sizes:
+            needed, held = (needed + 1, size) if held + size > middle else (needed, held + size)
+        low, high = (low, middle) if needed <= parts else (middle + 1, high)
     return _cut(sizes, parts, low)
-
-
-def _parts_needed(sizes: Sequence[int], limit: int) -> int:
-    needed, held = 1, 0
-    for size in sizes:
-        needed, held = (needed + 1, size) if held + size > limit else (needed, held + size)
-    return needed
 
 
 def _cut(sizes: Sequence[int], parts: int, limit: int) -> list[range]:
@@ -347,10 +343,3 @@ def _cut(sizes: Sequence[int], parts: int, limit: int) -> list[range]:
             held = 0
         held += size
     return [range(first, end) for first, end in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
-
-
-def split_of(job: dict[str, Any], rows: int) -> Split:
-    """How a run cuts the rows of its dataset, from the job in its run.json."""
-    lengths = (job["epochs"], job["max_steps"]) if job["task"] == "train" else (1, None)
-    shards = 1 if job["shards"] == "auto" else job["shards"]  # still to be found: no step is done
-    return Split(rows, job["batch_size"], shards, job["drop_last"], *lengths)

@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 def halves(node: Node) -> tuple[Node, Node]:
-    """The two children of a node of more than one shard."""
+    """Return the two children of a node of more than one shard."""
     start, stop = node
     middle = (start + stop) // 2
     return (start, middle), (middle, stop)
 
 
 def nodes(shards: range, node: Node) -> list[Node]:
-    """The largest nodes, at or below `node`, that hold only `shards`: the fewest nodes for a worker, in shard order.
+    """Return the largest nodes, at or below `node`, that hold only `shards`: the fewest for a worker, in shard order.
 
     For example, 4 of 8 shards on one of 2 workers are one node.
 
@@ -40,7 +40,7 @@ def nodes(shards: range, node: Node) -> list[Node]:
 
 
 def fold(held: Mapping[Node, T], node: Node, add: Callable[[T, T], T]) -> T | None:
-    """The sum of a node, from the held sums of nodes below it.
+    """Return the sum of a node, from the held sums of nodes below it.
 
     A node that is not held adds nothing; None if no node is held.
     """
@@ -72,13 +72,14 @@ def climb(
         if beside not in held:
             break
         other = held.pop(beside)
+        # Left before right, whichever came first, so that the additions are those of `fold`.
         value = add(value, other) if node == left else add(other, value)
         node = above[node]
     held[node] = value
 
 
 def leaf_pairs(node: Node) -> set[Node]:
-    """The nodes of exactly two shards, at or below `node`."""
+    """Return the nodes of exactly two shards, at or below `node`."""
     if node[1] - node[0] <= 2:
         return {node} if node[1] - node[0] == 2 else set()
     left, right = halves(node)
@@ -86,7 +87,7 @@ def leaf_pairs(node: Node) -> set[Node]:
 
 
 def parents(node: Node) -> dict[Node, Node]:
-    """The parent of each node below `node`."""
+    """Return the parent of each node below `node`."""
     if node[1] - node[0] <= 1:
         return {}
     left, right = halves(node)

@@ -1,16 +1,11 @@
 """Checkpoints: the state of a training between two steps, written in the background and read without unpickling.
 
-A checkpoint is one safetensors file, `checkpoints/step-N.safetensors`, for N steps done: model, optimizer, scheduler,
-scaler, and running metrics. All workers hold the same state, so rank 0 writes it and no worker waits for another.
-If each worker holds a part of the model, `rundir.pieces` writes the parts beside it.
-
-The pieces of a checkpoint: each worker's part of the sharded tensors, in a file of its own.
-
-`checkpoints/pieces/step-N.R-of-W.safetensors` is the piece of rank R of W. `checkpoints/step-N.safetensors`, written
-after them, makes them a checkpoint: it holds the rest of the state, and each piece's checksum. A piece of which no
-such file tells is left over from a killed attempt, and removed later.
+A checkpoint is one safetensors file, `checkpoints/step-N.safetensors`, for N steps done. Rank 0 alone writes it.
+Of a sharded model each worker writes a piece, `checkpoints/pieces/step-N.R-of-W.safetensors`; the file written after
+all pieces holds the rest and their checksums. Pieces that no file names are left over from a killed attempt.
 """
 
+import functools
 import json
 import re
 import time
@@ -28,7 +23,6 @@ from dp_ray.rundir.files import steps_of as steps_of
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import (
-    Rows,
     Stored,
     TensorFile,
     check_dtype,
@@ -41,75 +35,6 @@ from dp_ray.tensors.files import (
 
 PIECES = "pieces"
 PIECE_NAME = re.compile(r"step-(\d+)\.\d+-of-\d+\.safetensors")
-
-
-def piece_name(step: int, rank: int, world_size: int) -> str:
-    """The file name of a rank's piece of the checkpoint after `step` steps."""
-    return f"step-{step}.{rank}-of-{world_size}.safetensors"
-
-
-def described(step: int, checksums: list[str], shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """What a checkpoint says of its pieces: their checksums by rank, and the shapes of the whole tensors."""
-    return {"step": step, "sha256": checksums, "shapes": shapes}
-
-
-def names_of(said: dict[str, Any] | None) -> list[str]:
-    """The file names of a checkpoint's pieces, by rank; none if it has none."""
-    if said is None:
-        return []
-    size = len(said["sha256"])
-    return [piece_name(said["step"], rank, size) for rank in range(size)]
-
-
-def open_pieces(checkpoints: Storage, said: dict[str, Any]) -> list[TensorFile]:
-    """A checkpoint's pieces, by rank; raises StorageError if one is missing, or not that which was written."""
-    files = [TensorFile(checkpoints.child(PIECES), name) for name in names_of(said)]
-    for one, checksum in zip(files, said["sha256"], strict=True):
-        if one.digest != checksum:
-            raise StorageError(f"{one.where}: is not the piece that was written for this checkpoint")
-    return files
-
-
-def stored_in(files: list[TensorFile], said: dict[str, Any]) -> dict[str, Stored]:
-    """The whole tensors, each to be read from the pieces that hold its rows."""
-    parts = [one.tensors() for one in files]
-    return {
-        key: Stored(tuple(shape), _over_pieces([one[key] for one in parts], shape[0]))
-        for key, shape in said["shapes"].items()
-    }
-
-
-def whole_of_pieces(checkpoints: Storage, said: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    """The whole tensors of a checkpoint's pieces, whose checksums are verified first."""
-    if said is None:
-        return {}
-    files = open_pieces(checkpoints, said)
-    for one in files:
-        one.check()
-    return {key: one.whole() for key, one in stored_in(files, said).items()}
-
-
-def remove_pieces(checkpoints: Storage, kept: Collection[int], before: int) -> None:
-    """Remove the pieces of steps `before` that are not `kept`."""
-    pieces = checkpoints.child(PIECES)
-    for name in pieces.names():
-        match = PIECE_NAME.fullmatch(name)
-        if match and int(match[1]) < before and int(match[1]) not in kept:
-            pieces.delete(name)
-
-
-def _over_pieces(parts: list[Stored], rows: int) -> Rows:
-    def read(start: int, stop: int) -> torch.Tensor:
-        found = []
-        for rank, part in enumerate(parts):
-            first, end = rows_of(rows, len(parts), rank)
-            if max(start, first) < min(stop, end):
-                found.append(part.rows(max(start, first) - first, min(stop, end) - first))
-        if len(found) == 1:
-            return found[0]
-        return torch.cat(found) if found else parts[0].rows(0, 0)
-
-    return read
 
 
 @dataclass
@@ -138,7 +63,7 @@ class TrainState:
         return total / weight if weight else float("nan")
 
     def to_json(self) -> dict[str, Any]:
-        """The values as a checkpoint holds them."""
+        """Return the values as a checkpoint holds them."""
         self._read()
         values = {name.name: getattr(self, name.name) for name in fields(self) if name.init}
         if not self.stopping:
@@ -154,7 +79,7 @@ class TrainState:
 
 
 def name_of(step: int) -> str:
-    """The file name of the checkpoint after `step` steps."""
+    """Return the file name of the checkpoint after `step` steps."""
     return f"step-{step}.safetensors"
 
 
@@ -169,7 +94,7 @@ def pack(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def sparse(indices: torch.Tensor, values: torch.Tensor, shape: list[int], is_coalesced: bool) -> torch.Tensor:
-    """A sparse tensor of its parts, which are not checked."""
+    """Return a sparse tensor of its parts, which are not checked."""
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
 
 
@@ -179,7 +104,7 @@ def unpack(
     lay_out: Callable[[Any, Any], Any] = laid_out,
     make_sparse: Callable[[Any, Any, list[int], bool], Any] = sparse,
 ) -> Any:
-    """The inverse of `pack`; `lay_out` gives a tensor the strides that it had, `make_sparse` makes a sparse one."""
+    """Undo `pack`; `lay_out` gives a tensor the strides that it had, `make_sparse` makes a sparse one."""
     if not isinstance(plain, dict):
         return plain
     (kind, value), *more = plain.items()
@@ -228,7 +153,7 @@ def _check_plain(value: Any, path: str) -> Any:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background; keeps the newest `keep` and the best.
+    """The writer of checkpoints, in the background; it keeps the newest `keep` and the best.
 
     `passed_over` are the steps of checkpoints that could not be resumed. They do not count as the newest, and are
     removed once the next checkpoint is written.
@@ -260,7 +185,7 @@ class CheckpointWriter:
 
         Waits for the previous write, and re-raises its error.
         """
-        self.wait()
+        self.wait()  # its tensors are in the memory that the copy takes again
         plain, tensors = pack(state)
         with waiting("the GPU, which may be in a collective"):
             self._stage(self._own(tensors))
@@ -268,12 +193,8 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._write, step, text, best_step, before)
 
     def agree(self, is_due: bool) -> bool:
-        """Whether all workers save now; only this one does, if it is due."""
+        """Return whether all workers save now; only this one does, if it is due."""
         return is_due
-
-    def _own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What this worker writes of the state."""
-        return tensors
 
     def wait(self) -> None:
         """Wait for the file that is being written; re-raises the write's error, such as a StorageError."""
@@ -284,6 +205,10 @@ class CheckpointWriter:
     def close(self) -> None:
         """Wait for the write in progress and end the thread; the write's error is not raised here."""
         self._thread.shutdown()
+
+    def _own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of the state that this worker writes."""
+        return tensors
 
     def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copy the tensors to memory that is reused, because fresh pages cost more than the copy.
@@ -305,7 +230,9 @@ class CheckpointWriter:
         began = time.monotonic()
         before()
         write_tensors(self._checkpoints, name_of(step), self._staged, text)
-        self._remove_old(step, best_step)
+        self._remove_old(
+            step, best_step
+        )  # after the write: a crash between leaves one more than is kept, never fewer
         self.seconds += time.monotonic() - began
 
     def _remove_old(self, step: int, best_step: int | None) -> None:
@@ -314,7 +241,12 @@ class CheckpointWriter:
         good = [one for one in steps_of(self._checkpoints) if one not in passed_over]
         for old in {*passed_over, *good[: -self._keep]} - {best_step}:
             self._checkpoints.delete(name_of(old))
-        remove_pieces(self._checkpoints, {step, *steps_of(self._checkpoints)}, step)
+        # Older pieces without a checkpoint are those of a killed attempt.
+        kept, pieces = {step, *steps_of(self._checkpoints)}, self._checkpoints.child(PIECES)
+        for name in pieces.names():
+            match = PIECE_NAME.fullmatch(name)
+            if match and int(match[1]) < step and int(match[1]) not in kept:
+                pieces.delete(name)
 
 
 def newest(
@@ -323,7 +255,7 @@ def newest(
     note: Callable[[str], None],
     until: int | None = None,
 ) -> tuple[str, dict[str, Any], Any] | None:
-    """The newest undamaged checkpoint that fits the job: its name, its description and its state; None if none does.
+    """Return the newest undamaged checkpoint that fits the job: its name, description and state; None if none does.
 
     `fits` returns None, or why a checkpoint does not fit. `note` reports each checkpoint that is ignored. `until` is
     the last step of interest.
@@ -353,7 +285,55 @@ def parse(data: bytes, where: str, storage: Storage) -> tuple[dict[str, Any], An
     tensors, text = parse_tensors(data, where)
     try:
         about = dict(json.loads(text))
-        tensors |= whole_of_pieces(storage, about.pop(PIECES, None))
+        description = about.pop(PIECES, None)
+        if description is not None:
+            files = open_pieces(storage, description)
+            for file in files:
+                file.check()
+            tensors |= {key: one.whole() for key, one in stored_in(files, description).items()}
         return about, unpack(about.pop("state"), tensors)
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{where}: is no checkpoint of dp_ray: {error!r}") from None
+
+
+def piece_name(step: int, rank: int, world_size: int) -> str:
+    """Return the file name of a rank's piece of the checkpoint after `step` steps."""
+    return f"step-{step}.{rank}-of-{world_size}.safetensors"
+
+
+def piece_names(description: dict[str, Any] | None) -> list[str]:
+    """Return the file names of a checkpoint's pieces, by rank; none if it has none."""
+    if description is None:
+        return []
+    size = len(description["sha256"])
+    return [piece_name(description["step"], rank, size) for rank in range(size)]
+
+
+def open_pieces(checkpoints: Storage, description: dict[str, Any]) -> list[TensorFile]:
+    """Open a checkpoint's pieces, by rank; raises StorageError if one is missing, or not that which was written."""
+    files = [TensorFile(checkpoints.child(PIECES), name) for name in piece_names(description)]
+    for one, checksum in zip(files, description["sha256"], strict=True):
+        if one.digest != checksum:
+            raise StorageError(f"{one.where}: is not the piece that was written for this checkpoint")
+    return files
+
+
+def stored_in(files: list[TensorFile], description: dict[str, Any]) -> dict[str, Stored]:
+    """Return the whole tensors, each to be read from the pieces that hold its rows."""
+    pieces = [one.tensors() for one in files]
+    return {
+        key: Stored(tuple(shape), functools.partial(_rows_of_pieces, [one[key] for one in pieces], shape[0]))
+        for key, shape in description["shapes"].items()
+    }
+
+
+def _rows_of_pieces(pieces: list[Stored], rows: int, start: int, stop: int) -> torch.Tensor:
+    """Read the rows `start .. stop - 1` of a tensor of so many rows from the pieces that hold them."""
+    slices = []
+    for rank, piece in enumerate(pieces):
+        first, end = rows_of(rows, len(pieces), rank)
+        if max(start, first) < min(stop, end):
+            slices.append(piece.rows(max(start, first) - first, min(stop, end) - first))
+    if len(slices) == 1:
+        return slices[0]
+    return torch.cat(slices) if slices else pieces[0].rows(0, 0)

@@ -1,14 +1,8 @@
-"""Claims a run directory for a driver, and decides whether its run can be resumed.
+"""Claim a run directory for a driver, decide whether its run can be resumed, and hold its lease.
 
-Keeps the run that `--overwrite` replaces until the new run has begun: until it has done a step.
-
-The old run is renamed to `.NAME.replaced`, beside the new one. A driver that was killed leaves both. The next one
-puts the old run back, or removes it if the new one holds work. An object store cannot rename: there the old run is
-removed at once.
-
-The lease of a run: its driver renews it, so that a second driver knows whether the first is alive.
-
-The state of an unfinished run: how many steps are kept, how its last driver ended, and how to resume it.
+The run that `--overwrite` replaces is kept until the new one has done a step: it is renamed to `.NAME.replaced`,
+beside the new one. A killed driver leaves both; the next one puts the old run back, or removes it if the new one
+holds work. An object store cannot rename: there the old run is removed at once.
 """
 
 import json
@@ -42,85 +36,11 @@ from dp_ray.system.process import is_dead, machine, this_process
 from dp_ray.system.threads import has_begun, repeated
 from dp_ray.text import SHOWN, hide, json_text, listed
 
-
-def move_aside(run: Storage) -> bool:
-    """Free the name of a run: rename its folder, or remove it; returns whether a run can be put back.
-
-    A link to a folder, a mounted disk, and what is on an object store are removed.
-    """
-    if is_aside(run):  # then what is here has not begun
-        run.remove()
-        return True
-    if isinstance(run.fs, pafs.LocalFileSystem) and run.exists(RUN) and not os.path.islink(run.path):
-        with suppress(OSError):
-            os.rename(run.path, _aside(run))
-            return True
-    run.remove()
-    return False
-
-
-def is_aside(run: Storage) -> bool:
-    """Whether an old run waits to be put back."""
-    return isinstance(run.fs, pafs.LocalFileSystem) and os.path.isdir(_aside(run))
-
-
-def replacement_has_begun(run: Storage) -> bool:
-    """Whether the files of a new run say that it has begun."""
-    return is_finished(run) or holds_work(run)
-
-
-def settle(run: Storage, is_begun: bool) -> str:
-    """Remove the old run if the new one has begun, else put it back; returns a line on that."""
-    if is_begun or replacement_has_begun(run):
-        let_go(run)
-        return "the run that it replaces is removed"
-    put_back(run)
-    return "the run that was there before is back, since the one that was to replace it did no step"
-
-
-def put_back(run: Storage) -> None:
-    """Put the old run back under its name, in place of the new one; it is never removed, whatever fails."""
-    left = _removed(run)
-    try:
-        is_there = os.path.isdir(run.path)
-        if is_there:
-            os.rename(run.path, left)
-        try:
-            os.rename(_aside(run), run.path)
-        except OSError:  # another driver was first, and what is there is the old run
-            if is_there:
-                os.rename(left, run.path)
-            raise
-    except OSError as error:
-        raise StorageError(f"{run}: the run that was there before cannot be put back: {error}") from error
-    _clear(run)
-
-
-def let_go(run: Storage) -> None:
-    """Remove the old run. It is renamed first, so that a part of it is never put back."""
-    try:
-        os.rename(_aside(run), _removed(run))
-    except OSError as error:
-        raise StorageError(f"{_aside(run)}: cannot be removed: {error}") from error
-    _clear(run)
-
-
-def _aside(run: Storage) -> str:
-    return run.parent.file(f".{run.name}.replaced")
-
-
-def _removed(run: Storage) -> str:
-    return run.parent.file(f".{run.name}.removed-{uuid.uuid4().hex[:8]}")
-
-
-def _clear(run: Storage) -> None:
-    """Remove what is to be removed, also what killed drivers left of it."""
-    for name in os.listdir(run.parent.path):
-        if name.startswith(f".{run.name}.removed-"):
-            run.parent.child(name).remove()
-
-
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
+NAMED_BY_TIME = re.compile(r"run-\d{8}-\d{6}-\d{6}")
+RENEW_SECONDS = 5.0
+TELL_SECONDS = 1.0  # between two checks of the steps done, on local disks, where a write is cheap
+LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -148,14 +68,14 @@ def claim(
     rows: Mapping[str, int] | None = None,
     steps: int | None = None,
     resume: bool = False,
-    again: Callable[[Storage], None] | None = None,
+    reopen: Callable[[Storage], None] | None = None,
 ) -> RunDir:
     """Claim STORAGE/NAME for a new run, or to resume the unfinished run of the same job in it.
 
     `rows` are the lengths of the datasets, by their keys; a run with other lengths counts as a different job. `steps`
     is the total number of steps: a finished training is resumed if it has more steps now. `resume` says that the
-    job's Python objects are those of the run. A finished prediction is resumed if `again` makes it an unfinished one;
-    it is called once nothing speaks against the job. A run of a different job that failed before it kept anything is
+    job's Python objects are those of the run. A finished prediction is resumed if `reopen` makes it unfinished, which
+    is called once nothing speaks against the job. A run of a different job that failed before it kept anything is
     replaced.
     Raises JobError if the directory holds a finished run, a run of a different job, or files of no run. Raises it too
     if the file that `init_from` names, or with which the run began, is missing, or would be deleted by `overwrite`.
@@ -165,16 +85,22 @@ def claim(
     text = _text({"token": token, "rows": rows or {}}, job)
     if overwrite:
         _check_is_run(storage)
-    is_resumed = not overwrite and check_resumable(job, storage, rows or {}, steps, resume, again is not None)
-    _check_start(job, storage, is_resumed)
+    is_resumed = not overwrite and check_resumable(job, storage, rows or {}, steps, resume, reopen is not None)
+    if job.init_from is not None and not is_resumed:
+        find_start(job.init_from)
+    elif job.init_from is not None and not (job.task == "train" and steps_of(storage.child(CHECKPOINTS))):
+        check_start(storage, job.init_from)  # a training with checkpoints resumes from its own
     if overwrite:
         check_reads_nothing_of(storage, job)
     has_begun()
     lengths = _changed_lengths(read_claim(storage), job) if is_resumed else ""
-    if is_resumed and again is not None:
-        again(storage)
-    elif is_resumed and is_finished(storage):
-        _reopen(storage)
+    if is_resumed and reopen is not None:
+        reopen(storage)
+    elif is_resumed and is_finished(storage):  # a training that goes on from its last checkpoint
+        # Before the result is deleted: a driver killed here leaves a finished run, for which all this is done anew.
+        unmerge_history(storage, steps_of(storage.child(CHECKPOINTS)))
+        unmerge_quarantine(storage)
+        read_incidents(storage, RESULT).save(storage)
     if is_resumed:
         storage.delete(RESULT)  # if this driver is killed, the last driver's result must not pass for its own
     replaces = not overwrite and not is_resumed and storage.exists(RUN)
@@ -193,6 +119,95 @@ def claim(
     return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
 
 
+def read_claim(storage: Storage) -> dict[str, Any]:
+    """Return what the newest driver wrote when it claimed the run directory; empty if there is no run."""
+    return read_json(storage, RUN) if storage.exists(RUN) else {}
+
+
+def check_resumable(
+    job: Job,
+    storage: Storage,
+    rows: Mapping[str, int],
+    steps: int | None,
+    resume: bool = False,
+    is_reopened: bool = False,
+) -> bool:
+    """Return whether the job resumes the run there; False if there is none, or one to replace that kept nothing.
+
+    The arguments are those of `claim`; `is_reopened` says that a finished prediction may be resumed.
+    Raises JobError if the directory holds another run, or no run but other files.
+    """
+    claimed = read_claim(storage)
+    if not claimed:
+        _check_is_run(storage)
+        return False
+    advice = f"give it another name (--name, name=), or replace it {replacing(storage)}"
+    before = claimed.get("rows", {})
+    keys = [key for key in rows if before.get(key, rows[key]) != rows[key]]
+    other_rows = "; ".join(f"{key}: {before[key]} rows there, {rows[key]} rows here" for key in keys)
+    others = _other_job(claimed, job) or other_rows
+    if (others or not (job.is_all_targets or resume)) and has_kept_nothing(storage):
+        return False
+    if others:
+        raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
+    obstacle = "" if is_reopened else _obstacle(job, storage, _changed_lengths(claimed, job), steps)
+    if obstacle:
+        raise JobError(f"{storage} holds this run, {obstacle}{advice}")
+    if not job.is_all_targets and not resume:
+        unknown = "whether these are the same is unknown: if they are, resume=True resumes it"
+        raise JobError(f"{storage} holds a run of Python objects ({listed(job.untold)}); {unknown}; else {advice}")
+    return True
+
+
+def _obstacle(job: Job, storage: Storage, lengths: str, steps: int | None) -> str:
+    """Return why the run cannot be resumed with this many steps, up to the advice; empty if it can."""
+    kept = steps_of(storage.child(CHECKPOINTS)) if job.task == "train" else []
+    done = max(kept, default=0)
+    if steps is not None and steps < done:
+        return f"which has done {done} steps, and this job has {steps} ({lengths}); "
+    if not is_finished(storage):
+        return ""
+    load = f"load its result (dp_ray.load({str(storage)!r})), "
+    early, wanted = read_json(storage, RESULT).get("stopped_early"), job.early_stopping
+    if early and wanted is not None:  # it would stop there again at any length
+        same = (wanted.column, wanted.mode, wanted.min_delta) == (early["metric"], early["mode"], early["min_delta"])
+        if same and wanted.patience <= early["times"] and early["text"]:
+            patience = "give early_stopping more patience or leave it out"
+            return f"which {early['text']}; {load}or to train on, {patience}; else "
+    if not lengths or steps == done:
+        use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
+        return f"finished; {load}{use if job.task == 'train' else ''}"
+    if not kept or not storage.exists(METRICS):
+        return "finished, without the checkpoints and the history from which it could resume; "
+    return ""
+
+
+def _changed_lengths(claimed: dict[str, Any], job: Job) -> str:
+    """Return the keys that make a training longer or shorter than the run was: `epochs: 2 before, 4 now`."""
+    there, here = claimed.get("job", {}), job.describe()
+    keys = [key for key in job.LENGTHS if job.task == "train" and there.get(key) != here[key]]
+    return "; ".join(f"{key}: {there.get(key) or 'none'} before, {here[key] or 'none'} now" for key in keys)
+
+
+def _other_job(claimed: dict[str, Any], job: Job) -> str:
+    """Return the keys in which the run's job differs from this one; empty if it is the same job."""
+    if job.has_fingerprint(claimed.get("fingerprint")):
+        return ""
+    there, before = that_count(claimed.get("job", {})), dict(AS_BEFORE)
+    lists = []
+    for described in (job.describe(), job.describe(as_objects=True)):  # as this version and earlier ones write args
+        here = json.loads(json.dumps(that_count(described), default=str))
+        lists.append(list(differences({key: there.get(key, before.get(key)) for key in here}, here)))
+    shortest = min(lists, key=len)
+    more = [f"and {len(shortest) - SHOWN} more"] if len(shortest) > SHOWN else []
+    return "; ".join([*shortest[:SHOWN], *more]) or "made by another version of dp_ray"
+
+
+def _check_is_run(storage: Storage) -> None:
+    if not storage.is_empty() and not storage.exists(RUN):
+        raise JobError(f"{storage} holds files that are no run; choose another --name or --storage")
+
+
 def check_reads_nothing_of(run: Storage, job: Job) -> None:
     """Raise JobError if the job reads files of a run that it is to replace: it would delete them first.
 
@@ -209,32 +224,32 @@ def check_reads_nothing_of(run: Storage, job: Job) -> None:
 
 
 def _inputs(job: Job) -> Iterator[tuple[str, str]]:
-    """The paths and URLs that a job reads as far as its keys tell, each with its key."""
+    """Yield the paths and URLs that a job reads as far as its keys tell, each with its key."""
     if job.init_from is not None:
         yield from (("init_from", file) for file in files_of_start(job.init_from))
     for key, given in job.targets.items():
         if not key.startswith("hooks."):  # they write
-            told = given.args if isinstance(given, Target) else _told_by(given)
-            yield from ((key, location) for location in _locations(told))
+            if isinstance(given, Target):
+                values: Any = given.args
+            else:  # of an object from Python: its own values, and the files that a source of dp_ray has found
+                own = getattr(given, "__dict__", {}).values()
+                pins = getattr(given, "pins", None)
+                values = [value for value in own if isinstance(value, str | os.PathLike)]
+                values += pins if isinstance(pins, dict) else ()
+            yield from ((key, location) for location in _locations(values))
 
 
-def _told_by(given: Any) -> list[Any]:
-    """What may be paths of an object from Python: its own values, and the files that a source of dp_ray has found."""
-    own = [value for value in getattr(given, "__dict__", {}).values() if isinstance(value, str | os.PathLike)]
-    pins = getattr(given, "pins", None)
-    return [*own, *(pins if isinstance(pins, dict) else ())]
-
-
-def _locations(told: Any) -> Iterator[str]:
-    """The URLs among some values, and the paths of what exists; of a pattern, the folder in which it looks."""
-    if isinstance(told, Mapping):
-        told = list(told.values())
-    if isinstance(told, list | tuple):
-        for one in told:
+def _locations(values: Any) -> Iterator[str]:
+    """Yield the URLs among some values, and the paths of what exists; of a pattern, the folder in which it looks."""
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        for one in values:
             yield from _locations(one)
-    elif isinstance(told, str | os.PathLike) and (text := os.fspath(told)) and isinstance(text, str):
+    elif isinstance(values, str | os.PathLike) and (text := os.fspath(values)) and isinstance(text, str):
         fixed = PATTERN.split(text)[0]
-        fixed = text if fixed == text else fixed.rpartition("/")[0] or "/" * text.startswith("/")
+        if fixed != text:
+            fixed = fixed.rpartition("/")[0] or ("/" if text.startswith("/") else "")
         if "://" in fixed or (fixed and os.path.lexists(os.path.expanduser(fixed))):
             yield fixed
 
@@ -245,14 +260,14 @@ def keep_shards(claimed: RunDir, job: Job) -> None:
     claimed.storage.write_text(RUN, _text({key: kept[key] for key in ("token", "rows")}, job))
 
 
-def _text(says: dict[str, Any], job: Job) -> str:
-    """What a claim writes, with the job."""
-    told = {**says, "fingerprint": job.fingerprint(), "job": _without_secrets(job)}
-    return json_text(told, indent=2, default=str) + "\n"
+def _text(values: dict[str, Any], job: Job) -> str:
+    """Return the text of a claim: the values, and the job without its secrets."""
+    described = {**job.describe(), "env": dict.fromkeys(job.env, "(not kept)")}
+    return json_text({**values, "fingerprint": job.fingerprint(), "job": described}, indent=2, default=str) + "\n"
 
 
 def with_shards_of_run(job: Job, base: Storage) -> Job:
-    """The job with the number of shards of the run in STORAGE/NAME, if the job sets none, or auto.
+    """Return the job with the number of shards of the run in STORAGE/NAME, if the job sets none, or auto.
 
     Each shard goes to one worker, so the number of workers is capped at the number of shards. A run that was stopped
     before it had found its number has none, and one that kept nothing binds no other job.
@@ -272,7 +287,7 @@ def with_shards_of_run(job: Job, base: Storage) -> Job:
 
 
 def is_ours(claimed: RunDir) -> bool:
-    """Whether no other driver has claimed the run directory since."""
+    """Return whether no other driver has claimed the run directory since."""
     return read_claim(claimed.storage).get("token") == claimed.token
 
 
@@ -283,7 +298,7 @@ def check_ours(claimed: RunDir) -> None:
 
 
 def lost(folder: Storage, name: str) -> str:
-    """Why a folder is not this driver's any more, which keeps its claim in the file `name`."""
+    """Return why a folder is not this driver's any more, which keeps its claim in the file `name`."""
     if folder.exists(name):
         return f"{folder} was taken over by another driver, which was started after this one"
     return (
@@ -304,141 +319,92 @@ def check_shared(run: Storage, token: str, who: str) -> None:
 
 
 def base_storage(job: Job) -> Storage:
-    """The job's storage, as `located` finds it."""
+    """Return the job's storage, as `located` finds it."""
     return located(job.storage)
 
 
 def located(location: str) -> Storage:
-    """A folder of runs, or a path in one, where all workers find it."""
+    """Return a folder of runs, or a path in one, where all workers find it."""
     return Storage(located_at(location))
 
 
 def with_full_init_from(job: Job) -> Job:
-    """The job with `init_from` as all workers find it."""
+    """Return the job with `init_from` as all workers find it."""
     if job.init_from is None:
         return job
     return job.model_copy(update={"init_from": located(job.init_from).location})
 
 
-def check_resumable(
-    job: Job,
-    storage: Storage,
-    rows: Mapping[str, int],
-    steps: int | None,
-    resume: bool = False,
-    is_again: bool = False,
-) -> bool:
-    """Whether the job resumes the run in `storage`; False if there is none, or one to replace that kept nothing.
+def move_aside(run: Storage) -> bool:
+    """Free the name of a run: rename its folder, or remove it; returns whether a run can be put back.
 
-    The arguments are those of `claim`; `is_again` says that a finished prediction may be resumed.
-    Raises JobError if the directory holds another run, or no run but other files.
+    A link to a folder, a mounted disk, and what is on an object store are removed.
     """
-    claimed = read_claim(storage)
-    if not claimed:
-        _check_is_run(storage)
-        return False
-    advice = f"give it another name (--name, name=), or replace it {replacing(storage)}"
-    others = _other_job(claimed, job) or _other_rows(claimed.get("rows", {}), rows)
-    if (others or not (job.is_all_targets or resume)) and has_kept_nothing(storage):
-        return False
-    if others:
-        raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
-    if not is_again and (told := _cannot_become(job, storage, _changed_lengths(claimed, job), steps)):
-        raise JobError(f"{storage} holds this run, {told}{advice}")
-    if not job.is_all_targets and not resume:
-        unknown = "whether these are the same is unknown: if they are, resume=True resumes it"
-        raise JobError(f"{storage} holds a run of Python objects ({listed(job.untold)}); {unknown}; else {advice}")
-    return True
+    if is_aside(run):  # then what is here has not begun
+        run.remove()
+        return True
+    if isinstance(run.fs, pafs.LocalFileSystem) and run.exists(RUN) and not os.path.islink(run.path):
+        with suppress(OSError):
+            os.rename(run.path, _aside(run))
+            return True
+    run.remove()
+    return False
 
 
-def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) -> str:
-    """Why the run cannot be resumed with this many steps, up to the advice; empty if it can."""
-    kept = steps_of(storage.child(CHECKPOINTS)) if job.task == "train" else []
-    done = max(kept, default=0)
-    if steps is not None and steps < done:
-        return f"which has done {done} steps, and this job has {steps} ({lengths}); "
-    if not is_finished(storage):
-        return ""
-    load = f"load its result (dp_ray.load({str(storage)!r})), "
-    if told := _stops_again(job, storage):
-        return f"which {told}; {load}or to train on, give early_stopping more patience or leave it out; else "
-    if not lengths or steps == done:
-        use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
-        return f"finished; {load}" + use * (job.task == "train")
-    if not kept or not storage.exists(METRICS):
-        return "finished, without the checkpoints and the history from which it could resume; "
-    return ""
+def is_aside(run: Storage) -> bool:
+    """Return whether an old run waits to be put back."""
+    return isinstance(run.fs, pafs.LocalFileSystem) and os.path.isdir(_aside(run))
 
 
-def _stops_again(job: Job, storage: Storage) -> str:
-    """Why a finished training stopped early, and would stop there again at any length; empty if it would not."""
-    early, wanted = read_json(storage, RESULT).get("stopped_early"), job.early_stopping
-    if not early or wanted is None:
-        return ""
-    same = (wanted.column, wanted.mode, wanted.min_delta) == (early["metric"], early["mode"], early["min_delta"])
-    return str(early["text"]) if same and wanted.patience <= early["times"] else ""
+def replacement_has_begun(run: Storage) -> bool:
+    """Return whether the files of a new run say that it has begun."""
+    return is_finished(run) or holds_work(run)
 
 
-def _changed_lengths(claimed: dict[str, Any], job: Job) -> str:
-    """The keys that make a training longer or shorter than the run was: `epochs: 2 before, 4 now`."""
-    there, here = claimed.get("job", {}), job.describe()
-    keys = [key for key in job.LENGTHS if job.task == "train" and there.get(key) != here[key]]
-    return "; ".join(f"{key}: {there.get(key) or 'none'} before, {here[key] or 'none'} now" for key in keys)
+def settle(run: Storage, is_begun: bool) -> str:
+    """Remove the old run if the new one has begun, else put it back; returns a line on that."""
+    if is_begun or replacement_has_begun(run):
+        try:
+            os.rename(_aside(run), _removed(run))  # first, so that a crash leaves no part of it to be put back
+        except OSError as error:
+            raise StorageError(f"{_aside(run)}: cannot be removed: {error}") from error
+        _clear(run)
+        return "the run that it replaces is removed"
+    put_back(run)
+    return "the run that was there before is back, since the one that was to replace it did no step"
 
 
-def _reopen(storage: Storage) -> None:
-    """Turn a finished training into one that resumes from its last checkpoint; calling it twice changes nothing."""
-    unmerge_history(storage, steps_of(storage.child(CHECKPOINTS)))
-    unmerge_quarantine(storage)
-    read_incidents(storage, RESULT).save(storage)
+def put_back(run: Storage) -> None:
+    """Put the old run back under its name, in place of the new one; it is never removed, whatever fails."""
+    left = _removed(run)
+    try:
+        is_there = os.path.isdir(run.path)
+        if is_there:
+            os.rename(run.path, left)
+        try:
+            os.rename(_aside(run), run.path)
+        except OSError:  # another driver was first, and what is there is the old run
+            if is_there:
+                os.rename(left, run.path)
+            raise
+    except OSError as error:
+        raise StorageError(f"{run}: the run that was there before cannot be put back: {error}") from error
+    _clear(run)
 
 
-def _check_start(job: Job, storage: Storage, is_resumed: bool) -> None:
-    if job.init_from is None or (job.task == "train" and is_resumed and steps_of(storage.child(CHECKPOINTS))):
-        return  # a training resumes from its own checkpoint
-    if is_resumed:
-        check_start(storage, job.init_from)
-    else:
-        find_start(job.init_from)
+def _aside(run: Storage) -> str:
+    return run.parent.file(f".{run.name}.replaced")
 
 
-def _other_job(claimed: dict[str, Any], job: Job) -> str:
-    """The keys in which the run's job differs from this one; empty if it is the same job."""
-    if job.has_fingerprint(claimed.get("fingerprint")):
-        return ""
-    there, before = that_count(claimed.get("job", {})), dict(AS_BEFORE)
-    found = []
-    for described in (job.describe(), job.describe(as_objects=True)):  # as this version and as earlier ones tell args
-        here = json.loads(json.dumps(that_count(described), default=str))
-        found.append(list(differences({key: there.get(key, before.get(key)) for key in here}, here)))
-    told = min(found, key=len)
-    more = [f"and {len(told) - SHOWN} more"] if len(told) > SHOWN else []
-    return "; ".join([*told[:SHOWN], *more]) or "made by another version of dp_ray"
+def _removed(run: Storage) -> str:
+    return run.parent.file(f".{run.name}.removed-{uuid.uuid4().hex[:8]}")
 
 
-def _other_rows(there: Mapping[str, int], here: Mapping[str, int]) -> str:
-    """The datasets whose length has changed since the run began; empty if none has."""
-    keys = [key for key in here if there.get(key, here[key]) != here[key]]
-    return "; ".join(f"{key}: {there[key]} rows there, {here[key]} rows here" for key in keys)
-
-
-def _check_is_run(storage: Storage) -> None:
-    if not storage.is_empty() and not storage.exists(RUN):
-        raise JobError(f"{storage} holds files that are no run; choose another --name or --storage")
-
-
-def read_claim(storage: Storage) -> dict[str, Any]:
-    """What the newest driver wrote when it claimed the run directory; empty if there is no run."""
-    return read_json(storage, RUN) if storage.exists(RUN) else {}
-
-
-def _without_secrets(job: Job) -> dict[str, Any]:
-    return {**job.describe(), "env": dict.fromkeys(job.env, "(not kept)")}
-
-
-RENEW_SECONDS = 5.0
-TELL_SECONDS = 1.0  # between two checks of the steps done, on local disks, where a write is cheap
-LOOK_SECONDS = 0.5
+def _clear(run: Storage) -> None:
+    """Remove what is to be removed, also what killed drivers left of it."""
+    for name in os.listdir(run.parent.path):
+        if name.startswith(f".{run.name}.removed-"):
+            run.parent.child(name).remove()
 
 
 def wait_until_free(run: Storage, say: Callable[[str], None]) -> Lease | None:
@@ -515,9 +481,6 @@ def _alive(run: Storage, lease: Lease) -> JobError:
     )
 
 
-NAMED_BY_TIME = re.compile(r"run-\d{8}-\d{6}-\d{6}")
-
-
 @dataclass(frozen=True)
 class UnfinishedRun:
     """An unfinished run: `step` of `steps` steps are kept; `status` is running or unfinished.
@@ -542,15 +505,20 @@ class UnfinishedRun:
             kept = "an evaluation keeps nothing"
         elif self.step == 0:
             kept = f"no checkpoint yet of {self.steps} steps"
-        return f"{self.status}: {kept}, last alive {_clock(self.last_alive)}"
+        clock = "at an unknown time"
+        if self.last_alive is not None:  # a local time, with its date unless that is today
+            local = self.last_alive.astimezone()
+            is_today = local.date() == datetime.now().astimezone().date()
+            clock = local.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S")
+        return f"{self.status}: {kept}, last alive {clock}"
 
     def to_json(self) -> dict[str, Any]:
-        """The values for `dp-ray report --json`; the time as ISO 8601."""
+        """Return the values for `dp-ray report --json`; the time as ISO 8601."""
         return {**asdict(self), "last_alive": self.last_alive and self.last_alive.isoformat()}
 
 
 def unfinished(location: str) -> UnfinishedRun | None:
-    """The unfinished run in a directory; None if the run is finished, or if no claim records its rows."""
+    """Return the unfinished run in a directory; None if the run is finished, or if no claim records its rows."""
     run = Storage(location)
     claimed = read_claim(run)
     rows = claimed.get("rows", {}).get("dataset")
@@ -572,7 +540,7 @@ def unfinished(location: str) -> UnfinishedRun | None:
 
 
 def kept_steps(run: Storage, task: str, split: Split) -> int:
-    """How many steps, counted from the first, need not run again."""
+    """Return how many steps, counted from the first, need not run again."""
     if task == "train":
         return max(steps_of(run.child(CHECKPOINTS)), default=0)
     done = Done(ledger.done_ranges(ledger.committed(run)))
@@ -580,14 +548,14 @@ def kept_steps(run: Storage, task: str, split: Split) -> int:
 
 
 def resumption(run: Storage, task: str, split: Split) -> str:
-    """A line on the step after which a job resumes the run."""
+    """Return a line on the step after which a job resumes the run."""
     kept = kept_steps(run, task, split)
     after = f"after step {kept} of {split.total_steps}" if kept else "from its start, since no step is kept yet"
     return f"resumes {run} {after}"
 
 
 def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Interruption | None:
-    """How the last driver of a resumed run ended; None if no driver had workers yet.
+    """Return how the last driver of a resumed run ended; None if no driver had workers yet.
 
     A killed driver could not record its end, so it is recorded here, from the lease that it left.
     """
@@ -601,26 +569,14 @@ def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Inte
 
 
 def stop_message(job: Job, run: Storage, split: Split, overwrite: bool) -> str:
-    """The message for the user who stopped a run: after which step it stopped, and how to resume it."""
+    """Return the message for the user who stopped a run: after which step it stopped, and how to resume it."""
     if job.task == "evaluate":
         return "interrupted; an evaluation keeps nothing: it begins anew"
     kept = kept_steps(run, job.task, split)
     where = f"after step {kept} of {split.total_steps}" if kept else "before a step was kept"
-    return f"interrupted {where}; {_again(job, overwrite)} to {'resume' if kept else 'begin anew'}"
-
-
-def _again(job: Job, overwrite: bool) -> str:
-    if overwrite:
-        return "run it again without --overwrite"
     needs = [f"name={job.run_name!r}"] if NAMED_BY_TIME.fullmatch(job.run_name) else []
-    needs += ["resume=True"] if not job.is_all_targets else []
-    return f"run it again with {', '.join(needs)}" if needs else "run the same command"
-
-
-def _clock(moment: datetime | None) -> str:
-    """A local time, with its date unless that is today."""
-    if moment is None:
-        return "at an unknown time"
-    local = moment.astimezone()
-    is_today = local.date() == datetime.now().astimezone().date()
-    return local.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S")
+    needs += [] if job.is_all_targets else ["resume=True"]
+    command = f"run it again with {', '.join(needs)}" if needs else "run the same command"
+    if overwrite:
+        command = "run it again without --overwrite"
+    return f"interrupted {where}; {command} to {'resume' if kept else 'begin anew'}"

@@ -1,10 +1,7 @@
-"""Names the files of a run directory that several modules read, and reads and writes its JSON files.
+"""The files of a run directory that several modules read: their names, its JSON files, and the work that it holds.
 
-Each other file is named in the module that writes it.
-
-Names the work in a run directory: what `--overwrite` deletes, and whether there is any.
-
-Keeps what a run was made with: the command, the code's commit, versions, hardware and plan, for each driver.
+Each other file is named in the module that writes it. `about.json` keeps, for each driver, the command, the code's
+commit, versions, hardware and plan.
 """
 
 import importlib.metadata
@@ -38,8 +35,34 @@ CHECKPOINTS = "checkpoints"  # the folder of a training's checkpoints
 NAME = re.compile(r"step-(\d+)\.safetensors")  # of a checkpoint
 
 
+COUNTED = {  # folder: the noun for one file in it, and for several
+    "checkpoints": ("checkpoint", "checkpoints"),
+    "parts": ("part of the outputs", "parts of the outputs"),
+}
+NAMED = {
+    "history": "history",
+    "metrics.parquet": "history",
+    "weights.safetensors": "weights",
+    "model.safetensors.index.json": "weights",
+    "outputs": "outputs",
+    "outputs.parquet": "outputs",
+}
+# What a run leaves that failed before a step was kept; files of the user's own are not among them.
+TRACES = frozenset(
+    (
+        *("run.json", "result.json", "about.json", "report.html", "story.json", "progress.json", "attempt.json"),
+        *("lease.json", "stop.json", "init_from.json", "init_from", "previews", "shapes.parquet", "reports", "times"),
+        *("recent.parquet", "tensorboard", "trackers", "files", "reference-of-dataset.json"),
+        *("reference-of-eval.dataset.json",),
+    )
+)
+ABOUT = "about.json"
+PACKAGES = ("dp-ray", "torch", "ray", "numpy", "pyarrow", "torchvision", "transformers")
+KEPT = 20  # drivers of a run that was resumed often
+
+
 def read_json(run: Storage, name: str) -> dict[str, Any]:
-    """The mapping in a JSON file; raises StorageError if the file is damaged."""
+    """Return the mapping in a JSON file; raises StorageError if the file is damaged."""
     try:
         return dict(json.loads(run.read_text(name)))
     except (ValueError, TypeError, RecursionError) as error:
@@ -47,13 +70,13 @@ def read_json(run: Storage, name: str) -> dict[str, Any]:
 
 
 def steps_of(checkpoints: Storage) -> list[int]:
-    """The steps of the checkpoints in a folder, in order."""
-    found = (NAME.fullmatch(name) for name in checkpoints.names())
-    return sorted(int(match[1]) for match in found if match)
+    """Return the steps of the checkpoints in a folder, in order."""
+    matches = (NAME.fullmatch(name) for name in checkpoints.names())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def is_finished(run: Storage) -> bool:
-    """Whether a run directory holds a finished run."""
+    """Return whether a run directory holds a finished run."""
     return run.exists(RESULT) and read_json(run, RESULT).get("status") == "done"
 
 
@@ -74,62 +97,26 @@ def write_json(run: Storage, name: str, values: dict[str, Any]) -> None:
     run.write_text(name, json_text(values, indent=2) + "\n")
 
 
-COUNTED = {"checkpoints": "checkpoint", "parts": "part of the outputs"}  # folder: what one file in it is
-NAMED = {
-    "history": "history",
-    "metrics.parquet": "history",
-    "weights.safetensors": "weights",
-    "model.safetensors.index.json": "weights",
-    "outputs": "outputs",
-    "outputs.parquet": "outputs",
-}
-# What a run leaves that failed before a step was kept; files of the user's own are not among them.
-TRACES = frozenset(
-    (
-        *("run.json", "result.json", "about.json", "report.html", "story.json", "progress.json", "attempt.json"),
-        *("lease.json", "stop.json", "init_from.json", "init_from", "previews", "shapes.parquet", "reports", "times"),
-        *("recent.parquet", "tensorboard", "trackers", "files", "reference-of-dataset.json"),
-        *("reference-of-eval.dataset.json",),
-    )
-)
-
-
 def has_kept_nothing(run: Storage) -> bool:
-    """Whether a run failed, or was interrupted, before it kept a step: then another job may take its place."""
+    """Return whether a run failed, or was interrupted, before it kept a step: then another job may take its place."""
     if not run.exists(RESULT) or read_json(run, RESULT).get("status") not in ("failed", "interrupted"):
         return False
     return run.entries() <= TRACES
 
 
 def replacing(run: Storage) -> str:
-    """The flag that replaces a run, and what it deletes: `... which deletes its 3 checkpoints and history`."""
-    return f"(--overwrite, overwrite=True), which deletes {holdings(run)}"
-
-
-def holdings(run: Storage) -> str:
-    """What a run directory holds, in words: `its 3 checkpoints and history`."""
-    counts = {noun: len(run.child(folder).names()) for folder, noun in COUNTED.items()}
-    counted = [f"{count} {_plural(noun, count)}" for noun, count in counts.items() if count]
+    """Return the flag that replaces a run, and what it deletes: `... which deletes its 3 checkpoints and history`."""
+    counts = [(len(run.child(folder).names()), one, more) for folder, (one, more) in COUNTED.items()]
+    nouns = [f"{count} {one if count == 1 else more}" for count, one, more in counts if count]
     named = [noun for name, noun in NAMED.items() if run.exists(name) or run.child(name).names()]
-    found = [*counted, *dict.fromkeys(named)]
-    if not found:
-        return "its files (it has kept no step)"
-    return "its " + " and ".join(part for part in (", ".join(found[:-1]), found[-1]) if part)
+    nouns += dict.fromkeys(named)
+    work = " and ".join(part for part in (", ".join(nouns[:-1]), *nouns[-1:]) if part)
+    return f"(--overwrite, overwrite=True), which deletes its {work or 'files (it has kept no step)'}"
 
 
 def holds_work(run: Storage) -> bool:
-    """Whether a run directory holds checkpoints, history, weights or outputs."""
+    """Return whether a run directory holds checkpoints, history, weights or outputs."""
     return any(run.child(name).names() for name in {*COUNTED, *NAMED}) or any(map(run.exists, NAMED))
-
-
-def _plural(noun: str, count: int) -> str:
-    first, *rest = noun.split(" ")
-    return " ".join([first + "s" * (count != 1), *rest])
-
-
-ABOUT = "about.json"
-PACKAGES = ("dp-ray", "torch", "ray", "numpy", "pyarrow", "torchvision", "transformers")
-KEPT = 20  # drivers of a run that was resumed often
 
 
 @contextmanager
@@ -157,14 +144,18 @@ def recorded_about(run: Storage, plan: str, is_forked: bool) -> Iterator[None]:
 
 
 def read_about(run: Storage) -> list[dict[str, Any]]:
-    """The drivers of a run, in order; empty if the file is missing or damaged."""
+    """Return the drivers of a run, in order; empty if the file is missing or damaged."""
     with suppress(StorageError):
-        found = read_json(run, ABOUT).get("drivers", []) if run.exists(ABOUT) else []
-        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        drivers = read_json(run, ABOUT).get("drivers", []) if run.exists(ABOUT) else []
+        return [one for one in drivers if isinstance(one, dict)] if isinstance(drivers, list) else []
     return []
 
 
 def _this_driver(started: datetime, git: dict[str, Any] | None) -> dict[str, Any]:
+    gpus = []  # the models of this machine's NVIDIA GPUs
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with suppress(OSError):
+            gpus += [line.partition(":")[2].strip() for line in file.read_text().splitlines() if "Model:" in line]
     return {
         "started": started.isoformat(timespec="seconds"),
         "command": command_of(sys.orig_argv),
@@ -176,12 +167,12 @@ def _this_driver(started: datetime, git: dict[str, Any] | None) -> dict[str, Any
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpus": _gpus(),
+        "gpus": gpus,
     }
 
 
 def command_of(arguments: Sequence[str]) -> str:
-    """The command line of a process as one would type it, without secrets.
+    """Return the command line of a process as one would type it, without secrets.
 
     >>> command_of(["/usr/bin/python3", "/venv/bin/dp-ray", "run", "job.yaml", "--set", "env.KEY=abc"])
     "dp-ray run job.yaml --set 'env.KEY=(not shown)'"
@@ -197,12 +188,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _gpus() -> list[str]:
-    """The models of this machine's NVIDIA GPUs, as their driver's files tell them."""
-    found = []
-    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        with suppress(OSError):
-            found += [line.partition(":")[2].strip() for line in file.read_text().splitlines() if "Model:" in line]
-    return found

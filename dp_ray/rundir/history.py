@@ -1,14 +1,14 @@
 """A training's history as files: pieces that end at checkpoints, which are merged into `metrics.parquet`.
 
-Keeps the history's rows since the last checkpoint in `recent.parquet`, so that running and failed runs show them.
-
-A training writes its history in pieces, with its checkpoints. What comes after the last one only the driver has.
+A training writes a piece with each checkpoint. The rows after the last one only the driver has; it writes them to
+`recent.parquet`, so that running and failed runs show them.
 """
 
 import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -27,10 +27,12 @@ RECENT = "recent.parquet"  # of an unfinished run: the rows after the last piece
 CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
 DIGEST = "outputs_digest"  # the metric that `verify` adds
 SEGMENT = re.compile(r"steps-(\d+)-(\d+)\.parquet")
+SECONDS = 2.0  # between two writes of the recent rows
+SHARE = 0.01  # of the time, for writing them
 
 
 def is_inner(name: str) -> bool:
-    """Whether a metric was added by `verify` for its own use, and not by the user."""
+    """Return whether a metric was added by `verify` for its own use, and not by the user."""
     return name.removeprefix("eval_") == DIGEST
 
 
@@ -77,15 +79,16 @@ def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
 
 
 def history_so_far(run: Storage) -> pa.Table | None:
-    """The rows that a run has by now, in the order of steps: of pieces and after them, or merged; None if none.
+    """Return the rows that a run has by now, by step: those of pieces and after them, or the merged; None if none.
 
     Of a step that was run again, the newest row counts.
     """
     folder = run.child(HISTORY)
-    pieces = [(folder, name) for name, _, _ in _segments(folder)]
-    merged = [(run, METRICS)] * (not pieces and run.exists(METRICS))
-    recent = [(run, RECENT)] * run.exists(RECENT)
-    tables = [_read(*one) for one in (*pieces, *merged, *recent)]
+    tables = [_read(folder, name) for name, _, _ in _segments(folder)]
+    if not tables and run.exists(METRICS):
+        tables.append(_read(run, METRICS))
+    if run.exists(RECENT):
+        tables.append(_read(run, RECENT))
     if not tables:
         return None
     table = pa.concat_tables(tables, promote_options="permissive")
@@ -107,7 +110,7 @@ class StepRows:
         return bool(self.row(step))
 
     def row(self, step: int) -> dict[str, Any]:
-        """The row of a step; empty if there is none."""
+        """Return the row of a step; empty if there is none."""
         at = int(np.searchsorted(self._steps, step))
         if self._table is None or at == len(self._steps) or self._steps[at] != step:
             return {}
@@ -115,12 +118,12 @@ class StepRows:
 
 
 def end_of_pieces(folder: Storage) -> int:
-    """The step after the last that a piece holds; 0 if there is none."""
+    """Return the step after the last that a piece holds; 0 if there is none."""
     return max((end for _, _, end in _segments(folder)), default=0)
 
 
 def history_of(run: Storage) -> pa.Table | None:
-    """The whole history of a finished training, or the rows so far; None if there are none.
+    """Return the whole history of a finished training, or the rows so far; None if there are none.
 
     A finished training that goes on for longer has its merged history still, as of the end that it had.
     """
@@ -147,7 +150,7 @@ def read_history(run: Storage) -> Iterator[dict[str, Any]]:
 
 
 def summary(run: Storage) -> dict[str, float]:
-    """The last value of each measured column: loss, metrics, epoch_loss, eval_... A batch without rows has none."""
+    """Return the last value of each measured column, like loss and epoch_loss; a batch without rows has none."""
     table = _read(run, METRICS)
     with_rows = np.flatnonzero(np.from_dlpack(table.column("rows").combine_chunks()))
     until_rows = table.slice(0, int(with_rows[-1]) + 1 if len(with_rows) else 0)
@@ -158,12 +161,12 @@ def summary(run: Storage) -> dict[str, float]:
 
 
 def is_of_many(name: str) -> bool:
-    """Whether a training's metric is of an epoch or an evaluation, and not of one batch."""
+    """Return whether a training's metric is of an epoch or an evaluation, and not of one batch."""
     return name.startswith(("eval_", "epoch_"))
 
 
 def best_of(run: Storage, metric: str, mode: str, kept: Collection[int]) -> dict[str, Any] | None:
-    """The first kept checkpoint with the best value of an evaluated metric: metric, value, and steps done."""
+    """Return the first kept checkpoint with the best value of an evaluated metric: metric, value, and steps done."""
     measured = [(row[metric], row["step"] + 1) for row in read_history(run) if row.get(metric) is not None]
     measured = [(value, step) for value, step in measured if value == value and step in kept]
     if not measured:
@@ -173,10 +176,8 @@ def best_of(run: Storage, metric: str, mode: str, kept: Collection[int]) -> dict
 
 
 def _segments(folder: Storage) -> list[tuple[str, int, int]]:
-    found = [(name, SEGMENT.fullmatch(name)) for name in folder.names()]
-    return sorted(
-        ((name, int(match[1]), int(match[2])) for name, match in found if match), key=lambda segment: segment[1:]
-    )
+    matches = [match for name in folder.names() if (match := SEGMENT.fullmatch(name))]
+    return sorted(((match[0], int(match[1]), int(match[2])) for match in matches), key=lambda segment: segment[1:])
 
 
 def write_piece(storage: Storage, name: str, table: pa.Table) -> None:
@@ -185,17 +186,13 @@ def write_piece(storage: Storage, name: str, table: pa.Table) -> None:
         pq.write_table(table, stream)
 
 
-SECONDS = 2.0  # between two writes
-SHARE = 0.01  # of the time, for writing
-
-
+@dataclass(eq=False)
 class RecentHistory:
-    """Collects rows of the history and writes those that no piece holds yet; a repeated step replaces later ones."""
+    """The history's rows that no piece holds yet, which the driver writes; a repeated step replaces later ones."""
 
-    def __init__(self, run: Storage) -> None:
-        self._run = run
-        self._rows: list[dict[str, Any]] = []
-        self._due = time.monotonic() + SECONDS
+    run: Storage
+    _rows: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _due: float = field(default_factory=lambda: time.monotonic() + SECONDS, init=False)
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Take rows, and write them all if it is time."""
@@ -205,25 +202,20 @@ class RecentHistory:
         if time.monotonic() >= self._due:
             self.save()
 
-    def close(self) -> None:
-        """Write what is left."""
-        self.save()
-
     def save(self) -> None:
         """Write the rows that no piece holds; a storage that fails is left to what must be written."""
         began = time.monotonic()
         with suppress(StorageError):
-            kept = end_of_pieces(self._run.child(HISTORY))
+            kept = end_of_pieces(self.run.child(HISTORY))
             self._rows = [row for row in self._rows if row["step"] >= kept]
             if self._rows:
-                write_piece(self._run, RECENT, _table_of(self._rows))
+                # A table with the columns of all rows: only some have measured values.
+                names = dict.fromkeys(name for row in self._rows for name in row)
+                values = [(name, value) for row in self._rows for name, value in row.items()]
+                have_fractions = {name for name, value in values if not isinstance(value, int | None)}
+                kinds = [(name, pa.float64() if name in have_fractions else pa.int64()) for name in names]
+                write_piece(self.run, RECENT, table_of_rows(self._rows, pa.schema(kinds)))
         ended = time.monotonic()
         self._due = ended + max(SECONDS, (ended - began) / SHARE)
 
-
-def _table_of(rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """Rows as a table with all of their columns: only some rows have measured values."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    have_fractions = {name for row in rows for name, value in row.items() if not isinstance(value, int | None)}
-    kinds = [(name, pa.float64() if name in have_fractions else pa.int64()) for name in names]
-    return table_of_rows(rows, pa.schema(kinds))
+    close = save  # as all that writes the history's rows ends

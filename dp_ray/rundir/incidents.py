@@ -1,4 +1,4 @@
-"""Keeps the interruptions of a run in its directory while it runs, so that the next driver knows them too."""
+"""The interruptions of a run, kept in its directory while it runs, so that the next driver knows them too."""
 
 import json
 import re
@@ -16,7 +16,7 @@ INCIDENTS = "story.json"
 
 
 class IncidentKind(StrEnum):
-    """What ended an attempt before the job was done."""
+    """The kinds of events that end an attempt before the job is done."""
 
     WORKER = "worker"  # a worker's process was lost
     NODE = "node"
@@ -53,7 +53,7 @@ class Interruption:
         return f"{self.kind}: {self.what}{where}{when}"
 
     def to_json(self) -> dict[str, Any]:
-        """The interruption as JSON values."""
+        """Return the interruption as JSON values."""
         return {**asdict(self), "kind": self.kind.value, "ranks": list(self.ranks), "nodes": list(self.nodes)}
 
     @property
@@ -67,7 +67,7 @@ class Interruption:
 
 
 def read_interruption(values: Mapping[str, Any]) -> Interruption:
-    """The inverse of `Interruption.to_json`; raises ValueError, KeyError or TypeError if the values are damaged."""
+    """Undo `Interruption.to_json`; raises ValueError, KeyError or TypeError if the values are damaged."""
     kind, ranks, nodes = IncidentKind(values["kind"]), tuple(values["ranks"]), tuple(values["nodes"])
     return Interruption(**{**values, "kind": kind, "ranks": ranks, "nodes": nodes})
 
@@ -80,15 +80,15 @@ class IncidentLog:
     interruptions: tuple[Interruption, ...] = field(default=())
 
     def begun(self, world_size: int) -> "IncidentLog":
-        """The log after an attempt with this many workers has begun."""
+        """Return the log after an attempt with this many workers has begun."""
         return replace(self, world_sizes=(*self.world_sizes, world_size))
 
     def interrupted(self, by: Interruption) -> "IncidentLog":
-        """The log after an interruption."""
+        """Return the log after an interruption."""
         return replace(self, interruptions=(*self.interruptions, by))
 
     def resumed(self, step: int, seconds: float | None) -> "IncidentLog":
-        """The log after the run has resumed from `step`, `seconds` after the last finished step."""
+        """Return the log after the run has resumed from `step`, `seconds` after the last finished step."""
         *before, last = self.interruptions
         # More steps may be kept than the workers had reported.
         over = replace(last, step=max(last.step, step), resumed_step=step, seconds=seconds)
@@ -97,11 +97,8 @@ class IncidentLog:
     @property
     def driver_end(self) -> Interruption | None:
         """How the last driver ended, if the log has it and the run has not resumed since."""
-        return (
-            self.interruptions[-1]
-            if self.is_interrupted and self.interruptions[-1].kind is IncidentKind.DRIVER
-            else None
-        )
+        last = self.interruptions[-1] if self.is_interrupted else None
+        return last if last is not None and last.kind is IncidentKind.DRIVER else None
 
     @property
     def is_interrupted(self) -> bool:
@@ -109,7 +106,7 @@ class IncidentLog:
         return bool(self.interruptions) and self.interruptions[-1].resumed_step is None
 
     def to_json(self) -> dict[str, Any]:
-        """The log as JSON values."""
+        """Return the log as JSON values."""
         return {"world_sizes": list(self.world_sizes), "interruptions": [one.to_json() for one in self.interruptions]}
 
     def save(self, run: Storage) -> None:
@@ -118,7 +115,7 @@ class IncidentLog:
 
 
 def read_incidents(run: Storage, name: str = INCIDENTS) -> IncidentLog:
-    """The incidents that earlier drivers recorded, in the run's log or in its result (`name`).
+    """Return the incidents that earlier drivers recorded, in the run's log or in its result (`name`).
 
     The log is empty if the file is missing or damaged: it only informs, so it stops no run.
     """

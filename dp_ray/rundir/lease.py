@@ -1,8 +1,7 @@
-"""The lease's file: which driver runs a run, and whether it seems to be alive.
+"""The lease of a run, which says which driver runs it and whether that seems to be alive; it imports no torch.
 
-A request to stop a run, left in its directory for its driver.
-
-Stop a run or a sweep from elsewhere: its driver stops it at a step's border, and keeps it. It imports no torch.
+`stop_run` stops a run or a sweep from elsewhere: it leaves a request in the directory. The driver stops the run at a
+step's border, and keeps it.
 """
 
 import json
@@ -20,7 +19,10 @@ from dp_ray.system.process import Process, is_dead, machine, this_process
 from dp_ray.text import counted
 
 LEASE = "lease.json"
+REQUEST = "stop.json"
 EXPIRE_SECONDS = 30.0
+LOOK_SECONDS = 0.5
+FAILED, ASKED = "it failed", "it was asked to stop"
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class Lease:
 
 
 def last_alive(run: Storage) -> tuple[bool, datetime | None]:
-    """Whether a driver seems to be active in the run directory, and when it last wrote its lease."""
+    """Return whether a driver seems to be active in the run directory, and when it last wrote its lease."""
     lease, heard = read_lease(run), run.modified(LEASE)
     return is_alive(lease, heard), heard
 
 
 def is_alive(lease: Lease | None, heard: datetime | None) -> bool:
-    """Whether the driver of a lease, which it wrote at `heard`, seems to be active."""
+    """Return whether the driver of a lease, which it wrote at `heard`, seems to be active."""
     if lease is None or heard is None or is_dead(lease.driver):
         return False
     return lease.driver.machine == machine() or datetime.now(UTC) - heard < timedelta(seconds=EXPIRE_SECONDS)
@@ -62,9 +64,6 @@ def write_lease(run: Storage, lease: Lease) -> None:
     run.write_text(LEASE, json.dumps(asdict(lease)) + "\n")
 
 
-REQUEST = "stop.json"
-
-
 def leave_request(run: Storage, token: str) -> None:
     """Ask the driver whose claim has this token to stop; another driver of the run does not heed it.
 
@@ -74,7 +73,7 @@ def leave_request(run: Storage, token: str) -> None:
 
 
 def take_request(run: Storage, token: str) -> str | None:
-    """Who asks the driver of this token to stop, None if nobody does; the request is removed."""
+    """Return who asks the driver of this token to stop, None if nobody does; the request is removed."""
     with suppress(StorageError, ValueError, KeyError, TypeError):
         if run.exists(REQUEST):
             request = json.loads(run.read_text(REQUEST))
@@ -82,10 +81,6 @@ def take_request(run: Storage, token: str) -> str | None:
             if request["token"] == token:
                 return str(request["by"])
     return None
-
-
-LOOK_SECONDS = 0.5
-FAILED, ASKED = "it failed", "it was asked to stop"
 
 
 def stop_run(run_dir: str, waits: bool, say: Callable[[str], None]) -> str:
@@ -106,7 +101,8 @@ def stop_run(run_dir: str, waits: bool, say: Callable[[str], None]) -> str:
         return ASKED
     while _is_held(run, lease):
         time.sleep(LOOK_SECONDS)
-    if (state := _state(run)).startswith(FAILED):
+    state = _state(run)
+    if state.startswith(FAILED):
         raise Error(state)
     return state
 
@@ -133,7 +129,7 @@ def _stop_sweep(sweep: Storage, lease: Lease, waits: bool, say: Callable[[str], 
 
 
 def _is_held(run: Storage, lease: Lease) -> bool:
-    """Whether the driver still holds its lease; raises Error if it has ended without giving it back."""
+    """Return whether the driver still holds its lease; raises Error if it has ended without giving it back."""
     now = read_lease(run)
     if now is None or now.token != lease.token:
         return False
@@ -143,14 +139,18 @@ def _is_held(run: Storage, lease: Lease) -> bool:
 
 
 def _is_heard(run: Storage, lease: Lease) -> bool:
-    """Whether the driver is alive; one on another machine is taken for dead if it has not renewed its lease."""
+    """Return whether the driver is alive; on another machine it counts as dead if it has not renewed its lease."""
     return is_alive(lease, run.modified(LEASE))
 
 
 def _state(run: Storage) -> str:
-    """What became of a run or a sweep that nobody runs now."""
+    """Return what became of a run or a sweep that nobody runs now."""
     if run.exists(SWEEP) and not run.exists(RUN):
-        return _state_of_sweep(run)
+        with damage_told(f"{run}/{SWEEP}"):
+            states = [one["state"] for one in read_json(run, SWEEP)["trials"]]
+        done = states.count("done")
+        text = f"{done} of its {counted(len(states), 'trial')} are done"
+        return text if done == len(states) else f"{text}; the same command goes on"
     if not run.exists(RUN):
         return "there is no run"
     result = read_json(run, RESULT) if run.exists(RESULT) else {}
@@ -160,10 +160,3 @@ def _state(run: Storage) -> str:
     if status == "failed":
         return f"{FAILED}: {error}"
     return "it is done" if status == "done" else "it is unfinished; dp-ray report tells what it has kept"
-
-
-def _state_of_sweep(sweep: Storage) -> str:
-    with damage_told(f"{sweep}/{SWEEP}"):
-        states = [one["state"] for one in read_json(sweep, SWEEP)["trials"]]
-    told = f"{states.count('done')} of its {counted(len(states), 'trial')} are done"
-    return told if states.count("done") == len(states) else f"{told}; the same command goes on"

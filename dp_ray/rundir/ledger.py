@@ -39,33 +39,34 @@ class Ledger(NamedTuple):
     parts: list[str]
 
     def to_json(self) -> str:
-        """The contents of `attempt.json`."""
+        """Return the contents of `attempt.json`."""
         return json.dumps(self._asdict()) + "\n"
 
     def found(self, folder: Storage) -> list[str]:
-        """The names of the files in a folder that count."""
+        """Return the names of the files in a folder that count."""
         return self.counting(folder.names())
 
     def counting(self, names: Iterable[str]) -> list[str]:
-        """Those of these names of files that count."""
+        """Return those of these names of files that count."""
         attempts = [(name, _attempt_of(name)) for name in names]
+        # A set of the earlier names costs more than the look through new ones: most calls need none.
         earlier = frozenset(self.parts) if any(of not in (None, self.attempt) for _, of in attempts) else ()
         return [name for name, of in attempts if of == self.attempt or (of is not None and name in earlier)]
 
 
 def _attempt_of(name: str) -> str | None:
-    """The attempt that wrote a file, empty if its name tells none; None if this is no file that can count."""
-    found = next(filter(None, (pattern.fullmatch(name) for pattern in COUNTED)), None)
-    return None if found is None else found["attempt"] or ""
+    """Return the attempt that wrote a file, empty if its name holds none; None if this is no file that can count."""
+    match = next(filter(None, (pattern.fullmatch(name) for pattern in COUNTED)), None)
+    return None if match is None else match["attempt"] or ""
 
 
 def part_name(done: Range, attempt: str) -> str:
-    """The file name of an attempt's part with these steps and shards."""
+    """Return the file name of an attempt's part with these steps and shards."""
     return f"{_of(_range(done), attempt)}.arrow"
 
 
 def record_name(number: int, done: Range, attempt: str) -> str:
-    """The file name of an attempt's record of a file of the outputs with these steps and shards."""
+    """Return the file name of an attempt's record of a file of the outputs with these steps and shards."""
     return f"{_of(f'file-{number}-{_range(done)}', attempt)}.json"
 
 
@@ -100,33 +101,33 @@ def read(run: Storage) -> Ledger:
 
 
 def committed(run: Storage) -> list[str]:
-    """The names of the files that count and are in the run directory now."""
+    """Return the names of the files that count and are in the run directory now."""
     ledger = read(run)
     # Parts first: a cut is noted before the first of them, and a record before any of them is removed.
     return [name for folder in (PARTS, FILES) for name in ledger.found(run.child(folder))]
 
 
 def done_ranges(names: Iterable[str]) -> list[Range]:
-    """The steps and shards that the parts, and the files with a record, of these names hold."""
-    found = (PART_NAME.fullmatch(name) or RECORD_NAME.fullmatch(name) for name in names)
-    return [range_of(match) for match in found if match]
+    """Return the steps and shards that the parts, and the files with a record, of these names hold."""
+    matches = (PART_NAME.fullmatch(name) or RECORD_NAME.fullmatch(name) for name in names)
+    return [range_of(match) for match in matches if match]
 
 
 def range_of(match: re.Match[str]) -> Range:
-    """The steps and shards that a name tells."""
+    """Return the steps and shards that a name tells."""
     return Range(*(int(match[group]) for group in ("step", "end", "shard", "end_shard")))
 
 
 def records_in(names: Iterable[str]) -> dict[int, str]:
-    """The records among these names, by the number of their file."""
-    found = (RECORD_NAME.fullmatch(name) for name in names)
-    return {int(match["number"]): match[0] for match in found if match}
+    """Return the records among these names, by the number of their file."""
+    matches = (RECORD_NAME.fullmatch(name) for name in names)
+    return {int(match["number"]): match[0] for match in matches if match}
 
 
 def files_in(names: Iterable[str]) -> int | None:
-    """Into how many files the outputs are cut, as one of these names tells; None if none does."""
-    found = (CUT_NAME.fullmatch(name) for name in names)
-    return next((int(match["files"]) for match in found if match), None)
+    """Return into how many files the outputs are cut, as one of these names tells; None if none does."""
+    matches = (CUT_NAME.fullmatch(name) for name in names)
+    return next((int(match["files"]) for match in matches if match), None)
 
 
 def note_files(run: Storage, attempt: str, files: int) -> None:
@@ -140,7 +141,7 @@ def note_ended(run: Storage, attempt: str, rank: int) -> None:
 
 
 def num_ended(names: Iterable[str]) -> int:
-    """How many workers commit no more parts."""
+    """Return how many workers commit no more parts."""
     return sum(ENDED_NAME.fullmatch(name) is not None for name in names)
 
 
@@ -152,7 +153,7 @@ def check_newest(run: Storage, attempt: str) -> None:
 
 
 def fenced(run: Storage, attempt: str) -> Storage:
-    """The run directory, in which no file gets its name once a newer attempt has begun."""
+    """Return the run directory, in which no file gets its name once a newer attempt has begun."""
     before = run.before_commit
 
     def check() -> None:
@@ -164,6 +165,5 @@ def fenced(run: Storage, attempt: str) -> Storage:
 
 def begin_attempt(run: Storage) -> Ledger:
     """Begin an attempt on rank 0; return its ledger on every rank."""
-    attempt = uuid.uuid4().hex
-    begun = begin(run, attempt) if is_rank_0() else None
+    begun = begin(run, uuid.uuid4().hex) if is_rank_0() else None
     return Ledger(*json.loads(broadcast(json.dumps(begun))))

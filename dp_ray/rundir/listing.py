@@ -1,13 +1,11 @@
-"""Lists the runs in a storage, from the small files of their directories; it imports no torch.
+"""List the runs in a storage, from the small files of their directories; it imports no torch.
 
 A damaged run, or a folder that holds no run, is a row that says so.
-
-The file in which the driver notes a run's progress while it runs, for `dp-ray watch` and `dp-ray list`.
 """
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -23,18 +21,7 @@ from dp_ray.rundir.lease import LEASE, is_alive, read_lease
 from dp_ray.storage import Storage, with_names
 from dp_ray.text import did_you_mean
 
-PROGRESS = "progress.json"
-
-
-def read_progress(run: Storage) -> dict[str, Any]:
-    """The progress that the driver noted last; empty if the file is missing or damaged, for it only informs."""
-    try:
-        values = json.loads(run.read_text(PROGRESS))
-    except (StorageError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
+PROGRESS = "progress.json"  # where the driver notes a run's progress, for `dp-ray watch` and `dp-ray list`
 THREADS = 32  # for object stores, where each file is a request
 NO_RUN, DAMAGED, OF_RUNS = "no run", "damaged", "sweep"
 SORTABLE = ("name", "task", "status", "age", "step", "steps", "seconds")
@@ -60,17 +47,17 @@ class ListedRun:
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The row as JSON values."""
+        """Return the row as JSON values."""
         finite = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
         return {**asdict(self), "metrics": finite}
 
     def value(self, key: str) -> Any:
-        """The value by which the list is sorted: a column's or a metric's; None if the run has none."""
+        """Return the value by which the list is sorted: a column's or a metric's; None if the run has none."""
         return getattr(self, key) if key in SORTABLE else self.metrics.get(key)
 
 
 def listed_runs(base: Storage, now: datetime | None = None) -> list[ListedRun]:
-    """All folders of a storage as rows, the newest first; raises JobError if there is no such storage."""
+    """Return all folders of a storage as rows, the newest first; raises JobError if there is no such storage."""
     now = now or datetime.now(UTC)
     names = _folders(base)
     if isinstance(base.fs, pafs.LocalFileSystem):
@@ -82,7 +69,7 @@ def listed_runs(base: Storage, now: datetime | None = None) -> list[ListedRun]:
 
 
 def sorted_by(rows: Sequence[ListedRun], key: str, is_reversed: bool = False) -> list[ListedRun]:
-    """Rows sorted by a column or a metric, those without a value last; raises JobError if no run has the key."""
+    """Sort rows by a column or a metric, those without a value last; raises JobError if no run has the key."""
     known = [*SORTABLE, *dict.fromkeys(name for row in rows for name in row.metrics)]
     if key not in known:
         raise JobError(f"--sort: no run has {key!r}; it may be {', '.join(known)}{did_you_mean(key, known)}")
@@ -91,7 +78,7 @@ def sorted_by(rows: Sequence[ListedRun], key: str, is_reversed: bool = False) ->
 
 
 def _has(row: ListedRun, key: str) -> bool:
-    """Whether a row has a value that can be ordered: not None, not NaN."""
+    """Return whether a row has a value that can be ordered: not None, not NaN."""
     value = row.value(key)
     return value is not None and value == value
 
@@ -100,101 +87,83 @@ def _folders(base: Storage) -> list[str]:
     if base.exists(RUN):
         raise JobError(f"{base} is a run, not a folder of runs; `dp-ray report` shows it")
     try:
-        found = base.fs.get_file_info(pafs.FileSelector(base.path))
+        infos = base.fs.get_file_info(pafs.FileSelector(base.path))
     except FileNotFoundError:
         raise JobError(f"{base}: there is no such folder; `dp-ray list` takes one that holds runs") from None
     except NotADirectoryError:
         raise JobError(f"{base} is a file, not a folder of runs") from None
     except OSError as error:
         raise JobError(f"{base}: cannot be listed: {error}") from None
-    return sorted(info.base_name for info in with_names(found) if info.type == pafs.FileType.Directory)
+    return sorted(info.base_name for info in with_names(infos) if info.type == pafs.FileType.Directory)
 
 
 def listed_run(run: Storage, name: str, now: datetime | None = None) -> ListedRun:
-    """A folder as a row of the list."""
+    """Return a folder as a row of the list."""
+    now = now or datetime.now(UTC)
     try:
-        written = _written(run)
-        if RUN not in written and SWEEP in written:
-            return _sweep(run, name, written[SWEEP], now or datetime.now(UTC))
+        infos = with_names(run.fs.get_file_info(pafs.FileSelector(run.path)))
+        written = {info.base_name: info.mtime for info in infos if info.is_file}
+        if RUN not in written and SWEEP in written:  # its trials are runs of their own, with rows of their own
+            states = [trial["state"] for trial in read_json(run, SWEEP)["trials"]]
+            note = f"{states.count('done')} of {len(states)} trials are done"
+            return ListedRun(name, OF_RUNS, age=_age(written[SWEEP], now), note=note)
         if RUN not in written:
             return ListedRun(name, NO_RUN, note=f"has no {RUN}")
-        return _run(run, name, written, now or datetime.now(UTC))
+        return _run(run, name, written, now)
     except (StorageError, OSError) as error:
         return ListedRun(name, DAMAGED, note=str(error).removeprefix(f"{run}/"))
     except Exception as error:  # files of any content
         return ListedRun(name, DAMAGED, note=f"{type(error).__name__}: {error}")
 
 
-def _sweep(folder: Storage, name: str, heard: datetime | None, now: datetime) -> ListedRun:
-    """The directory of a sweep; its trials are runs of their own, with rows of their own."""
-    states = [trial["state"] for trial in read_json(folder, SWEEP)["trials"]]
-    age = None if heard is None else max(0.0, round((now - heard).total_seconds(), 1))
-    return ListedRun(name, OF_RUNS, age=age, note=f"{states.count('done')} of {len(states)} trials are done")
-
-
-def _written(run: Storage) -> dict[str, datetime | None]:
-    """When each file of a run directory was written."""
-    found = run.fs.get_file_info(pafs.FileSelector(run.path))
-    return {info.base_name: info.mtime for info in with_names(found) if info.is_file}
-
-
 def _run(run: Storage, name: str, written: dict[str, datetime | None], now: datetime) -> ListedRun:
+    """Return the row of a run directory; `written` tells when each of its files was written."""
     claimed = read_json(run, RUN)
     result = read_json(run, RESULT) if RESULT in written else {}
     lease = read_lease(run) if LEASE in written else None
     progress = read_progress(run) if PROGRESS in written else {}
     is_done = result.get("status") == "done"
     is_driven = not is_done and is_alive(lease, written.get(LEASE))
-    steps = int(result["total_steps"]) if is_done else _steps(claimed)
-    seen = (lease.step if lease else 0, int(progress.get("step") or 0))
-    heard = _newest(written.get(one) for one in ((RESULT,) if is_done else (LEASE, PROGRESS, RESULT, RUN)))
+    early = result.get("stopped_early") or {}
+    if is_done:
+        steps: int | None = int(result["total_steps"])
+        step = int(early.get("step", result["total_steps"]))
+    else:
+        rows = (claimed.get("rows") or {}).get("dataset")
+        steps = None if rows is None else split_of(claimed["job"], rows).total_steps
+        # The newest checkpoint of a training may be ahead of the step that a killed driver noted last.
+        kept = steps_of(run.child(CHECKPOINTS)) if claimed["job"]["task"] == "train" else []
+        step = max(lease.step if lease else 0, int(progress.get("step") or 0), *kept)
+    times = [written.get(one) for one in ((RESULT,) if is_done else (LEASE, PROGRESS, RESULT, RUN))]
+    metrics = {str(key): value for key, value in (result.get("metrics") or progress.get("metrics") or {}).items()}
+    # JSON has no number that is not finite: there null stands for it.
+    numbers = {key: _number(math.nan if value is None else value) for key, value in metrics.items()}
+    note = "" if is_driven else str(result.get("error") or early.get("text") or "")
     return ListedRun(
         name=name,
         status="running" if is_driven else str(result.get("status") or "unfinished"),
         task=str(claimed["job"]["task"]),
-        age=None if heard is None else max(0.0, round((now - heard).total_seconds(), 1)),
-        step=_steps_done(result) if is_done else max(*seen, *_kept(run, claimed)),
+        age=_age(max(filter(None, times), default=None), now),
+        step=step,
         steps=steps,
         seconds=_number(result.get("seconds")),
-        metrics=_metrics(result.get("metrics") or progress.get("metrics") or {}),
-        note=_first_line(result.get("error") or _why_early(result)) if not is_driven else "",
+        metrics={key: value for key, value in numbers.items() if value is not None and not is_inner(key)},
+        note=next(iter(note.splitlines()), ""),
     )
 
 
-def _steps(claimed: dict[str, Any]) -> int | None:
-    """The steps of a run, from the rows that its claim tells; None if it tells none."""
-    rows = (claimed.get("rows") or {}).get("dataset")
-    return None if rows is None else split_of(claimed["job"], rows).total_steps
-
-
-def _kept(run: Storage, claimed: dict[str, Any]) -> list[int]:
-    """The steps of a training's checkpoints: the newest may be ahead of what a killed driver noted last."""
-    return steps_of(run.child(CHECKPOINTS)) if claimed["job"]["task"] == "train" else []
-
-
-def _steps_done(result: dict[str, Any]) -> int:
-    """The steps of a finished run: fewer than all if it stopped early."""
-    return int((result.get("stopped_early") or {}).get("step", result["total_steps"]))
-
-
-def _why_early(result: dict[str, Any]) -> str:
-    return str((result.get("stopped_early") or {}).get("text", ""))
-
-
-def _newest(times: Iterable[datetime | None]) -> datetime | None:
-    return max(filter(None, times), default=None)
+def _age(heard: datetime | None, now: datetime) -> float | None:
+    return None if heard is None else max(0.0, round((now - heard).total_seconds(), 1))
 
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """The numbers among metrics; null stands for one that is not finite, which JSON does not have."""
-    values = {name: math.nan if value is None else value for name, value in values.items()}
-    numbers = {str(name): _number(value) for name, value in values.items() if not is_inner(str(name))}
-    return {name: value for name, value in numbers.items() if value is not None}
-
-
-def _first_line(text: Any) -> str:
-    return next(iter(str(text or "").splitlines()), "")
+def read_progress(run: Storage) -> dict[str, Any]:
+    """Return the progress that the driver noted last; empty if the file is missing or damaged: it only informs."""
+    try:
+        values = json.loads(run.read_text(PROGRESS))
+    except (StorageError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -8,8 +8,10 @@ again.
 import functools
 import itertools
 import json
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -42,7 +44,7 @@ class QuarantineFull(DataError):
 
 
 class QuarantineFiles:
-    """Writes the bad samples that this worker finds in a dataset, and counts those of all workers.
+    """The bad samples that this worker finds in a dataset, which it writes; it counts those of all workers.
 
     `after` is the step of a training after which the dataset is evaluated. `note` tells each sample once.
     """
@@ -71,7 +73,19 @@ class QuarantineFiles:
         )
         records = [self._record(shard, position, one) for position, one in sorted(bad.items())]
         self._folder.write_text(f"{name}.json", json.dumps(records))
-        self._count(f"{name}.json", records)
+        # Counted after the write, so that of workers that pass the limit together the last one sees it.
+        files = self._files.look()
+        known = distinct(others for one, others in files.items() if one != f"{name}.json")
+        for record in records:
+            if (self._dataset, record["sample_index"]) not in known:
+                self._note(f"set aside: {_line(record)}")
+        firsts = {(one["dataset"], one["sample_index"]): one for records in files.values() for one in records}
+        if len(firsts) > self._limit:
+            lines = [f"\n  {_line(record)}" for record in list(firsts.values())[:SHOWN]]
+            lines += [f"\n  and {len(firsts) - SHOWN} more"] if len(firsts) > SHOWN else []
+            limit = f"{counted(len(firsts), 'sample')} cannot be used, and on_error.quarantine is {self._limit}"
+            advice = "mend them, or set on_error.quarantine higher and run the job again"
+            raise QuarantineFull(f"{limit}; {advice}:{''.join(lines)}")
 
     def _record(self, shard: Shard, position: int, bad: BadSample) -> Record:
         step = shard.step if self.after is None else self.after
@@ -86,48 +100,30 @@ class QuarantineFiles:
             "dataset": self._dataset,
         }
 
-    def _count(self, name: str, records: Sequence[Record]) -> None:
-        found = self._files.look()
-        known = distinct(others for one, others in found.items() if one != name)
-        for record in records:
-            if (self._dataset, record["sample_index"]) not in known:
-                self._note(f"set aside: {told(record)}")
-        if len(distinct(found.values())) > self._limit:
-            raise QuarantineFull(self._says_too_many(found))
 
-    def _says_too_many(self, found: Mapping[str, Sequence[Record]]) -> str:
-        firsts = {(one["dataset"], one["sample_index"]): one for records in found.values() for one in records}
-        lines = [f"\n  {told(record)}" for record in list(firsts.values())[:SHOWN]]
-        lines += [f"\n  and {len(firsts) - SHOWN} more"] * (len(firsts) > SHOWN)
-        advice = "mend them, or set on_error.quarantine higher and run the job again"
-        bad = counted(len(firsts), "sample")
-        return f"{bad} cannot be used, and on_error.quarantine is {self._limit}; {advice}:{''.join(lines)}"
-
-
-def told(record: Record) -> str:
-    """A bad sample in a line: `sample 17 of dataset, step 3: ValueError: no such image`."""
+def _line(record: Record) -> str:
+    """Return a bad sample in a line: `sample 17 of dataset, step 3: ValueError: no such image`."""
     text = " ".join(record["message"].split())[:200]
     return f"sample {record['sample_index']} of {record['dataset']}, step {record['step']}: {record['type']}: {text}"
 
 
 def distinct(files: Any) -> set[tuple[str, int]]:
-    """The samples in the records of some files: each once, with its dataset."""
+    """Return the samples in the records of some files: each once, with its dataset."""
     return {(one["dataset"], one["sample_index"]) for records in files for one in records}
 
 
 def record_files(folder: Storage) -> list[str]:
-    """The names of the files of records, in the order of steps and shards."""
-    found = (FILE.fullmatch(name) for name in folder.names())
-    return [match[0] for match in sorted((one for one in found if one), key=_place)]
-
-
-def _place(match: re.Match[str]) -> tuple[int, str, tuple[float, ...]]:
-    numbers = () if match[3] == "again" else tuple(float(one) for one in match[3].split("."))
-    return int(match[2]), match[1], numbers
+    """Return the names of the files of records, in the order of steps and shards."""
+    placed = []
+    for name in folder.names():
+        if match := FILE.fullmatch(name):
+            numbers = () if match[3] == "again" else tuple(float(one) for one in match[3].split("."))
+            placed.append(((int(match[2]), match[1], numbers), name))
+    return [name for _, name in sorted(placed)]
 
 
 def read_records(folder: Storage, name: str) -> list[Record]:
-    """The records in a file."""
+    """Return the records in a file."""
     records: list[Record] = json.loads(folder.read_text(name))
     return records
 
@@ -145,12 +141,12 @@ def forget(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
 
 
 def has_set_aside(run: Storage) -> bool:
-    """Whether the run has set samples aside, or had before it was resumed."""
+    """Return whether the run has set samples aside, or had before it was resumed."""
     return run.exists(QUARANTINED) or bool(record_files(run.child(QUARANTINE)))
 
 
 def count_quarantined(run: Storage) -> int:
-    """How many samples the run has set aside: each once, in however many epochs."""
+    """Return how many samples the run has set aside: each once, in however many epochs."""
     folder = run.child(QUARANTINE)
     if names := record_files(folder):
         return len(distinct(read_records(folder, name) for name in names))
@@ -160,18 +156,17 @@ def count_quarantined(run: Storage) -> int:
         return len(distinct([pq.read_table(stream, columns=["dataset", "sample_index"]).to_pylist()]))
 
 
+@dataclass(eq=False)
 class RecordFiles:
     """The files of records in a folder, each of which is read once."""
 
-    def __init__(self, folder: Storage) -> None:
-        self._folder = folder
-        self._read: dict[str, list[Record]] = {}
+    folder: Storage
+    _read: dict[str, list[Record]] = field(default_factory=dict, init=False)
 
     def look(self) -> dict[str, list[Record]]:
-        """The records of each file that is there by now, in the order of steps and shards."""
-        self._read = {
-            name: self._read.get(name) or read_records(self._folder, name) for name in record_files(self._folder)
-        }
+        """Return the records of each file that is there by now, in the order of steps and shards."""
+        names = record_files(self.folder)
+        self._read = {name: self._read.get(name) or read_records(self.folder, name) for name in names}
         return self._read
 
 
@@ -193,7 +188,7 @@ class Missing:
 
 
 def positions_set_aside(run: Storage) -> list[int]:
-    """The positions of a prediction that have no outputs, in order."""
+    """Return the positions of a prediction that have no outputs, in order."""
     return Missing(run, grows=False)()
 
 
@@ -219,7 +214,11 @@ def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[Rec
     with run.writing(QUARANTINED) as stream, pq.ParquetWriter(stream, schema) as writer:
         for records in together():
             columns = [pa.array([one[field.name] for one in records], field.type) for field in SCHEMA]
-            columns += [_column([_carried(one, key) for one in records], kind) for key, kind in kinds.items()]
+            for key, kind in kinds.items():
+                carried = [_carried(one, key) for one in records]
+                if pa.types.is_string(kind):
+                    carried = [one if one is None else str(one) for one in carried]
+                columns.append(pa.array(carried, kind))
             writer.write_table(pa.table(columns, schema=schema))
 
 
@@ -228,65 +227,55 @@ def _carried(record: Record, key: str) -> Any:
 
 
 def _kind(values: list[Any]) -> pa.DataType:
-    """The type that holds all values of a key; text if they are of several kinds."""
+    """Return the type that holds all values of a key; text if they are of several kinds."""
     try:
         return pa.array(values).type
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
         return pa.string()
 
 
-def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
-    if pa.types.is_string(kind):
-        values = [one if one is None else str(one) for one in values]
-    return pa.array(values, kind)
-
-
 def merged_positions(run: Storage) -> list[int]:
-    """The positions of a finished prediction that have no outputs."""
+    """Return the positions of a finished prediction that have no outputs."""
     if not run.exists(QUARANTINED):
         return []
     with run.open(QUARANTINED) as stream:
-        found: list[int] = pq.read_table(stream, columns=["position"]).column(0).to_pylist()
-    return found
+        positions: list[int] = pq.read_table(stream, columns=["position"]).column(0).to_pylist()
+    return positions
 
 
 def still_missing(run: Storage, split: Split) -> list[Record]:
-    """Of a prediction that is retried: what `quarantine.parquet` has of the shards that have not run again yet."""
+    """Return the records in `quarantine.parquet` of the shards of a retried prediction that still have to run."""
     done, shards = Done(done_ranges(committed(run))), functools.cache(lambda step: split.worker(1, 0, step))
     known = distinct(RecordFiles(run.child(QUARANTINE)).look().values())
-    found = []
+    records = []
     for record in _merged(run):
         shard = next(one for one in shards(record["step"]) if one.start <= record["position"] < one.stop)
         if shard not in done and (record["dataset"], record["sample_index"]) not in known:
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def _merged(run: Storage) -> list[Record]:
-    """The records in `quarantine.parquet`, if it is there."""
+    """Return the records in `quarantine.parquet`, as they were before `merge_quarantine`; none if it is not there."""
     if not run.exists(QUARANTINED):
         return []
     with run.open(QUARANTINED) as stream:
-        return [_with_carried(one) for one in pq.read_table(stream).to_pylist()]
+        rows = pq.read_table(stream).to_pylist()
+    records = []
+    for row in rows:
+        carried = {name.removeprefix(CARRIED): value for name, value in row.items() if name.startswith(CARRIED)}
+        record = {name: value for name, value in row.items() if not name.startswith(CARRIED)}
+        records.append({**record, "carried": carried} if carried else record)
+    return records
 
 
 def unmerge_quarantine(run: Storage) -> None:
     """Write files of what `quarantine.parquet` holds, so that a training can forget its last steps."""
-    if not (records := _merged(run)):
+    records = _merged(run)
+    if not records:
         return
     folder = run.child(QUARANTINE)
     folder.create()
-    by_step = sorted(records, key=_owner)
-    for (dataset, step), together in itertools.groupby(by_step, key=_owner):
+    step_of = operator.itemgetter("dataset", "step")
+    for (dataset, step), together in itertools.groupby(sorted(records, key=step_of), key=step_of):
         folder.write_text(f"{dataset}-{step}-again.json", json.dumps(list(together)))
-
-
-def _with_carried(row: Record) -> Record:
-    """A row of `quarantine.parquet` as a record; the inverse of what `merge_quarantine` does."""
-    carried = {name.removeprefix(CARRIED): value for name, value in row.items() if name.startswith(CARRIED)}
-    record = {name: value for name, value in row.items() if not name.startswith(CARRIED)}
-    return {**record, "carried": carried} if carried else record
-
-
-def _owner(record: Record) -> tuple[str, int]:
-    return record["dataset"], record["step"]

@@ -1,13 +1,9 @@
-"""The trained weights as files: one, or above `LIMIT` several in the layout of Hugging Face, with an index.
+"""The weights that a run leaves and those that it starts from (`init_from`), and the checkpoints of sharded models.
 
-The weights that a model starts from (`init_from`): those of a weights file, a checkpoint, or a run.
-
-What `init_from` names may change while a job runs: a run in training gets newer checkpoints and removes older ones.
-So the file's name and hash are pinned in the run directory when the run begins, and only that file is ever loaded.
-On a disk with hard links the run directory holds a hard link, so the file survives its removal elsewhere. On other
-storage nothing is copied.
-
-Checkpoints of a training of which each worker holds a part: written by all workers, and read row by row.
+Weights are one file, or above `LIMIT` several in the layout of Hugging Face, with an index. What `init_from` names
+may change while a job runs, as another run's newest checkpoint does. So the file's name and hash are pinned in the
+run directory when the run begins, and only that file is ever loaded. On a disk with hard links the run directory
+holds a hard link, so the file survives its removal elsewhere. On other storage nothing is copied.
 """
 
 import hashlib
@@ -33,12 +29,11 @@ from dp_ray.rundir.checkpoint import (
     NAME,
     PIECES,
     CheckpointWriter,
-    described,
     name_of,
-    names_of,
     open_pieces,
     parse,
     piece_name,
+    piece_names,
     steps_of,
     stored_in,
     unpack,
@@ -66,6 +61,12 @@ WEIGHTS = "weights.safetensors"
 INDEX = "model.safetensors.index.json"
 INDEXES = ".safetensors.index.json"  # how the name of an index ends
 LIMIT = 5 * 10**9  # bytes of the tensors in a file
+BEST = "best.safetensors"
+EMA = "ema.safetensors"
+TORCH_FILES = (".pt", ".pth", ".bin")
+PIN = "init_from.json"
+LINKS = "init_from"
+NEW_HEAD = "; to load the weights that fit, and leave the rest as the model is built, set strict: false"
 
 
 def write_weights(
@@ -75,7 +76,9 @@ def write_weights(
     parts = parts_of(tensors)
     if len(parts) == 1:
         write_tensors(run, WEIGHTS, tensors, whole=whole)
-        run.delete(INDEX)
+        run.delete(
+            INDEX
+        )  # an earlier end's; after the new file, so that a crash never leaves the run without weights
         return
     names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
     checksums = {
@@ -89,7 +92,7 @@ def write_weights(
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The tensors of each file, in order: as many as `LIMIT` bytes hold, but at least one."""
+    """Return the tensors of each file, in order: as many as `LIMIT` bytes hold, but at least one."""
     parts: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for key, one in tensors.items():
@@ -102,24 +105,24 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor
 
 
 def weights_name(storage: Storage) -> str | None:
-    """The name of the weights file in a folder, or else of the index; None if there is neither."""
+    """Return the name of the weights file in a folder, or else of the index; None if there is neither."""
     return next((name for name in (WEIGHTS, INDEX) if storage.exists(name)), None)
 
 
 def weights_path(run: Storage) -> str:
-    """The path or URL of the weights of a run, for people."""
+    """Return the path or URL of the weights of a run, for people."""
     return str(run.child(weights_name(run) or WEIGHTS))
 
 
 def read_weights(storage: Storage) -> dict[str, torch.Tensor]:
-    """The weights in a run directory; raises StorageError if a file is missing or damaged."""
+    """Return the weights in a run directory; raises StorageError if a file is missing or damaged."""
     if storage.exists(WEIGHTS) or not storage.exists(INDEX):
         return read_tensors(storage, WEIGHTS)[0]
     return {key: one.whole() for key, one in open_index(storage, INDEX).items()}
 
 
 def weights_sha256(storage: Storage) -> str:
-    """The hash of the tensors' raw bytes, in the order of their names, however many files hold them."""
+    """Return the hash of the tensors' raw bytes, in the order of their names, however many files hold them."""
     if storage.exists(WEIGHTS) or not storage.exists(INDEX):
         return sha256_of(storage, WEIGHTS)
     digest = hashlib.sha256()
@@ -129,13 +132,13 @@ def weights_sha256(storage: Storage) -> str:
 
 
 def files_of(storage: Storage, index: str) -> list[str]:
-    """The files that an index names; raises StorageError if it is damaged."""
-    return sorted(set(_read(storage, index)["weight_map"].values()))
+    """Return the files that an index names; raises StorageError if it is damaged."""
+    return sorted(set(_read_index(storage, index)["weight_map"].values()))
 
 
 def open_index(storage: Storage, index: str) -> dict[str, Stored]:
-    """All tensors that an index names, to be read when they are needed; the files' checksums are verified first."""
-    read = _read(storage, index)
+    """Return the tensors that an index names, to be read when needed; the files' checksums are verified first."""
+    read = _read_index(storage, index)
     checksums = read.get("metadata", {}).get("sha256", {})
     files = {name: TensorFile(storage, name) for name in sorted(set(read["weight_map"].values()))}
     for name, one in files.items():
@@ -149,7 +152,7 @@ def open_index(storage: Storage, index: str) -> dict[str, Stored]:
         raise StorageError(f"{storage}/{index}: names the tensor {error}, which its file does not hold") from None
 
 
-def _read(storage: Storage, index: str) -> dict[str, Any]:
+def _read_index(storage: Storage, index: str) -> dict[str, Any]:
     try:
         read = dict(json.loads(storage.read_text(index)))
         names = list(read["weight_map"].values())
@@ -158,14 +161,6 @@ def _read(storage: Storage, index: str) -> dict[str, Any]:
     if bad := [name for name in names if not isinstance(name, str) or "/" in name or "\\" in name]:
         raise StorageError(f"{storage}/{index}: names a file that is not beside it: {bad[0]!r}")
     return read
-
-
-BEST = "best.safetensors"
-EMA = "ema.safetensors"
-TORCH_FILES = (".pt", ".pth", ".bin")
-PIN = "init_from.json"
-LINKS = "init_from"
-NEW_HEAD = "; to load the weights that fit, and leave the rest as the model is built, set strict: false"
 
 
 @dataclass(frozen=True)
@@ -189,7 +184,7 @@ class Start:
 
 
 def find_start(location: str) -> tuple[Storage, str, str]:
-    """The storage that `init_from` names, and the folder and name in it of the file to load.
+    """Return the storage that `init_from` names, and the folder and name in it of the file to load.
 
     In a run directory that is the newest checkpoint, else the weights. Raises JobError if there is no such file.
     """
@@ -214,12 +209,12 @@ def find_start(location: str) -> tuple[Storage, str, str]:
 
 
 def goes_on(run: Storage) -> bool:
-    """Whether a training has a checkpoint and is not done: weights beside it are those of an earlier, shorter end."""
+    """Return whether a training has a checkpoint and is not done: weights beside it are of an earlier end."""
     return not is_finished(run) and bool(steps_of(run.child(CHECKPOINTS)))
 
 
 def files_of_start(location: str) -> list[str]:
-    """The paths or URLs of all files that `init_from` loads; raises JobError if there is no such file."""
+    """Return the paths or URLs of all files that `init_from` loads; raises JobError if there is no such file."""
     storage, folder, name = find_start(location)
     source = storage.child(folder) if folder else storage
     others = files_of(source, name) if name.endswith(INDEXES) else []
@@ -229,7 +224,7 @@ def files_of_start(location: str) -> list[str]:
 
 
 def pinned(run: Storage) -> Start | None:
-    """The file with which a run began; None if none is pinned yet."""
+    """Return the file with which a run began; None if none is pinned yet."""
     if not run.exists(PIN):
         return None
     try:
@@ -248,19 +243,19 @@ def check_start(run: Storage, location: str) -> None:
 
 
 def first_step(run: Storage) -> int:
-    """The step from which a training starts: that of the checkpoint with which it began, else 0."""
+    """Return the step from which a training starts: that of the checkpoint with which it began, else 0."""
     start = pinned(run)
     return start.step if start else 0
 
 
 def pin_start(run: Storage, location: str, is_strict: bool = True) -> Start:
-    """The file with which the run began, the same on every rank; the first attempt's rank 0 pins it."""
+    """Return the file with which the run began, the same on every rank; the first attempt's rank 0 pins it."""
     start = (pinned(run) or _pin(run, location, is_strict)) if is_rank_0() else None
     return Start(**json.loads(broadcast(json.dumps(start and asdict(start)))))
 
 
 def read_start(run: Storage, location: str, is_strict: bool = True) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The weights with which the run began, and the whole checkpoint (about and state) if they come from one.
+    """Return the weights with which the run began, and the whole checkpoint (about and state) if they come from one.
 
     Raises JobError if the pinned file is gone or has changed.
     """
@@ -286,22 +281,22 @@ def check_pinned(run: Storage, where: str, start: Start, got: str) -> None:
 
 
 def describe_start(run: Storage, location: str) -> str:
-    """One line that names the file with which the run began, and the best weights beside it."""
+    """Return one line that names the file with which the run began, and the best weights beside it."""
     start = pinned(run)
     assert start is not None
     storage = _split_location(location)[0]
     place = f"{storage}/{start.folder}/{start.name}" if start.folder else f"{storage}/{start.name}"
     line = f"init_from: takes {place}"
     if start.name == BEST:
-        return line + _told_best(*file_of(run, location, start))
+        return line + _describe_best(*file_of(run, location, start))
     if not start.folder:
         return line
     has_best = storage.exists(BEST) and not goes_on(storage)
-    beside = f"; its best weights are {storage}/{BEST}{_told_best(storage, BEST)}" if has_best else ""
+    beside = f"; its best weights are {storage}/{BEST}{_describe_best(storage, BEST)}" if has_best else ""
     return f"{line}, the run's newest checkpoint{beside}"
 
 
-def _told_best(storage: Storage, name: str) -> str:
+def _describe_best(storage: Storage, name: str) -> str:
     text = read_text(storage, name)
     best = json.loads(text) if text else None
     return f" ({best['metric']} {best['value']:.6g} after step {best['step']})" if best else ""
@@ -316,26 +311,18 @@ def load_weights(model: nn.Module, weights: dict[str, Any], where: str, is_stric
     own = tensors_of(model)
     sizes = {} if is_strict else other_sizes(own, weights)
     try:
-        found = model.load_state_dict({key: one for key, one in weights.items() if key not in sizes}, is_strict)
+        keys = model.load_state_dict({key: one for key, one in weights.items() if key not in sizes}, is_strict)
     except (RuntimeError, TypeError, AttributeError) as error:
-        advice = _inside(weights) or NEW_HEAD * is_strict
+        mappings = {key: list(one.values()) for key, one in weights.items() if isinstance(one, Mapping) and one}
+        inner = [key for key, values in mappings.items() if all(isinstance(one, torch.Tensor) for one in values)]
+        advice = NEW_HEAD if is_strict else ""
+        if inner:  # a checkpoint of the user's own, of which one value holds the weights
+            advice = f"; it holds weights in {inner[0]!r}: save that alone, torch.save(found[{inner[0]!r}], file)"
         raise ModelError(f"the weights of {where} are not this model's: {str(error).rstrip('.')}{advice}") from None
-    if is_strict or found is None:
+    if is_strict or keys is None:
         return ""
-    missing = [key for key in found.missing_keys if key not in sizes]
-    return loaded_of(where, own.keys(), missing, found.unexpected_keys, sizes)
-
-
-def _inside(weights: Mapping[str, Any]) -> str:
-    """A hint if one of the values is what holds the weights, as in a checkpoint of the user's own."""
-    holds = [key for key, one in weights.items() if isinstance(one, Mapping) and _are_tensors(one)]
-    return (
-        f"; it holds weights in {holds[0]!r}: save that alone, torch.save(found[{holds[0]!r}], file)" if holds else ""
-    )
-
-
-def _are_tensors(values: Mapping[str, Any]) -> bool:
-    return bool(values) and all(isinstance(one, torch.Tensor) for one in values.values())
+    missing = [key for key in keys.missing_keys if key not in sizes]
+    return loaded_of(where, own.keys(), missing, keys.unexpected_keys, sizes)
 
 
 def _split_location(location: str) -> tuple[Storage, str]:
@@ -350,28 +337,23 @@ def _pin(run: Storage, location: str, is_strict: bool) -> Start:
     storage, folder, name = find_start(location)
     source, links = storage.child(folder) if folder else storage, run.child(LINKS)
     links.create()
-    if is_linked := links.link(name, source):
-        _link_pieces(links, name, source)
+    is_linked = links.link(name, source)
+    if is_linked:
+        for piece in _pieces_of(source, name) if NAME.fullmatch(name) else ():
+            links.child(PIECES).create()
+            links.child(PIECES).link(piece, source.child(PIECES))
         for one in files_of(source, name) if name.endswith(INDEXES) else ():
             links.link(one, source)
+    # The hash of the link where there is one: the other name may stand for a newer file by now.
     start = Start(folder, name, (links if is_linked else source).sha256(name), is_strict)
-    write_json(run, PIN, asdict(start))
+    write_json(run, PIN, asdict(start))  # last: what a crash before it leaves is linked again
     return start
-
-
-def _link_pieces(links: Storage, name: str, source: Storage) -> None:
-    """Link the pieces of a checkpoint beside it."""
-    if not NAME.fullmatch(name):
-        return
-    for piece in _pieces_of(source, name):
-        links.child(PIECES).create()
-        links.child(PIECES).link(piece, source.child(PIECES))
 
 
 def _pieces_of(source: Storage, name: str) -> list[str]:
     try:
-        return names_of(json.loads(read_text(source, name) or "{}").get(PIECES))
-    except (StorageError, ValueError):  # told when it is loaded
+        return piece_names(json.loads(read_text(source, name) or "{}").get(PIECES))
+    except (StorageError, ValueError):  # whoever loads it raises the error
         return []
 
 
@@ -392,7 +374,7 @@ def _advice(run: Storage) -> str:
 
 
 def read_torch(data: bytes, where: str) -> dict[str, Any]:
-    """The state_dict in a file of torch's; raises StorageError if it holds none, or code."""
+    """Return the state_dict in a file of torch's; raises StorageError if it holds none, or code."""
     try:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
@@ -403,7 +385,7 @@ def read_torch(data: bytes, where: str) -> dict[str, Any]:
 
 
 class ShardedWriter(CheckpointWriter):
-    """Writes this worker's piece of each checkpoint in the background; rank 0 writes the rest after all pieces.
+    """The writer of this worker's piece of each checkpoint; rank 0 writes the rest after all pieces.
 
     Every rank makes one, and all save after the same steps, on which they `agree`.
     """
@@ -420,14 +402,14 @@ class ShardedWriter(CheckpointWriter):
             checkpoints.child(PIECES).remove_unfinished()
 
     def agree(self, is_due: bool) -> bool:
-        """Whether all workers save now, because rank 0's checkpoint is due; every rank calls this after each step."""
+        """Return whether all workers save now: rank 0's checkpoint is due. Every rank calls this after each step."""
         vote = torch.tensor(int(is_due))
         with waiting("rank 0"):
             dist.broadcast(vote, src=0, group=self._votes)
         return bool(vote)
 
     def _own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This worker's rows of the sharded tensors, and on rank 0 the others."""
+        """Return this worker's rows of the sharded tensors, and on rank 0 the others."""
         self._shapes = {key: list(one.shape) for key, one in tensors.items() if is_sharded(one)}
         return {key: local(one) for key, one in tensors.items() if is_sharded(one) or self._world.rank == 0}
 
@@ -440,7 +422,8 @@ class ShardedWriter(CheckpointWriter):
         checksums: list[Any] = [None] * size
         dist.all_gather_object(checksums, checksum, group=self._commits)
         if rank == 0:
-            whole = {**json.loads(text), PIECES: described(step, checksums, self._shapes)}
+            pieces = {"step": step, "sha256": checksums, "shapes": self._shapes}  # checksums by rank
+            whole = {**json.loads(text), PIECES: pieces}
             rest = {key: one for key, one in self._staged.items() if key not in self._shapes}
             write_tensors(self._checkpoints, name_of(step), rest, json.dumps(whole))
             self._remove_old(step, best_step)
@@ -469,10 +452,12 @@ def open_checkpoint(storage: Storage, name: str) -> OpenCheckpoint:
     first = TensorFile(storage, name)
     try:
         about = dict(json.loads(first.text))
-        said = about.pop(PIECES, None)
-        files = [] if said is None else open_pieces(storage, said)
-        tensors = {**first.tensors(), **({} if said is None else stored_in(files, said))}
-        state = unpack(about.pop("state"), tensors, _with_strides, made_dense)
+        description = about.pop(PIECES, None)
+        files = [] if description is None else open_pieces(storage, description)
+        tensors = {**first.tensors(), **({} if description is None else stored_in(files, description))}
+        state = unpack(
+            about.pop("state"), tensors, lambda one, strides: replace(one, strides=tuple(strides)), made_dense
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{first.where}: is no checkpoint of dp_ray: {error!r}") from None
     return OpenCheckpoint(about, state, [first, *files])
@@ -481,7 +466,7 @@ def open_checkpoint(storage: Storage, name: str) -> OpenCheckpoint:
 def open_start(
     run: Storage, location: str, is_strict: bool = True
 ) -> tuple[dict[str, Stored], dict[str, Any] | None]:
-    """What `weights.read_start` gives, with tensors that are read when they are needed.
+    """Return what `read_start` returns, with tensors that are read when they are needed.
 
     Only a file of torch's (`.pt`) is read whole. Raises JobError if the pinned file is gone or has changed.
     """
@@ -521,26 +506,18 @@ def write_best(run: Storage, metric: str, value: float, step: int, is_averaged: 
 def newest_open(
     checkpoints: Storage, fits: Callable[[dict[str, Any]], str | None], note: Callable[[str], None], world: World
 ) -> tuple[str, OpenCheckpoint] | None:
-    """What `checkpoint.newest` finds, for workers that read a part each; every rank calls this and gets the same."""
+    """Return what `checkpoint.newest` does to workers that read a part each; all ranks call it and get the same."""
+    # Rank 0's list: another rank may list the folder a moment later, and see another newest checkpoint.
     for step in reversed(json.loads(broadcast(json.dumps(steps_of(checkpoints) if world.rank == 0 else [])))):
-        opened, misfit = _tried(checkpoints, name_of(step), fits, world)
+        opened: OpenCheckpoint | None = None
+        try:
+            opened = open_checkpoint(checkpoints, name_of(step))
+            opened.check(world)
+            misfit = fits(opened.about)
+        except StorageError as error:
+            opened, misfit = None, str(error)
         misfits = [one for one in gathered(misfit) if one is not None]
         if opened is not None and not misfits:
             return name_of(step), opened
         note(f"checkpoint {name_of(step)} is ignored, the one before it is tried: {misfits[0]}")
     return None
-
-
-def _tried(
-    checkpoints: Storage, name: str, fits: Callable[[dict[str, Any]], str | None], world: World
-) -> tuple[OpenCheckpoint | None, str | None]:
-    try:
-        opened = open_checkpoint(checkpoints, name)
-        opened.check(world)
-        return opened, fits(opened.about)
-    except StorageError as error:
-        return None, str(error)
-
-
-def _with_strides(stored: Stored, strides: Any) -> Stored:
-    return replace(stored, strides=tuple(strides))

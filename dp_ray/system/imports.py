@@ -1,8 +1,7 @@
-"""Imports large modules in less time: without the garbage collector, and without libraries that nobody uses.
+"""Import large modules in less time, and notice that the source files of imported modules were edited.
 
-The collector takes a fifth of the time of an import, and finds nothing.
-
-Notices that the source files of imported modules were edited.
+Imports run without the garbage collector, which takes a fifth of their time and finds nothing, and without libraries
+that nobody uses.
 """
 
 import functools
@@ -50,7 +49,7 @@ def end_imports() -> None:
 
 
 class Postponed(ModuleType):
-    """Stands for a module in the modules that import it; it is imported when one of them first uses it.
+    """A stand-in for a module in the modules that import it; it is imported when one of them first uses it.
 
     While `postponing`, a name of it is a PostponedName.
     """
@@ -66,7 +65,7 @@ class Postponed(ModuleType):
 
 
 class PostponedName:
-    """Stands for what a module has by a name; imports the module when it is called, or asked for an attribute."""
+    """A stand-in for a name of a module; it imports the module when it is called, or asked for an attribute."""
 
     def __init__(self, module: str, name: str) -> None:
         self.__module = module
@@ -94,7 +93,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 class _Postponing(MetaPathFinder, Loader):
-    """Finds stand-ins for modules and their submodules, as long as it `goes_on`."""
+    """The finder of stand-ins for modules and their submodules, as long as it `goes_on`."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.goes_on = True
@@ -102,12 +101,12 @@ class _Postponing(MetaPathFinder, Loader):
         self._names = [name for name in names if name not in sys.modules and find_spec(name) is not None]
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """A stand-in's, if it is one of the modules or in one of them."""
+        """Return a stand-in's, if it is one of the modules or in one of them."""
         is_postponed = any(fullname == name or fullname.startswith(f"{name}.") for name in self._names)
         return ModuleSpec(fullname, self, is_package=True) if is_postponed else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The stand-in."""
+        """Return the stand-in."""
         self._made.append(spec.name)
         return Postponed(spec, self)
 
@@ -178,7 +177,7 @@ class Sources:
         self._noted = {path: _stamp(path) for path in _files_below(self._folder)}
 
     def edited(self) -> list[str]:
-        """The noted files that were edited or removed since, relative to the folder."""
+        """Return the noted files that were edited or removed since, relative to the folder."""
         return sorted(os.path.relpath(path, self._folder) for path in self._edited())
 
     def forget(self) -> None:
@@ -198,19 +197,19 @@ class Sources:
 
 
 def imported_files() -> tuple[str, ...]:
-    """The source files of the modules that this process has imported, but for ours and installed ones."""
+    """Return the source files of the modules that this process has imported, but for ours and installed ones."""
     return tuple(path for path in _files_of_modules(Path("/")) if _is_users(path))
 
 
 def _files_below(folder: Path) -> Iterator[str]:
-    """The source files below a folder, but for installed packages and hidden folders."""
+    """Yield the source files below a folder, but for installed packages and hidden folders."""
     for here, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_SOURCES]
         yield from (os.path.join(here, name) for name in files if name.endswith(".py"))
 
 
 def _uses(module: ModuleType, others: set[str]) -> bool:
-    """Whether a module holds one of the other modules, or something that is defined there."""
+    """Return whether a module holds one of the other modules, or something that is defined there."""
     values = list(vars(module).values())
     return any(
         (one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", "")) in others for one in values
@@ -218,15 +217,15 @@ def _uses(module: ModuleType, others: set[str]) -> bool:
 
 
 def _files_of_modules(folder: Path) -> dict[str, list[str]]:
-    """The names of the imported modules by their source files, for files below the folder that are not installed."""
-    found: dict[str, list[str]] = {}
+    """Return the names of imported modules by their source files, for those below the folder and not installed."""
+    names: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if not path or not os.path.isabs(path) or name == "__main__" or name.partition(".")[0] == OURS:
             continue
         if _is_below(path, folder) and "site-packages" not in path:
-            found.setdefault(path, []).append(name)
-    return found
+            names.setdefault(path, []).append(name)
+    return names
 
 
 def _is_below(path: str, folder: Path) -> bool:
@@ -234,7 +233,7 @@ def _is_below(path: str, folder: Path) -> bool:
 
 
 def _stamp(path: str) -> Stamp | None:
-    """What changes if a file is edited; None if there is no such file."""
+    """Return what changes if a file is edited; None if there is no such file."""
     try:
         status = os.stat(path)
     except OSError:

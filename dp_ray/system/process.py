@@ -1,16 +1,7 @@
-"""Identify a process uniquely over reboots and reused process numbers, to know if an owner is dead.
+"""A process: its identity, its temporary folders, environment, import path and memory, and its folder's git commit.
 
-Temporary folders of a driver; if a driver is killed, the next one removes its folders.
-
-Set the job's `env` in a process, for good or while a block runs.
-
-On a worker this runs before torch is imported, so the module imports as little as possible.
-
-Where modules that a job names are looked for.
-
-Make a worker's process reuse the memory that it frees.
-
-The git commit of the current folder, and which of its files differ from it.
+An identity is unique over reboots and reused process numbers, to know if an owner is dead: if a driver is killed, the
+next one removes its temporary folders. Workers import this before torch, so it imports as little as possible.
 """
 
 import ctypes
@@ -47,18 +38,18 @@ class Process:
 
 
 def this_process() -> Process:
-    """The identity of the current process."""
+    """Return the identity of the current process."""
     pid = os.getpid()
     return Process(platform.node(), machine(), pid, _started(pid) or "")
 
 
 def is_dead(process: Process) -> bool:
-    """Whether a process has certainly ended; False if it ran on another machine, where this cannot be known."""
+    """Return whether a process has certainly ended; False if it ran on another machine, where nobody can know."""
     return process.machine == machine() and _started(process.pid) != process.started
 
 
 def machine() -> str:
-    """This boot of this host and, on Linux, the PID namespace: a container has its own."""
+    """Return this boot of this host and, on Linux, the PID namespace: a container has its own."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -66,7 +57,7 @@ def machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, by the kernel's tick count, which clock changes do not affect; None if it has ended."""
+    """Return when a process started, in kernel ticks, which no clock change affects; None if it has ended."""
     try:
         if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return None
@@ -82,7 +73,7 @@ OWNER = "dp_ray-owner.json"
 
 
 def short_folder() -> str | None:
-    """The parent of folders that hold sockets, whose paths are limited to 107 characters; TMPDIR is not."""
+    """Return the parent of folders that hold sockets, whose paths are limited to 107 characters; TMPDIR is not."""
     return "/tmp" if os.path.isdir("/tmp") else None
 
 
@@ -115,12 +106,12 @@ def set_environment(values: dict[str, str]) -> None:
 
 
 def is_env(setting: str) -> bool:
-    """Whether a `--set KEY=VALUE` sets `env` or a variable in it."""
+    """Return whether a `--set KEY=VALUE` sets `env` or a variable in it."""
     return bool(SETTING.match(setting))
 
 
 def without_values(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command line without the values of `--set env.X=VALUE`, which may be secrets."""
+    """Return the arguments of a command line without the values of `--set env.X=VALUE`, which may be secrets."""
     return [f"{match[0]}(not shown)" if (match := SETTING.match(one)) else one for one in arguments]
 
 
@@ -176,7 +167,7 @@ SHOWN = 50  # changed files that are listed
 
 
 def git_state() -> dict[str, Any] | None:
-    """The commit, the branch and the changed files of the repository around the current folder; None if unknown."""
+    """Return the commit, branch and changed files of the repository around the current folder; None if unknown."""
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True, errors="replace")
@@ -186,23 +177,19 @@ def git_state() -> dict[str, Any] | None:
 
 
 def parse_status(text: str) -> dict[str, Any]:
-    """What `git status --porcelain=v2 --branch` says.
+    """Parse what `git status --porcelain=v2 --branch` prints.
 
     >>> parse_status("# branch.oid 1f\\n# branch.head main\\n1 .M N... 100644 100644 100644 0 0 a b.py\\n")
     {'commit': '1f', 'branch': 'main', 'changed': ['a b.py'], 'num_changed': 1}
     """
     lines = text.splitlines()
     headers = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# ") and line.count(" ") > 1)
-    changed = [_path_of(line) for line in lines if not line.startswith("#")]
+    # The path stands after 8 fields, or 9 if the file was renamed, or 10 if it has a conflict.
+    fields = [(line, {"1": 8, "2": 9, "u": 10}.get(line[:1], 1)) for line in lines if not line.startswith("#")]
+    changed = [line.split(" ", num)[-1].partition("\t")[0] for line, num in fields]
     return {
         "commit": headers.get("branch.oid"),
         "branch": headers.get("branch.head"),
         "changed": changed[:SHOWN],
         "num_changed": len(changed),
     }
-
-
-def _path_of(line: str) -> str:
-    """The path in a line: after 8 fields, or 9 if the file was renamed, or 10 if it has a conflict."""
-    fields = {"1": 8, "2": 9, "u": 10}.get(line[:1], 1)
-    return line.split(" ", fields)[-1].partition("\t")[0]

@@ -1,10 +1,7 @@
-"""Calls of a thread in the background: one that it repeats, and one after a delay.
+"""Threads in the background, the task's waits for other workers, and SIGINT (Ctrl-C) and SIGTERM as planned stops.
 
-Whether this process's task waits for other workers: the task sets it, the heartbeat reports it.
-
-If one worker hangs, all others wait for it. The one that does not wait is the cause.
-
-SIGINT (Ctrl-C) and SIGTERM as planned stops: the first asks the run to stop, the second ends it at once.
+The task sets that it waits, and the heartbeat reports it: if one worker hangs, all others wait for it. The one that
+does not wait is the cause. The first signal asks the run to stop, the second ends it at once.
 """
 
 import _thread
@@ -16,6 +13,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 130  # the exit status
+IMPORT = "<frozen importlib._bootstrap>"  # the file of the frames that each import has
+AGAIN_SECONDS = 0.01
+ACTION_BYTES = 1024  # more than any system's `struct sigaction` has
+_C = ctypes.CDLL(None)
+_waits: list[str] = []  # innermost last; the task's thread alone writes
+_others: list[Callable[[str], bool]] = []  # to ask for blocks in other threads than the main one
 
 
 @contextmanager
@@ -51,9 +57,6 @@ def if_longer(seconds: float, call: Callable[[], object]) -> Iterator[None]:
         timer.cancel()
 
 
-_waits: list[str] = []  # innermost last; the task's thread alone writes
-
-
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Mark the task as waiting for `what`, which depends on other workers, while the block runs."""
@@ -65,17 +68,9 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def waits_for() -> str:
-    """What the task waits for now; "" if it does not wait for other workers."""
+    """Return what the task waits for now; "" if it does not wait for other workers."""
     innermost = _waits[-1:]  # in one read: the task's thread may leave its block meanwhile
     return innermost[0] if innermost else ""
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-INTERRUPTED = 130  # the exit status
-IMPORT = "<frozen importlib._bootstrap>"  # the file of the frames that each import has
-AGAIN_SECONDS = 0.01
-ACTION_BYTES = 1024  # more than any system's `struct sigaction` has
-_C = ctypes.CDLL(None)
 
 
 @contextmanager
@@ -88,8 +83,11 @@ def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[], object]]:
     handlers: there, `ask_others` calls it. An ignored signal stays ignored, like SIGINT in a shell's background job.
     """
     if threading.current_thread() is not threading.main_thread():
-        with _listed(ask):
+        _others.append(ask)
+        try:
             yield lambda: ask("")
+        finally:
+            _others.remove(ask)
         return
     owner = os.getpid()
 
@@ -110,18 +108,6 @@ def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[], object]]:
             signal.signal(number, before)
 
 
-_others: list[Callable[[str], bool]] = []  # what blocks of other threads than the main one want to be asked
-
-
-@contextmanager
-def _listed(ask: Callable[[str], bool]) -> Iterator[None]:
-    _others.append(ask)
-    try:
-        yield
-    finally:
-        _others.remove(ask)
-
-
 def ask_others(signal_name: str) -> None:
     """Ask what other threads run to stop, as a signal asks what the main thread runs; it may be asked again."""
     for ask in list(_others):
@@ -133,7 +119,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class _Program:
-    """What the handlers of the program `dp-ray` know."""
+    """The state of the handlers of the program `dp-ray`."""
 
     pid = 0
     has_begun = False
@@ -177,11 +163,14 @@ def _handle(handler: Callable[[int, FrameType | None], object]) -> None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     is_sent_again, _Program.is_sent_again = _Program.is_sent_again, False
     is_second = _Program.is_put_off and not is_sent_again
+    imports = frame
+    while imports is not None and imports.f_code.co_filename != IMPORT:
+        imports = imports.f_back
     if os.getpid() != _Program.pid:
         _in_forked_process(number)
     elif is_sent_again and not _Program.is_put_off:
         return  # a second signal has been faster
-    elif is_second or not _is_importing(frame):
+    elif is_second or imports is None:
         _Program.is_put_off = False
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
     elif not _Program.has_begun:
@@ -189,12 +178,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     else:
         _Program.is_put_off = True
         _thread.start_new_thread(_send_again, (number,))  # not `threading`, whose locks the import may hold
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_filename != IMPORT:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _send_again(number: int) -> None:
