@@ -25,11 +25,11 @@ from ray.cluster_utils import Cluster as SeveralNodes
 import dp_ray
 from dp_ray.cluster import connect
 from dp_ray.cluster.connect import check_fits, connected, in_ray_job, worker_resources
-from dp_ray.cluster.decisions import NodeType, addable, capacity_for, free_for, gpus_by_default
 from dp_ray.cluster.internals import forked_worker
 from dp_ray.cluster.internals.core import types_in, wants_token
 from dp_ray.cluster.internals.train_worker import interface_of
 from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
+from dp_ray.cluster.resources import NodeType, addable, capacity_for, free_for, gpus_by_default
 from dp_ray.cluster.worker import named_devices
 from dp_ray.cluster.workers import backend_of
 from dp_ray.engine.model import input_device

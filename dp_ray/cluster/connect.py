@@ -13,7 +13,6 @@ from typing import Any
 import ray
 
 import dp_ray
-from dp_ray.cluster.decisions import Resources, addable, capacity_for, free_for, gpus_by_default, text_of, times
 from dp_ray.cluster.fast_start import EarlyConnection, forking
 from dp_ray.cluster.internals.core import (
     address_of_own_raylet,
@@ -31,6 +30,7 @@ from dp_ray.cluster.internals.core import (
     workers_without_uv,
 )
 from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
+from dp_ray.cluster.resources import Resources, addable, capacity_for, free_for, gpus_by_default, text_of, times
 from dp_ray.errors import ClusterError, Error, JobError
 from dp_ray.job.keys import WorkerKeys, runs_anywhere
 from dp_ray.system.process import own_folder, short_folder, without_values

@@ -31,9 +31,10 @@ from dp_ray.cluster.connect import (
     without_gpus,
     worker_resources,
 )
-from dp_ray.cluster.decisions import Resources, WorkerDemand, text_of
+from dp_ray.cluster.decisions import WorkerDemand
 from dp_ray.cluster.fast_start import EarlyConnection
 from dp_ray.cluster.internals.variables import TRAIN_ENVIRONMENT
+from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.model import check_machine
 from dp_ray.engine.votes import StopRequested

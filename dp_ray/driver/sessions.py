@@ -22,8 +22,8 @@ from dp_ray.cluster.connect import (
     what_begins,
     what_is_awaited,
 )
-from dp_ray.cluster.decisions import Resources, text_of
 from dp_ray.cluster.ray_version import check_ray
+from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers
 from dp_ray.driver.run import Options, Prepared, ShortErrors, execute, options_of
 from dp_ray.errors import ClusterError, JobError, RunInterrupted

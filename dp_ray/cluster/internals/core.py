@@ -33,9 +33,9 @@ from ray._private.runtime_env import packaging
 from ray.core.generated import autoscaler_pb2
 from ray.exceptions import RpcError
 
-from dp_ray.cluster.decisions import NodeType
 from dp_ray.cluster.internals import forked_worker
 from dp_ray.cluster.internals.variables import UV_RUN, VARIABLES
+from dp_ray.cluster.resources import NodeType
 from dp_ray.system.process import environment
 
 CONNECT_SECONDS = 10.0
