@@ -412,9 +412,13 @@ def _not_finite(item: Any, where: str) -> Iterator[str]:
         yield from chain.from_iterable(_not_finite(item[key], f"{where}[{key!r}]") for key in item)
     elif isinstance(item, list | tuple):
         yield from chain.from_iterable(_not_finite(one, f"{where}[{place}]") for place, one in enumerate(item))
-    elif (numbers := _floating(item)) is not None and not _is_finite(numbers):
-        wrong = numbers[~torch.isfinite(numbers)]
-        yield f"{where or 'it'} holds {wrong.reshape(-1)[0].item()}"
+    elif (numbers := _floating(item)) is not None:
+        half = numbers.dtype in (torch.float16, torch.bfloat16)
+        total = numbers.sum(dtype=torch.float32) if half else numbers.sum()
+        # A finite sum says at once that all numbers are.
+        if not torch.isfinite(total) and not torch.isfinite(numbers).all():
+            wrong = numbers[~torch.isfinite(numbers)]
+            yield f"{where or 'it'} holds {wrong.reshape(-1)[0].item()}"
 
 
 def _floating(item: Any) -> torch.Tensor | None:
@@ -428,10 +432,3 @@ def _floating(item: Any) -> torch.Tensor | None:
     if item.layout is torch.strided:
         return item
     return item._values() if item.layout is torch.sparse_coo else item.values()
-
-
-def _is_finite(numbers: torch.Tensor) -> bool:
-    """Return whether all numbers are finite; a finite sum says so at once."""
-    half = numbers.dtype in (torch.float16, torch.bfloat16)
-    total = numbers.sum(dtype=torch.float32) if half else numbers.sum()
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(numbers).all())

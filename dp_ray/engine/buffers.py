@@ -359,7 +359,14 @@ class Buffers(_Writable):
             with waiting("rank 0's buffers"):
                 self._work.wait()
             assert self._flat is not None
-            self._put(_unpacked(self._flat, self._layouts))
+            sizes = [one.padded for one in self._layouts.values() if one is not None]
+            pieces = iter(torch.split(self._flat, sizes))
+            self._put(
+                {
+                    name: None if one is None else next(pieces)[: one.nbytes].view(one.dtype).view(one.shape)
+                    for name, one in self._layouts.items()
+                }
+            )
             self._work = self._flat = None
         elif self._kept is not None:
             self._put(self._kept)
@@ -620,18 +627,9 @@ def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes, padded, as `_unpacked` cuts them off."""
+    """Return the tensor's bytes, padded, as `finish` cuts them off."""
     raw = as_bytes(tensor)
     return nn.functional.pad(raw, (0, _Layout(tensor.shape, tensor.dtype).padded - raw.numel()))
-
-
-def _unpacked(flat: torch.Tensor, layouts: Mapping[str, _Layout | None]) -> Values:
-    """Cut `flat` into the tensors whose bytes it holds one after another."""
-    pieces = iter(torch.split(flat, [one.padded for one in layouts.values() if one is not None]))
-    return {
-        name: None if one is None else next(pieces)[: one.nbytes].view(one.dtype).view(one.shape)
-        for name, one in layouts.items()
-    }
 
 
 @torch.no_grad()

@@ -33,20 +33,15 @@ def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
     functions: dict[str, Any] = {}
     states: dict[str, Any] = {}
     for name, metric in job.metrics.items():
-        made = _make(f"metrics.{name}", metric)
+        where, made = f"metrics.{name}", metric
+        if isinstance(metric, Target):
+            made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
+            if not callable(made):
+                raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
         (states if keeps_state(made) else functions)[name] = made
         if keeps_state(made) and job.num_shards > 1:
             check_merges(name, made)
     return Metrics(functions, job.batch_dim), states
-
-
-def _make(where: str, metric: Any) -> Any:
-    if not isinstance(metric, Target):
-        return metric
-    made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
-    if not callable(made):
-        raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
-    return made
 
 
 def check_watched(job: Job, states: Mapping[str, Any]) -> None:
@@ -60,13 +55,6 @@ def check_watched(job: Job, states: Mapping[str, Any]) -> None:
                 f"{where}: eval measures {', '.join(job.eval_names)}, and the elements of a metric that has several, "
                 f"like eval_recall_0; got {name!r}"
             )
-
-
-def check_measured(job: Job, measured: Mapping[str, float]) -> None:
-    """Raise JobError if the job watches a name that the evaluation did not measure."""
-    for where, name in job.watched.items():
-        if name not in measured:
-            raise JobError(f"{where}: eval measures {', '.join(measured)}; got {name!r}")
 
 
 class Evaluation:

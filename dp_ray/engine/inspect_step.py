@@ -210,7 +210,11 @@ def row_losses(
     """
     loss, compare = step_output.loss, step_output.compare
     if isinstance(loss, torch.Tensor) and loss.ndim:
-        return _own(loss.detach(), rows)
+        # It has a dimension for the rows, or as many elements for each of them.
+        numbers = loss.detach().double()
+        at = next((place for place, length in enumerate(numbers.shape) if length == rows), None)
+        by_row = numbers.reshape(rows, -1) if at is None else numbers.movedim(at, 0).reshape(rows, -1)
+        return RowLosses(by_row.mean(1).tolist(), OWN if numbers.numel() == rows else MEANS)
     try:
         with preserved(device), autocast(job.precision, device):
             if compare is not None:
@@ -221,14 +225,6 @@ def row_losses(
                 return RowLosses([_mean(run_step(step, model, one).loss) for one in batches], ALONE)
     except Exception as error:  # a user's loss or step may take no single row
         return RowLosses([], f"not known: one row alone raises {type(error).__name__}: {error}")
-
-
-def _own(losses: torch.Tensor, rows: int) -> RowLosses:
-    """Return each row's mean, of a loss with a dimension for the rows, or with as many elements for each."""
-    numbers = losses.double()
-    at = next((place for place, length in enumerate(numbers.shape) if length == rows), None)
-    by_row = numbers.reshape(rows, -1) if at is None else numbers.movedim(at, 0).reshape(rows, -1)
-    return RowLosses(by_row.mean(1).tolist(), OWN if numbers.numel() == rows else MEANS)
 
 
 def _by_row(what: str, tree: Any, rows: int, batch_dim: int) -> list[Any]:

@@ -481,16 +481,14 @@ def fake_model(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) 
         where |= {block.name: devices[block.device] for block in blocks_of(job, model, len(devices))}
     made: dict[int, torch.Tensor] = {}
     for name, module in model.named_modules():
-        device = next(where[one] for one in _above(name) if one in where)
+        parts = name.split(".") if name else []
+        above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))  # itself first, the root last
+        device = next(where[one] for one in above if one in where)
         if job.device_map is not None and (name in where or has_own(module)):
             move_inputs(module, device)
         with mode:
             _replace(module, partial(_empty_on, device), made)
     return model
-
-
-def _empty_on(device: torch.device, one: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=device)
 
 
 def _on_meta(job: Job) -> nn.Module:
@@ -504,6 +502,10 @@ def _on_meta(job: Job) -> nn.Module:
             return as_module(made)
     except CannotDefer as error:
         raise _cannot_be_built(job.model, error) from None
+
+
+def _empty_on(device: torch.device, one: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=device)
 
 
 def _placed_by_itself(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) -> nn.Module:
@@ -545,9 +547,3 @@ def _replace(module: nn.Module, new: Callable[[torch.Tensor], torch.Tensor], mad
                     fresh = new(one)
                 made[id(one)] = nn.Parameter(fresh, one.requires_grad) if isinstance(one, nn.Parameter) else fresh
             held[name] = made[id(one)]  # type: ignore[assignment]
-
-
-def _above(name: str) -> list[str]:
-    """Return a module's name, and the names of those that hold it, the root last."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]

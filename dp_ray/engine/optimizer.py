@@ -72,8 +72,13 @@ def build_optimizer(
                 f"optimizer: holds a parameter of size {list(one.shape)} that is none of the parameters it was "
                 "given; it may take some or all of those, and no others"
             )
-    if isinstance(spec, Optimizer):
-        _check_groups(spec, optimizer)
+    if isinstance(spec, Optimizer) and type(optimizer).__module__.startswith("torch.optim."):
+        for number, own in enumerate(spec.groups):  # torch's would keep other args, and never read them
+            for name in own.args.keys() - optimizer.defaults.keys():
+                raise JobError(
+                    f"optimizer.groups.{number}.args: {spec.label} takes no {name!r}, but "
+                    f"{listed(optimizer.defaults)}{did_you_mean(name, optimizer.defaults)}"
+                )
     for group in optimizer.param_groups:  # a scheduler writes into them; the next attempt begins with the job's own
         group |= {name: value.detach().clone() for name, value in group.items() if isinstance(value, torch.Tensor)}
     return optimizer
@@ -95,18 +100,6 @@ def _groups(spec: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
             )
     groups = [{"params": mine, **group.args} for group, mine in zip(spec.groups, members, strict=True)]
     return [*groups, {"params": rest}] if rest else groups
-
-
-def _check_groups(spec: Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Raise JobError for args of a group that an optimizer of torch would keep and never read."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return
-    for number, group in enumerate(spec.groups):
-        for name in group.args.keys() - optimizer.defaults.keys():
-            raise JobError(
-                f"optimizer.groups.{number}.args: {spec.label} takes no {name!r}, but {listed(optimizer.defaults)}"
-                f"{did_you_mean(name, optimizer.defaults)}"
-            )
 
 
 def check_unbuilt(spec: Any) -> None:
@@ -312,7 +305,8 @@ def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if _are_plain(gradients):
         return list(torch._foreach_norm(list(gradients)))
     if any(one.dtype in HALVES for one in gradients):
-        return [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)) for one in gradients]
+        wide = [torch.promote_types(one.dtype, torch.float32) for one in gradients]
+        return [torch.linalg.vector_norm(one, dtype=dtype) for one, dtype in zip(gradients, wide, strict=True)]
     norms: dict[int, torch.Tensor] = {}
     for numbers in _by_kind(gradients):
         norms.update(zip(numbers, torch._foreach_norm([gradients[number] for number in numbers]), strict=True))
@@ -353,11 +347,7 @@ def scale_by(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply the gradients, in place, by a scalar tensor, without waiting for its device."""
     for device, dtype in {(one.device, one.dtype) for one in gradients}:
         here = [one for one in gradients if (one.device, one.dtype) == (device, dtype)]
-        torch._foreach_mul_(here, factor.to(device, _wide(dtype)))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+        torch._foreach_mul_(here, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
 INNER = "module."  # before the names of the model's tensors in the average's state

@@ -246,12 +246,13 @@ class _Runner:
 
     def _forward(self, inputs: Any, shard: Shard, clock: StepClock) -> Any:
         """Call the model; the clock's part after it is that of the outputs."""
-
-        def hint(error: BaseException) -> str:
-            advice = keywords_hint(self.model, inputs, self.job.call, error)
-            return advice + (mixed_devices(self.model, error) or describe_input(inputs))
-
-        with reraise_as(f"{location(shard)}: model", hint):
+        with reraise_as(
+            f"{location(shard)}: model",
+            lambda error: (
+                keywords_hint(self.model, inputs, self.job.call, error)
+                + (mixed_devices(self.model, error) or describe_input(inputs))
+            ),
+        ):
             outputs = call_model(self.model, inputs, self.job.call)
         clock.enter(Part.OUTPUTS)
         return outputs

@@ -230,8 +230,13 @@ def find_reference(job: Job, dataset: Any, name: str) -> Reference:
     why = ""
     for indices, screened in _loaded(job, samples, singly, CPU, list):  # the items as they are
         index = int(indices[0])
-        bad = screened.bad.get(0) or _cannot_be_collated(job, index, screened.batch[0])
-        if bad:
+        bad = screened.bad.get(0)
+        if bad is None:
+            try:
+                collate_of(job)([screened.batch[0]])
+            except Exception as error:  # a user's collate may raise anything
+                bad = bad_sample(index, error)
+        if bad is not None:
             why = f"sample {bad.sample}: {bad.kind}: {bad.message}"
             continue
         good.append((index, screened.batch[0]))
@@ -241,11 +246,3 @@ def find_reference(job: Job, dataset: Any, name: str) -> Reference:
     if reference is None:
         raise DataError(f"{name}: none of the first {tried} samples is good; the last one tried is {why}")
     return reference
-
-
-def _cannot_be_collated(job: Job, index: int, item: Any) -> BadSample | None:
-    try:
-        collate_of(job)([item])
-    except Exception as error:  # a user's collate may raise anything
-        return bad_sample(index, error)
-    return None

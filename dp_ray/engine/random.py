@@ -83,12 +83,11 @@ class ForwardSeeds:
 class RngProbe:
     """Detects whether a random number was drawn from the global generators, at less cost than seeding them."""
 
-    def __init__(self) -> None:
-        self._undrawn: Draws | None = None
+    _undrawn: Draws | None = None
 
     def begin(self) -> None:
         """Seed the global generators and start to watch them."""
-        if self._undrawn is None:  # not in __init__: torch's default dtype may change before the first use
+        if self._undrawn is None:  # not when it is made: torch's default dtype may change before the first use
             seed_all(0)
             self._undrawn = _draw()
         seed_all(0)

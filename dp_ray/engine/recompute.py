@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -33,7 +33,13 @@ def choose_blocks(job: Job, model: nn.Module) -> list[nn.Module]:
     Raises what `blocks_by_class` raises.
     """
     blocks = blocks_by_class("fsdp.blocks", job.fsdp.blocks, model)
-    return [one for one in blocks if not _shares(one, model)]
+    return [
+        block
+        for block in blocks
+        if {id(one) for one in block.parameters()}.isdisjoint(
+            id(one) for module in set(_outside(block, model)) for one in module.parameters(recurse=False)
+        )
+    ]
 
 
 def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Module) -> list[nn.Module]:
@@ -92,16 +98,6 @@ def _items(module: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in module.children():
             yield from _items(child)
-
-
-def _shares(block: nn.Module, model: nn.Module) -> bool:
-    """Return whether a parameter of the block belongs to a module outside it too."""
-    mine = {id(one) for one in block.parameters()}
-    return any(
-        id(parameter) in mine
-        for module in set(_outside(block, model))
-        for parameter in module.parameters(recurse=False)
-    )
 
 
 def _outside(block: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
@@ -164,11 +160,14 @@ class _Recomputed:
             return self._forward(*args, **kwargs)
         own, buffers = own_generators(self._block), _Buffers(self._block)
         before = {name: version_of(one) for name, one in self._block.named_parameters()}
-
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return nullcontext(), _as_before(random_state(self._devices, own), self._devices, own, buffers)
-
-        keys: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+        keys: dict[str, Any] = {
+            "use_reentrant": False,
+            "preserve_rng_state": False,
+            "context_fn": lambda: (
+                nullcontext(),
+                _as_before(random_state(self._devices, own), self._devices, own, buffers),
+            ),
+        }
         outputs = checkpoint(self._forward, *args, **keys, **kwargs)
         buffers.forget_unchanged()
         for name, one in self._block.named_parameters():

@@ -19,7 +19,7 @@ The step's statistics go with the gradients, in a `StatsBucket`, without a colle
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -270,7 +270,10 @@ class DdpReduction(Reduction):
         )
         self._ddp.register_comm_hook(None, self._reducer.hook)
         left_out = {id(one) for one in sparse}
-        keep_strides(one for one in parameters.values() if id(one) not in left_out)
+        for one in parameters.values():
+            if id(one) not in left_out and 1 in one.size():
+                hook = functools.partial(_set_strides, *_layout(one))
+                one.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self, shards: Sequence[int], filled: int) -> None:
         """Begin a step, in the hook too."""
@@ -362,6 +365,7 @@ def wrapped(
         )
 
 
+@dataclass(eq=False)
 class Reducer:
     """DDP's communication hook: it sums each bucket by all-reduce, in its memory, which is the gradients'.
 
@@ -371,11 +375,10 @@ class Reducer:
     before. `on_last` is called once all gradients of a step are there.
     """
 
-    def __init__(self, on_last: Callable[[], object], waits_later: bool) -> None:
-        self.saw_last = False
-        self._on_last = on_last
-        self._waits_later = waits_later
-        self._begun: list[tuple[Begun, list[torch.Tensor]]] = []
+    on_last: Callable[[], object]
+    waits_later: bool
+    saw_last: bool = False
+    _begun: list[tuple[Begun, list[torch.Tensor]]] = field(default_factory=list)
 
     def begin(self, filled: int, last: Node | None) -> None:
         """Begin a step in which the first `filled` shards have rows.
@@ -390,8 +393,8 @@ class Reducer:
         begun = self._begin(bucket)
         if bucket.is_last():
             self.saw_last = True
-            self._on_last()
-        if not self._waits_later:
+            self.on_last()
+        if not self.waits_later:
             if isinstance(begun, torch.futures.Future):
                 return begun
             first: Sums = begun.get_future().then(lambda tensors: tensors.value()[0])
@@ -567,20 +570,13 @@ def zeros_that_add_nothing(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(like).neg_()
 
 
-def keep_strides(parameters: Iterable[nn.Parameter]) -> None:
-    """Give the parameters' gradients the strides of their buckets where these differ for dimensions of size 1 alone.
+def _set_strides(size: torch.Size, strides: tuple[int, ...], parameter: torch.Tensor) -> None:
+    """Give the gradient the strides of its bucket where these differ for dimensions of size 1 alone.
 
     Those reach no element, so a gradient may have any: oneDNN and cuDNN give that of a depthwise or 1x1 convolution
     others than its weight has. DDP compares them all, and warns of a cost that there is not. Strides that do differ
     stay, and so does DDP's warning.
     """
-    for parameter in parameters:
-        if 1 in parameter.size():
-            hook = functools.partial(_set_strides, *_layout(parameter))
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _set_strides(size: torch.Size, strides: tuple[int, ...], parameter: torch.Tensor) -> None:
     gradient = parameter.grad
     if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
         return

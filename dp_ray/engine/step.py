@@ -24,7 +24,6 @@ from dp_ray.engine.user_code import (
     OF_SHARDS,
     describe_compared,
     describe_input,
-    one_row_hint,
     reraise_as,
     shards_hint,
 )
@@ -81,7 +80,9 @@ def build_step(job: Job, world: World) -> Step:
         inputs, target = model_inputs(job, batch), batch[1]
 
         def hint(error: BaseException) -> str:
-            known = _model_hint(model, error) or one_row_hint(error)
+            known = mixed_devices(model, error) or shards_hint(error)
+            if not known and "Expected more than 1 value per channel" in str(error):  # of a BatchNorm
+                known = "; this shard has one row: choose batch_size and shards so that each has two"
             return known or keywords_hint(model, inputs, job.call, error) + describe_input(inputs)
 
         with reraise_as("model", hint):
@@ -101,7 +102,9 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
 
     Raises ModelError if the step raises, or if its mapping has no loss or other keys.
     """
-    with reraise_as("step", lambda error: _model_hint(model, error) or batch_hint(error, batch)):
+    with reraise_as(
+        "step", lambda error: mixed_devices(model, error) or shards_hint(error) or batch_hint(error, batch)
+    ):
         returned = step(model, batch)
     if isinstance(returned, StepOutput):
         return returned
@@ -119,11 +122,6 @@ def beside(outputs: Any, target: Any) -> Any:
     """Move the target to the device of the first tensor of the outputs."""
     device = next((leaf.device for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)), None)
     return target if device is None else map_leaves(lambda leaf: moved(leaf, device), target)
-
-
-def _model_hint(model: nn.Module, error: BaseException) -> str:
-    """Return a hint on an error of code that runs the model: tensors on two devices, or shards."""
-    return mixed_devices(model, error) or shards_hint(error)
 
 
 def keywords_hint(model: nn.Module, inputs: Any, call: str, error: BaseException) -> str:

@@ -60,11 +60,6 @@ class Update(NamedTuple):
     gradient_norm: torch.Tensor
     stops: bool
 
-    @property
-    def totals(self) -> torch.Tensor:
-        """The sums and weights of the loss and each metric, float64 [2 * names]."""
-        return self.sums[:VOTES]
-
 
 class Trainer:
     """The training state on one worker, the same on all workers, and the step that changes it.
@@ -99,7 +94,7 @@ class Trainer:
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
         loss = ShardLoss(called, step, measures, job, world.device)
-        self._gradient = BatchGradient(
+        self.gradient = BatchGradient(
             job, model, loss, self.optimizer_step, world, self._clock, sharded, while_waiting
         )
         self.measure_names = list(measures.functions)
@@ -127,7 +122,7 @@ class Trainer:
         # Only after an out-of-memory error is it computed how many shards would fit.
         shards_that_fit = functools.partial(self._shards_that_fit, split)
         with advised(self._job, f"step {step}", _size_of(split, shards), shards_that_fit):
-            self._gradient.compute(split, step, shards, batches, on_shard, stats, self.without_set_aside)
+            self.gradient.compute(split, step, shards, batches, on_shard, stats, self.without_set_aside)
         self._clock.enter(Part.UPDATE)
         with advised(self._job, f"step {step}", None):
             update = self._update(split, step, stats)
@@ -157,7 +152,7 @@ class Trainer:
 
     def _shards_that_fit(self, split: Split) -> int | None:
         """Estimate, after an out-of-memory error, the fewest shards that fit; None where there is no estimate."""
-        world, running = self._world, self._gradient.running
+        world, running = self._world, self.gradient.running
         is_on_one_gpu = world.device.type == "cuda" and len(world.devices) == 1
         if self.sharded is not None or running is None or not is_on_one_gpu:
             return None
@@ -173,30 +168,20 @@ class Trainer:
         """Run a step without its update; return the sum and weight of its loss, and then of each metric."""
         stats = Stats(split.shards, 1 + len(self.measure_names), self._world)
         with advised(self._job, f"step {step}", _size_of(split, shards)):
-            self._gradient.compute(split, step, shards, batches, lambda *_: None, stats, self.without_set_aside)
+            self.gradient.compute(split, step, shards, batches, lambda *_: None, stats, self.without_set_aside)
         self.optimizer_step.skip()
         sums: list[float] = stats.numbers.sum(0).tolist()
         return sums[:VOTES]
 
-    @property
-    def flops(self) -> Flops | None:
-        """The operations of a row, if the job asks for them, this is rank 0 and it has run a step."""
-        return self._gradient.flops
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next step, of the first parameter group."""
-        return self.optimizer_step.learning_rate
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later steps depend on; its tensors are the live ones, not copies."""
         state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
-        written = self._gradient.buffers.state()
+        written = self.gradient.buffers.state()
         return {**state, WRITTEN: written} if written else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; raises ModelError if it belongs to another model or optimizer."""
-        written, buffers = whole_tensors(state.get(WRITTEN, {})), self._gradient.buffers
+        written, buffers = whole_tensors(state.get(WRITTEN, {})), self.gradient.buffers
         # The buffers that forwards had made must be there before the weights are loaded, and their values after it.
         buffers.make(written)
         make_room(self.model, state["model"])
@@ -226,7 +211,7 @@ class Trainer:
 
     def close(self) -> None:
         """Stop the threads of the reduction, and let the model be freed."""
-        self._gradient.close()
+        self.gradient.close()
 
 
 def _size_of(split: Split, shards: Sequence[Shard]) -> ShardSize:
@@ -265,7 +250,7 @@ class BatchGradient:
         self._step = 0
         self._sharded = sharded
         self._dummies = DummyBatches(world)
-        self.flops: Flops | None = None
+        self.flops: Flops | None = None  # of a row, on rank 0, from the first step on, if the job asks for them
         self.running: tuple[Any, int] | None = None  # the shard that runs, or that an error has ended: batch, rows
 
     def compute(

@@ -153,7 +153,11 @@ class TrialTraining:
     def step(self, data: Data, most: int | None) -> None:
         """Run forward and backward of at most so many of this worker's shards, and the optimizer's step."""
         (planned,) = (shards[:most] for _, shards in _shards(self._world, data))
-        buckets = self._buckets(len(planned))
+        # DDP's buckets: they hold the gradients themselves if the worker runs a single shard.
+        buckets = [torch.zeros_like(one) for one in self._trained] if self._has_buckets else []
+        if buckets and len(planned) == 1:
+            for one, bucket in zip(self._trained, buckets, strict=True):
+                one.grad = bucket
         filled = num_filled(data.split.largest_batch, data.split.shards)
         self._reduction.begin([shard.shard for shard in planned], filled)
         with closing(_loaded(self._world, data, most)) as loaded:
@@ -166,16 +170,6 @@ class TrialTraining:
             self._reduction.finish()
         self._optimizer_step.rehearse()
         del buckets
-
-    def _buckets(self, shards: int) -> list[torch.Tensor]:
-        """Allocate DDP's buckets. They hold the gradients themselves if the worker runs a single shard."""
-        if not self._has_buckets:
-            return []
-        made = [torch.zeros_like(one) for one in self._trained]
-        if shards == 1:
-            for one, bucket in zip(self._trained, made, strict=True):
-                one.grad = bucket
-        return made
 
 
 @dataclass(eq=False)
@@ -191,7 +185,7 @@ class LocalForwards(Forwards):
     def end(self) -> bool:
         """Free what the last forward has left gathered."""
         if self.sharded is not None:
-            self.sharded.end_of_evaluation()
+            self.sharded.root.reshard()  # a forward without a backward leaves parameters gathered
         return True
 
 

@@ -27,9 +27,9 @@ from dp_ray.engine.optimizer import (
 )
 from dp_ray.engine.reduce import numbers_of
 from dp_ray.engine.sharded.state import (
+    ELEMENTWISE,
     AlignedParts,
     Sharded,
-    check_elementwise,
     comm_device,
     one_thread,
     sharded_as,
@@ -56,8 +56,14 @@ class OptimizerStep:
         self.aligned = AlignedParts(trained, sharded.world) if sharded is not None and self._is_exact else None
         instead = {} if self.aligned is None else self.aligned.flats
         self.optimizer = build_optimizer(job.optimizer, model, instead)
-        if self._is_exact:
-            check_elementwise(self.optimizer)
+        # The update of a part must be the part of the update.
+        if self._is_exact and type(self.optimizer) not in ELEMENTWISE:
+            names = listed([one.__name__ for one in ELEMENTWISE])
+            raise JobError(
+                f"optimizer: {type(self.optimizer).__qualname__} may use all of a parameter to update a part of it, "
+                "so with strategy: fsdp it cannot be bitwise; "
+                f"take one of torch.optim's {names}, or leave bitwise out"
+            )
         if sharded is not None and self.aligned is None:
             for kind, reason in UNSHARDED.items():
                 if isinstance(self.optimizer, kind):

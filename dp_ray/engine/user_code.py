@@ -116,13 +116,6 @@ def describe_compared(outputs: Any, target: Any) -> str:
     return f"; it got outputs {dtypes_and_sizes(outputs)}, target {dtypes_and_sizes(target)}"
 
 
-def one_row_hint(error: BaseException) -> str:
-    """Return a hint for BatchNorm that trains on a shard of a single row; else empty."""
-    if "Expected more than 1 value per channel" not in str(error):
-        return ""
-    return "; this shard has one row: choose batch_size and shards so that each has two"
-
-
 OF_SHARDS = (
     "; with strategy: fsdp the parameters of a block are whole only while the block runs, and shards (DTensors) "
     "elsewhere: compute with them in the forward of a module that fsdp.blocks names, or take strategy: ddp"

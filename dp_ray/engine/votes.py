@@ -7,6 +7,7 @@ interface of a worker's loop between two steps.
 
 import math
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,15 +53,15 @@ class Stats:
         self._cells[self._own, MISSING] = samples
 
 
+@dataclass(eq=False)
 class Lagged:
     """Reads a number of each step from a GPU, `lag` steps later, so that no step waits for it.
 
     A number that is known already, as on a CPU, is read at once.
     """
 
-    def __init__(self, lag: int) -> None:
-        self._lag = lag
-        self._numbers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+    lag: int
+    _numbers: "deque[tuple[torch.Tensor, torch.cuda.Event]]" = field(default_factory=deque)
 
     def take(self, number: torch.Tensor | float) -> float | None:
         """Add this step's number, a scalar; return that of `lag` steps before, None if there is none."""
@@ -70,7 +71,7 @@ class Lagged:
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(number.device))
         self._numbers.append((here, copied))
-        return _read(*self._numbers.popleft()) if len(self._numbers) > self._lag else None
+        return _read(*self._numbers.popleft()) if len(self._numbers) > self.lag else None
 
     def ahead(self) -> list[float]:
         """Return the numbers that `take` has not returned yet; this waits for the device, and takes none of them."""
@@ -83,6 +84,7 @@ def _read(number: torch.Tensor, ready: "torch.cuda.Event") -> float:
         return float(number.item())
 
 
+@dataclass(eq=False)
 class StopVote:
     """Stop requests ride on each step's all-reduce, so all workers stop after the same step.
 
@@ -90,9 +92,7 @@ class StopVote:
     """
 
     LAG = 16
-
-    def __init__(self) -> None:
-        self._votes = Lagged(self.LAG)
+    _votes: Lagged = field(default_factory=lambda: Lagged(StopVote.LAG))
 
     def stops(self, votes: torch.Tensor | float) -> bool:
         """Add this step's votes, the number of workers that ask to stop; return whether to stop now."""
@@ -103,19 +103,20 @@ class NotFinite(ModelError):
     """The loss of a step is NaN or infinite; every attempt would find it again."""
 
 
+@dataclass(eq=False)
 class LossWatch:
     """Watches the sum of each step's losses over all workers, which is the same on each of them.
 
     On a GPU it is read as many steps later as a stop request, so that no step waits for the GPU. `run_dir` is the
-    run's directory, for the message.
+    run's directory, for the message. `not_finite` is the first step whose sum, which it has too, was read and is not
+    finite; it is the same on all workers after the same step.
     """
 
-    def __init__(self, run_dir: str) -> None:
-        self._sums = Lagged(StopVote.LAG)
-        self._run_dir = run_dir
-        self._num_read = 0  # steps whose sums were read
-        self._first: int | None = None  # the first step of this attempt
-        self._not_finite: tuple[int, float] | None = None  # the first such step, and its sum
+    run_dir: str
+    not_finite: tuple[int, float] | None = None
+    _num_read: int = 0  # steps whose sums were read
+    _first: int | None = None  # the first step of this attempt
+    _sums: Lagged = field(default_factory=lambda: Lagged(StopVote.LAG))
 
     def take(self, step: int, total: torch.Tensor | float) -> None:
         """Take in the sum of a step's losses."""
@@ -124,22 +125,17 @@ class LossWatch:
         if earlier is not None:
             self._note(earlier)
 
-    @property
-    def has_found(self) -> bool:
-        """Whether a loss that was read is not finite; the same on all workers after the same step."""
-        return self._not_finite is not None
-
     def is_finite(self) -> bool:
         """Return whether all losses so far are finite; this waits for the device."""
-        return self._not_finite is None and all(map(math.isfinite, self._sums.ahead()))
+        return self.not_finite is None and all(map(math.isfinite, self._sums.ahead()))
 
     def check(self) -> None:
         """Raise NotFinite, on all workers after the same step, if a loss that was read is not finite."""
-        if self._not_finite is not None:
-            step, total = self._not_finite
+        if self.not_finite is not None:
+            step, total = self.not_finite
             raise NotFinite(
                 f"step {step}: the loss is {total}, and stop_on_nan is true; look at its rows: "
-                f"{replay_command(self._run_dir, step)}"
+                f"{replay_command(self.run_dir, step)}"
             )
 
     def check_all(self) -> None:
@@ -149,8 +145,8 @@ class LossWatch:
         self.check()
 
     def _note(self, total: float) -> None:
-        if self._not_finite is None and not math.isfinite(total):
-            self._not_finite = (self._first or 0) + self._num_read, total
+        if self.not_finite is None and not math.isfinite(total):
+            self.not_finite = (self._first or 0) + self._num_read, total
         self._num_read += 1
 
 

@@ -385,21 +385,17 @@ def resume(
     trainer.load_state_dict(state)
     steps, before = split.total_steps, about.get("steps", split.total_steps)
     if steps != before:
-        says = _plan_anew(job, trainer, plans)
+        schedule, rate = trainer.schedule, trainer.optimizer_step.learning_rate
+        is_planned = plans and isinstance(job.scheduler, Scheduler) and job.scheduler.is_planned
+        says = ""
+        if is_planned and schedule.begin_anew():
+            now = trainer.optimizer_step.learning_rate
+            says = f"the scheduler is planned anew: the learning rate goes on at {now:.4g}, not {rate:.4g}"
+        elif schedule.lengths:
+            says = f"the scheduler stays as it was built ({schedule.lengths})"
         if says and is_rank_0():
             send(Note(f"{steps} steps now, {before} before: {says}"))
     return TrainState(**about["running"])
-
-
-def _plan_anew(job: Job, trainer: Trainer, plans: bool) -> str:
-    """Plan the scheduler for the training's new length, if it can be; return a sentence on it."""
-    schedule = trainer.schedule
-    if plans and isinstance(job.scheduler, Scheduler) and job.scheduler.is_planned:
-        before = trainer.learning_rate
-        if schedule.begin_anew():
-            now = trainer.learning_rate
-            return f"the scheduler is planned anew: the learning rate goes on at {now:.4g}, not {before:.4g}"
-    return f"the scheduler stays as it was built ({schedule.lengths})" if schedule.lengths else ""
 
 
 def layout_of(job: Job, split: Split, dataset: Any) -> TrainingLayout:

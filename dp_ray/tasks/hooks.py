@@ -23,7 +23,7 @@ from dp_ray.engine.model import autocast, tensors_of
 from dp_ray.engine.step import OnShard, StepOutput, of_neighbours
 from dp_ray.engine.trainer import Trainer, Update
 from dp_ray.engine.user_code import reraise_as
-from dp_ray.engine.votes import StepControl
+from dp_ray.engine.votes import VOTES, StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
@@ -93,12 +93,7 @@ class ShardsFound(NamedTuple):
 
 def notifier(world: World, send: Send) -> Callable[[str], None]:
     """Return what sends a line for the user, on rank 0 alone: the other ranks would repeat it."""
-
-    def notify(text: str) -> None:
-        if world.rank == 0:
-            send(Note(text))
-
-    return notify
+    return lambda text: send(Note(text)) if world.rank == 0 else None
 
 
 @dataclass(frozen=True)
@@ -158,7 +153,7 @@ class TrainingView:
         """The loss, the metrics and the gradient's norm, read from the device at once."""
         if self._update is None:
             return {"loss": float("nan"), "gradient_norm": float("nan")}
-        totals = self._update.totals
+        totals = self._update.sums[:VOTES]
         *sums, norm = torch.cat([totals, self._update.gradient_norm.to(totals).reshape(1)]).tolist()
         pairs = zip(sums[::2], sums[1::2], strict=True)
         means = [total / weight if weight else float("nan") for total, weight in pairs]
@@ -190,7 +185,7 @@ class Hooks:
 
     def _view(self, step: int, update: Update | None, measured: Mapping[str, float]) -> TrainingView:
         epoch = self._split.cursor(step)[0]
-        rate = self._trainer.learning_rate if update is None else update.learning_rate
+        rate = self._trainer.optimizer_step.learning_rate if update is None else update.learning_rate
         samples = epoch * self._split.rows_kept + self._split.batch(step)[1]
         return TrainingView(step, epoch, samples, rate, self._run_dir, update, dict(measured), self._trainer)
 

@@ -306,7 +306,12 @@ def settings_of_torch() -> Iterator[Setting]:
     yield Setting("default_dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield Setting("num_threads", torch.get_num_threads, torch.set_num_threads)
     yield Setting("num_interop_threads", torch.get_num_interop_threads, None)
-    yield Setting("flush_denormal", flushes_denormal, torch.set_flush_denormal)
+    # torch can set this but does not tell: whether numbers too small for fp32's full precision become 0.
+    yield Setting(
+        "flush_denormal",
+        lambda: bool((torch.tensor([1e-40], device="cpu", dtype=torch.float32) * 1).item() == 0),
+        torch.set_flush_denormal,
+    )
     yield Setting("sharing_strategy", t.multiprocessing.get_sharing_strategy, t.multiprocessing.set_sharing_strategy)
     precision = "float32_matmul_precision"
     yield Setting(precision, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
@@ -361,11 +366,6 @@ def default_device() -> torch.device | None:
     """Return the device that `torch.set_default_device` has set; None if none was set."""
     device = torch.get_default_device()
     return None if device.type == "cpu" else device
-
-
-def flushes_denormal() -> bool:
-    """Return whether numbers too small for fp32's full precision become 0; torch can set this but does not tell."""
-    return bool((torch.tensor([1e-40], device="cpu", dtype=torch.float32) * 1).item() == 0)
 
 
 def _set_safe_globals(globals_: list[Any]) -> None:

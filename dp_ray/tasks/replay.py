@@ -7,9 +7,9 @@ finite.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
@@ -225,7 +225,9 @@ def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
         loss = None
         if choice.shard is None:
             with look.unchanged():
-                loss = _loss(trainer, split, choice.step, loaded)
+                copies = iter([(one.samples, copied(one.batch)) for one in loaded])
+                total, weight, *_ = trainer.sums_of(split, choice.step, [one.shard for one in loaded], copies)
+                loss = total / weight if weight else float("nan")
         filled = [one for one in loaded if one.shard.rows and choice.shard in (None, one.shard.shard)]
         findings = look.find(filled, split, choice.step)
         yield Rerun(_replayed(context, split, choice, begun, loss, findings), findings, look)
@@ -272,19 +274,19 @@ class RecordedEvaluations:
         return {name: value for name, value in row.items() if name.startswith("eval_") and value is not None}
 
 
+@dataclass(eq=False)
 class ProgressLines(StepControl):
     """A line every few seconds on how far the steps before the chosen one are."""
 
-    def __init__(self, wanted: int, say: Say) -> None:
-        self._wanted = wanted
-        self._say = say
-        self._shown = time.monotonic()
+    wanted: int
+    say: Say
+    _shown: float = field(default_factory=time.monotonic)
 
     def before(self, step: int) -> None:
         """Show the step that begins, if it is time to."""
         if time.monotonic() - self._shown >= LINE_SECONDS:
             self._shown = time.monotonic()
-            self._say(f"step {step}, up to {self._wanted}")
+            self.say(f"step {step}, up to {self.wanted}")
 
 
 def _run_steps_before(
@@ -300,25 +302,18 @@ def _run_steps_before(
     until = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step)
     before = Work(dataclasses.replace(split, max_steps=wanted), start=state.step)
     control = ProgressLines(wanted, say)
-    profiler = StepProfiler(job, world, run, split.total_steps, _nobody)
+    profiler = StepProfiler(job, world, run, split.total_steps, lambda _: None)
     never_stops = EarlyStopping(job.model_copy(update={"early_stopping": None}), state, split.total_steps)
     loop = TrainingLoop(
         trainer, split, state, RecordedEvaluations(history), never_stops, None, None, control, times, profiler
     )
     with (
         closing(load_good(job, dataset, until, world.device, quarantine, times=times)) as batches,
-        Recorder(world, _nobody) as recorder,
+        Recorder(world, lambda _: None) as recorder,
     ):
         loop.run(before, batches, world, recorder, lambda *_: None)
         loaded = [(shard, *next(batches)) for shard in split.worker(1, 0, wanted)]
     return [Loaded(trainer.without_set_aside(shard), samples, batch) for shard, samples, batch in loaded]
-
-
-def _loss(trainer: Trainer, split: Split, step: int, loaded: Sequence[Loaded]) -> float:
-    """Return the loss of the whole batch, as the history has it."""
-    copies = iter([(one.samples, copied(one.batch)) for one in loaded])
-    total, weight, *_ = trainer.sums_of(split, step, [one.shard for one in loaded], copies)
-    return total / weight if weight else float("nan")
 
 
 def _replayed(
@@ -342,7 +337,15 @@ def _replayed(
         loss=loss,
         history_loss=history.row(choice.step).get("loss"),
         row_losses="; ".join(dict.fromkeys(losses.how for _, losses in findings.rows)),
-        rows=tuple(sorted(rows, key=_by_loss)),
+        # By their losses: NaN, then infinities and numbers downwards, then what is not known.
+        rows=tuple(
+            sorted(
+                rows,
+                key=lambda row: (
+                    (2, 0.0) if row.loss is None else (0, 0.0) if math.isnan(row.loss) else (1, -row.loss)
+                ),
+            )
+        ),
         weights=findings.weights,
         batch=findings.batch,
         output=_described(findings.output),
@@ -350,16 +353,5 @@ def _replayed(
     )
 
 
-def _by_loss(row: Row) -> tuple[int, float]:
-    """Order rows by their losses: NaN, then infinities and numbers downwards, then what is not known."""
-    if row.loss is None:
-        return 2, 0.0
-    return (0, 0.0) if math.isnan(row.loss) else (1, -row.loss)
-
-
 def _described(place: Place | None) -> dict[str, Any] | None:
     return None if place is None else {**place._asdict(), "text": str(place)}
-
-
-def _nobody(message: Any) -> None:
-    """Drop what a task sends: nobody listens."""

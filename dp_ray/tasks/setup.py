@@ -138,10 +138,6 @@ class SetAside:
     quarantine: Quarantine
     files: QuarantineFiles
 
-    def begin_evaluation(self, after: int) -> None:
-        """Note that the dataset is evaluated after step `after` of a training."""
-        self.files.after = after
-
 
 def set_aside(
     job: Job, key: str, dataset: Any, run: Storage, send: Send, attempt: str | None = None

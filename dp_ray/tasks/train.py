@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from dp_ray.engine.clock import Part, clock_on
-from dp_ray.engine.evaluation import Evaluation, build_metrics, check_measured, check_watched
+from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.engine.loading import OverlappedRead, Skipping, seeded_dataset
 from dp_ray.engine.model import build_model, check_all_tensors, compiled, input_device, tensors_of
 from dp_ray.engine.quarantine import Quarantine, keep_all, load_good
@@ -102,8 +102,8 @@ def train(
             on_shard = with_loss_check(job, stopping.next_step, world, shape_reporter(recorder, probe), notify)
             loop.run(work, batches, world, recorder, on_shard)
             send(WorkerTimes(world.rank, times.to_json()))
-            if trainer.flops is not None:
-                send(trainer.flops)
+            if trainer.gradient.flops is not None:
+                send(trainer.gradient.flops)
     forget_ahead(run, quarantine, train_state.step, split)
     if stopping.next_step < split.total_steps:
         control.leave()
@@ -191,7 +191,7 @@ class Evaluator:
         work = Work(self._planned.split, self._world.world_size, self._world.rank)
         device = self._world.device
         if self._set_aside is not None:
-            self._set_aside.begin_evaluation(step)
+            self._set_aside.files.after = step
         quarantine = quarantine_of(self._set_aside)
         real = keep_all if quarantine is None else quarantine.without_set_aside
         loading = load_good(self._job, self._dataset, work, device, quarantine, name="eval.dataset")
@@ -202,7 +202,9 @@ class Evaluator:
         if quarantine is not None:
             metrics["rows"] = self._evaluation.rows
         measured = {f"eval_{name}": value for name, value in metrics.items()}
-        check_measured(self._job, measured)
+        for where, name in self._job.watched.items():
+            if name not in measured:
+                raise JobError(f"{where}: eval measures {', '.join(measured)}; got {name!r}")
         return measured
 
 
@@ -238,7 +240,9 @@ class EarlyStopping:
             return False
         value = float(json.loads(broadcast(json.dumps(measured[self._wanted.column]))))
         counts = self._train_state.stopping
-        if self._is_better(value, counts["best"]):
+        best = counts["best"]
+        gain = 0.0 if best is None else best - value if self._wanted.mode == "min" else value - best
+        if value == value and (best is None or gain > self._wanted.min_delta):  # NaN never improves
             counts |= {"best": value, "times": 0}
         else:
             counts["times"] += 1
@@ -249,14 +253,6 @@ class EarlyStopping:
         counts: dict[str, Any] = self._train_state.stopping
         column, mode, min_delta = counts["by"]
         return StoppedEarly(self._train_state.step, column, mode, min_delta, counts["best"], counts["times"])
-
-    def _is_better(self, value: float, best: float | None) -> bool:
-        """Return whether a value improves on the best one by `min_delta`; NaN never does."""
-        assert self._wanted is not None
-        if value != value or best is None:
-            return value == value
-        gain = best - value if self._wanted.mode == "min" else value - best
-        return gain > self._wanted.min_delta
 
 
 @dataclass
@@ -307,9 +303,8 @@ class TrainingLoop:
         A worker that `is_alone` stops as soon as it is asked; several stop after the step on which they agree.
         """
         watch = self.trainer.watch
-        if (
-            watch is not None and watch.has_found
-        ):  # with `stop_on_nan`: end before any evaluation, with the step logged
+        # With `stop_on_nan`, end before any evaluation, with the step logged.
+        if watch is not None and watch.not_finite is not None:
             if self.checkpointer:
                 self.checkpointer.log(step, update)
             self._end_at_loss(watch.check)

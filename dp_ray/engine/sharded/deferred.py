@@ -288,7 +288,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._dispatched(function, args, dict(kwargs or {}))
 
     def _dispatched(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = _tensors((args, kwargs))
+        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         _check_moves(function, tensors, kwargs, self._recording.failures)
         if not any(map(is_meta, tensors)) and (tensors or _name(function) in AT_ONCE):
@@ -381,10 +381,6 @@ def _kept(plain: torch.Tensor) -> torch.Tensor:
 
 def _as_meta(value: Any) -> Any:
     return value.to(META) if isinstance(value, torch.Tensor) and not is_meta(value) else value
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [one for one in tree_flatten(tree)[0] if isinstance(one, torch.Tensor)]
 
 
 def _name(function: Any) -> str:

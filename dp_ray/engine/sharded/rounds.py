@@ -161,7 +161,7 @@ class CollectiveForwards(Forwards):
 
     def end(self) -> bool:
         """Free what the last forward has left gathered, and say that it ran to its end: True."""
-        self._sharded.end_of_evaluation()
+        self._sharded.root.reshard()  # a forward without a backward leaves parameters gathered
         return True
 
 

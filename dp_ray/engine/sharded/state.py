@@ -17,11 +17,10 @@ from dp_ray.engine.buffers import make_room
 from dp_ray.engine.model import loaded_of, misfits, other_sizes
 from dp_ray.engine.optimizer import load_optimizer, norm_of_norms, norms_of
 from dp_ray.engine.world import CPU, World
-from dp_ray.errors import JobError, ModelError
+from dp_ray.errors import ModelError
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import Stored, is_sharded, laid_out, local, rows_of
-from dp_ray.text import listed
 
 # torch 2.13 renames them, and deprecates the old names.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -247,10 +246,6 @@ class Sharded:
         with casting_anew() if self.recasts or not torch.is_grad_enabled() else nullcontext():
             return self.root(function, *args)
 
-    def end_of_evaluation(self) -> None:
-        """Free what a forward without a backward has left gathered."""
-        self.root.reshard()
-
     def load_weights(
         self, weights: Mapping[str, Stored], where: str, is_strict: bool = True, advice: str = ""
     ) -> str:
@@ -416,16 +411,6 @@ ELEMENTWISE = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
     *(optim.RMSprop, optim.Rprop, optim.SGD),
 )
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise JobError for an optimizer whose update of a part may differ from the part of its update."""
-    if type(optimizer) not in ELEMENTWISE:
-        names = listed([one.__name__ for one in ELEMENTWISE])
-        raise JobError(
-            f"optimizer: {type(optimizer).__qualname__} may use all of a parameter to update a part of it, so with "
-            f"strategy: fsdp it cannot be bitwise; take one of torch.optim's {names}, or leave bitwise out"
-        )
 
 
 def span_of(start: int, stop: int, size: int) -> tuple[int, int]:
