@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from dp_ray.engine.bad_samples import BadSample, Reference, Screen, bad_sample, choose_reference, form_of, not_finite
 from dp_ray.engine.loading import collated
 from dp_ray.engine.quarantine import Quarantine, load_good
+from dp_ray.engine.world import World
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
@@ -29,6 +30,7 @@ from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard, Work
 from dp_ray.rundir.quarantine import merge_quarantine, positions_set_aside
 from dp_ray.storage import Storage
+from dp_ray.tasks.setup import Context
 from dp_ray.tasks.setup import set_aside as begin_to_set_aside
 from dp_ray.text import hide
 from tests.support import training
@@ -356,7 +358,9 @@ class WithSecretKeys(Broken):
 def test_the_reference_of_a_resumed_run_is_the_same_whatever_the_keys_are_called(tmp_path: Path) -> None:
     run, forms = Storage(str(tmp_path)), []
     for _ in range(2):
-        aside = begin_to_set_aside(prediction({}), "dataset", WithSecretKeys(5), run, lambda note: None)
+        aside = begin_to_set_aside(
+            Context(prediction({}), World(), run, lambda note: None), "dataset", WithSecretKeys(5)
+        )
         assert aside is not None
         forms.append(aside.quarantine.reference)
     assert forms[0] == forms[1] == Reference(0, form_of(WithSecretKeys(5)[0]))
@@ -408,7 +412,7 @@ def kept_of(errors: dict[int, Exception], names: list[Any], folder: Path) -> tup
     job = prediction({}, on_error={"quarantine": 15}, inputs=["x"], outputs={"carry": ["name"]})
     dataset, run, said = Failing(errors, names), Storage(str(folder)), []
     run.child("quarantine").create()
-    aside = begin_to_set_aside(job, "dataset", dataset, run, lambda note: said.append(note.text))
+    aside = begin_to_set_aside(Context(job, World(), run, lambda note: said.append(note.text)), "dataset", dataset)
     assert aside is not None
     work = Work(split_of(job, len(dataset)))
     used = [

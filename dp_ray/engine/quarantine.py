@@ -5,6 +5,7 @@ Begin at `load_good`: it loads as `loading.load_shards` does, but takes the samp
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
@@ -27,6 +28,8 @@ from dp_ray.engine.loading import (
     CPU,
     NOTHING,
     Batch,
+    LoadedShard,
+    LoadedStep,
     Pick,
     Samples,
     Skipping,
@@ -109,6 +112,15 @@ def load_good(
         dataset, job.seed, name, item_keys(job), times=times, screen=screen, carry=passthrough_keys(job)
     )
     return times.waiting(on_device(make(job, samples, quarantine, work, device, pick), device, times.clock))
+
+
+def load_steps(batches: Iterator[Batch], work: Work, without_set_aside: ShardFilter) -> Iterator[LoadedStep]:
+    """Yield the steps of `work`, each with this worker's shards of `batches`."""
+    for step, shards in work:
+        first = [next_batch(batches) for _ in shards[:1]]  # by then, what is set aside of the step is known
+        good = [without_set_aside(shard) for shard in shards]
+        rest = itertools.chain(first, (next_batch(batches) for _ in shards[1:]))
+        yield LoadedStep(step, good, (LoadedShard(shard, *one) for shard, one in zip(good, rest, strict=True)))
 
 
 def _shards(

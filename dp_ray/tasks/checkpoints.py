@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from dp_ray.engine.clock import Part
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
-from dp_ray.engine.world import World, broadcast, is_rank_0
+from dp_ray.engine.world import broadcast, is_rank_0
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.files import differences, same
 from dp_ray.job.job import Job
@@ -49,8 +49,7 @@ from dp_ray.rundir.start import (
     read_start,
 )
 from dp_ray.steps.times import History
-from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note, Send, notifier
+from dp_ray.tasks.setup import Context
 
 SHARE = 0.01  # of the training's time may go into checkpoints
 LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any cost
@@ -61,13 +60,9 @@ Updates: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A training on this worker, as its parts share it: the job, where it runs, and how its steps are cut."""
+    """A training on this worker, as its parts share it: what it was given, and how its steps are cut."""
 
-    job: Job
-    world: World
-    run: Storage
-    send: Send
-    attempt: str
+    context: Context
     split: Split
     layout: TrainingLayout
 
@@ -116,7 +111,8 @@ class Checkpointer(Keeper):
         writer: CheckpointWriter,
     ) -> None:
         super().__init__(trainer, train_state, writer)
-        job, run, split = training.job, training.run, training.split
+        context, split = training.context, training.split
+        job, run = context.job, context.run
         self._training = training
         self._clock = times.clock
         for folder in (HISTORY, CHECKPOINTS):
@@ -125,7 +121,7 @@ class Checkpointer(Keeper):
         names = ["loss", *trainer.measure_names]
         extra = ["epoch_loss", *job.eval_names]
         self._history = History(
-            run.child(HISTORY), split, names, extra, train_state.step, training.send, times.new_data_wait
+            run.child(HISTORY), split, names, extra, train_state.step, context.send, times.new_data_wait
         )
         pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
         self._first = train_state.step
@@ -163,13 +159,13 @@ class Checkpointer(Keeper):
         before_save = self._clock.enter(Part.CHECKPOINT)
         with self._pace.saving():
             training, train_state = self._training, self._train_state
-            about = describe(training.job, self._trainer, training.split, training.layout, train_state)
+            about = describe(training, self._trainer, train_state)
             state = self._trainer.state_dict()
             write_history = self._history.take()
 
             def before_commit() -> None:
                 """Write, in the writer's thread, what has to be there before the checkpoint counts."""
-                check_newest(training.run, training.attempt)
+                check_newest(training.context.run, training.context.attempt)
                 write_history()
                 self.before_commit()
 
@@ -216,10 +212,10 @@ def checkpointer_of(
 
     Every rank calls this.
     """
-    job, world = training.job, training.world
+    job, world = training.context.job, training.context.world
     if world.rank != 0 and trainer.sharded is None:
         return None
-    checkpoints = training.run.child(CHECKPOINTS)
+    checkpoints = training.context.run.child(CHECKPOINTS)
     passed_over = [one for one in steps_of(checkpoints) if one > train_state.step]
     if trainer.sharded is None:
         writer = CheckpointWriter(checkpoints, job.checkpoint.keep, passed_over)
@@ -230,16 +226,14 @@ def checkpointer_of(
     return Checkpointer(training, trainer, train_state, times, writer)
 
 
-def describe(
-    job: Job, trainer: Trainer, split: Split, layout: TrainingLayout, train_state: TrainState
-) -> dict[str, Any]:
+def describe(training: Training, trainer: Trainer, train_state: TrainState) -> dict[str, Any]:
     """Describe a checkpoint: the job's fingerprint, layout and updates, parameters, steps and running values."""
     return {
-        "fingerprint": job.fingerprint(),
-        "cut": layout,
-        "updates": updates_of(job),
+        "fingerprint": training.context.job.fingerprint(),
+        "cut": training.layout,
+        "updates": updates_of(training.context.job),
         "parameters": trainer.optimizer_step.names,
-        "steps": split.total_steps,
+        "steps": training.split.total_steps,
         "running": train_state.to_json(),
     }
 
@@ -289,30 +283,23 @@ class CheckpointPace:
         self._saves += 1
 
 
-def restore(
-    job: Job,
-    trainer: Trainer,
-    split: Split,
-    layout: TrainingLayout,
-    run: Storage,
-    send: Send,
-    until: int | None = None,
-) -> TrainState:
+def restore(training: Training, trainer: Trainer, until: int | None = None) -> TrainState:
     """Load the training's state: of its newest checkpoint, else of `init_from`, else that of step 0.
 
     With `until`, of the newest checkpoint of so many steps or fewer; only a model that is not sharded takes it.
     Raises JobError if a checkpoint's steps hold other samples than this job's, or if the scheduler ends too soon.
     """
+    context, job, run = training.context, training.context.job, training.context.run
     checkpoints = run.child(CHECKPOINTS)
 
     def fits(about: dict[str, Any]) -> str | None:
         return None if job.has_fingerprint(about.get("fingerprint")) else "it is of a different job"
 
     if trainer.sharded is not None:  # each worker reads its part
-        opened = newest_open(checkpoints, fits, notifier(trainer.sharded.world, send), trainer.sharded.world)
+        opened = newest_open(checkpoints, fits, context.notify, context.world)
         checkpoint = None if opened is None else (opened[0], opened[1].about, opened[1].state)
     elif is_rank_0():
-        checkpoint = newest(checkpoints, fits, lambda text: send(Note(text)), until)
+        checkpoint = newest(checkpoints, fits, context.notify, until)
         name = broadcast(checkpoint[0] if checkpoint else "")
     else:  # rank 0 chooses: another rank may find another one by now
         name = broadcast("")
@@ -320,24 +307,23 @@ def restore(
     if checkpoint:
         name, about, state = checkpoint
         advice = f"start anew {replacing(run)}" if until is None else "the dataset or its blocks have changed since"
-        check_layout(f"the steps of {checkpoints}/{name}", about, layout, advice)
-        train_state = resume(job, trainer, about, state, split, send, plans=until is None)
+        check_layout(f"the steps of {checkpoints}/{name}", about, training.layout, advice)
+        train_state = resume(training, trainer, about, state, plans=until is None)
     elif job.init_from is None:
         train_state = TrainState()
     else:
-        train_state = start_from(job, trainer, split, layout, run, job.init_from, send)
-    trainer.schedule.check_lasts(split, train_state.step)
+        train_state = start_from(training, trainer, job.init_from)
+    trainer.schedule.check_lasts(training.split, train_state.step)
     return train_state
 
 
-def start_from(
-    job: Job, trainer: Trainer, split: Split, layout: TrainingLayout, run: Storage, location: str, send: Send
-) -> TrainState:
+def start_from(training: Training, trainer: Trainer, location: str) -> TrainState:
     """Start at step 0 from weights, or continue another run's checkpoint from its step; a note says from which file.
 
     Without `strict` only the weights of a checkpoint are taken. Raises ModelError if they are not the model's, and
     JobError if the checkpoint's steps or optimizer differ from this job's, or if it leaves no step to run.
     """
+    context, job, run = training.context, training.context.job, training.context.run
     read: Callable[..., Any] = read_start if trainer.sharded is None else open_start
     weights, checkpoint = read(run, location, job.strict)
     if checkpoint is None or not job.strict:
@@ -345,16 +331,16 @@ def start_from(
             loaded = load_weights(trainer.model, weights, location, job.strict)
         else:
             loaded = trainer.sharded.load_weights(weights, location, job.strict, NEW_HEAD)
-        if is_rank_0():
-            send(Note(describe_start(run, location) + loaded))
+        if context.world.rank == 0:
+            context.notify(describe_start(run, location) + loaded)
         return TrainState()
     about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file, or set strict: false"
-    check_layout(f"init_from: the steps of {location}", about, layout, advice)
+    check_layout(f"init_from: the steps of {location}", about, training.layout, advice)
     says = check_updates(f"init_from: {location}", about.get("updates"), job, advice)
-    if says is not None and is_rank_0():
-        send(Note(says))
+    if says is not None:
+        context.notify(says)
     try:
-        train_state = resume(job, trainer, about, checkpoint["state"], split, send)
+        train_state = resume(training, trainer, about, checkpoint["state"])
     except ModelError as error:
         raise ModelError(f"init_from: {location}: {error}{NEW_HEAD}") from None
     named = first_step(run)
@@ -362,19 +348,18 @@ def start_from(
         raise JobError(
             f"init_from: {location} holds step {train_state.step}, but its name says {named}: rename it back"
         )
-    if train_state.step >= split.total_steps:
+    steps = training.split.total_steps
+    if train_state.step >= steps:
         raise JobError(
-            f"init_from: {location} has done {train_state.step} steps, and this job has {split.total_steps}: "
+            f"init_from: {location} has done {train_state.step} steps, and this job has {steps}: "
             f"set epochs above {job.epochs}; {advice}"
         )
-    if is_rank_0():
-        send(Note(describe_start(run, location)))
+    if context.world.rank == 0:
+        context.notify(describe_start(run, location))
     return dataclasses.replace(train_state, best=None, best_step=None, stopping={})
 
 
-def resume(
-    job: Job, trainer: Trainer, about: dict[str, Any], state: Any, split: Split, send: Send, plans: bool = True
-) -> TrainState:
+def resume(training: Training, trainer: Trainer, about: dict[str, Any], state: Any, plans: bool = True) -> TrainState:
     """Load a checkpoint into the trainer; if the training has another length now, send a note on the scheduler.
 
     A scheduler that is made for the training's length is planned anew for that, if it `plans`: a replay goes the way
@@ -383,18 +368,19 @@ def resume(
     if about["parameters"] != trainer.optimizer_step.names:
         raise ModelError("the checkpoint's parameters are not this model's")
     trainer.load_state_dict(state)
-    steps, before = split.total_steps, about.get("steps", split.total_steps)
+    scheduler, steps = training.context.job.scheduler, training.split.total_steps
+    before = about.get("steps", steps)
     if steps != before:
         schedule, rate = trainer.schedule, trainer.optimizer_step.learning_rate
-        is_planned = plans and isinstance(job.scheduler, Scheduler) and job.scheduler.is_planned
+        is_planned = plans and isinstance(scheduler, Scheduler) and scheduler.is_planned
         says = ""
         if is_planned and schedule.begin_anew():
             now = trainer.optimizer_step.learning_rate
             says = f"the scheduler is planned anew: the learning rate goes on at {now:.4g}, not {rate:.4g}"
         elif schedule.lengths:
             says = f"the scheduler stays as it was built ({schedule.lengths})"
-        if says and is_rank_0():
-            send(Note(f"{steps} steps now, {before} before: {says}"))
+        if says:
+            training.context.notify(f"{steps} steps now, {before} before: {says}")
     return TrainState(**about["running"])
 
 

@@ -91,11 +91,6 @@ class ShardsFound(NamedTuple):
     shards: int
 
 
-def notifier(world: World, send: Send) -> Callable[[str], None]:
-    """Return what sends a line for the user, on rank 0 alone: the other ranks would repeat it."""
-    return lambda text: send(Note(text)) if world.rank == 0 else None
-
-
 @dataclass(frozen=True)
 class TrainingView:
     """A training after a step, as a hook sees it. Nothing in it changes the training.

@@ -1,8 +1,7 @@
 """The task `predict` on one worker: run a model over a dataset and write its outputs."""
 
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dp_ray.engine.clock import Part, StepClock, clock_on
@@ -17,7 +16,6 @@ from dp_ray.engine.user_code import location
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
-from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
 from dp_ray.job.samples import Indices
 from dp_ray.outputs.files import OUTPUTS, forget_lost
@@ -31,17 +29,16 @@ from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
 from dp_ray.rundir.quarantine import Missing
 from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note, Send, WorkerTimes, notifier, slow_forward
+from dp_ray.tasks.hooks import Note, WorkerTimes, slow_forward
 from dp_ray.tasks.profiling import StepProfiler
-from dp_ray.tasks.setup import forget_from, load_dataset, model_to_run, quarantine_of, set_aside
+from dp_ray.tasks.setup import Context, forget_from, load_dataset, model_to_run, quarantine_of, set_aside
 
 
-def predict_outputs(
-    job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
-) -> None:
+def predict_outputs(context: Context) -> None:
     """Run this worker's shards of every step and write their outputs; committed shards are skipped."""
-    dataset = load_dataset(job, world, run, rows_on_driver)
-    bare, sharded = model_to_run(job, world, run, send)
+    job, world, run, send, control = context.job, context.world, context.run, context.send, context.control
+    dataset = load_dataset(context)
+    bare, sharded = model_to_run(context)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)
     begun = _begin(run, world)
@@ -49,11 +46,11 @@ def predict_outputs(
     done = Done(ledger.done_ranges(begun.parts))
     work = Work(split, world.world_size, world.rank, done)
     forget_from(run, lambda step, shard: Shard(step, int(shard), 0, 0) in done)
-    quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, begun.attempt))
+    quarantine = quarantine_of(set_aside(replace(context, attempt=begun.attempt), "dataset", dataset))
     missing = Missing(run, grows=quarantine is not None)
     plan = AgreedFilePlan(run, begun, split, job.outputs.file_bytes, world, lambda: control.wants_stop)
     order = Order(split.rows, job.seed, 0, job.is_shuffled)
-    parts, note = run.child(PARTS), notifier(world, send)  # rank 0 has a shard of every batch
+    parts, note = run.child(PARTS), context.notify  # rank 0 has a shard of every batch
     with Merger(run, begun, split, order, plan, world, missing) as merger:
         with (
             Recorder(world, send) as recorder,

@@ -31,10 +31,10 @@ from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.history import StepRows
 from dp_ray.steps.shapes import Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.checkpoints import layout_of, restore
+from dp_ray.tasks.checkpoints import Training, layout_of, restore
 from dp_ray.tasks.hooks import Note
 from dp_ray.tasks.profiling import StepProfiler
-from dp_ray.tasks.setup import load_dataset, unkept_quarantine
+from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
 from dp_ray.tasks.train import EarlyStopping, TrainingLoop, whole_model
 from dp_ray.tensors.tree import copied
 from dp_ray.text import counted
@@ -199,22 +199,15 @@ def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
     shard.
     """
     job, world, run = context.job, context.world, context.run
-    dataset = load_dataset(job, world, run, {})
+    task = Context(job, world, run, send=lambda message: _show(context.say, message))
+    dataset = load_dataset(task)
     split = split_of(job, len(dataset))
     check(choice, split)
     model = whole_model(job, world)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     step, (measures, _) = build_step(job, world), build_metrics(job)
     with closing(Trainer(with_schedule(job, split), model, compiled(model, job), step, measures, world)) as trainer:
-        state = restore(
-            job,
-            trainer,
-            split,
-            layout_of(job, split, dataset),
-            run,
-            send=lambda message: context.say(message.text) if isinstance(message, Note) else None,
-            until=choice.step,
-        )
+        state = restore(Training(task, split, layout_of(job, split, dataset)), trainer, until=choice.step)
         synchronise(model)
         begun = state.step
         if begun > choice.step:
@@ -231,6 +224,11 @@ def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
         filled = [one for one in loaded if one.shard.rows and choice.shard in (None, one.shard.shard)]
         findings = look.find(filled, split, choice.step)
         yield Rerun(_replayed(context, split, choice, begun, loss, findings), findings, look)
+
+
+def _show(say: Say, message: object) -> None:
+    if isinstance(message, Note):
+        say(message.text)
 
 
 def check(choice: StepChoice, split: Split) -> None:

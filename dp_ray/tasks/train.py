@@ -5,9 +5,9 @@
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -39,31 +39,26 @@ from dp_ray.storage import Storage
 from dp_ray.tasks.checkpoints import Checkpointer, PieceKeeper, Training, checkpointer_of, layout_of, restore
 from dp_ray.tasks.hooks import (
     Hooks,
-    Note,
-    Send,
     StoppedEarly,
     WorkerTimes,
-    notifier,
     shape_reporter,
     slow_forward,
     with_loss_check,
 )
 from dp_ray.tasks.profiling import StepProfiler
-from dp_ray.tasks.setup import SetAside, check_unchanged, forget_from, load_dataset, quarantine_of, set_aside
+from dp_ray.tasks.setup import Context, SetAside, check_unchanged, forget_from, load_dataset, quarantine_of, set_aside
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
 
 
-def train(
-    job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
-) -> None:
+def train(context: Context) -> None:
     """Train from the newest checkpoint, or from the start, to the end; rank 0 writes the weights.
 
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
-    notify = notifier(world, send)
-    dataset = load_dataset(job, world, run, rows_on_driver)
+    job, world, run, send, control = context.job, context.world, context.run, context.send, context.control
+    dataset = load_dataset(context)
     split = split_of(job, len(dataset))
-    sharded = sharded_model(job, world, notify)
+    sharded = sharded_model(job, world, context.notify)
     model = whole_model(job, world) if sharded is None else sharded.model
     check_all_tensors(model)
     world = world.with_inputs_on(input_device(job, model, world.devices))
@@ -74,16 +69,17 @@ def train(
     times, ahead = StepTimes(clock_on(world.device)), OverlappedRead()
     with closing(Trainer(planned, model, called, step, measures, world, times.clock, sharded, ahead.read)) as trainer:
         if trainer.optimizer_step.says_left_out is not None:
-            notify(trainer.optimizer_step.says_left_out)
-        training = Training(job, world, run, send, begin_attempt(run).attempt, split, layout_of(job, split, dataset))
-        train_state = restore(job, trainer, split, training.layout, run, send)
+            context.notify(trainer.optimizer_step.says_left_out)
+        context = replace(context, world=world, attempt=begin_attempt(run).attempt)
+        training = Training(context, split, layout_of(job, split, dataset))
+        train_state = restore(training, trainer)
         trainer.synchronise()
         evaluation = Evaluation(job, step, measures, states, world.device, forwards=forwards_of(sharded, world))
         forget_from(run, lambda step, _: step < train_state.step)
-        quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, training.attempt))
+        quarantine = quarantine_of(set_aside(context, "dataset", dataset))
         trainer.watch = LossWatch(str(run)) if job.stop_on_nan else None
         trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
-        evaluator = Evaluator(training, trainer, evaluation, control, rows_on_driver)
+        evaluator = Evaluator(context, trainer, evaluation)
         stopping = EarlyStopping(job, train_state, split.total_steps)
         hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
         checkpointer = checkpointer_of(training, trainer, train_state, times)
@@ -99,7 +95,8 @@ def train(
             loop = TrainingLoop(
                 trainer, split, train_state, evaluator, stopping, hooks, checkpointer, control, times, profiler
             )
-            on_shard = with_loss_check(job, stopping.next_step, world, shape_reporter(recorder, probe), notify)
+            on_shard = shape_reporter(recorder, probe)
+            on_shard = with_loss_check(job, stopping.next_step, world, on_shard, context.notify)
             loop.run(work, batches, world, recorder, on_shard)
             send(WorkerTimes(world.rank, times.to_json()))
             if trainer.gradient.flops is not None:
@@ -153,32 +150,23 @@ class Evaluator:
     They evaluate the average of the weights if the job says so.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        trainer: Trainer,
-        evaluation: Evaluation,
-        control: StepControl,
-        rows_on_driver: Mapping[str, int],
-    ) -> None:
-        job, world, run = training.job, training.world, training.run
+    def __init__(self, context: Context, trainer: Trainer, evaluation: Evaluation) -> None:
+        job = context.job
         average = trainer.average if job.ema is not None and job.ema.evaluate else None
         self._model = trainer.called if average is None else average.called(trainer.called)
         self._in_place = nullcontext if average is None else average.in_place
-        self._control = control
+        self._control = context.control
         self._evaluation = evaluation
-        self._world = world
+        self._world = context.world
         self._planned: Evaluations | None = None
         self._set_aside: SetAside | None = None
         if job.eval is not None:
             self._job = job.over_eval()
             self._dataset = seeded_dataset(self._job, "eval.dataset")
-            check_rows("eval.dataset", len(self._dataset), rows_on_driver)
-            check_unchanged(run, "eval.dataset", self._dataset, world)
+            check_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
+            check_unchanged(context, "eval.dataset", self._dataset)
             self._planned = evaluations_of(job, len(self._dataset))
-            self._set_aside = set_aside(
-                self._job, "eval.dataset", self._dataset, run, training.send, training.attempt
-            )
+            self._set_aside = set_aside(replace(context, job=self._job), "eval.dataset", self._dataset)
 
     def is_due(self, split: Split, step: int) -> bool:
         """Return whether to evaluate after `step`."""
@@ -359,26 +347,27 @@ def keep_weights(training: Training, trainer: Trainer, train_state: TrainState) 
 
     Raises StorageError on rank 0 if a later attempt than this one has begun.
     """
-    job, run = training.job, training.run
+    context, job, run = training.context, training.context.job, training.context.run
     tensors = tensors_of(trainer.model)
     average = {} if trainer.average is None else trainer.average.tensors()
-    if training.world.rank != 0:
+    if context.world.rank != 0:
         for part in (*parts_of(tensors), average):
             attend_writing(part)
         return
-    check_newest(run, training.attempt)
+    check_newest(run, context.attempt)
     write_weights(run, tensors, whole=on_rank_0)
     if job.ema is not None:
         text = json.dumps({"decay": job.ema.decay, "step": train_state.step})
         write_tensors(run, EMA, average, text, whole=on_rank_0)
-    keep_best(job, run, train_state, training.send)
+    keep_best(context, train_state)
 
 
-def keep_best(job: Job, run: Storage, train_state: TrainState, send: Send) -> None:
+def keep_best(context: Context, train_state: TrainState) -> None:
     """Write the best weights, if there are any; a failure is only reported, since the training is done.
 
     They are those that were evaluated: the average, if the job says so.
     """
+    job, run = context.job, context.run
     run.delete(BEST)
     if train_state.best is None or train_state.best_step is None:
         return
@@ -386,4 +375,4 @@ def keep_best(job: Job, run: Storage, train_state: TrainState, send: Send) -> No
     try:
         write_best(run, train_state.best_by[0], train_state.best, train_state.best_step, is_averaged)
     except StorageError as error:
-        send(Note(f"the best weights, those after step {train_state.best_step}, cannot be kept: {error}"))
+        context.notify(f"the best weights, those after step {train_state.best_step}, cannot be kept: {error}")
