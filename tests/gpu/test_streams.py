@@ -20,17 +20,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.engine import loading
 from dp_ray.engine.buffers import EARLY
 from dp_ray.engine.clock import Part, StepClock, TimedStep, clock_on
-from dp_ray.engine.loading import load_shards, on_device
-from dp_ray.engine.model import build_model, free_memory
-from dp_ray.engine.reduce import DdpReduction, ShardSums
-from dp_ray.engine.step import Metrics, build_step
+from dp_ray.engine.loading import on_device
+from dp_ray.engine.model import free_memory
 from dp_ray.engine.trainer import BatchGradient, Trainer
-from dp_ray.engine.votes import LossWatch, NotFinite, Stats, StopVote
+from dp_ray.engine.votes import LossWatch, NotFinite, StopVote
 from dp_ray.engine.world import TIMEOUT, World, form_group, new_group
 from dp_ray.job.plan import split_of
 from dp_ray.plan.split import Split, Work
 from dp_ray.tasks.hooks import Measured
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
+from tests.support.builders import ddp_reduction_of, loader_of, trainer_of
 from tests.support.group import history_of
 from tests.support.training import Pairs
 
@@ -79,14 +78,6 @@ def test_a_training_of_a_thousand_steps_is_that_of_one_stream(
     assert bits(tmp_path / "streams") == bits(tmp_path / "one stream")
 
 
-def reduced_by_ddp(self: BatchGradient, shards: Any, batches: Any, stats: Stats) -> DdpReduction:
-    """The reduction of several workers, for a group of one: the hook, its thread and its stream."""
-    parameters = list(self._parameters.values())
-    sums = ShardSums(parameters, self._job.num_shards) if self._job.bitwise else None
-    given = self._loss, sums, self._world, self._parameters, self._sparse
-    return DdpReduction(*given, False, stats.numbers.numel())
-
-
 @pytest.mark.parametrize("bitwise", [True, False])
 @pytest.mark.parametrize("kind", ["MLP", "GPT", "RESNET"])
 def test_a_thousand_steps_through_the_reducers_stream_are_those_without_it(
@@ -101,7 +92,7 @@ def test_a_thousand_steps_through_the_reducers_stream_are_those_without_it(
     keys = {**{"MLP": MLP, "GPT": GPT, "RESNET": RESNET}[kind], "bitwise": bitwise, "shards": 3}
     keys = {**keys, "max_steps": steps, "epochs": steps, "batch_size": 12}
     run_here(job_on(device, **keys), tmp_path / "plain")
-    monkeypatch.setattr(BatchGradient, "_build_reduction", reduced_by_ddp)
+    monkeypatch.setattr(BatchGradient, "_build_reduction", ddp_reduction_of)
     run_here(job_on(device, **keys), tmp_path / "reduced")
     if bitwise:
         assert bits(tmp_path / "reduced") == bits(tmp_path / "plain")
@@ -118,7 +109,7 @@ def test_ddp_says_nothing_of_strides_that_reach_no_element(
         device, {"target": "tests.test_gradient_strides:Depthwise"}, dataset=IMAGES, bitwise=bitwise, shards=3
     )
     run_here(job, tmp_path / "plain")
-    monkeypatch.setattr(BatchGradient, "_build_reduction", reduced_by_ddp)
+    monkeypatch.setattr(BatchGradient, "_build_reduction", ddp_reduction_of)
     run_here(job, tmp_path / "reduced")
     ours, theirs = (history_of(tmp_path / name)[10]["loss"] for name in ("reduced", "plain"))
     assert ours == pytest.approx(theirs, rel=1e-3)
@@ -135,7 +126,7 @@ def test_a_training_through_the_reducer_gives_back_what_it_took(
         models = sum(issubclass(type(one), torch.nn.Module) for one in gc.get_objects())
         return models, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
-    monkeypatch.setattr(BatchGradient, "_build_reduction", reduced_by_ddp)
+    monkeypatch.setattr(BatchGradient, "_build_reduction", ddp_reduction_of)
     found = []
     for number in range(3):
         run_here(job_on(device, **MLP, bitwise=bitwise, shards=3), tmp_path / str(number))
@@ -184,11 +175,8 @@ def of_run(sent: list[Any], folder: Path) -> Any:
 def small_trainer(device: torch.device, **keys: Any) -> tuple[Trainer, Any, Split]:
     """A trainer on the device, its batches and its split."""
     job = job_on(device, **{**MLP, "shards": 2, "batch_size": 20, "epochs": 40, **keys})
-    model, dataset = build_model(job, [device]), Pairs()
-    world = World(device=device)
-    split = split_of(job, len(dataset))
-    made = Trainer(job, model, model, build_step(job, world), Metrics({}), world)
-    return made, load_shards(job, dataset, Work(split, 1, 0), device), split
+    dataset = Pairs()
+    return trainer_of(job, World(device=device)), loader_of(job, dataset, device=device), split_of(job, len(dataset))
 
 
 @contextmanager
