@@ -19,7 +19,7 @@ from benchmarks.measure import alternate, seconds
 from benchmarks.table import Row, rate_text
 from dp_ray.data import Parquet
 from dp_ray.data.blocks import CACHE_BYTES, Block
-from dp_ray.engine.loading import load_shards
+from dp_ray.engine.loading import Source, load_steps
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
 from dp_ray.plan.split import Work
@@ -65,10 +65,10 @@ def _rate(folder: Path, wait: float, reads_ahead: bool, keys: dict[str, Any]) ->
     dataset.wait = wait
     picks = {"inputs": ["x"], "target": "y", "batch_size": feeds.BATCH_SIZE, "workers": 1}
     job = Job.make({**feeds.KEYS, **picks, **keys}, "job")
-    batches = load_shards(job, dataset, Work(split_of(job, len(dataset)), 1, 0), feeds.CPU)
+    steps = load_steps(Source(job, dataset), Work(split_of(job, len(dataset)), 1, 0), feeds.CPU)
 
     def epoch() -> None:
-        for _ in batches:
+        for _ in (one for step in steps for one in step.loaded):
             time.sleep(MODEL_SECONDS)
 
     return len(dataset) / seconds(epoch)

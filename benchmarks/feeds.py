@@ -30,7 +30,7 @@ from benchmarks.compare import AHEAD, at_least, compared
 from benchmarks.measure import alternate, seconds
 from benchmarks.table import Row, rate_text
 from dp_ray.data import Parquet, WebDataset
-from dp_ray.engine.loading import load_shards
+from dp_ray.engine.loading import Source, load_steps
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
 from dp_ray.plan.split import Work
@@ -125,7 +125,9 @@ def _serve(pipe: Any, make: Callable[[Path, int], Epoch], folder: Path, rank: in
 def _our_epoch(dataset: Any, rank: int, **keys: Any) -> Epoch:
     job = Job.make({**KEYS, **keys}, "job")
     work = Work(split_of(job, len(dataset)), WORKERS, rank)
-    return lambda _: sum(len(indices) for indices, _ in load_shards(job, dataset, work, CPU))
+    return lambda _: sum(
+        len(one.indices) for step in load_steps(Source(job, dataset), work, CPU) for one in step.loaded
+    )
 
 
 def _our_tables(folder: Path, rank: int) -> Epoch:

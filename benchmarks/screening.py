@@ -16,9 +16,8 @@ import psutil
 
 from benchmarks.measure import in_processes
 from benchmarks.training import BATCH, Images, as_a_worker
-from dp_ray.engine.bad_samples import Reference, form_of
-from dp_ray.engine.loading import CPU, Batch
-from dp_ray.engine.quarantine import Quarantine, load_good
+from dp_ray.engine.bad_samples import Quarantine, Reference, form_of
+from dp_ray.engine.loading import CPU, LoadedShard, Source, load_steps
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
 from dp_ray.plan.split import Work
@@ -36,7 +35,8 @@ class Side:
         job = Job.make({**KEYS, "workers": 1, "batch_size": BATCH, "epochs": 1000, **keys}, "benchmark")
         reference = Reference(0, form_of(dataset[0]))
         quarantine = None if job.on_error is None else Quarantine(reference, lambda *_: None)
-        self._batches: Iterator[Batch] = load_good(job, dataset, Work(split_of(job, len(dataset))), CPU, quarantine)
+        steps = load_steps(Source(job, dataset), Work(split_of(job, len(dataset))), CPU, quarantine)
+        self._batches: Iterator[LoadedShard] = (one for step in steps for one in step.loaded)
         others = set(psutil.Process().children())
         next(self._batches)
         self._loaders = [child.pid for child in psutil.Process().children() if child not in others]

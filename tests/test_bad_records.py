@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
-from dp_ray.engine.bad_samples import BadSample, Reference, Screen, bad_sample, choose_reference, form_of, not_finite
-from dp_ray.engine.loading import collated
-from dp_ray.engine.quarantine import Quarantine
+from dp_ray.engine.bad_samples import Quarantine, Reference, Screen, bad_sample, choose_reference, form_of, not_finite
+from dp_ray.engine.loading import Collate
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
@@ -26,7 +25,6 @@ from dp_ray.job.samples import ReadRequest
 from dp_ray.outputs.files import prove_outputs
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Shard
 from dp_ray.rundir.quarantine import merge_quarantine, positions_set_aside
 from dp_ray.storage import Storage
 from dp_ray.tasks.setup import Context
@@ -168,12 +166,14 @@ def test_a_sample_that_is_good_again_is_not_set_aside(tmp_path: Path) -> None:
 
 
 def test_what_was_bad_in_one_evaluation_may_be_good_in_the_next() -> None:
-    quarantine = Quarantine(Reference(0, "number"), lambda *_: None)
-    shard = Shard(2, 1, 10, 14)
-    assert quarantine.take(shard, {11: BadSample(11, "OSError", "busy")}).rows == 3
-    assert quarantine.without_set_aside(shard).missing == (11,)
-    assert quarantine.take(shard, {}).rows == 4
-    assert quarantine.without_set_aside(shard) == shard
+    dataset, kept = Broken(23, raises=[11]), list[list[int]]()
+    quarantine = Quarantine(Reference(0, form_of(dataset[0])), lambda shard, bad: kept.append(list(bad)))
+    made = prediction({}, workers=1, order="dataset")
+    before = [one for indices, _ in loader_of(made, dataset, quarantine=quarantine) for one in indices.tolist()]
+    assert before == [one for one in range(23) if one != 11]
+    dataset.raises = set()
+    after = [one for indices, _ in loader_of(made, dataset, quarantine=quarantine) for one in indices.tolist()]
+    assert after == list(range(23)) and kept == [[11]]
 
 
 @pytest.mark.slow
@@ -270,7 +270,7 @@ def verdicts(items: list[Any], size: int, collate: Any = None) -> set[int]:
     for start in range(0, len(items), size):
         indices = list(range(len(items)))[start : start + size]
         read = ReadRequest(0, 0, 0, indices), [items[one] for one in indices]
-        screened = collated(read, collate or default_collate, None, screen)[1]
+        screened = Collate(collate or default_collate, None, screen, picks=False)(read)[1]
         bad |= {found.sample for found in screened.bad.values()}
     return bad
 

@@ -14,13 +14,13 @@ import torch
 from dp_ray.engine import loading, random
 from dp_ray.engine import model as model_module
 from dp_ray.engine.clock import DeviceClock
-from dp_ray.engine.loading import Batch
+from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError
 from dp_ray.job.samples import ReadRequest
-from dp_ray.plan.split import Split
+from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir.checkpoint import CheckpointWriter, TrainState
 from dp_ray.steps.times import History
 from dp_ray.storage import Storage
@@ -56,13 +56,13 @@ def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
 
-    def move(batch: Batch, device: torch.device) -> Batch:
+    def move(batch: LoadedShard, device: torch.device) -> LoadedShard:
         stream.copies.append(batch)
         return batch
 
     monkeypatch.setattr(loading, "_move", move)
-    batches = iter([(np.arange(1), np.arange(number)) for number in range(1, 5)])
-    given = [len(batch[1]) for batch in loading.on_device(batches, GPU)]
+    shards = (LoadedShard(Shard(0, 0, 0, 1), np.arange(1), np.arange(number)) for number in range(1, 5))
+    given = [len(one.batch) for one in loading.on_device(shards, GPU)]
     assert given == [1, 2, 3, 4]
     assert len(stream.copies) == 4
     assert stream.waited == [1, 2, 3, 4], "the copy of the next batch is in the queue already"

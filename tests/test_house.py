@@ -21,12 +21,8 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 TAKE_MORE = {
     "dp_ray/cli/main.py:_follow_up",
     "dp_ray/cli/sweep.py:_defined",
-    "dp_ray/engine/prediction.py:predict",
-    "dp_ray/engine/quarantine.py:load_good",
     "dp_ray/engine/reduce.py:__init__",
     "dp_ray/engine/trainer.py:__init__",
-    "dp_ray/outputs/files.py:__init__",
-    "dp_ray/outputs/parts.py:__init__",
 }
 
 

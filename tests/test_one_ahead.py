@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dp_ray.engine.loading import Batches
+from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.votes import StepControl
 from dp_ray.plan.order import Order
+from dp_ray.plan.split import Shard
 from dp_ray.rundir.quarantine import count_quarantined
 from dp_ray.storage import Storage
 from tests.support.builders import read_ahead_of
@@ -30,11 +31,11 @@ SECONDS = 0.3
 USED: dict[str, Any] = {"find_unused_parameters": False}  # else a trial runs the first shard once more
 
 
-def numbered(count: int, read: list[int], fails: bool = False) -> Batches:
+def numbered(count: int, read: list[int], fails: bool = False) -> Generator[LoadedShard, None, None]:
     try:
         for number in range(count):
             read.append(number)
-            yield np.array([number]), None
+            yield LoadedShard(Shard(number, 0, 0, 1), np.array([number]), None)
         if fails:
             read.append(count)
             raise OSError("no more")
@@ -54,7 +55,7 @@ def test_batches_come_in_order_and_at_most_one_is_ahead(count: int, fails: bool,
             assert len(begun) <= given + 1
             continue
         try:
-            assert next(batches)[0] == [given]
+            assert next(batches).indices == [given]
             given += 1
         except OSError:
             assert fails and given == count and not ended
@@ -73,7 +74,7 @@ def test_nothing_is_read_before_the_first_batch_is_asked_for() -> None:
     ahead, batches = read_ahead_of(numbered(2, read))
     ahead.read()
     assert read == []
-    assert next(batches)[0] == [0]
+    assert next(batches).indices == [0]
 
 
 class Noted(Pairs):
@@ -186,10 +187,10 @@ def test_a_stop_by_early_stopping_is_the_same(tmp_path: Path) -> None:
 def test_what_is_ahead_is_let_go_with_its_batches() -> None:
     closed: list[int] = []
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Generator[LoadedShard, None, None]:
         yield from numbered(3, closed)
 
-    ahead, passing = read_ahead_of(batches())  # type: ignore[arg-type]
+    ahead, passing = read_ahead_of(batches())
     next(passing)
     ahead.read()
     passing.close()

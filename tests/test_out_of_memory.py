@@ -165,7 +165,7 @@ def test_a_batch_that_does_not_fit_is_told_too(tmp_path: Path, monkeypatch: pyte
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError(FULL)
 
-    monkeypatch.setattr(loading, "on_device", lambda batches, *_: map(full, batches))
+    monkeypatch.setattr(loading, "on_device", lambda loaded, *_: (full(one) for one in loaded))
     optimizer = {} if task == "train" else {"optimizer": None}
     says = error_of_run(tmp_path, model=small(most=9), task=task, **optimizer)
     assert "step 0" in says.partition(": ")[0]

@@ -23,6 +23,7 @@ from dp_ray.engine.items import PassthroughSample, Plain
 from dp_ray.engine.user_code import error_text
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.samples import ReadRequest
+from dp_ray.plan.split import Shard
 from dp_ray.text import hide
 
 Form: TypeAlias = Any  # the structure and shapes of an item, as JSON values
@@ -63,6 +64,13 @@ class Screened(NamedTuple):
 
     batch: Any
     bad: dict[int, BadSample]
+
+
+class Quarantine(NamedTuple):
+    """How samples are set aside: a sample to compare them with, and what keeps a shard's bad ones, by position."""
+
+    reference: Reference
+    keep: Callable[[Shard, Mapping[int, BadSample]], None]
 
 
 class ReadTimeout(BaseException):
@@ -223,6 +231,16 @@ class Screen:
                 if not at_once and self.limit is not None and (at := self.limit.at) is not None:
                     bad[at] = self._unread(at, error)
         return [bad.get(index) or self._read_one(index) for index in indices]
+
+    def pass_over(self, hung: HungRead) -> None:
+        """Note a read that hangs, once its process is ended: it is not tried again."""
+        assert self.limit is not None
+        self.limit.clear()
+        if hung.sample is None:  # it is not known which of several hangs, so they are read one by one
+            self.careful.add((hung.epoch, hung.step, hung.shard))
+        else:
+            says = f"reading took more than {self.limit.seconds:g} s and ignored an alarm, so its process was ended"
+            self.hung[hung.epoch, hung.sample] = BadSample(hung.sample, "ReadTimeout", says)
 
     def _read_one(self, index: int) -> Any:
         if (hung := self.hung.get((self._wanted.epoch, index))) is not None:

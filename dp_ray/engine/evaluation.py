@@ -1,25 +1,24 @@
 """Evaluation: means over a whole dataset, each sample counted once, the same bits on any number of workers."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine.clock import Part, SilentClock, StepClock
+from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
-from dp_ray.engine.quarantine import ShardFilter, keep_all
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.sharded.rounds import Forwards
-from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, as_tensor, row_of, run_step
-from dp_ray.engine.user_code import describe_compared, locating, next_batch, reraise_as
+from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, as_tensor, row_of, run_step
+from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
 from dp_ray.engine.world import gathered
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
-from dp_ray.job.samples import Indices
 from dp_ray.job.targets import bound, build, keeps_state, resolve
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
@@ -57,6 +56,21 @@ def check_watched(job: Job, states: Mapping[str, Any]) -> None:
             )
 
 
+class EvaluatedShard(NamedTuple):
+    """A shard that has been evaluated, with its batch and its output."""
+
+    shard: Shard
+    batch: Any
+    step_output: StepOutput
+
+
+class Evaluated(NamedTuple):
+    """The mean of the loss and of each metric over all samples, the same on every rank, and over how many rows."""
+
+    metrics: dict[str, float]
+    rows: float
+
+
 class Evaluation:
     """The evaluation of one worker's shards. Each shard has its own sums, so no result depends on who ran it."""
 
@@ -77,26 +91,18 @@ class Evaluation:
         self._measures = measures
         self._states = {name: metric.to(device) for name, metric in states.items()}
         self._device = device
-        self.rows = 0.0  # over which `run` measured
         has_loss = job.loss is not None or job.step is not None
         self._names = measures.names(has_loss)
         self._has_loss = has_loss
         self._batch_size = "eval.batch_size" if job.task == "train" else "batch_size"
 
-    @torch.no_grad()
     def run(
-        self,
-        model: nn.Module,
-        work: Work,
-        batches: Iterator[tuple[Indices, Any]],
-        on_shard: OnShard = lambda *_: None,
-        on_step: Callable[[int], None] = lambda _: None,
-        without_set_aside: ShardFilter = keep_all,
-    ) -> dict[str, float]:
-        """Return the mean of the loss and of each metric over all samples, on every rank; every rank calls this.
+        self, model: nn.Module, work: Work, steps: Iterator[LoadedStep]
+    ) -> Generator[EvaluatedShard | StepEnd | Evaluated, None, None]:
+        """Yield each shard of the steps of `work` that has rows, and the end of each step; at last what is measured.
 
-        `on_shard` is called with each shard, its batch and its output; `on_step` with each finished step.
-        `without_set_aside` drops a shard's samples that were set aside. Raises DataError if all were.
+        The model is in eval mode until the generator ends or is closed. Every rank calls this, and takes all of it.
+        Raises DataError if all samples were set aside.
         """
         # A row for each shard, so that the order of additions does not depend on the workers. The last column
         # counts rows.
@@ -105,17 +111,18 @@ class Evaluation:
         rows, cut = 0, (work.split.largest_batch, work.split.shards)
         with evaluating(model) as buffers:
             seeds = ForwardSeeds(self.job.seed, model, self._device)
-            for step, shards in work:
-                ran, batches = 0, self._forwards.before(shards, batches, without_set_aside)
+            for step, shards, loaded in steps:
+                ran, pairs = 0, ((indices, batch) for _, indices, batch in loaded)
+                batches = self._forwards.before(shards, pairs, lambda shard: shard)
                 for shard in shards:
-                    where = f"evaluation step {shard.step}, shard {shard.shard}"
-                    with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
-                        _, batch = next_batch(batches, where)
-                        shard = without_set_aside(shard)
-                        if not shard.rows:
-                            continue
-                        rows += shard.rows
-                        ran += 1
+                    _, batch = next(batches)
+                    if not shard.rows:
+                        continue
+                    rows += shard.rows
+                    ran += 1
+                    where = f"evaluation {location(shard)}"
+                    size = ShardSize(shard.stop - shard.start, *cut, self._batch_size)
+                    with torch.no_grad(), advised(self.job, where, size):
                         seeds.begin(shard)
                         with locating(where):
                             with buffers.forward():
@@ -124,30 +131,32 @@ class Evaluation:
                             if row is not None:
                                 sums[shard.shard, :-1] += row
                             self._update_states(step_output, states.setdefault(shard.shard, {}))
-                    on_shard(shard, batch, step_output)
+                    yield EvaluatedShard(shard, batch, step_output)
                 for batch in self._forwards.dummy_batches(work, step, ran):
-                    self._forwards.run(self._shard, model, None, batch)
+                    with torch.no_grad():
+                        self._forwards.run(self._shard, model, None, batch)
                     buffers.restore()
-                on_step(step)
+                yield StepEnd(step)
             sums[0, -1] = rows
             measured = self._measured(sums, states)
         self._forwards.end()
-        return measured
+        yield measured
 
-    def _measured(self, sums: torch.Tensor, states: dict[int, dict[str, Any]]) -> dict[str, float]:
+    @torch.no_grad()
+    def _measured(self, sums: torch.Tensor, states: dict[int, dict[str, Any]]) -> Evaluated:
         """Return the means and the metrics with a state, over all workers; every rank calls this."""
         with waiting("the other workers' sums"):
             if dist.is_initialized():
                 dist.all_reduce(sums)
-            *totals, self.rows = sums.sum(0).tolist()
-        if not self.rows:
+            *totals, rows = sums.sum(0).tolist()
+        if not rows:
             raise DataError("evaluation: all samples were set aside, so there is nothing to measure")
         pairs = zip(self._names, totals[::2], totals[1::2], strict=True)
         means = {name: total / weight if weight else float("nan") for name, total, weight in pairs}
         computed = self._computed(states)
         if twice := means.keys() & computed.keys():
             raise JobError(f"metrics: two give {', '.join(sorted(twice))}; rename one")
-        return {**means, **computed}
+        return Evaluated({**means, **computed}, rows)
 
     def _shard(self, model: nn.Module, shard: Shard | None, batch: Any) -> tuple[StepOutput, torch.Tensor | None]:
         """Return a shard's output and its row of sums; only its output if it is a dummy batch."""

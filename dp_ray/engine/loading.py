@@ -1,21 +1,34 @@
 """Load one worker's shards: read the samples, collate them, check the rows, copy them to the device.
 
-Begin at `load_shards`. Samples of the job's `skip` are left out by arithmetic alone, the same on any worker.
+Begin at `load_steps`: one path of stages, for all tasks. Each stage takes and yields LoadedShards; those that a job
+does not need are not there. Samples of the job's `skip` are left out by arithmetic alone, the same on any worker.
 """
 
 import dataclasses
 import functools
+import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from dp_ray.engine.bad_samples import Screen
+from dp_ray.engine.bad_samples import (
+    BadSample,
+    HungRead,
+    Quarantine,
+    ReadLimit,
+    Reference,
+    Screen,
+    bad_sample,
+    choose_reference,
+    end_process,
+)
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.items import (
     ColumnSlice,
@@ -30,27 +43,29 @@ from dp_ray.engine.items import (
     passthrough_of,
     whole_columns,
 )
+from dp_ray.engine.model import ShardSize, advised
 from dp_ray.engine.random import RngProbe, own_generators, preserved, seed_all, seed_own
-from dp_ray.engine.step import model_inputs
+from dp_ray.engine.step import ModelInputs
 from dp_ray.engine.timed_loader import StepTimes, TimedCollate, TimedLoader, TimedReads, begin_process
-from dp_ray.engine.user_code import error_text, loader_ended_error, read_many, reraise_as
+from dp_ray.engine.user_code import error_text, loader_ended_error, locating, location, read_many, reraise_as
 from dp_ray.errors import DataError, Error, frames_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.samples import IndexLists, Indices, ReadRequest, hold_blocks, look_ahead, order_of
 from dp_ray.job.targets import bound, build_dataset, dataset_seed, resolve
 from dp_ray.plan.order import derive_seed
-from dp_ray.plan.split import Shard, Work
+from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.tensors.files import moved
 from dp_ray.tensors.scatter import cut, num_rows, scatter
 from dp_ray.tensors.tree import flatten, map_leaves, sizes
 from dp_ray.text import listed
 
-Batch: TypeAlias = tuple[Indices, Any]
-
 
 class LoadedShard(NamedTuple):
-    """A shard as it was read: without the samples that are skipped or set aside; None for a batch without rows."""
+    """A shard as it was read: without the samples that are skipped or set aside; None for a batch without rows.
+
+    Within the path it may be a whole global batch, as shard -1.
+    """
 
     shard: Shard
     indices: Indices
@@ -60,7 +75,8 @@ class LoadedShard(NamedTuple):
 class LoadedStep(NamedTuple):
     """One worker's part of a step: its shards, maybe none, without the samples that are skipped or set aside.
 
-    `loaded` reads them, in order; the first one is read by the time that the step is given.
+    `loaded` reads them, in order; the first one is read by the time that the step is given. An error of reading
+    names the step and the shard, and of memory what to change. All are to be taken before the next step.
     """
 
     step: int
@@ -68,9 +84,240 @@ class LoadedStep(NamedTuple):
     loaded: Iterator[LoadedShard]
 
 
-Batches = Generator[Batch, None, None]
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A dataset to load from: the job that reads it, and its name in errors; those of an evaluation say so."""
+
+    job: Job
+    dataset: Any
+    name: str = "the dataset"
+    is_evaluation: bool = False
+
+
+Pieces: TypeAlias = Callable[[], Iterator[Shard]]
+Walk: TypeAlias = Iterator[tuple[int, list[Shard], list[Shard]]]  # steps, their shards, and what is read for these
 Pick: TypeAlias = Callable[[Any], Any]
 CPU = torch.device("cpu")
+CANDIDATES = 5  # good samples of which one becomes the reference
+
+
+def load_steps(
+    source: Source,
+    work: Work,
+    device: torch.device,
+    quarantine: Quarantine | None = None,
+    pick: Pick | None = None,
+    times: StepTimes | None = None,
+    ahead: "OverlappedRead | None" = None,
+) -> Generator[LoadedStep, None, None]:
+    """Yield the steps of `work`, each with this worker's shards on `device`.
+
+    With a `quarantine`, the bad samples are set aside: then all shards of a step are read before it is given. `pick`
+    gives the part of a batch that is taken. `times` measures the wait for shards, and the loader's work. `ahead`
+    reads a shard before it is asked for. Close the generator, also after an error: then nothing more is read in the
+    background.
+
+    Raises DataError if reading a sample raises; the message names the sample and the dataset.
+    Raises DataError if a leaf of the model's inputs does not have one row for each sample.
+    """
+    job, dataset, screen = source.job, source.dataset, None
+    hold_blocks(job, dataset, work)
+    keys, carry = item_keys(job), passthrough_keys(job)
+    if quarantine is None:
+        columns = whole_columns(job, dataset, keys)
+    else:
+        columns, screen = None, new_screen(job, quarantine.reference)
+    times = times or StepTimes()
+    samples = Samples(dataset, job.seed, source.name, keys, columns, times, screen, carry)
+    walk = functools.partial(_walk, work, Skipping(job, dataset) if job.skipped else None, job.scatter == "batch")
+    for_reading, for_steps = itertools.tee(walk())
+    good: dict[int, list[Shard]] = {}  # by step, what is left of the worker's shards by the time that these are read
+    loaded = _read(job, samples, lambda: _pieces(walk()), _pieces(for_reading), device)
+    if quarantine is not None:
+        loaded = _without_bad(quarantine, walk(), loaded, good)
+    loaded = _checked(job, pick, loaded)
+    if job.scatter == "batch":
+        loaded = _scattered(job, walk(), loaded, good if quarantine is not None else None)
+    loaded = times.waiting(on_device(loaded, device, times.clock))
+    if ahead is not None and work.world_size > 1:  # one worker alone does not wait for others
+        loaded = ahead.passing(loaded)
+    return _steps(source, work.split, for_steps, loaded, good)
+
+
+def _walk(work: Work, skipping: "Skipping | None", takes_whole: bool) -> Walk:
+    """Yield the steps of a worker, with its shards, and with what is read for them: these, or the global batch."""
+    for step, shards in work:
+        pieces = shards if not (takes_whole and shards) else [work.split.whole(step)]
+        if skipping is not None:
+            shards, pieces = list(map(skipping, shards)), list(map(skipping, pieces))
+        yield step, shards, pieces
+
+
+def _pieces(walk: Walk) -> Iterator[Shard]:
+    return itertools.chain.from_iterable(map(itemgetter(2), walk))
+
+
+def _read(
+    job: Job,
+    samples: "Samples",
+    pieces: Pieces,
+    due: Iterator[Shard],
+    device: torch.device,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> Generator[LoadedShard, None, None]:
+    """Yield each piece that is `due`, read and collated; with a screen, its batch is Screened.
+
+    `pieces` gives them from the first one on, for the loader. A loader whose process hangs in a read is replaced.
+    """
+    screen, num_read = samples.screen, 0
+    limit = None if screen is None else screen.limit
+    piece = next(due, None)
+    while piece is not None:
+        left = functools.partial(_filled, pieces, num_read)
+        with make_loader(job, samples, left, device, collate) as loader:
+            while piece is not None:
+                if not piece.rows:
+                    yield LoadedShard(piece, *NOTHING)
+                else:
+                    read = next_batch(loader, limit)
+                    if isinstance(read, HungRead):
+                        break
+                    num_read += 1
+                    yield LoadedShard(piece, *read)
+                piece = next(due, None)
+        if piece is not None:
+            assert screen is not None and isinstance(read, HungRead)
+            screen.pass_over(read)  # the next loader copies the screen to its processes as it starts
+
+
+def _filled(pieces: Pieces, first: int) -> Iterator[Shard]:
+    """Yield the pieces that have rows, from number `first` of them on."""
+    return itertools.islice(filter(attrgetter("rows"), pieces()), first, None)
+
+
+def _without_bad(
+    quarantine: Quarantine, walk: Walk, loaded: Iterator[LoadedShard], good: dict[int, list[Shard]]
+) -> Generator[LoadedShard, None, None]:
+    """Set the bad samples of each step aside, and yield its pieces without them; `good` gets the step's shards.
+
+    All of a step are taken before its first one is yielded: by then, it is known how many rows the step has.
+    """
+    for step, shards, pieces in walk:
+        read = [next(loaded) for _ in pieces]
+        bad: dict[int, BadSample] = {}  # by position
+        for one in read:
+            if one.batch is not None and one.batch.bad:
+                positions = one.shard.positions
+                bad |= {positions[place]: sample for place, sample in one.batch.bad.items()}
+        for shard in shards:
+            if mine := {at: bad[at] for at in bad if shard.start <= at < shard.stop}:
+                quarantine.keep(shard, mine)
+        good[step] = [_without(shard, bad) for shard in shards] if bad else shards
+        for piece, indices, screened in read:
+            left, batch = _without(piece, bad), screened and screened.batch
+            if left is not piece:
+                indices = indices[[at not in bad for at in piece.positions]]
+            yield LoadedShard(left, indices, batch)
+
+
+def _without(shard: Shard, bad: dict[int, BadSample]) -> Shard:
+    """Return the shard without the positions of bad samples."""
+    more = [at for at in bad if shard.start <= at < shard.stop]
+    return dataclasses.replace(shard, missing=tuple(sorted({*shard.missing, *more}))) if more else shard
+
+
+def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Generator[LoadedShard, None, None]:
+    """Yield each batch, or what `pick` makes of it, after a check that the inputs have one row for each sample."""
+    inputs_of, checks, dim = ModelInputs(job), job.step is None, job.batch_dim
+    for shard, indices, batch in loaded:
+        if not shard.rows:
+            yield LoadedShard(shard, indices, None)
+            continue
+        items = batch.batch if isinstance(batch, PassthroughBatch) else batch
+        picked = items if pick is None else pick(items)
+        if checks:  # only the user's step knows which parts of its batch hold rows
+            inputs = inputs_of(items) if pick is None else picked
+            if type(inputs) is not torch.Tensor or dim or not inputs.ndim or len(inputs) != shard.rows:
+                check_rows(job, inputs, shard)
+        yield LoadedShard(shard, indices, picked if items is batch else batch._replace(batch=picked))
+
+
+def check_rows(job: Job, inputs: Any, piece: Shard) -> None:
+    """Raise DataError unless each leaf of the inputs has as many rows as the piece, a shard or a global batch."""
+    got = num_rows(inputs, job.batch_dim)
+    if got is not None and got != piece.rows:
+        named = f"shard {piece.shard}" if piece.shard >= 0 else "the global batch"
+        raise DataError(
+            f"{named} of step {piece.step} has {piece.rows} rows, but collate gave {got} along dimension "
+            f"{job.batch_dim}: {sizes(inputs)}; collate must give one row for each sample"
+        )
+
+
+def _scattered(
+    job: Job, walk: Walk, loaded: Iterator[LoadedShard], good: dict[int, list[Shard]] | None
+) -> Generator[LoadedShard, None, None]:
+    """Cut each global batch into this worker's shards: for collates that pad to the batch's longest.
+
+    The shards keep the borders that they have in a batch of which nothing is missing. With a quarantine, `good` has
+    what is left of them.
+    """
+    for step, shards, pieces in walk:
+        if not pieces:
+            continue
+        whole, indices, batch = next(loaded)
+        if batch is not None and (good is not None or whole.missing):
+            check_rows(job, batch, whole)
+        if not whole.missing:
+            parts = scatter(batch, job.num_shards, job.batch_dim)
+            for shard in shards:
+                mine = indices[shard.start - whole.start : shard.stop - whole.start]
+                yield LoadedShard(shard, mine, parts[shard.shard])
+            continue
+        positions = whole.positions
+        for shard in shards if good is None else good[step]:
+            first = bisect_left(positions, shard.start)
+            end = first + shard.rows
+            part = cut(batch, first, end, job.batch_dim) if shard.rows else None
+            yield LoadedShard(shard, indices[first:end], part)
+
+
+def _steps(
+    source: Source,
+    split: Split,
+    walk: Walk,
+    loaded: Generator[LoadedShard, None, None],
+    good: dict[int, list[Shard]],
+) -> Generator[LoadedStep, None, None]:
+    """Yield the steps of the loaded shards; `good` has the shards of those of which samples were set aside."""
+    try:
+        for step, planned, _ in walk:
+            # A name would keep a batch's memory while the next one is read: the first one is handed on in a list.
+            first = [_next(source, split, loaded, shard) for shard in planned[:1]]
+            yield LoadedStep(step, good.pop(step, planned), _in_turn(source, split, loaded, first, planned))
+    finally:
+        loaded.close()
+
+
+def _in_turn(
+    source: Source, split: Split, loaded: Iterator[LoadedShard], first: list[LoadedShard], planned: list[Shard]
+) -> Iterator[LoadedShard]:
+    """Yield a step's shards, of which the first one is read, and the others are read as they are asked for."""
+    if first:
+        yield first.pop()
+    for shard in planned[1:]:
+        yield _next(source, split, loaded, shard)
+
+
+def _next(source: Source, split: Split, loaded: Iterator[LoadedShard], shard: Shard) -> LoadedShard:
+    """Return the next shard; an error says its location, like `step 3, shard 1`."""
+    try:
+        return next(loaded)
+    except (Exception, SystemExit):
+        where = f"evaluation {location(shard)}" if source.is_evaluation else location(shard)
+        key = "eval.batch_size" if source.is_evaluation and source.job.task == "train" else "batch_size"
+        size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards, key)
+        with advised(source.job, where, size), locating(where):
+            raise
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,6 +344,7 @@ class Samples(Dataset[Any]):
         if self.screen is not None:
             self.screen.source, self.screen.carried_alone = self._unscreened, self._carried_alone
             self.screen.carry = self.carry
+        self._is_bare = self.screen is None and self.keys is None and not self.carry
         self._own = own_generators(self.dataset)
         self._quiet = RngProbe()
         self._draws = bool(self._own)
@@ -124,7 +372,7 @@ class Samples(Dataset[Any]):
             return batch
         if not self._draws:
             self._quiet.begin()
-            items = self._read(wanted, wanted.indices)
+            items = self._whole(wanted.indices) if self._is_bare else self._read(wanted, wanted.indices)
             self._draws = self._quiet.is_broken()
             if not self._draws:
                 return items
@@ -212,89 +460,10 @@ class Skipping:
         return positions
 
 
-def load_shards(
-    job: Job,
-    dataset: Any,
-    work: Work,
-    device: torch.device,
-    pick: Pick | None = None,
-    name: str = "the dataset",
-    times: StepTimes | None = None,
-) -> Generator[Batch, None, None]:
-    """Yield the sample indices and the batch, on `device`, of each shard of `work`, in its order.
-
-    The batch is the collated one, or what `pick` returns for it; None for a shard of which all samples are skipped.
-    `times` measures the wait for batches, and the loader's work. Close the generator, also after an error: then
-    nothing more is read in the background.
-
-    Raises DataError if reading a sample raises; the message names the sample and the dataset by `name`.
-    Raises DataError if a leaf of the model's inputs does not have one row for each sample of the shard.
-    """
-    hold_blocks(job, dataset, work)
-    make = _whole_batches if job.scatter == "batch" else _shards
-    times, keys = times or StepTimes(), item_keys(job)
-    columns = whole_columns(job, dataset, keys)
-    samples = Samples(dataset, job.seed, name, keys, columns, times, carry=passthrough_keys(job))
-    return times.waiting(on_device(make(job, samples, work, device, pick), device, times.clock))
-
-
-def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
-    """Read and collate each shard by itself: only the worker's own rows are read."""
-    skipping = Skipping(job, samples.dataset)
-    with make_loader(job, samples, functools.partial(filled_shards, work, skipping), device) as loaded:
-        for shard in (skipping(one) for _, shards in work for one in shards):
-            indices, batch = next_batch(loaded) if shard.rows else NOTHING
-            yield indices, checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
-
-
-def _whole_batches(
-    job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None
-) -> Iterator[Batch]:
-    """Collate the whole global batch, then cut it: for collates that pad to the batch's longest."""
-    skipping = Skipping(job, samples.dataset)
-    with make_loader(job, samples, functools.partial(filled_batches, work, skipping), device) as loaded:
-        for step, shards in work:
-            if not shards:
-                continue
-            whole = skipping(work.split.whole(step))
-            indices, batch = next_batch(loaded) if whole.rows else NOTHING
-            picked = checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
-            if whole.missing:
-                yield from pieces_of(whole, map(skipping, shards), indices, picked, job.batch_dim)
-                continue
-            pieces = scatter(picked, job.num_shards, job.batch_dim)
-            for shard in shards:
-                yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
-
-
-def filled_shards(work: Work, skipping: Callable[[Shard], Shard]) -> Iterator[Shard]:
-    """Yield a worker's shards that have rows, in order; `skipping` gives a shard without what is skipped."""
-    return (one for _, shards in work for one in map(skipping, shards) if one.rows)
-
-
-def filled_batches(work: Work, skipping: Callable[[Shard], Shard]) -> Iterator[Shard]:
-    """Yield the whole global batches that have rows, of which the worker has shards."""
-    return (one for step, shards in work if shards and (one := skipping(work.split.whole(step))).rows)
-
-
-def pieces_of(
-    whole: Shard, shards: Iterable[Shard], indices: Indices, picked: Any, batch_dim: int
-) -> Iterator[tuple[Indices, Any]]:
-    """Yield each shard's indices and rows, cut from the whole global batch's; None for a shard without rows.
-
-    The shards keep the borders that they have in a batch of which nothing is missing.
-    """
-    positions = whole.positions
-    for shard in shards:
-        first = bisect_left(positions, shard.start)
-        end = first + shard.rows
-        yield indices[first:end], cut(picked, first, end, batch_dim) if shard.rows else None
-
-
 def make_loader(
     job: Job,
     samples: Samples,
-    pieces: Callable[[], Iterator[Shard]],
+    pieces: Pieces,
     device: torch.device,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> TimedLoader:
@@ -303,16 +472,14 @@ def make_loader(
     order = order_of(job, samples.dataset)
     # The client of an object store does not survive a fork: a dataset that reads from one asks for "spawn".
     context = loader.context or getattr(samples.dataset, "loader_context", None)
-    seed = None if job.collate is None else job.seed
     collate = collate or collate_of(job)
     if samples.carry:
         collate = functools.partial(collate_passthrough, collate, samples.carry)
-    picks = item_keys(job) is not None
-    collates = functools.partial(collated, collate=collate, seed=seed, screen=screen, picks=picks)
+    seed = None if job.collate is None else job.seed
     made: DataLoader[Any] = DataLoader(
         TimedReads(samples, getattr(samples.dataset, "take_seconds_ahead", None)),
         batch_sampler=IndexLists(order, pieces, look_ahead(order, samples.dataset, processes)),  # type: ignore[arg-type]
-        collate_fn=TimedCollate(collates),
+        collate_fn=TimedCollate(Collate(collate, seed, screen, picks=samples.keys is not None)),
         num_workers=processes,
         timeout=screen.limit.poll_seconds if screen is not None and screen.limit is not None else 0,
         prefetch_factor=loader.prefetch if processes else None,
@@ -333,54 +500,55 @@ def num_processes(job: Job) -> int:
 def collate_of(job: Job) -> Callable[[list[Any]], Any]:
     """Return the user's collate, or torch's with the rows along `batch_dim`."""
     if job.collate is None:
-        return functools.partial(_default_collate, batch_dim=job.batch_dim)
+        return functools.partial(_collate_along, batch_dim=job.batch_dim) if job.batch_dim else default_collate
     collate: Callable[[list[Any]], Any] = bound("collate", job.collate)
     return collate
 
 
-def _default_collate(items: list[Any], batch_dim: int) -> Any:
+def _collate_along(items: list[Any], batch_dim: int) -> Any:
     """Collate as torch does, then move the rows from dimension 0 to `batch_dim`; labels of one dimension stay."""
-    batch = default_collate(items)
-    if batch_dim == 0:
-        return batch
 
     def along(leaf: Any) -> Any:
         return leaf.movedim(0, batch_dim) if leaf.ndim > batch_dim else leaf
 
-    return map_leaves(along, batch)
+    return map_leaves(along, default_collate(items))
 
 
-def collated(
-    read: tuple[ReadRequest, Any],
-    collate: Callable[[Any], Any],
-    seed: int | None,
-    screen: Screen | None,
-    picks: bool = False,
-) -> Batch:
-    """Collate the samples that were read; with a `screen`, return a Screened in place of the batch.
+@dataclasses.dataclass(frozen=True)
+class Collate:
+    """Collates the samples that were read; with a `screen`, its batch is Screened.
 
-    `picks` says that `inputs` and `target` have picked keys of the items.
+    Random numbers that the user's collate draws are keyed by `seed` and the shard. `picks` says that `inputs` and
+    `target` have picked keys of the items.
     """
-    wanted, items = read
-    indices = np.asarray(wanted.indices, np.int64)
-    if isinstance(items, LoaderError | ColumnSlice):
-        return indices, items if isinstance(items, LoaderError) else items.batch
-    seeded = functools.partial(_collate_seeded, wanted, collate, seed, picks)
-    try:
-        return indices, seeded(items) if screen is None else screen.collate(items, wanted.indices, seeded)
-    except Error as error:
-        return indices, loader_error(error)
 
+    collate: Callable[[Any], Any]
+    seed: int | None
+    screen: Screen | None
+    picks: bool
 
-def _collate_seeded(
-    wanted: ReadRequest, collate: Callable[[Any], Any], seed: int | None, picks: bool, items: Any
-) -> Any:
-    """Collate samples; random numbers that the user's collate draws are keyed by the shard."""
-    if seed is not None:
-        seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
-    note = ", of which inputs and target pick keys before the collate" if picks else ""
-    with reraise_as("collate", lambda _: f"; it got samples {listed(wanted.indices)}{note}", DataError):
-        return collate(items)
+    def __call__(self, read: tuple[ReadRequest, Any]) -> tuple[Indices, Any]:
+        """Return the indices of the samples, and their batch; in a loader process, an error in place of it."""
+        wanted, items = read
+        indices = np.asarray(wanted.indices, np.int64)
+        if isinstance(items, LoaderError | ColumnSlice):
+            return indices, items if isinstance(items, LoaderError) else items.batch
+        try:
+            if self.screen is None:
+                return indices, self._seeded(wanted, items)
+            return indices, self.screen.collate(items, wanted.indices, functools.partial(self._seeded, wanted))
+        except Error as error:
+            return indices, loader_error(error)
+
+    def _seeded(self, wanted: ReadRequest, items: Any) -> Any:
+        if self.seed is not None:
+            seed_all(derive_seed(self.seed, "collate", wanted.epoch, wanted.step, wanted.shard))
+        try:
+            return self.collate(items)
+        except (Exception, SystemExit):
+            note = ", of which inputs and target pick keys before the collate" if self.picks else ""
+            with reraise_as("collate", lambda _: f"; it got samples {listed(wanted.indices)}{note}", DataError):
+                raise
 
 
 class LoaderError(NamedTuple):
@@ -400,62 +568,53 @@ def loader_error(error: Error) -> LoaderError:
     return LoaderError(error, frames_of(error))
 
 
-def next_batch(loaded: Iterator[Batch]) -> Batch:
-    """Return the next batch; raise what a loader process sent in its place, or DataError if one has ended."""
-    try:
-        batch = next(loaded)
-    except RuntimeError as error:
-        if "cannot pin" not in str(error):
-            raise
-        what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
-        raise DataError(f"{what}; set loader.pin_memory: false") from error
-    except (EOFError, ConnectionError, FileNotFoundError) as error:  # its tensor was to be fetched from a process
-        raise loader_ended_error() from error
-    sent = batch[1]
-    if not isinstance(sent, LoaderError):
-        return batch
-    if sent.frames:
-        sent.error.add_note(sent.frames)
-    raise sent.error
+def next_batch(loader: Iterator[Any], limit: ReadLimit | None = None) -> tuple[Indices, Any] | HungRead:
+    """Return the next batch; raise what a loader process sent in its place, or DataError if one has ended.
 
-
-def checked(job: Job, batch: Any, pick: Pick | None, rows: int, what: str) -> Any:
-    """Return the batch, or what `pick` makes of it, after a check that the inputs have one row for each sample.
-
-    None for a batch of no rows.
+    With a limit, return a read that hangs in its place; the process that reads is ended.
     """
-    if not rows:
-        return None
-    if isinstance(batch, PassthroughBatch):
-        return batch._replace(batch=checked(job, batch.batch, pick, rows, what))
-    picked = batch if pick is None else pick(batch)
-    if job.step is None:  # only the user's step knows which parts of its batch hold rows
-        check_rows(job, model_inputs(job, batch) if pick is None else picked, rows, what)
-    return picked
+    while True:
+        try:
+            indices, batch = next(loader)
+            break
+        except RuntimeError as error:
+            if "cannot pin" in str(error):
+                what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
+                raise DataError(f"{what}; set loader.pin_memory: false") from error
+            if limit is None or "DataLoader timed out" not in str(error):
+                raise
+        except (EOFError, ConnectionError, FileNotFoundError) as error:  # its tensor was to be fetched from a process
+            raise loader_ended_error() from error
+        if (hung := limit.hung()) is not None:
+            end_process(hung.pid)
+            return hung
+    if not isinstance(batch, LoaderError):
+        return indices, batch
+    if batch.frames:
+        batch.error.add_note(batch.frames)
+    raise batch.error
 
 
-def check_rows(job: Job, inputs: Any, rows: int, what: str) -> None:
-    """Raise DataError unless each leaf of the inputs has this many rows."""
-    got = num_rows(inputs, job.batch_dim)
-    if got is not None and got != rows:
-        raise DataError(
-            f"{what} has {rows} rows, but collate gave {got} along dimension {job.batch_dim}: "
-            f"{sizes(inputs)}; collate must give one row for each sample"
-        )
-
-
-def on_device(batches: Iterator[Batch], device: torch.device, clock: StepClock | None = None) -> Iterator[Batch]:
-    """Yield the batches on `device`; on a GPU the next batch is copied while the current one is computed."""
+def on_device(
+    loaded: Generator[LoadedShard, None, None], device: torch.device, clock: StepClock | None = None
+) -> Generator[LoadedShard, None, None]:
+    """Return the shards on `device`; on a GPU the next one is copied while the current one is computed."""
+    if device.type == "cpu":
+        return loaded
     if device.type != "cuda":
-        yield from batches if device.type == "cpu" else (_move(batch, device) for batch in batches)
-        return
-    clock = clock or SilentClock()
+        return (_move(one, device) for one in loaded)
+    return _copied_ahead(loaded, device, clock or SilentClock())
+
+
+def _copied_ahead(
+    loaded: Iterator[LoadedShard], device: torch.device, clock: StepClock
+) -> Generator[LoadedShard, None, None]:
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     ready = None
-    for batch in batches:
+    for one in loaded:
         before = clock.enter(Part.HOST_TO_DEVICE)
         with torch.cuda.stream(copies):
-            coming = _move(batch, device), copies.record_event()
+            coming = _move(one, device), copies.record_event()
         current = _wait_for(*ready, device) if ready is not None else None
         clock.enter(before)
         if current is not None:
@@ -465,19 +624,18 @@ def on_device(batches: Iterator[Batch], device: torch.device, clock: StepClock |
         yield _wait_for(*ready, device)
 
 
-def _move(batch: Batch, device: torch.device) -> Batch:
-    indices, inputs = batch
-    return indices, map_leaves(lambda leaf: moved(leaf, device), inputs)
+def _move(one: LoadedShard, device: torch.device) -> LoadedShard:
+    return one._replace(batch=map_leaves(lambda leaf: moved(leaf, device), one.batch))
 
 
-def _wait_for(batch: Batch, copied: "torch.cuda.Event", device: torch.device) -> Batch:
-    """Return the batch once the computing stream waits for its copy, and its memory is not reused too early."""
+def _wait_for(one: LoadedShard, copied: "torch.cuda.Event", device: torch.device) -> LoadedShard:
+    """Return the shard once the computing stream waits for its copy, and its memory is not reused too early."""
     computing = torch.cuda.current_stream(device)
     computing.wait_event(copied)  # not wait_stream: the next batch's copy is in the queue already
-    for leaf in flatten(batch[1])[0]:
+    for leaf in flatten(one.batch)[0]:
         if isinstance(leaf, torch.Tensor):
             leaf.record_stream(computing)
-    return batch
+    return one
 
 
 def seeded_dataset(job: Job, name: str = "dataset") -> Any:
@@ -492,39 +650,83 @@ def seeded_dataset(job: Job, name: str = "dataset") -> Any:
         return build_dataset(job, name)
 
 
+def new_screen(job: Job, reference: Reference | None = None) -> Screen:
+    """Make a screen for a dataset of the job, which must have `on_error`."""
+    assert job.on_error is not None
+    seconds = job.on_error.timeout
+    limit = None if seconds is None else ReadLimit(seconds, num_processes(job))
+    return Screen(job.on_error.finite, job.collate is not None, limit, reference)
+
+
+def find_reference(job: Job, dataset: Any, name: str) -> Reference:
+    """Choose the reference among the first good samples of epoch 0's order.
+
+    It is the one with which most others of them can be collated. Raises DataError if there are no good ones.
+    """
+    assert job.on_error is not None
+    samples = Samples(dataset, job.seed, name, item_keys(job), screen=new_screen(job))
+    tried = min(len(samples), CANDIDATES + job.on_error.quarantine)
+    skipping = Skipping(job, dataset)
+
+    def singly() -> Iterator[Shard]:
+        every = (skipping(Shard(-1, -1, at, at + 1)) for at in range(len(samples)))
+        return itertools.islice((one for one in every if one.rows), tried)
+
+    good: list[tuple[int, Any]] = []
+    why = ""
+    for _, indices, screened in _read(job, samples, singly, singly(), CPU, list):  # the items as they are
+        index = int(indices[0])
+        bad = screened.bad.get(0)
+        if bad is None:
+            try:
+                collate_of(job)([screened.batch[0]])
+            except Exception as error:  # a user's collate may raise anything
+                bad = bad_sample(index, error)
+        if bad is not None:
+            why = f"sample {bad.sample}: {bad.kind}: {bad.message}"
+            continue
+        good.append((index, screened.batch[0]))
+        if len(good) == CANDIDATES:
+            break
+    reference = choose_reference(good, collate_of(job) if job.collate is not None else None)
+    if reference is None:
+        raise DataError(f"{name}: none of the first {tried} samples is good; the last one tried is {why}")
+    return reference
+
+
 @dataclasses.dataclass
 class OverlappedRead:
-    """One batch ahead of those that `passing` yields, read where the worker would otherwise wait for the others.
+    """One shard ahead of those that `passing` yields, read where the worker would otherwise wait for the others.
 
     An error of reading it is raised where that batch is due: a training that ends before it never meets the error.
     """
 
-    _batches: Batches | None = None
-    _ahead: Future[Batch] | None = None  # the batch, or the error of its reading
+    _loaded: Generator[LoadedShard, None, None] | None = None
+    _ahead: Future[LoadedShard] | None = None  # the batch, or the error of its reading
 
-    def passing(self, batches: Batches) -> Batches:
-        """Yield the same batches; one that was read ahead is there at once. Closing it closes `batches`."""
-        self._batches = batches
+    def passing(self, loaded: Generator[LoadedShard, None, None]) -> Generator[LoadedShard, None, None]:
+        """Yield the same shards; one that was read ahead is there at once. Closing it closes `loaded`."""
+        self._loaded = loaded
         try:
             while True:
                 ahead, self._ahead = self._ahead, None
                 try:
-                    batch = next(batches) if ahead is None else ahead.result()
+                    one = next(loaded) if ahead is None else ahead.result()
                 except StopIteration:
                     return
                 del ahead  # it holds the batch, which may be large, until the next one is asked for
-                yield batch
+                yield one
         finally:
-            self._batches = self._ahead = None
-            batches.close()
+            self._loaded = self._ahead = None
+            loaded.close()
 
     def read(self) -> None:
-        """Read the next batch now; nothing happens before the first one is asked for."""
-        if self._batches is None or self._ahead is not None:
+        """Read the next shard now; nothing happens before the first one is asked for."""
+        if self._loaded is None or self._ahead is not None:
             return
-        ahead: Future[Batch] = Future()
+        ahead: Future[LoadedShard] = Future()
         try:
-            ahead.set_result(next(self._batches))
+            ahead.set_result(next(self._loaded))
         except Exception as error:
             ahead.set_exception(error)
         self._ahead = ahead

@@ -7,7 +7,7 @@ those that live are counted.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.loading import load_shards, seeded_dataset
+from dp_ray.engine.loading import Source, load_steps, seeded_dataset
 from dp_ray.engine.model import (
     as_module,
     autocast,
@@ -109,7 +109,8 @@ def _batch(job: Job, dataset: Any, split: Split) -> Any:
     if job.task == "predict":
         model = fake_model(job, fake_devices(job.num_devices), FakeTensorMode())
         pick = PredictInputs(job, model, lambda _: None)
-    return next(load_shards(alone, dataset, Work(split), CPU, pick))[1]
+    with closing(load_steps(Source(alone, dataset), Work(split), CPU, pick=pick)) as steps:
+        return next(next(steps).loaded).batch
 
 
 @dataclass(frozen=True)

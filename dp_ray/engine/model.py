@@ -221,11 +221,14 @@ def evaluating(model: nn.Module) -> Iterator[UnchangedBuffers]:
             module.training = mode
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which a model runs in the job's precision; its parameters keep their dtype."""
+def autocast(precision: str, device: torch.device, enabled: bool = True) -> AbstractContextManager[Any]:
+    """Return the context in which a model runs in the job's precision; its parameters keep their dtype.
+
+    Converted parameters are kept until the outermost such context ends, which may be one that is not `enabled`.
+    """
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
+    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16, enabled)
 
 
 def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
@@ -501,6 +504,7 @@ def mixed_devices(model: nn.Module, error: BaseException) -> str:
     return f"; {name} got tensors on two devices, {one} and {two}: move them in forward, as in x.to(device)"
 
 
+CHANGES = "set one of: "  # in an error of memory that says what to change
 # cuBLAS, CUDA itself and torch's allocator of a CPU raise plain RuntimeErrors with these texts.
 TEXTS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory")
 
@@ -525,11 +529,12 @@ def advised(
 
     `where` is the step. `size` is None if the memory does not depend on the rows. `shards_that_fit` estimates the
     smallest number of shards that would fit; by default, and where it gives None, it is twice as many as now.
+    An error that says so already passes.
     """
     try:
         yield
     except (RuntimeError, ModelError) as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error) or CHANGES in str(error):
             raise
         text = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {text_of(error)}"
         more = shards_that_fit() if size is not None and size.rows > 1 else None
@@ -566,7 +571,7 @@ def advice(job: Job, size: ShardSize | None, more: int | None = None) -> str:
         changes.append("an optimizer with less state")
     changes.append("more GPUs for each worker (gpus_per_worker, device_map: auto)")
     has = "" if size is None else f"this worker's shards have {counted(size.rows, 'row')}; "
-    return f"{has}set one of: {listed(changes)}"
+    return f"{has}{CHANGES}{listed(changes)}"
 
 
 MAX_COLLECTIONS = 5

@@ -7,10 +7,11 @@ all on the device, so what is left out is never copied from there.
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +20,12 @@ from torch import nn
 from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
 from dp_ray.engine.items import Plain, split_passthrough
+from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
-from dp_ray.engine.quarantine import ShardFilter, keep_all
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.sharded.rounds import Forwards
-from dp_ray.engine.step import keywords_hint
-from dp_ray.engine.user_code import describe_input, locating, location, next_batch, reraise_as
+from dp_ray.engine.step import StepEnd, keywords_hint
+from dp_ray.engine.user_code import describe_input, locating, location, reraise_as
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -42,19 +43,21 @@ WHOLE = "output"  # the path of outputs that are one tensor, as its column is na
 class OutputSelector:
     """A function of a shard's outputs, which reduces them to those that the job keeps.
 
-    `after` is the user's function, or None. `tell` is called once for each output that `dtype` makes infinite.
+    `after` is the user's function, or None.
     """
 
-    def __init__(self, job: Job, device: torch.device, tell: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, device: torch.device) -> None:
         self.after = None if job.outputs.after is None else _built(job, device)
         self._takes_inputs = self.after is not None and takes_inputs(self.after)
         self._keep = job.outputs.keep
         self._dtype: torch.dtype | None = job.outputs.dtype and getattr(torch, job.outputs.dtype)
-        self._tell = tell
         self._reported: set[str] = set()  # outputs that `dtype` has made infinite
 
-    def __call__(self, outputs: Any, inputs: Any, shard: Shard) -> Any:
-        """Return what is kept of the outputs of a shard; an error names step and shard."""
+    def __call__(self, outputs: Any, inputs: Any, shard: Shard) -> tuple[Any, list[str]]:
+        """Return what is kept of a shard's outputs, and a line for the user for each that `dtype` makes infinite.
+
+        An error names step and shard.
+        """
         if self.after is not None:
             with reraise_as(f"{location(shard)}: {AFTER}", lambda _, got=outputs: describe_input(got)):  # type: ignore[misc]
                 outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
@@ -63,16 +66,16 @@ class OutputSelector:
         if self._keep is not None:
             outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, location(shard)))
         if self._dtype is None:
-            return outputs
+            return outputs, []
         leaves, spec = flatten(outputs)
-        made = []
+        made, notes = [], []
         for path, leaf in zip(spec.paths, leaves, strict=True):
             made.append(_as_dtype(path or WHOLE, leaf, self._dtype))
             if path not in self._reported and _overflows(leaf, made[-1]):
                 self._reported.add(path)
                 what = f"{path or WHOLE} has numbers too large for {_name(self._dtype)}, which are kept as inf"
-                self._tell(f"outputs.dtype: {what} (first in {location(shard)})")
-        return unflatten(spec, made)
+                notes.append(f"outputs.dtype: {what} (first in {location(shard)})")
+        return unflatten(spec, made), notes
 
 
 def chosen(there: Sequence[Keys], patterns: Sequence[str], where: str) -> set[Keys]:
@@ -160,99 +163,122 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def predict(
-    model: nn.Module,
-    job: Job,
-    device: torch.device,
-    work: Work,
-    batches: Iterator[tuple[Indices, Any]],
-    on_shard: Callable[[Shard, Indices, Any, dict[str, list[Plain]]], None],
-    on_step: Callable[[int], None],
-    goes_on: Callable[[int], bool] = lambda step: True,
-    without_set_aside: ShardFilter = keep_all,
-    tell: Callable[[str], None] = lambda text: None,
-    clock: StepClock | None = None,
-    on_inputs: Callable[[Shard, Indices, Any], None] = lambda shard, indices, inputs: None,
-    on_flops: Callable[[Flops], None] | None = None,
-    forwards: Forwards | None = None,
-) -> bool:
-    """Run the model over each shard of `work`, in eval and inference mode.
+class PredictedShard(NamedTuple):
+    """A shard that has run: what is kept of its outputs, and what is carried of its samples, by key.
 
-    `batches` gives the shards' sample indices and inputs, in the order of `work`. `on_shard` gets each shard with
-    its indices, what is kept of its outputs, and what is carried. `on_step` gets each finished step, even if this
-    worker has no rows in it. The loop ends, with False, before the first step for which `goes_on` is false.
-    `without_set_aside` drops a shard's samples that were set aside. `tell` gets lines for the user. `clock` splits
-    the steps' time. `on_inputs` gets each shard's inputs before they run. `on_flops` gets a row's operations, counted
-    over the first shard, which runs once more. `forwards` run a model that is sharded.
+    `notes` are lines for the user. `flops` are a row's operations, in the first one, if they are counted.
+    """
+
+    shard: Shard
+    indices: Indices
+    outputs: Any
+    carried: dict[str, list[Plain]]
+    notes: list[str]
+    flops: Flops | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How a worker predicts its `work`: the clock splits the steps' time, `forwards` run a model that is sharded.
+
+    If it counts a row's operations, the first shard runs once more.
+    """
+
+    job: Job
+    device: torch.device
+    work: Work
+    clock: StepClock = field(default_factory=SilentClock)
+    forwards: Forwards = field(default_factory=Forwards)
+    counts_flops: bool = False
+
+
+def predict(
+    prediction: Prediction, model: nn.Module, steps: Iterator[LoadedStep]
+) -> Generator[PredictedShard | StepEnd, None, None]:
+    """Run the model over each shard of the steps; yield the shards that have rows, and the end of each step.
+
+    The model is in eval mode until the generator ends or is closed. Inference mode and autocast are on while a shard
+    runs, not while its outputs are taken. Let go of a shard before the next one is asked for: it holds the outputs.
     Raises ModelError, naming step and shard, if the model raises.
     """
-    select, clock, forwards = OutputSelector(job, device, tell), clock or SilentClock(), forwards or Forwards()
-    seeds, cut = ForwardSeeds(job.seed, model, device, select.after), (work.split.largest_batch, work.split.shards)
-    with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
-        runner = _Runner(model, job, seeds, buffers, forwards, clock)
-        for step, shards in work:
-            if not forwards.agree(not shards or goes_on(step)):
-                return False
-            ran, batches = 0, forwards.before(shards, batches, without_set_aside)
+    job, forwards, counts_flops = prediction.job, prediction.forwards, prediction.counts_flops
+    select = OutputSelector(job, prediction.device)
+    seeds = ForwardSeeds(job.seed, model, prediction.device, select.after)
+    # The autocast around all shards is off: it keeps converted parameters from one shard to the next.
+    with evaluating(model) as buffers, autocast(job.precision, prediction.device, enabled=False):
+        runner = _Runner(prediction, model, buffers, seeds, select)
+        for step, shards, loaded in steps:
+            ran = 0
+            batches = forwards.before(shards, ((indices, batch) for _, indices, batch in loaded), lambda shard: shard)
             for shard in shards:
-                with advised(job, location(shard), ShardSize(shard.rows, *cut)):
-                    indices, batch = next_batch(batches, location(shard))
-                    shard = without_set_aside(shard)
-                    if shard.rows:
-                        inputs, carried = split_passthrough(batch, indices)
-                        on_inputs(shard, indices, inputs)
-                        if on_flops is not None:
-                            on_flops(runner.flops(inputs, shard, device))
-                            on_flops = None
-                        ran += 1
-                        # The outputs get no name: those that are not kept are freed before the next shard.
-                        on_shard(shard, indices, select(runner.outputs(inputs, shard), inputs, shard), carried)
-                        clock.enter(Part.OTHER)
+                indices, batch = next(batches)
+                if shard.rows:
+                    ran += 1
+                    # The outputs get no name: those that are not kept are freed before the next shard.
+                    yield runner.run(shard, indices, batch, counts_flops)
+                    counts_flops = False
+                    prediction.clock.enter(Part.OTHER)
                 with locating(location(shard)):
                     buffers.restore()
-            for batch in forwards.dummy_batches(work, step, ran):  # the others need this worker to gather parameters
-                forwards.run(call_model, model, batch, job.call)
+            # The other workers need this one to gather parameters.
+            for batch in forwards.dummy_batches(prediction.work, step, ran):
+                with runner.modes():
+                    forwards.run(call_model, model, batch, job.call)
                 buffers.restore()
-            on_step(step)
-    return forwards.end()
+            yield StepEnd(step)
+        with runner.modes():
+            forwards.end()
 
 
 @dataclass(frozen=True)
 class _Runner:
     """A model that runs shards, each with its own random numbers, and with buffers that can be restored."""
 
+    prediction: Prediction
     model: nn.Module
-    job: Job
-    seeds: ForwardSeeds
     buffers: UnchangedBuffers
-    forwards: Forwards
-    clock: StepClock
+    seeds: ForwardSeeds
+    select: OutputSelector
 
-    def outputs(self, inputs: Any, shard: Shard) -> Any:
-        """Return the shard's outputs."""
-        self.clock.enter(Part.FORWARD)
-        self.seeds.begin(shard)
-        with self.buffers.forward():
-            return self.forwards.run(self._forward, inputs, shard, self.clock)
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Run the block in inference mode and in the job's precision."""
+        with torch.inference_mode(), autocast(self.prediction.job.precision, self.prediction.device):
+            yield
 
-    def flops(self, inputs: Any, shard: Shard, device: torch.device) -> Flops:
+    def run(self, shard: Shard, indices: Indices, batch: Any, counts_flops: bool) -> PredictedShard:
+        """Run a shard, and pick from its outputs."""
+        split, clock = self.prediction.work.split, self.prediction.clock
+        size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)
+        with self.modes(), advised(self.prediction.job, location(shard), size):
+            inputs, carried = split_passthrough(batch, indices)
+            flops = self._flops(inputs, shard) if counts_flops else None
+            clock.enter(Part.FORWARD)
+            self.seeds.begin(shard)
+            with self.buffers.forward():
+                outputs = self.prediction.forwards.run(self._forward, inputs, shard, clock)
+            kept, notes = self.select(outputs, inputs, shard)
+            return PredictedShard(shard, indices, kept, carried, notes, flops)
+
+    def _flops(self, inputs: Any, shard: Shard) -> Flops:
         """Count a row's operations, by a forward more, on a copy of the inputs: the model may change them."""
         self.seeds.begin(shard)
         run = functools.partial(self._forward, copied(inputs), shard, SilentClock())
         with self.buffers.forward():
-            flops = counted_flops(run, shard.rows, self.job, device)
+            flops = counted_flops(run, shard.rows, self.prediction.job, self.prediction.device)
         self.buffers.restore()
         return flops
 
     def _forward(self, inputs: Any, shard: Shard, clock: StepClock) -> Any:
         """Call the model; the clock's part after it is that of the outputs."""
+        call = self.prediction.job.call
         with reraise_as(
             f"{location(shard)}: model",
             lambda error: (
-                keywords_hint(self.model, inputs, self.job.call, error)
+                keywords_hint(self.model, inputs, call, error)
                 + (mixed_devices(self.model, error) or describe_input(inputs))
             ),
         ):
-            outputs = call_model(self.model, inputs, self.job.call)
+            outputs = call_model(self.model, inputs, call)
         clock.enter(Part.OUTPUTS)
         return outputs

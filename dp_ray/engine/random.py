@@ -89,16 +89,12 @@ class RngProbe:
         """Seed the global generators and start to watch them."""
         if self._undrawn is None:  # not when it is made: torch's default dtype may change before the first use
             seed_all(0)
-            self._undrawn = _draw()
+            self._undrawn = (random.random(), np.random.random_sample(), torch.rand(()).item())
         seed_all(0)
 
     def is_broken(self) -> bool:
         """Return whether a number was drawn since `begin`: then a generator's next number differs."""
-        return _draw() != self._undrawn
-
-
-def _draw() -> Draws:
-    return random.random(), float(np.random.random_sample()), float(torch.rand(()))
+        return (random.random(), np.random.random_sample(), torch.rand(()).item()) != self._undrawn
 
 
 @contextmanager

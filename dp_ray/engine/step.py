@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -58,6 +58,12 @@ class StepOutput(NamedTuple):
 OnShard: TypeAlias = Callable[[Shard, Any, StepOutput], None]  # gets each shard with its batch and output
 
 
+class StepEnd(NamedTuple):
+    """The end of a step in a prediction or an evaluation: this worker's shards of it, maybe none, are finished."""
+
+    step: int
+
+
 class Weighted(NamedTuple):
     """The sum over a shard, a scalar tensor, and its weight."""
 
@@ -74,10 +80,10 @@ def build_step(job: Job, world: World) -> Step:
         step: Step = bound("step", job.step)
         return step
     loss = None if job.loss is None else build_loss(job.loss, world.devices[-1], job.batch_dim)
-    has_several = len(world.devices) > 1
+    has_several, inputs_of = len(world.devices) > 1, ModelInputs(job)
 
     def plain_step(model: nn.Module, batch: Any) -> StepOutput:
-        inputs, target = model_inputs(job, batch), batch[1]
+        inputs, target = inputs_of(batch), batch[1]
 
         def hint(error: BaseException) -> str:
             known = mixed_devices(model, error) or shards_hint(error)
@@ -338,18 +344,30 @@ STEP = (
 )
 
 
-def model_inputs(job: Job, batch: Any) -> Any:
-    """Return the model's part of a collated batch, decided by the job alone.
+class ModelInputs:
+    """Gives the model's part of a collated batch, decided by the job alone.
 
     Raises DataError if the task, or `inputs: first`, needs pairs (inputs, target) and the batch is not one.
     """
-    _check_pair(job, batch)
-    return batch[0] if job.gives_first else batch
 
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._needs_pair = job.task != "predict"
+        self._gives_first = job.gives_first
 
-def _check_pair(job: Job, batch: Any) -> None:
-    origin = "" if job.collate is None else " after the collate"
-    if job.task != "predict" and not _is_pair(batch):
+    def __call__(self, batch: Any) -> Any:
+        if self._needs_pair and not (isinstance(batch, tuple | list) and len(batch) == 2):
+            self._refuse(batch)
+        if not self._gives_first:
+            return batch
+        if isinstance(batch, tuple | list) and batch:
+            return batch[0]
+        raise DataError(
+            f"inputs: 'first' needs items that are (inputs, target), got a batch of {self._described(batch)}; "
+            "leave inputs out, and for a dict whose keys are the model's arguments set call: kwargs"
+        )
+
+    def _refuse(self, batch: Any) -> NoReturn:
         advice = ""
         if isinstance(batch, Mapping):
             picks = f"(it has {listed(batch)}), which are picked before the collate"
@@ -357,31 +375,31 @@ def _check_pair(job: Job, batch: Any) -> None:
         elif isinstance(batch, tuple | list) and len(batch) > 2:
             advice = "a model of several inputs takes items like ((a, b), target); or "
         raise DataError(
-            f"task {job.task} needs items that are (inputs, target), got a batch of {_described(batch)}{origin}; "
+            f"task {self._job.task} needs items that are (inputs, target), got a batch of {self._described(batch)}; "
             f"{advice}{STEP}"
         )
-    if job.gives_first and not (isinstance(batch, tuple | list) and batch):
-        raise DataError(
-            f"inputs: 'first' needs items that are (inputs, target), got a batch of {_described(batch)}{origin}; "
-            "leave inputs out, and for a dict whose keys are the model's arguments set call: kwargs"
-        )
+
+    def _described(self, batch: Any) -> str:
+        origin = "" if self._job.collate is None else " after the collate"
+        length = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        return f"a {type(batch).__qualname__}{length}{origin}"
 
 
-class PredictInputs:
+class PredictInputs(ModelInputs):
     """Picks the model's part of each batch of a prediction; with `inputs: auto`, by the signature of its forward.
 
     `note` is called once if a target is left out, or if one may reach the model.
     """
 
     def __init__(self, job: Job, model: nn.Module, note: Callable[[str], None]) -> None:
-        self._job = job
+        super().__init__(job)
         self._arguments = _num_positional(model)
         self._note = note
         self._has_noted = False
 
     def __call__(self, batch: Any) -> Any:
-        if self._job.inputs != "auto" or not _is_pair(batch):
-            return model_inputs(self._job, batch)
+        if self._job.inputs != "auto" or not (isinstance(batch, tuple | list) and len(batch) == 2):
+            return super().__call__(batch)
         least, most = self._arguments
         gives_first = _takes_first(self._job, least, most, batch[0])
         may_take_target = self._job.call in ("auto", "args") and least < 2 <= most
@@ -418,14 +436,6 @@ def _num_positional(model: nn.Module) -> tuple[int, float]:
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     takes_any = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     return sum(one.default is one.empty for one in positional), float("inf") if takes_any else len(positional)
-
-
-def _described(batch: Any) -> str:
-    return f"a {type(batch).__qualname__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
-
-
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, tuple | list) and len(batch) == 2
 
 
 def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:

@@ -15,7 +15,6 @@ from dp_ray.engine.buffers import Buffers, make_room
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
 from dp_ray.engine.model import ShardSize, advised, batch_hint, synchronise
 from dp_ray.engine.optimizer import runs_users_code
-from dp_ray.engine.quarantine import ShardFilter, keep_all
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.reduce import (
     DdpReduction,
@@ -28,11 +27,11 @@ from dp_ray.engine.reduce import (
     sparse_parameters,
 )
 from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
-from dp_ray.engine.sharded.rounds import DummyBatches
+from dp_ray.engine.sharded.rounds import DummyBatches, ShardFilter
 from dp_ray.engine.sharded.state import Sharded, whole_tensors
 from dp_ray.engine.step import Metrics, OnShard, Step
 from dp_ray.engine.update import OptimizerStep, average_of, load_part
-from dp_ray.engine.user_code import locating, location, next_batch, reraise_as
+from dp_ray.engine.user_code import locating, location, reraise_as
 from dp_ray.engine.votes import MISSING, VOTES, LossWatch, Stats, StopVote
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import JobError
@@ -82,7 +81,7 @@ class Trainer:
         self.model = model
         self.sharded = sharded
         self._clock = clock or SilentClock()
-        self.without_set_aside: ShardFilter = keep_all
+        self.without_set_aside: ShardFilter = lambda shard: shard
         self._job = job
         self._world = world
         if job.bitwise:
@@ -122,7 +121,7 @@ class Trainer:
         # Only after an out-of-memory error is it computed how many shards would fit.
         shards_that_fit = functools.partial(self._shards_that_fit, split)
         with advised(self._job, f"step {step}", _size_of(split, shards), shards_that_fit):
-            self.gradient.compute(split, step, shards, batches, on_shard, stats, self.without_set_aside)
+            self.gradient.compute(split, step, shards, batches, on_shard, stats)
         self._clock.enter(Part.UPDATE)
         with advised(self._job, f"step {step}", None):
             update = self._update(split, step, stats)
@@ -168,7 +167,7 @@ class Trainer:
         """Run a step without its update; return the sum and weight of its loss, and then of each metric."""
         stats = Stats(split.shards, 1 + len(self.measure_names), self._world)
         with advised(self._job, f"step {step}", _size_of(split, shards)):
-            self.gradient.compute(split, step, shards, batches, lambda *_: None, stats, self.without_set_aside)
+            self.gradient.compute(split, step, shards, batches, lambda *_: None, stats)
         self.optimizer_step.skip()
         sums: list[float] = stats.numbers.sum(0).tolist()
         return sums[:VOTES]
@@ -215,7 +214,7 @@ class Trainer:
 
 
 def _size_of(split: Split, shards: Sequence[Shard]) -> ShardSize:
-    return ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
+    return ShardSize(shards[0].stop - shards[0].start if shards else 0, split.largest_batch, split.shards)
 
 
 class BatchGradient:
@@ -261,12 +260,10 @@ class BatchGradient:
         batches: Iterator[tuple[Indices, Any]],
         on_shard: OnShard,
         stats: Stats,
-        without_set_aside: ShardFilter = keep_all,
     ) -> None:
         """Set the gradients of step `step`, of which this worker runs `shards`; every rank calls this.
 
         Sums `stats` over the workers; by then each shard with rows is in them, and the number of samples set aside.
-        `without_set_aside` gives a shard without those.
         """
         self._step = step
         start, stop = split.batch(step)
@@ -274,10 +271,9 @@ class BatchGradient:
         # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Of most losses the weight is the rows.
         rows = stop - start
         if self._sharded is not None:
-            batches = self._dummies.agree(shards, batches, without_set_aside)
+            batches = self._dummies.agree(shards, batches, lambda shard: shard)
         # What is set aside of all shards of a step is known once its first shard is loaded.
-        pending = [next_batch(batches, location(shard))[1] for shard in shards[:1]]
-        shards = [without_set_aside(shard) for shard in shards]
+        pending = [next(batches)[1] for _ in shards[:1]]
         filled = [shard for shard in shards if shard.rows]
         num_missing = sum(len(shard.missing) for shard in shards)
         if num_missing:
@@ -293,7 +289,7 @@ class BatchGradient:
             self.buffers.keep()  # without shard 0, the step leaves the buffers as they are
         for shard in shards:
             # A shard without rows has a batch too, which must be taken for the next shard to get its own.
-            batch = pending.pop() if pending else next_batch(batches, location(shard))[1]
+            batch = pending.pop() if pending else next(batches)[1]
             if shard.rows:
                 if shard is not filled[0]:
                     self.buffers.restore()

@@ -4,16 +4,18 @@ Begin at `why_not`. The model, its gradients, the optimizer's state and the work
 the job. The numbers of the step mean nothing. The model is made for the trial, and is gone after it.
 """
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.loading import Batch
+from dp_ray.engine.loading import LoadedStep, Source, find_reference, load_steps
 from dp_ray.engine.model import (
     autocast,
     build_model,
@@ -23,8 +25,7 @@ from dp_ray.engine.model import (
     input_device,
     is_out_of_memory,
 )
-from dp_ray.engine.prediction import predict
-from dp_ray.engine.quarantine import Quarantine, ShardFilter, find_reference, keep_all, load_good
+from dp_ray.engine.prediction import Prediction, predict
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.reduce import Reduction, ShardLoss, ShardSums, make_gradients_dense
 from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
@@ -37,7 +38,7 @@ from dp_ray.errors import DataError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Loader
 from dp_ray.job.plan import with_schedule
-from dp_ray.plan.split import Shard, Split, Work, num_filled
+from dp_ray.plan.split import Split, Work, num_filled
 
 HEADROOM = 0.1  # of each GPU, kept free: for other workers' numbers, gaps between tensors, and rows that are larger
 
@@ -45,12 +46,10 @@ Run = Callable[..., Any]
 
 
 class Data(NamedTuple):
-    """A dataset, the job that reads it, its split into shards, and the key that names it."""
+    """A dataset to load from, and its split into shards."""
 
-    job: Job
-    dataset: Any
+    source: Source
     split: Split
-    key: str
 
 
 def why_not(job: Job, world: World, data: Data, evaluated: Data | None) -> str:
@@ -103,29 +102,14 @@ def _shards(world: World, data: Data) -> Work:
     return mine if any(shards for _, shards in mine) else Work(split, world.world_size)
 
 
-@contextmanager
-def _reading(
-    world: World, data: Data, pick: Run | None = None
-) -> Iterator[tuple[Work, Iterator[Batch], ShardFilter]]:
-    """Give the shards, their indices and batches on the worker's device, and what drops a shard's bad samples."""
-    job = data.job.model_copy(update={"loader": Loader(pin_memory=data.job.loader.pin_memory)})
+def _load(world: World, data: Data, pick: Run | None = None) -> tuple[Work, Generator[LoadedStep, None, None]]:
+    """Return the shards of the trial, and the step that loads them on the worker's device, without bad samples."""
+    source = data.source
+    job = source.job.model_copy(update={"loader": Loader(pin_memory=source.job.loader.pin_memory)})
     work, quarantine = _shards(world, data), None
     if job.on_error is not None:
-        quarantine = Quarantine(find_reference(job, data.dataset, data.key), lambda shard, bad: None)
-    with closing(load_good(job, data.dataset, work, world.device, quarantine, pick, data.key)) as batches:
-        yield work, batches, keep_all if quarantine is None else quarantine.without_set_aside
-
-
-def _loaded(world: World, data: Data, most: int | None = None) -> Generator[tuple[Shard, Any, bool]]:
-    """Yield at most so many shards, their batches, and whether each is the last; drop those without good rows."""
-    with _reading(world, data) as (work, batches, without_set_aside):
-        for _, shards in work:
-            planned = shards[:most]
-            for shard in planned:
-                batch = next(batches)[1]
-                good = without_set_aside(shard)
-                if good.rows:
-                    yield good, batch, shard is planned[-1]
+        quarantine = Quarantine(find_reference(job, source.dataset, source.name), lambda shard, bad: None)
+    return work, load_steps(replace(source, job=job), work, world.device, quarantine, pick)
 
 
 class TrialTraining:
@@ -160,8 +144,11 @@ class TrialTraining:
                 one.grad = bucket
         filled = num_filled(data.split.largest_batch, data.split.shards)
         self._reduction.begin([shard.shard for shard in planned], filled)
-        with closing(_loaded(self._world, data, most)) as loaded:
-            for shard, batch, is_last in loaded:
+        with closing(_load(self._world, data)[1]) as steps:
+            for shard, _, batch in islice(next(steps).loaded, most):
+                if not shard.rows:
+                    continue
+                is_last = shard.shard == planned[-1].shard
                 with self._reduction.shard(is_last):
                     loss = self._reduction.replica(batch, shard.rows) / data.split.largest_batch
                     loss.backward()
@@ -191,26 +178,23 @@ class LocalForwards(Forwards):
 
 def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:
     """Run a prediction's step, with what it computes of the outputs."""
-    pick = PredictInputs(job, model, lambda text: None)
-    with _reading(world, data, pick) as (work, batches, without_set_aside):
-        no_shard, no_step = lambda *_: None, lambda step: None
-        predict(
-            called,
-            job,
-            world.device,
-            work,
-            batches,
-            no_shard,
-            no_step,
-            without_set_aside=without_set_aside,
-            forwards=forwards,
-        )
+    work, steps = _load(world, data, PredictInputs(job, model, lambda text: None))
+    prediction = Prediction(job, world.device, work, forwards=forwards)
+    with closing(steps), closing(predict(prediction, called, steps)) as finished:
+        for _ in finished:
+            pass
 
 
 def _evaluate(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:
     """Run an evaluation's step."""
     step, measures = build_step(job, world), build_metrics(job)[0]
-    with evaluating(model), torch.no_grad(), autocast(job.precision, world.device):
-        for shard, batch, _ in _loaded(world, data):
-            measures(forwards.run(run_step, step, called, batch), shard.rows)
+    with (
+        closing(_load(world, data)[1]) as steps,
+        evaluating(model),
+        torch.no_grad(),
+        autocast(job.precision, world.device),
+    ):
+        for shard, _, batch in next(steps).loaded:
+            if shard.rows:
+                measures(forwards.run(run_step, step, called, batch), shard.rows)
     forwards.end()

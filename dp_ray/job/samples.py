@@ -108,23 +108,19 @@ class IndexLists:
         self.look_ahead = look_ahead
 
     def __iter__(self) -> Iterator[ReadRequest]:
-        ahead = itertools.repeat(()) if self.look_ahead is None else self.look_ahead(self.pieces())
-        for (piece, indices), blocks in zip(self._indices(), ahead, strict=False):
-            yield ReadRequest(piece.epoch, piece.step, piece.shard, indices.tolist(), blocks)
-
-    def _indices(self) -> Iterator[tuple[Shard, Indices]]:
-        """Yield each piece with its sample indices, int64 [rows], computed for several pieces at once."""
         order = self.order
+        ahead = itertools.repeat(()) if self.look_ahead is None else self.look_ahead(self.pieces())
         for pieces in _at_once(self.pieces()):
             if pieces[0].epoch != order.epoch:
                 order = dataclasses.replace(self.order, epoch=pieces[0].epoch)
-            positions = [np.arange(one.start, one.stop) for one in pieces]
-            positions = [
-                np.delete(every, [at - one.start for at in one.missing]) if one.missing else every
-                for one, every in zip(pieces, positions, strict=True)
-            ]
-            indices = order.at(np.concatenate(positions))
-            yield from zip(pieces, np.split(indices, np.cumsum([one.rows for one in pieces[:-1]])), strict=True)
+            # The indices of several pieces are computed at once.
+            every = [np.arange(one.start, one.stop) for one in pieces]
+            for number, one in enumerate(pieces):
+                if one.missing:
+                    every[number] = np.delete(every[number], [at - one.start for at in one.missing])
+            of_pieces = np.split(order.at(np.concatenate(every)), np.cumsum([one.rows for one in pieces[:-1]]))
+            for piece, indices, blocks in zip(pieces, of_pieces, ahead, strict=False):
+                yield ReadRequest(piece.epoch, piece.step, piece.shard, indices.tolist(), blocks)
 
 
 def _at_once(pieces: Iterator[Shard]) -> Iterator[list[Shard]]:

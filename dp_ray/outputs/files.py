@@ -76,35 +76,41 @@ class FileRecord:
         return {**values, "steps_sha256": hash_of_steps([self])}
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs that an attempt writes: where, after which earlier parts, of which rows in which order.
+
+    `find_missing` gives the positions that have no outputs, as far as they are known.
+    """
+
+    run: Storage
+    ledger: Ledger
+    split: Split
+    order: Order
+    find_missing: Callable[[], Collection[int]] = tuple
+
+    def position(self, step: int) -> int:
+        """Return the first position of a step, or the end of all of them."""
+        return min(self.split.rows_kept, step * self.split.batch_size)
+
+
 class FileMerge:
     """The merging of one file. If it is ended before the file has its name, it is begun anew from the parts.
 
-    `between` is called between two blocks of rows, and may raise an error to end the merging. `find_missing` gives
-    the positions that have no outputs, as far as they are known.
+    `between` is called between two blocks of rows, and may raise an error to end the merging.
     """
 
     def __init__(
-        self,
-        run: Storage,
-        ledger: Ledger,
-        plan: FilePlan,
-        number: int,
-        split: Split,
-        order: Order,
-        between: Callable[[], None] = lambda: None,
-        find_missing: Callable[[], Collection[int]] = tuple,
+        self, outputs: Outputs, plan: FilePlan, number: int, between: Callable[[], None] = lambda: None
     ) -> None:
+        self._outputs = outputs
         self._between = between
-        self._run = fenced(run, ledger.attempt)
+        self._run = fenced(outputs.run, outputs.ledger.attempt)
         self._parts = self._run.child(PARTS)
-        self._ledger = ledger
         self._number = number
         self._name = plan.name(number)
         self._steps = plan.steps_of(number)
         self.first_step = self._steps.start
-        self._split = split
-        self._order = order
-        self._find_missing = find_missing
         self._missing: Collection[int] = ()
         self._seen: set[str] = set()  # all names in the folder of the parts
         self._names: list[str] = []
@@ -118,14 +124,16 @@ class FileMerge:
         Raises StorageError if the parts do not hold each position once, or if this attempt is superseded.
         """
         new = self._new_parts()
-        self._missing = frozenset(self._find_missing())  # after the parts: a bad sample is kept before its part
+        self._missing = frozenset(
+            self._outputs.find_missing()
+        )  # after the parts: a bad sample is kept before its part
         while self.through < self._steps.stop and all(map(self._is_there, self._shards())):
             self.through += 1
         if new:
             self._join(new)
         if self._open is not None:
             self._open.proof.know_missing(self._missing)
-            self._open.write_until(self._position(self.through), self.through, self._between)
+            self._open.write_until(self._outputs.position(self.through), self.through, self._between)
         if self.through < self._steps.stop:
             return False
         self._commit()
@@ -145,7 +153,7 @@ class FileMerge:
     def _new_parts(self) -> list[str]:
         """Find the parts of this file that have come since the last call: only names that are new are looked at."""
         names = self._parts.names()
-        new = self._ledger.counting(name for name in names if name not in self._seen)
+        new = self._outputs.ledger.counting(name for name in names if name not in self._seen)
         self._seen.update(names)
         parts = [name for name in new if _range(name).first_step in self._steps]
         self._names += parts
@@ -155,7 +163,7 @@ class FileMerge:
 
     def _shards(self) -> list[Shard]:
         """Return all shards of the first step that is not merged yet."""
-        return self._split.worker(1, 0, self.through)
+        return self._outputs.split.worker(1, 0, self.through)
 
     def _is_there(self, shard: Shard) -> bool:
         """Return whether a shard's rows are in a part, or will not come."""
@@ -174,34 +182,30 @@ class FileMerge:
         layout = functools.reduce(Layout.join, [*layouts, *(reader.layout for reader in new)])
         if self._open is None or self._open.layout != layout:
             self.close()
-            first, end = self._position(self._steps.start), self._position(self._steps.stop)
-            proof = RowProof(self._order, first, end, self._missing)
-            digests = StepDigests(layout, self._split.batch_size, self._steps.start)
+            first, end = self._outputs.position(self._steps.start), self._outputs.position(self._steps.stop)
+            proof = RowProof(self._outputs.order, first, end, self._missing)
+            digests = StepDigests(layout, self._outputs.split.batch_size, self._steps.start)
             self._open = OpenFile(self._run, self._name, layout, proof, digests)
             new = self._readers(self._names)
         self._open.rows.add(new)
 
     def _readers(self, names: list[str]) -> list[PartReader]:
-        return [PartReader(self._parts, name, self._position(_range(name).first_step)) for name in names]
-
-    def _position(self, step: int) -> int:
-        """Return the first position of a step, or the end of all of them."""
-        return min(self._split.rows_kept, step * self._split.batch_size)
+        return [PartReader(self._parts, name, self._outputs.position(_range(name).first_step)) for name in names]
 
     def _commit(self) -> None:
         """Give the file its name and its record; then its parts are not needed any more."""
-        first, end = self._position(self._steps.start), self._position(self._steps.stop)
+        first, end = self._outputs.position(self._steps.start), self._outputs.position(self._steps.stop)
         if self._open is not None:
             record = self._open.commit(first, end)
         else:  # all samples of its steps were set aside: there is a record, and no file
             nothing = hashlib.sha256().hexdigest()
             record = FileRecord(self._name, 0, first, end, 0, nothing, (nothing,) * len(self._steps))
         self._open = None
-        done = Range(self._steps.start, self._steps.stop, 0, self._split.shards)
+        done = Range(self._steps.start, self._steps.stop, 0, self._outputs.split.shards)
         # Killed before the record, the file is merged again from its parts, and replaced. Killed after it, the parts
         # that are left are not read again.
-        write_record(self._run, record_name(self._number, done, self._ledger.attempt), record)
-        check_newest(self._run, self._ledger.attempt)  # a newer attempt may need these parts
+        write_record(self._run, record_name(self._number, done, self._outputs.ledger.attempt), record)
+        check_newest(self._run, self._outputs.ledger.attempt)  # a newer attempt may need these parts
         for name in self._names:
             self._parts.delete(name)
 

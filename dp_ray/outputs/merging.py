@@ -6,18 +6,16 @@ Begin at `Merger`. `AgreedFilePlan` says which files there are; a `FileMerge` of
 import math
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, has_peers
-from dp_ray.outputs.files import FileMerge
-from dp_ray.plan.order import Order
-from dp_ray.plan.split import FilePlan, Split, num_files
+from dp_ray.outputs.files import FileMerge, Outputs
+from dp_ray.plan.split import FilePlan, num_files
 from dp_ray.rundir.ledger import (
     FILES,
-    Ledger,
     check_newest,
     fenced,
     files_in,
@@ -39,28 +37,27 @@ CHECK_SECONDS = 5.0  # between two checks whether this attempt is superseded
 class AgreedFilePlan:
     """The plan of the files of the outputs: rank 0 makes it by its first rows, for all workers and later attempts."""
 
-    run: Storage
-    ledger: Ledger
-    split: Split
+    outputs: Outputs
     file_bytes: int
     world: World
     is_stopped: Callable[[], bool]
 
     def known(self) -> FilePlan | None:
         """Return the plan, None if rank 0 has not made it yet."""
-        files = files_in(self.ledger.found(self.run.child(FILES)))
-        return FilePlan(files, self.split.total_steps) if files else None
+        files = files_in(self.outputs.ledger.found(self.outputs.run.child(FILES)))
+        return FilePlan(files, self.outputs.split.total_steps) if files else None
 
     def agree(self, row_bytes: float) -> FilePlan | None:
         """Return the plan for rows of so many bytes, or that of rank 0; None if the worker is to stop before."""
         plan = self.known()
         if plan is not None:
             return plan
+        run, split, attempt = self.outputs.run, self.outputs.split, self.outputs.ledger.attempt
         if self.world.rank == 0 or not has_peers():  # workers that run one after another cannot wait for rank 0
-            total = self.split.rows_kept * (row_bytes + SAMPLE_INDEX_BYTES)
-            files = num_files(int(total), self.file_bytes, self.split.total_steps)
-            note_files(fenced(self.run, self.ledger.attempt), self.ledger.attempt, files)
-        looks = Looks(self.run, self.ledger.attempt)
+            total = split.rows_kept * (row_bytes + SAMPLE_INDEX_BYTES)
+            files = num_files(int(total), self.file_bytes, split.total_steps)
+            note_files(fenced(run, attempt), attempt, files)
+        looks = Looks(run, attempt)
         with waiting("rank 0, which has not run its first step yet"):
             while (plan := self.known()) is None and not self.is_stopped():
                 looks.pause(END_SECONDS)
@@ -92,30 +89,17 @@ class Looks:
 class Merger:
     """The merging of this worker's share of the files that are not whole yet, each as its parts are committed.
 
-    `missing` gives the positions that have no outputs, as far as they are known. A worker without peers in the group
-    is alone, or the others of its world run later: then it merges what is there, and never waits for them.
+    A worker without peers in the group is alone, or the others of its world run later: then it merges what is there,
+    and never waits for them.
     """
 
-    def __init__(
-        self,
-        run: Storage,
-        ledger: Ledger,
-        split: Split,
-        order: Order,
-        plan: AgreedFilePlan,
-        world: World,
-        missing: Callable[[], Collection[int]] = tuple,
-    ) -> None:
-        self._missing = missing
-        self._run = run
-        self._ledger = ledger
-        self._split = split
-        self._order = order
+    def __init__(self, outputs: Outputs, plan: AgreedFilePlan, world: World) -> None:
+        self._outputs = outputs
         self._plan = plan
         self._world = world
         self._has_peers = has_peers()
         self._do_all_run = self._has_peers or world.world_size == 1
-        self._looks = Looks(run, ledger.attempt)
+        self._looks = Looks(outputs.run, outputs.ledger.attempt)
         self._steps = 0  # that the loop has run
         self._through: float = 0  # the first step that is not merged, of the files that this worker merges
         self._most_ahead: float = math.inf
@@ -177,7 +161,7 @@ class Merger:
         Raises the error of the merging, if there is one.
         """
         if self._has_peers:
-            note_ended(self._run, self._ledger.attempt, self._world.rank)
+            note_ended(self._outputs.run, self._outputs.ledger.attempt, self._world.rank)
         self._end()
         while self._thread.is_alive() and not control.wants_stop:
             self._thread.join(END_SECONDS)
@@ -201,13 +185,10 @@ class Merger:
                 num_mergers = min(plan.files, self._world.world_size)
                 self._enough_room = plan.enough_room(num_mergers)
                 self._most_ahead = plan.most_ahead(num_mergers)
-            whole = records_in(self._ledger.parts)
+            whole = records_in(self._outputs.ledger.parts)
             left = [number for number in range(plan.files) if number not in whole]
             for number in left[self._world.rank :: self._world.world_size]:
-                merge = FileMerge(
-                    self._run, self._ledger, plan, number, self._split, self._order, self._between, self._missing
-                )
-                with closing(merge):
+                with closing(FileMerge(self._outputs, plan, number, self._between)) as merge:
                     self._merge(merge)
         except _Stopped:
             pass
@@ -223,7 +204,8 @@ class Merger:
             self._reach(before)
             # Asked before the parts are looked for: after all workers have ended, no part is committed any more.
             have_all_ended = self._has_ended.is_set() and (
-                not self._has_peers or num_ended(self._ledger.found(self._run.child(FILES))) == self._world.world_size
+                not self._has_peers
+                or num_ended(self._outputs.ledger.found(self._outputs.run.child(FILES))) == self._world.world_size
             )
             if self._steps > merge.first_step or self._has_ended.is_set():
                 if merge.advance():

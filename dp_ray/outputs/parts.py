@@ -50,34 +50,40 @@ ShardRows = tuple[Shard, Indices, Rows]
 FindPlan = Callable[[float], FilePlan | None]
 
 
+@dataclass(frozen=True)
+class WorkerParts:
+    """The parts of one worker: the folder, the shards that it runs, its attempt, and how many workers write.
+
+    All workers together share the bytes that are held. Dimension `batch_dim` of the outputs holds the rows.
+    """
+
+    storage: Storage
+    shards: range
+    attempt: str = ""
+    num_workers: int = 1
+    batch_dim: int = 0
+
+
 class PartWriter:
     """A stream of one worker's outputs to part files; `before_commit` runs before a part gets its name.
 
     `find_plan` returns how the outputs are cut into files, given the bytes of a row. It returns None if the worker is
-    to stop before that is known: then nothing is kept. `num_workers` share the bytes that are held.
+    to stop before that is known: then nothing is kept.
     An output that is no tensor, number or text is left out, and its path reported once with `note`.
     """
 
     def __init__(
         self,
-        storage: Storage,
-        shards: range,
+        parts: WorkerParts,
         find_plan: FindPlan,
-        batch_dim: int = 0,
         before_commit: Callable[[], None] = lambda: None,
-        attempt: str = "",
         note: Callable[[str], None] = lambda text: None,
-        num_workers: int = 1,
     ) -> None:
-        self._storage = storage
+        self._parts = parts
         self._find_plan = find_plan
         self._plan: FilePlan | None = None
-        self._num_workers = num_workers
-        self._attempt = attempt
         self._note = note
         self._left_out: set[str] = set()
-        self._shards = shards
-        self._batch_dim = batch_dim
         self._before_commit = before_commit
         self._layout: Layout | None = None
         self._file: PartFile | None = None
@@ -100,7 +106,7 @@ class PartWriter:
         for path in left_out.keys() - self._left_out:
             self._note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
         self._left_out |= left_out.keys()
-        layout, rows = rows_of(kept, shard.rows, self._batch_dim, carried_arrays(carried or {}, indices))
+        layout, rows = rows_of(kept, shard.rows, self._parts.batch_dim, carried_arrays(carried or {}, indices))
         joined = layout if self._layout is None else self._layout.join(layout)
         if self._layout is not None and joined != self._layout:
             self.commit()  # the open part has fixed shapes, the next rows differ
@@ -123,7 +129,7 @@ class PartWriter:
         if self._group_bytes >= GROUP_BYTES:
             self._write_group()
         ends_file = self._plan is not None and step + 1 == self._plan.steps_of(self._plan.number_of(step)).stop
-        is_full = self._file is not None and self._file.bytes >= PART_BYTES // self._num_workers
+        is_full = self._file is not None and self._file.bytes >= PART_BYTES // self._parts.num_workers
         if ends_file or is_full or time.monotonic() - self._committed > PART_SECONDS:
             self.commit()
 
@@ -142,7 +148,7 @@ class PartWriter:
     def _write_group(self) -> None:
         assert self._layout is not None
         if self._file is None:
-            self._file = PartFile(self._storage, self._layout, MERGE_BYTES // self._num_workers)
+            self._file = PartFile(self._parts.storage, self._layout, MERGE_BYTES // self._parts.num_workers)
         self._file.write(self._group)
         self._group, self._group_bytes = [], 0
 
@@ -152,8 +158,9 @@ class PartWriter:
             self._write_group()
         if self._file is not None:
             self._before_commit()
-            done = Range(self._first_step, self._end_step, self._shards.start, self._shards.stop)
-            self._file.commit(part_name(done, self._attempt))
+            shards = self._parts.shards
+            done = Range(self._first_step, self._end_step, shards.start, shards.stop)
+            self._file.commit(part_name(done, self._parts.attempt))
             self._file = None
         self._first_step = self._end_step
         self._committed = time.monotonic()

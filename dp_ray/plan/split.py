@@ -7,7 +7,7 @@ each worker, the cut of a job's steps into files, and the cut of a sequence of b
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -64,11 +64,10 @@ class Shard:
     stop: int
     epoch: int = 0
     missing: tuple[int, ...] = ()  # positions whose samples were set aside, in order
+    rows: int = field(init=False, repr=False, compare=False)  # the number of rows; it is asked for many times a step
 
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return self.stop - self.start - len(self.missing)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", self.stop - self.start - len(self.missing))
 
     @property
     def positions(self) -> list[int]:
@@ -161,8 +160,9 @@ class Split:
 
     def worker(self, world_size: int, rank: int, step: int) -> list[Shard]:
         """Return the non-empty shards of `step` that worker `rank` of `world_size` runs, in shard order."""
-        first, end = self.batch(step)
-        pieces, epoch = worker_pieces(end - first, self.shards, world_size, rank), step // self.steps
+        epoch, number = divmod(step, self.steps)
+        first = number * self.batch_size
+        pieces = worker_pieces(min(self.rows - first, self.batch_size), self.shards, world_size, rank)
         return [Shard(step, shard, first + start, first + stop, epoch) for shard, start, stop in pieces]
 
     def batch_sizes(self) -> Iterator[tuple[int, int]]:
@@ -202,6 +202,9 @@ class Done:
                 if spans and first <= spans[-1][1]:  # a later attempt's part may cover steps of earlier ones
                     first, end = spans[-1][0], max(end, spans.pop()[1])
                 spans.append((first, end))
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
 
     def __contains__(self, piece: Shard) -> bool:
         spans = self._steps.get(piece.shard)
@@ -264,10 +267,15 @@ class Work:
         """The worker's shards of every step, EMPTY and finished ones included."""
         return worker_shards(self.split.shards, self.world_size, self.rank)
 
+    def of_step(self, step: int) -> list[Shard]:
+        """Return the worker's shards of a step."""
+        shards = self.split.worker(self.world_size, self.rank, step)
+        return [shard for shard in shards if shard not in self.done]
+
     def __iter__(self) -> Iterator[tuple[int, list[Shard]]]:
+        of_step = self.of_step if self.done else partial(self.split.worker, self.world_size, self.rank)
         for step in range(self.start, self.split.total_steps):
-            shards = self.split.worker(self.world_size, self.rank, step)
-            yield step, [shard for shard in shards if shard not in self.done]
+            yield step, of_step(step)
 
 
 def num_files(total_bytes: int, file_bytes: int, steps: int) -> int:

@@ -3,11 +3,11 @@
 from contextlib import closing
 
 from dp_ray.engine.clock import clock_on
-from dp_ray.engine.evaluation import Evaluation, build_metrics
+from dp_ray.engine.evaluation import Evaluated, EvaluatedShard, Evaluation, build_metrics
+from dp_ray.engine.loading import Source, load_steps
 from dp_ray.engine.model import compiled, input_device
-from dp_ray.engine.quarantine import keep_all, load_good
 from dp_ray.engine.sharded.rounds import forwards_of
-from dp_ray.engine.step import build_step
+from dp_ray.engine.step import StepEnd, build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.job.plan import split_of
 from dp_ray.plan.split import Work
@@ -31,29 +31,32 @@ def evaluate(context: Context) -> None:
     forget_from(run, lambda *_: False)
     quarantine = quarantine_of(set_aside(context, "dataset", dataset))
     times = StepTimes(clock)
+    source = Source(job, dataset, is_evaluation=True)
     with (
-        closing(load_good(job, dataset, work, world.device, quarantine, times=times)) as batches,
+        closing(load_steps(source, work, world.device, quarantine, times=times)) as steps,
         Recorder(world, send) as recorder,
         Probe(called, job.batch_dim) as probe,
         slow_forward(called, control, world),
         StepProfiler(job, world, run, work.split.total_steps, send) as profiler,
+        closing(evaluation.run(called, work, steps)) as evaluated,
     ):
-
-        def on_step(step: int) -> None:
-            recorder.on_step(step)
-            recorder.on_times(clock.end_step(step, recorder.take_rows()))
-            profiler.after(step)
-            control.before(step + 1)
-            profiler.before(step + 1)
-
+        on_shard = shape_reporter(recorder, probe)
         control.before(0)
         profiler.before(0)
         clock.restart()
-        real = keep_all if quarantine is None else quarantine.without_set_aside
-        metrics = evaluation.run(called, work, batches, shape_reporter(recorder, probe), on_step, real)
+        for done in evaluated:
+            if isinstance(done, EvaluatedShard):
+                on_shard(*done)
+            elif isinstance(done, StepEnd):
+                recorder.on_step(done.step)
+                recorder.on_times(clock.end_step(done.step, recorder.take_rows()))
+                profiler.after(done.step)
+                control.before(done.step + 1)
+                profiler.before(done.step + 1)
         recorder.on_times(clock.rest())
         profiler.close()
     send(WorkerTimes(world.rank, times.to_json()))
     if world.rank == 0:
-        send(Measured(metrics))
+        assert isinstance(done, Evaluated)
+        send(Measured(done.metrics))
     control.end()

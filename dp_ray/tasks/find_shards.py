@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dp_ray.engine.loading import seeded_dataset
+from dp_ray.engine.loading import Source, seeded_dataset
 from dp_ray.engine.model import ShardSize, advice
 from dp_ray.engine.trial import Data, why_not
 from dp_ray.engine.world import check_rows, gathered
@@ -28,7 +28,7 @@ def find_shards(context: Context) -> None:
     for count in shard_counts(rows, job.max_workers):
         trial = _with_shards(data, count)
         trial_evaluated = None if evaluated is None else _with_shards(evaluated, count)
-        reasons = gathered(why_not(trial.job, world, trial, trial_evaluated))
+        reasons = gathered(why_not(trial.source.job, world, trial, trial_evaluated))
         worst = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), "")
         fits = "fits" if count == 1 else "fit"
         if worst:
@@ -48,15 +48,16 @@ def find_shards(context: Context) -> None:
 def _data(context: Context) -> tuple[Data, Data | None]:
     """Return the task's data, and that of a training's evaluations."""
     job, dataset = context.job, load_dataset(context)
-    data = Data(job, dataset, split_of(job, len(dataset)), job.dataset_key)
+    data = Data(Source(job, dataset, job.dataset_key, job.task == "evaluate"), split_of(job, len(dataset)))
     if not has_evaluations(job):
         return data, None
     over_eval = job.over_eval()
     evaluated = seeded_dataset(over_eval, "eval.dataset")
     check_rows("eval.dataset", len(evaluated), context.rows_on_driver)
-    return data, Data(over_eval, evaluated, evaluations_of(job, len(evaluated)).split, "eval.dataset")
+    return data, Data(Source(over_eval, evaluated, "eval.dataset", True), evaluations_of(job, len(evaluated)).split)
 
 
 def _with_shards(data: Data, count: int) -> Data:
     """Return the data of a trial with so many shards."""
-    return data._replace(job=data.job.model_copy(update={"shards": count}), split=replace(data.split, shards=count))
+    source = replace(data.source, job=data.source.job.model_copy(update={"shards": count}))
+    return Data(source, replace(data.split, shards=count))

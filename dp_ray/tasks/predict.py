@@ -1,14 +1,14 @@
 """The task `predict` on one worker: run a model over a dataset and write its outputs."""
 
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
 
-from dp_ray.engine.clock import Part, StepClock, clock_on
-from dp_ray.engine.items import Plain
-from dp_ray.engine.model import compiled, input_device
-from dp_ray.engine.prediction import predict
-from dp_ray.engine.quarantine import keep_all, load_good
+from dp_ray.engine.clock import Part, clock_on
+from dp_ray.engine.items import split_passthrough
+from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
+from dp_ray.engine.model import ShardSize, advised, compiled, input_device
+from dp_ray.engine.prediction import PredictedShard, Prediction, predict
 from dp_ray.engine.sharded.rounds import forwards_of
 from dp_ray.engine.step import PredictInputs
 from dp_ray.engine.timed_loader import StepTimes
@@ -17,10 +17,9 @@ from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.plan import split_of
-from dp_ray.job.samples import Indices
-from dp_ray.outputs.files import OUTPUTS, forget_lost
+from dp_ray.outputs.files import OUTPUTS, Outputs, forget_lost
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
-from dp_ray.outputs.parts import PartWriter
+from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.outputs.read import Previews
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Done, Shard, Work
@@ -29,7 +28,7 @@ from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
 from dp_ray.rundir.quarantine import Missing
 from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note, WorkerTimes, slow_forward
+from dp_ray.tasks.hooks import Note, Send, WorkerTimes, slow_forward
 from dp_ray.tasks.profiling import StepProfiler
 from dp_ray.tasks.setup import Context, forget_from, load_dataset, model_to_run, quarantine_of, set_aside
 
@@ -48,49 +47,59 @@ def predict_outputs(context: Context) -> None:
     forget_from(run, lambda step, shard: Shard(step, int(shard), 0, 0) in done)
     quarantine = quarantine_of(set_aside(replace(context, attempt=begun.attempt), "dataset", dataset))
     missing = Missing(run, grows=quarantine is not None)
-    plan = AgreedFilePlan(run, begun, split, job.outputs.file_bytes, world, lambda: control.wants_stop)
-    order = Order(split.rows, job.seed, 0, job.is_shuffled)
-    parts, note = run.child(PARTS), context.notify  # rank 0 has a shard of every batch
-    with Merger(run, begun, split, order, plan, world, missing) as merger:
+    outputs = Outputs(run, begun, split, Order(split.rows, job.seed, 0, job.is_shuffled), missing)
+    plan = AgreedFilePlan(outputs, job.outputs.file_bytes, world, lambda: control.wants_stop)
+    parts = WorkerParts(run.child(PARTS), work.shards, begun.attempt, world.world_size, job.batch_dim)
+    with Merger(outputs, plan, world) as merger:
         with (
             Recorder(world, send) as recorder,
             Probe(model, job.batch_dim) as probe,
             slow_forward(model, control, world),
             StepProfiler(job, world, run, split.total_steps, send) as profiler,
-            PartWriter(
-                parts, work.shards, plan.agree, job.batch_dim, recorder.keep, begun.attempt, note, world.world_size
-            ) as writer,
+            # Rank 0 has a shard of every batch, so its lines are enough.
+            PartWriter(parts, plan.agree, recorder.keep, context.notify) as writer,
         ):
-            times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, note)
-            keeper = OutputKeeper(recorder, probe, writer, merger, control, times.clock, profiler)
-            times.clock.restart()
+            times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, context.notify)
+            forwards = forwards_of(sharded, world)
+            counts_flops = job.flops and world.rank == 0 and sharded is None
+            prediction = Prediction(job, world.device, work, times.clock, forwards, counts_flops)
+            keeper = OutputKeeper(prediction, recorder, probe, writer, merger, control, profiler, send)
             previews = Previews(run, split.rows_kept, job.batch_dim)
-            with closing(load_good(job, dataset, work, world.device, quarantine, inputs, times=times)) as batches:
-                keeper.stops = not predict(
-                    model,
-                    job,
-                    world.device,
-                    work,
-                    batches,
-                    keeper.on_shard,
-                    keeper.on_step,
-                    keeper.goes_on,
-                    without_set_aside=keep_all if quarantine is None else quarantine.without_set_aside,
-                    tell=lambda text: send(Note(text)),
-                    clock=times.clock,
-                    on_inputs=previews.on_inputs,
-                    on_flops=send if job.flops and world.rank == 0 and sharded is None else None,
-                    forwards=forwards_of(sharded, world),
-                )
+            times.clock.restart()
+            with (
+                closing(load_steps(Source(job, dataset), work, world.device, quarantine, inputs, times)) as steps,
+                closing(predict(prediction, model, _previewed(steps, previews))) as ran,
+            ):
+                goes_on = keeper.goes_on(0)
+                for finished in ran if goes_on else ():
+                    if isinstance(finished, PredictedShard):
+                        keeper.take(finished)
+                    else:
+                        keeper.end(finished.step)
+                        if not (goes_on := keeper.goes_on(finished.step + 1)):
+                            break
+                    del finished  # its outputs: a name would keep their memory while the next shard runs
             keeper.close()
             control.through()
-            if quarantine is not None and not keeper.stops:
+            if quarantine is not None and goes_on:
                 plan.agree(0.0)  # by rank 0, if all its rows were set aside
-        is_whole = not keeper.stops and merger.finish(control)
+        is_whole = goes_on and merger.finish(control)
     send(WorkerTimes(world.rank, times.to_json()))
     if not is_whole:
         control.leave()
     control.end()
+
+
+def _previewed(steps: Iterator[LoadedStep], previews: Previews) -> Iterator[LoadedStep]:
+    """Yield the same steps; each shard's inputs are looked at when it is loaded: the model may change them."""
+
+    def seen(one: LoadedShard) -> LoadedShard:
+        if one.shard.rows:
+            previews.on_inputs(one.shard, one.indices, split_passthrough(one.batch, one.indices)[0])
+        return one
+
+    for step in steps:
+        yield step._replace(loaded=map(seen, step.loaded))
 
 
 def _begin(run: Storage, world: World) -> ledger.Ledger:
@@ -102,54 +111,68 @@ def _begin(run: Storage, world: World) -> ledger.Ledger:
     return begin_attempt(run)
 
 
-@dataclass
+@dataclass(frozen=True)
 class OutputKeeper:
     """Writes and reports each shard of a prediction, and ends it before the next step if the worker is to stop."""
 
+    prediction: Prediction
     recorder: Recorder
     probe: Probe
     writer: PartWriter
     merger: Merger
     control: StepControl
-    clock: StepClock
     profiler: StepProfiler
-    stops: bool = False
+    send: Send
 
     def goes_on(self, step: int) -> bool:
-        """Return whether to run `step`; commit the outputs if that is asked for, or if the merging is far behind."""
+        """Return whether to run `step`, of which this worker may have no shards left; False ends all workers."""
+        work = self.prediction.work
+        if step >= work.split.total_steps:
+            return True
+        return self.prediction.forwards.agree(not work.of_step(step) or self._begin(step))
+
+    def _begin(self, step: int) -> bool:
+        """Commit the outputs if they are asked for, or if merging is far behind; False if the worker is to stop."""
+        clock = self.prediction.clock
         self.control.before(step)
         if self.merger.is_far_behind:
-            before = self.clock.enter(Part.OUTPUTS)
+            before = clock.enter(Part.OUTPUTS)
             self.merger.make_room(self.writer.commit, self.control)
-            self.clock.enter(before)
+            clock.enter(before)
         if self.control.wants_stop:
-            self.stops = True
-        elif self.control.take_save():
+            return False
+        if self.control.take_save():
             self.writer.commit()
-        if not self.stops:
-            self.profiler.before(step)
-        return not self.stops
+        self.profiler.before(step)
+        return True
 
-    def on_shard(self, shard: Shard, indices: Indices, outputs: Any, carried: dict[str, list[Plain]]) -> None:
+    def take(self, done: PredictedShard) -> None:
         """Report a shard's shapes, and write its outputs, with what is carried beside them."""
-        self.recorder.on_shard(shard, *self.probe.take())
-        try:
-            self.writer.on_shard(shard, indices, outputs, carried)
-        except (ModelError, DataError) as error:
-            raise type(error)(f"{location(shard)}: {error}") from error
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{location(shard)}: the outputs cannot be kept: {error}") from error
+        job, split, shard = self.prediction.job, self.prediction.work.split, done.shard
+        if done.flops is not None:
+            self.send(done.flops)
+        for note in done.notes:
+            self.send(Note(note))
+        size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)
+        with advised(job, location(shard), size):
+            self.recorder.on_shard(shard, *self.probe.take())
+            try:
+                self.writer.on_shard(shard, done.indices, done.outputs, done.carried)
+            except (ModelError, DataError) as error:
+                raise type(error)(f"{location(shard)}: {error}") from error
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ModelError(f"{location(shard)}: the outputs cannot be kept: {error}") from error
 
-    def on_step(self, step: int) -> None:
+    def end(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""
         self.profiler.after(step)
         self.recorder.on_step(step)
         self.writer.on_step(step)
         self.merger.on_step(step)
         if rows := self.recorder.take_rows():
-            self.recorder.on_times(self.clock.end_step(step, rows))
+            self.recorder.on_times(self.prediction.clock.end_step(step, rows))
 
     def close(self) -> None:
         """Record the times that are left, and end a trace that goes on."""
-        self.recorder.on_times(self.clock.rest())
+        self.recorder.on_times(self.prediction.clock.rest())
         self.profiler.close()

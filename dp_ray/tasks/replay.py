@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.inspect_step import Findings, Loaded, Place, StepInspection
-from dp_ray.engine.loading import Skipping
+from dp_ray.engine.inspect_step import Findings, Place, StepInspection
+from dp_ray.engine.loading import LoadedShard, Skipping, Source, load_steps
 from dp_ray.engine.model import compiled, input_device, synchronise
-from dp_ray.engine.quarantine import load_good
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer
@@ -218,7 +217,7 @@ def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
         loss = None
         if choice.shard is None:
             with look.unchanged():
-                copies = iter([(one.samples, copied(one.batch)) for one in loaded])
+                copies = iter([(one.indices, copied(one.batch)) for one in loaded])
                 total, weight, *_ = trainer.sums_of(split, choice.step, [one.shard for one in loaded], copies)
                 loss = total / weight if weight else float("nan")
         filled = [one for one in loaded if one.shard.rows and choice.shard in (None, one.shard.shard)]
@@ -289,12 +288,12 @@ class ProgressLines(StepControl):
 
 def _run_steps_before(
     context: ReplayContext, trainer: Trainer, split: Split, state: TrainState, dataset: Any, wanted: int
-) -> list[Loaded]:
+) -> list[LoadedShard]:
     """Run the steps from the restored one up to the wanted one again; return the shards of that one, loaded."""
     job, world, run, history, say = context
     _check_watched(trainer, state.step, wanted, history)
     quarantine = unkept_quarantine(job, "dataset", dataset, run)
-    trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
+    trainer.without_set_aside = Skipping(job, dataset)
     say(f"from the state after {counted(state.step, 'step')}: {counted(wanted - state.step, 'step')} to run again")
     times = StepTimes()
     until = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step)
@@ -306,12 +305,11 @@ def _run_steps_before(
         trainer, split, state, RecordedEvaluations(history), never_stops, None, None, control, times, profiler
     )
     with (
-        closing(load_good(job, dataset, until, world.device, quarantine, times=times)) as batches,
+        closing(load_steps(Source(job, dataset), until, world.device, quarantine, times=times)) as steps,
         Recorder(world, lambda _: None) as recorder,
     ):
-        loop.run(before, batches, world, recorder, lambda *_: None)
-        loaded = [(shard, *next(batches)) for shard in split.worker(1, 0, wanted)]
-    return [Loaded(trainer.without_set_aside(shard), samples, batch) for shard, samples, batch in loaded]
+        loop.run(before, steps, world, recorder, lambda *_: None)
+        return list(next(steps).loaded)
 
 
 def _replayed(
@@ -321,7 +319,7 @@ def _replayed(
     rows = [
         Row(losses.values[at] if losses.values else None, sample, one.shard.shard, position)
         for one, losses in findings.rows
-        for at, (sample, position) in enumerate(zip(one.samples.tolist(), one.shard.positions, strict=True))
+        for at, (sample, position) in enumerate(zip(one.indices.tolist(), one.shard.positions, strict=True))
     ]
     return Replayed(
         run_dir=str(run),

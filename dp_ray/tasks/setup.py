@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from dp_ray.engine.bad_samples import Reference
-from dp_ray.engine.loading import Skipping, seeded_dataset
+from dp_ray.engine.bad_samples import Quarantine, Reference
+from dp_ray.engine.loading import find_reference, seeded_dataset
 from dp_ray.engine.model import build_model, synchronise
-from dp_ray.engine.quarantine import Quarantine, find_reference
 from dp_ray.engine.random import has_drawn
 from dp_ray.engine.sharded.rounds import sharded_model
 from dp_ray.engine.sharded.state import Sharded
@@ -172,14 +171,14 @@ def set_aside(context: Context, key: str, dataset: Any) -> SetAside | None:
     files = QuarantineFiles(
         run, key, job.on_error.quarantine, context.attempt or None, lambda text: context.send(Note(text))
     )
-    return SetAside(Quarantine(reference, files.keep, Skipping(job, dataset)), files)
+    return SetAside(Quarantine(reference, files.keep), files)
 
 
 def unkept_quarantine(job: Job, key: str, dataset: Any, run: Storage) -> Quarantine | None:
     """Return the quarantine for steps that are replayed: nothing of what it sets aside is kept."""
     if job.on_error is None:
         return None
-    return Quarantine(_reference(job, key, dataset, run), lambda *_: None, Skipping(job, dataset))
+    return Quarantine(_reference(job, key, dataset, run), lambda *_: None)
 
 
 def quarantine_of(samples: SetAside | None) -> Quarantine | None:

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.clock import Part, clock_on
-from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
-from dp_ray.engine.loading import OverlappedRead, Skipping, seeded_dataset
+from dp_ray.engine.evaluation import Evaluated, Evaluation, build_metrics, check_watched
+from dp_ray.engine.loading import LoadedStep, OverlappedRead, Skipping, Source, load_steps, seeded_dataset
 from dp_ray.engine.model import build_model, check_all_tensors, compiled, input_device, tensors_of
-from dp_ray.engine.quarantine import Quarantine, keep_all, load_good
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.sharded.rounds import forwards_of, sharded_model
-from dp_ray.engine.step import OnShard, build_step
+from dp_ray.engine.step import OnShard, StepEnd, build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
 from dp_ray.engine.user_code import reraise_as
@@ -28,7 +28,6 @@ from dp_ray.engine.world import World, broadcast, check_rows, gathered
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.plan import evaluations_of, split_of, with_schedule
-from dp_ray.job.samples import Indices
 from dp_ray.plan.costs import Evaluations
 from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.checkpoint import TrainState
@@ -78,14 +77,14 @@ def train(context: Context) -> None:
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(context, "dataset", dataset))
         trainer.watch = LossWatch(str(run)) if job.stop_on_nan else None
-        trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
+        trainer.without_set_aside = Skipping(job, dataset)
         evaluator = Evaluator(context, trainer, evaluation)
         stopping = EarlyStopping(job, train_state, split.total_steps)
         hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
         checkpointer = checkpointer_of(training, trainer, train_state, times)
-        work = Work(split, world.world_size, world.rank, start=stopping.next_step)
+        source, work = Source(job, dataset), Work(split, world.world_size, world.rank, start=stopping.next_step)
         with (
-            closing(ahead.passing(load_good(job, dataset, work, world.device, quarantine, times=times))) as batches,
+            closing(load_steps(source, work, world.device, quarantine, times=times, ahead=ahead)) as steps,
             closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
             Probe(called, job.batch_dim) as probe,
@@ -97,7 +96,7 @@ def train(context: Context) -> None:
             )
             on_shard = shape_reporter(recorder, probe)
             on_shard = with_loss_check(job, stopping.next_step, world, on_shard, context.notify)
-            loop.run(work, batches, world, recorder, on_shard)
+            loop.run(work, steps, world, recorder, on_shard)
             send(WorkerTimes(world.rank, times.to_json()))
             if trainer.gradient.flops is not None:
                 send(trainer.gradient.flops)
@@ -181,14 +180,17 @@ class Evaluator:
         if self._set_aside is not None:
             self._set_aside.files.after = step
         quarantine = quarantine_of(self._set_aside)
-        real = keep_all if quarantine is None else quarantine.without_set_aside
-        loading = load_good(self._job, self._dataset, work, device, quarantine, name="eval.dataset")
-        with self._in_place(), closing(loading) as batches:
-            metrics = self._evaluation.run(
-                self._model, work, batches, on_step=lambda _: self._control.touch(), without_set_aside=real
-            )
-        if quarantine is not None:
-            metrics["rows"] = self._evaluation.rows
+        source = Source(self._job, self._dataset, "eval.dataset", is_evaluation=True)
+        with (
+            self._in_place(),
+            closing(load_steps(source, work, device, quarantine)) as steps,
+            closing(self._evaluation.run(self._model, work, steps)) as evaluated,
+        ):
+            for done in evaluated:
+                if isinstance(done, StepEnd):
+                    self._control.touch()
+        assert isinstance(done, Evaluated)
+        metrics = done.metrics if quarantine is None else {**done.metrics, "rows": done.rows}
         measured = {f"eval_{name}": value for name, value in metrics.items()}
         for where, name in self._job.watched.items():
             if name not in measured:
@@ -259,15 +261,17 @@ class TrainingLoop:
     profiler: StepProfiler
 
     def run(
-        self, work: Work, batches: Iterator[tuple[Indices, Any]], world: World, recorder: Recorder, on_shard: OnShard
+        self, work: Work, steps: Iterator[LoadedStep], world: World, recorder: Recorder, on_shard: OnShard
     ) -> None:
         """Run the steps of `work` to the last, or to the one after which the workers stop; keep the state."""
         if self.checkpointer:
             self.checkpointer.before_commit = recorder.keep
         self.times.begin()
-        for step, shards in work:
+        for step in range(work.start, work.split.total_steps):
             self.control.before(step)
             self.profiler.before(step)
+            _, shards, loaded = next(steps)
+            batches = ((indices, batch) for _, indices, batch in loaded)
             update = self.trainer.step(self.split, step, shards, batches, on_shard, self.control.wants_stop)
             recorder.on_step(step)
             stops = self._after(step, update, is_alone=world.world_size == 1)

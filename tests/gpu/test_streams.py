@@ -3,7 +3,7 @@
 import gc
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,13 +20,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.engine import loading
 from dp_ray.engine.buffers import EARLY
 from dp_ray.engine.clock import Part, StepClock, TimedStep, clock_on
-from dp_ray.engine.loading import on_device
+from dp_ray.engine.loading import LoadedShard, on_device
 from dp_ray.engine.model import free_memory
 from dp_ray.engine.trainer import BatchGradient, Trainer
 from dp_ray.engine.votes import LossWatch, NotFinite, StopVote
 from dp_ray.engine.world import TIMEOUT, World, form_group, new_group
 from dp_ray.job.plan import split_of
-from dp_ray.plan.split import Split, Work
+from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.tasks.hooks import Measured
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support.builders import ddp_reduction_of, loader_of, trainer_of
@@ -38,11 +38,11 @@ STEPS = 1000
 ROWS, WIDTH = 64, 1024
 
 
-def batches(pinned: bool) -> Iterator[tuple[Any, torch.Tensor]]:
+def batches(pinned: bool) -> Generator[LoadedShard, None, None]:
     """Batches whose numbers are those of their step, each in memory of its own."""
     for step in range(STEPS):
         batch = torch.arange(step, step + ROWS * WIDTH, dtype=torch.int32).reshape(ROWS, WIDTH)
-        yield np.arange(ROWS), batch.pin_memory() if pinned else batch
+        yield LoadedShard(Shard(step, 0, 0, ROWS), np.arange(ROWS), batch.pin_memory() if pinned else batch)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -50,7 +50,7 @@ def test_the_loaders_copies_are_whole_and_stay_until_they_are_computed(device: t
     """The load makes the computing stream lag behind, so that copies and freed memory run ahead of it."""
     load = torch.ones(1024, 1024, device=device) if device.type == "cuda" else torch.ones(8, 8)
     sums = []
-    for _, batch in on_device(batches(pinned and device.type == "cuda"), device):
+    for _, _, batch in on_device(batches(pinned and device.type == "cuda"), device):
         load = (load @ load).clamp(max=1.0)
         sums.append(batch.sum(dtype=torch.int64))
         del batch  # its memory is free for the next copy, if nobody holds it for the computing stream
@@ -58,13 +58,15 @@ def test_the_loaders_copies_are_whole_and_stay_until_they_are_computed(device: t
     assert torch.stack(sums).tolist() == [size * (size - 1) // 2 + size * step for step in range(STEPS)]
 
 
-def on_one_stream(batches: Iterator[Any], device: torch.device, _: StepClock | None = None) -> Iterator[Any]:
+def on_one_stream(
+    loaded: Iterator[LoadedShard], device: torch.device, _: StepClock | None = None
+) -> Generator[LoadedShard, None, None]:
     """What `on_device` is to be equal to: each copy in the computing stream, and waited for."""
-    for indices, batch in batches:
-        moved = [leaf.to(device) for leaf in batch]
+    for one in loaded:
+        moved = [leaf.to(device) for leaf in one.batch]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        yield indices, moved
+        yield one._replace(batch=moved)
 
 
 @pytest.mark.parametrize("loader", [{}, {"processes": 2, "context": "forkserver"}])

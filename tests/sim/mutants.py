@@ -25,7 +25,7 @@ class Mutant(NamedTuple):
 RACE = "waits for no event behind that"
 REUSE = "may be handed out again"
 MUTANTS = {
-    "the loader's copy is not noted": Mutant("engine.loading", "on_device", "record_event", "ddp", 1, RACE),
+    "the loader's copy is not noted": Mutant("engine.loading", "_copied_ahead", "record_event", "ddp", 1, RACE),
     "a batch waits for no copy": Mutant("engine.loading", "_wait_for", "wait_event", "ddp", 1, RACE),
     "a batch may be freed": Mutant("engine.loading", "_wait_for", "record_stream", "ddp", 1, REUSE),
     "a vote's copy is not noted": Mutant("engine.votes", "take", "record", "long", 1, "stopped"),

@@ -4,17 +4,19 @@ A change of one of these constructors needs a change of its builder alone; `test
 """
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dp_ray.engine.loading import Batches, OverlappedRead
+from dp_ray.engine.bad_samples import Quarantine
+from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead, Source, load_steps
 from dp_ray.engine.model import build_model
-from dp_ray.engine.prediction import predict
-from dp_ray.engine.quarantine import Quarantine, load_good
+from dp_ray.engine.prediction import PredictedShard, Prediction, predict
 from dp_ray.engine.reduce import DdpReduction, ShardSums
 from dp_ray.engine.step import Metrics, build_step
 from dp_ray.engine.timed_loader import StepTimes
@@ -28,11 +30,11 @@ from dp_ray.monitor.attempts import Attempts, NodeControl
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.messages import Message
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.outputs.files import FileMerge
+from dp_ray.outputs.files import FileMerge, Outputs
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
-from dp_ray.outputs.parts import PartWriter
+from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import FilePlan, Shard, Split, Work
+from dp_ray.plan.split import FilePlan, Split, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.claim import RunDir, claim
 from dp_ray.rundir.ledger import Ledger
@@ -44,10 +46,10 @@ CPU = torch.device("cpu")
 PREDICTION: dict[str, Any] = {"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2}
 CONSTRUCTORS = {
     "dp_ray.engine.loading.OverlappedRead",
-    "dp_ray.engine.loading.load_shards",
+    "dp_ray.engine.loading.load_steps",
     "dp_ray.engine.loading.make_loader",
+    "dp_ray.engine.prediction.Prediction",
     "dp_ray.engine.prediction.predict",
-    "dp_ray.engine.quarantine.load_good",
     "dp_ray.engine.reduce.DdpReduction",
     "dp_ray.engine.reduce.Reduction",
     "dp_ray.engine.reduce.ShardSums",
@@ -60,10 +62,12 @@ CONSTRUCTORS = {
     "dp_ray.monitor.monitor.Monitor",
     "dp_ray.outputs.files.FileMerge",
     "dp_ray.outputs.files.OpenFile",
+    "dp_ray.outputs.files.Outputs",
     "dp_ray.outputs.merging.AgreedFilePlan",
     "dp_ray.outputs.merging.Merger",
     "dp_ray.outputs.parts.PartFile",
     "dp_ray.outputs.parts.PartWriter",
+    "dp_ray.outputs.parts.WorkerParts",
     "dp_ray.rundir.claim.claim",
 }
 
@@ -133,29 +137,36 @@ def loader_of(
     *,
     quarantine: Quarantine | None = None,
     times: StepTimes | None = None,
-) -> Batches:
-    """Load the shards of `work`, by default all; with a quarantine, without the bad samples."""
+) -> Generator[tuple[Any, Any], None, None]:
+    """Yield the sample indices and the batch of each shard of `work`, by default all; without a quarantine's samples.
+
+    Close it as `load_steps`.
+    """
     work = work or Work(split_of(job, len(dataset)))
-    return load_good(job, dataset, work, device, quarantine, times=times)
+    with closing(load_steps(Source(job, dataset), work, device, quarantine, times=times)) as steps:
+        for _, _, loaded in steps:
+            yield from ((indices, batch) for _, indices, batch in loaded)
 
 
-def read_ahead_of(batches: Batches) -> tuple[OverlappedRead, Batches]:
-    """Build a read of one batch ahead, and the batches that pass through it."""
+def read_ahead_of(
+    loaded: Generator[LoadedShard, None, None],
+) -> tuple[OverlappedRead, Generator[LoadedShard, None, None]]:
+    """Build a read of one shard ahead, and the shards that pass through it."""
     ahead = OverlappedRead()
-    return ahead, ahead.passing(batches)
+    return ahead, ahead.passing(loaded)
 
 
 def predictions_of(
     job: Job, model: nn.Module, work: Work, batches: Iterator[tuple[Any, Any]]
 ) -> dict[tuple[int, int], torch.Tensor]:
     """Run a prediction on the CPU; return copies of the outputs by step and shard."""
-    found = {}
-
-    def keep(shard: Shard, indices: Any, outputs: Any, carried: Any) -> None:
-        found[shard.step, shard.shard] = outputs.clone()
-
-    predict(model, job, CPU, work, batches, keep, lambda step: None)
-    return found
+    loaded = (LoadedShard(shard, *next(batches)) for _, shards in work for shard in shards)
+    steps = (LoadedStep(step, shards, islice(loaded, len(shards))) for step, shards in work)
+    return {
+        (done.shard.step, done.shard.shard): done.outputs.clone()
+        for done in predict(Prediction(job, CPU, work), model, steps)
+        if isinstance(done, PredictedShard)
+    }
 
 
 def writer_of(
@@ -170,15 +181,9 @@ def writer_of(
 ) -> PartWriter:
     """Build the writer of a worker's parts: by default of one shard, in one file of 100 steps."""
     plan = plan or FilePlan(1, 100)
-    return PartWriter(
-        parts,
-        range(shards) if isinstance(shards, int) else shards,
-        (lambda row_bytes: plan) if isinstance(plan, FilePlan) else plan,
-        batch_dim,
-        before_commit,
-        attempt,
-        num_workers=num_workers,
-    )
+    shards = range(shards) if isinstance(shards, int) else shards
+    find_plan = (lambda row_bytes: plan) if isinstance(plan, FilePlan) else plan
+    return PartWriter(WorkerParts(parts, shards, attempt, num_workers, batch_dim), find_plan, before_commit)
 
 
 def file_merge_of(
@@ -191,12 +196,13 @@ def file_merge_of(
 ) -> FileMerge:
     """Build the merging of one file: by default of the only one, by the run's newest attempt."""
     plan = plan or FilePlan(1, split.total_steps)
-    return FileMerge(run, begun or ledger.read(run), plan, number, split, order)
+    return FileMerge(Outputs(run, begun or ledger.read(run), split, order), plan, number)
 
 
 def merger_of(
     run: Storage, begun: Ledger, split: Split, order: Order, world: World, is_stopped: Callable[[], bool]
 ) -> tuple[AgreedFilePlan, Merger]:
     """Build the merging of a worker's share of the files, and the plan on which the workers agree."""
-    plan = AgreedFilePlan(run, begun, split, 1, world, is_stopped)
-    return plan, Merger(run, begun, split, order, plan, world)
+    outputs = Outputs(run, begun, split, order)
+    plan = AgreedFilePlan(outputs, 1, world, is_stopped)
+    return plan, Merger(outputs, plan, world)

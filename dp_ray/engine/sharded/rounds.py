@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from dp_ray.engine.items import PassthroughBatch
 from dp_ray.engine.sharded.state import Sharded
-from dp_ray.engine.user_code import location, next_batch
 from dp_ray.engine.world import CPU, World, gathered
 from dp_ray.job.job import Job
 from dp_ray.job.samples import Indices
@@ -116,7 +115,7 @@ class DummyBatches:
         """
         if self._is_agreed:
             return batches
-        first = [next_batch(batches, location(shard)) for shard in shards]
+        first = [next(batches) for _ in shards]
         filled = [
             DummyBatch(batch.batch if isinstance(batch, PassthroughBatch) else batch, without_set_aside(shard).rows)
             for shard, (_, batch) in zip(shards, first, strict=True)
