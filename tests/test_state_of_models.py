@@ -1,16 +1,21 @@
 """A model's tensors, modes, buffers and generators: alike on all workers, and as its user left them."""
 
+import weakref
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.utils.data import Dataset
 
 import dp_ray
 from dp_ray.driver.checks import check_targets
 from dp_ray.engine.model import build_model, evaluating
+from dp_ray.engine.prediction import PredictedShard
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError
@@ -18,7 +23,7 @@ from dp_ray.job.job import Job
 from dp_ray.plan.split import Split, Work
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import compiling, run_task
-from tests.support.builders import predictions_of
+from tests.support.builders import prediction_of, predictions_of
 from tests.support.group import ProcessExit, measured, run_group
 from tests.support.odd import Counted, Observed
 from tests.support.training import Pairs, mlp
@@ -83,6 +88,97 @@ def test_a_shard_of_a_prediction_leaves_no_trace_in_buffers() -> None:
     assert whole.keys() == halves.keys()
     assert all(torch.equal(whole[at], halves[at]) for at in whole)
     assert dict(model.named_buffers())["0.largest"].item() == 1.0
+
+
+def modes() -> tuple[bool, bool, bool]:
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+
+class SeesModes(nn.Linear):
+    """Notes in which modes it runs, returns its weight too, and writes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("runs", torch.zeros(()))
+        self.seen: list[tuple[bool, bool, bool]] = []
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        self.seen.append(modes())
+        self.runs += 1
+        return {"outputs": super().forward(inputs), "weight": self.weight[: len(inputs)]}
+
+
+@pytest.mark.parametrize("taken", [1, 3, 99])
+def test_where_the_outputs_are_taken_nothing_of_the_models_modes_is_left(taken: int) -> None:
+    """Also where the taking ends early: the model has its mode and its buffers again."""
+    job = Job.make({"model": SeesModes, "dataset": [1], "batch_size": 4, "shards": 2, "precision": "bf16"}, "job")
+    model, inputs, work = SeesModes(), Pairs(12).inputs, Work(Split(12, 4, 2))
+    batches = ((None, inputs[shard.start : shard.stop]) for _, shards in work for shard in shards)
+    outside, found = modes(), []
+    with closing(prediction_of(job, model, work, batches)) as finished:
+        for done in islice(finished, taken):
+            assert modes() == outside and not model.training
+            torch.ones(2, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+            if isinstance(done, PredictedShard):
+                found.append(done.outputs["outputs"].dtype)
+    assert modes() == outside and model.training and model.runs == 0
+    assert set(model.seen) == {(True, False, True)} and set(found) == {torch.bfloat16}
+    assert len(model.seen) == min(6, taken - taken // 3)  # each third one is the end of a step
+
+
+class HoldsFew(nn.Linear):
+    """Counts the outputs of earlier shards that are alive when it runs, in the class: a run copies the model."""
+
+    outputs: ClassVar[list["weakref.ref[torch.Tensor]"]] = []
+    alive: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.alive.append(sum(one() is not None for one in self.outputs))
+        outputs: torch.Tensor = super().forward(inputs)
+        self.outputs.append(weakref.ref(outputs))
+        return outputs
+
+
+@pytest.mark.parametrize("keys", [{}, {"outputs": {"dtype": "float16"}}])
+def test_the_outputs_of_a_shard_are_freed_before_the_next_one_runs(tmp_path: Path, keys: dict[str, Any]) -> None:
+    HoldsFew.alive.clear()
+    given: dict[str, Any] = {"dataset": Pairs(12).inputs, "batch_size": 4, "shards": 2, "storage": str(tmp_path)}
+    dp_ray.run(model=HoldsFew(), workers=0, name="run", quiet=True, **given, **keys)
+    assert HoldsFew.alive == [0] * 6
+
+
+class Computes(Dataset[torch.Tensor]):
+    """Samples that are the results of a matrix product, with gradients."""
+
+    def __init__(self) -> None:
+        self.inputs, self.weight = Pairs(12).inputs, torch.linspace(0, 1, 36).reshape(6, 6).requires_grad_()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.inputs[index] @ self.weight
+
+
+def test_what_a_dataset_computes_is_not_in_the_models_precision(tmp_path: Path) -> None:
+    """As in a loader process, and in a training or an evaluation."""
+    dataset = Computes()
+    result = dp_ray.run(
+        model=nn.Identity(),
+        dataset=dataset,
+        batch_size=4,
+        shards=2,
+        precision="bf16",
+        workers=0,
+        name="run",
+        storage=str(tmp_path),
+        quiet=True,
+    )
+    assert torch.equal(result.outputs, torch.stack([dataset[index] for index in range(12)]).detach())
 
 
 class Merges(nn.Linear):

@@ -18,7 +18,7 @@ from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead, Sourc
 from dp_ray.engine.model import build_model
 from dp_ray.engine.prediction import PredictedShard, Prediction, predict
 from dp_ray.engine.reduce import DdpReduction, ShardSums
-from dp_ray.engine.step import Metrics, build_step
+from dp_ray.engine.step import Metrics, StepEnd, build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import BatchGradient, Trainer
 from dp_ray.engine.update import OptimizerStep
@@ -156,15 +156,22 @@ def read_ahead_of(
     return ahead, ahead.passing(loaded)
 
 
+def prediction_of(
+    job: Job, model: nn.Module, work: Work, batches: Iterator[tuple[Any, Any]]
+) -> Generator[PredictedShard | StepEnd, None, None]:
+    """Begin a prediction on the CPU of the shards of `work`, whose indices and batches are given."""
+    loaded = (LoadedShard(shard, *next(batches)) for _, shards in work for shard in shards)
+    steps = (LoadedStep(step, shards, islice(loaded, len(shards))) for step, shards in work)
+    return predict(Prediction(job, CPU, work), model, steps)
+
+
 def predictions_of(
     job: Job, model: nn.Module, work: Work, batches: Iterator[tuple[Any, Any]]
 ) -> dict[tuple[int, int], torch.Tensor]:
     """Run a prediction on the CPU; return copies of the outputs by step and shard."""
-    loaded = (LoadedShard(shard, *next(batches)) for _, shards in work for shard in shards)
-    steps = (LoadedStep(step, shards, islice(loaded, len(shards))) for step, shards in work)
     return {
         (done.shard.step, done.shard.shard): done.outputs.clone()
-        for done in predict(Prediction(job, CPU, work), model, steps)
+        for done in prediction_of(job, model, work, batches)
         if isinstance(done, PredictedShard)
     }
 
