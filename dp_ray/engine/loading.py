@@ -60,12 +60,14 @@ class LoadedShard(NamedTuple):
 class LoadedStep(NamedTuple):
     """One worker's part of a step: its shards, maybe none, without the samples that are skipped or set aside.
 
-    `loaded` reads them, in order; the first one is read by the time that the step is given.
+    `loaded` reads them, in order; the first one is read by the time that the step is given. `whole` is the global
+    batch, without the samples that are skipped.
     """
 
     step: int
     shards: list[Shard]
-    loaded: Iterator[LoadedShard]
+    loaded: Iterable[LoadedShard]
+    whole: Shard
 
 
 Batches = Generator[Batch, None, None]

@@ -209,10 +209,10 @@ class Schedule:
                 self.scheduler.step()
         return True
 
-    def after_step(self) -> None:
-        """Step the scheduler if the job steps it once a step."""
-        if self.scheduler is not None and self._per == "step":
-            self.scheduler.step()
+    @property
+    def per_step(self) -> bool:
+        """Whether the job steps its scheduler once a step."""
+        return self.scheduler is not None and self._per == "step"
 
     def after_epoch(self, measured: dict[str, float]) -> None:
         """Step the scheduler if the job steps it once an epoch.

@@ -43,7 +43,6 @@ from dp_ray.rundir.start import (
     ShardedWriter,
     describe_start,
     first_step,
-    load_weights,
     newest_open,
     open_start,
     read_start,
@@ -213,11 +212,11 @@ def checkpointer_of(
     Every rank calls this.
     """
     job, world = training.context.job, training.context.world
-    if world.rank != 0 and trainer.sharded is None:
+    if world.rank != 0 and not trainer.placement.is_sharded:
         return None
     checkpoints = training.context.run.child(CHECKPOINTS)
     passed_over = [one for one in steps_of(checkpoints) if one > train_state.step]
-    if trainer.sharded is None:
+    if not trainer.placement.is_sharded:
         writer = CheckpointWriter(checkpoints, job.checkpoint.keep, passed_over)
     else:
         writer = ShardedWriter(checkpoints, job.checkpoint.keep, world, passed_over)
@@ -295,7 +294,7 @@ def restore(training: Training, trainer: Trainer, until: int | None = None) -> T
     def fits(about: dict[str, Any]) -> str | None:
         return None if job.has_fingerprint(about.get("fingerprint")) else "it is of a different job"
 
-    if trainer.sharded is not None:  # each worker reads its part
+    if trainer.placement.is_sharded:  # each worker reads its part
         opened = newest_open(checkpoints, fits, context.notify, context.world)
         checkpoint = None if opened is None else (opened[0], opened[1].about, opened[1].state)
     elif is_rank_0():
@@ -324,13 +323,10 @@ def start_from(training: Training, trainer: Trainer, location: str) -> TrainStat
     JobError if the checkpoint's steps or optimizer differ from this job's, or if it leaves no step to run.
     """
     context, job, run = training.context, training.context.job, training.context.run
-    read: Callable[..., Any] = read_start if trainer.sharded is None else open_start
+    read: Callable[..., Any] = open_start if trainer.placement.is_sharded else read_start
     weights, checkpoint = read(run, location, job.strict)
     if checkpoint is None or not job.strict:
-        if trainer.sharded is None:
-            loaded = load_weights(trainer.model, weights, location, job.strict)
-        else:
-            loaded = trainer.sharded.load_weights(weights, location, job.strict, NEW_HEAD)
+        loaded = trainer.placement.load_weights(weights, location, job.strict, NEW_HEAD)
         if context.world.rank == 0:
             context.notify(describe_start(run, location) + loaded)
         return TrainState()

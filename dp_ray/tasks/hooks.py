@@ -139,7 +139,7 @@ class TrainingView:
         return None if average is None else self._copied(average.tensors())
 
     def _copied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self._trainer.sharded is not None:
+        if self._trainer.placement.is_sharded:
             raise ModelError("hooks: with strategy: fsdp rank 0 has only a part of the weights; read a checkpoint")
         return {name: one.detach().clone() for name, one in tensors.items()}
 

@@ -6,10 +6,8 @@ from typing import Any
 
 from dp_ray.engine.clock import Part, StepClock, clock_on
 from dp_ray.engine.items import Plain
-from dp_ray.engine.model import compiled, input_device
 from dp_ray.engine.prediction import predict
 from dp_ray.engine.quarantine import keep_all, load_good
-from dp_ray.engine.sharded.rounds import forwards_of
 from dp_ray.engine.step import PredictInputs
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.user_code import location
@@ -38,9 +36,8 @@ def predict_outputs(context: Context) -> None:
     """Run this worker's shards of every step and write their outputs; committed shards are skipped."""
     job, world, run, send, control = context.job, context.world, context.run, context.send, context.control
     dataset = load_dataset(context)
-    bare, sharded = model_to_run(context)
-    world = world.with_inputs_on(input_device(job, bare, world.devices))
-    model = compiled(bare, job)
+    placement = model_to_run(context)
+    world, bare, model = placement.world, placement.model, placement.called
     begun = _begin(run, world)
     split = split_of(job, len(dataset))
     done = Done(ledger.done_ranges(begun.parts))
@@ -79,8 +76,8 @@ def predict_outputs(context: Context) -> None:
                     tell=lambda text: send(Note(text)),
                     clock=times.clock,
                     on_inputs=previews.on_inputs,
-                    on_flops=send if job.flops and world.rank == 0 and sharded is None else None,
-                    forwards=forwards_of(sharded, world),
+                    on_flops=send if job.flops and world.rank == 0 and not placement.is_sharded else None,
+                    forwards=placement.forwards(),
                 )
             keeper.close()
             control.through()

@@ -10,15 +10,12 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torch import nn
-
 from dp_ray.engine.clock import Part, clock_on
 from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
-from dp_ray.engine.loading import OverlappedRead, Skipping, seeded_dataset
-from dp_ray.engine.model import build_model, check_all_tensors, compiled, input_device, tensors_of
-from dp_ray.engine.quarantine import Quarantine, keep_all, load_good
-from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.sharded.rounds import forwards_of, sharded_model
+from dp_ray.engine.loading import LoadedStep, OverlappedRead, Skipping, seeded_dataset
+from dp_ray.engine.model import check_all_tensors, tensors_of
+from dp_ray.engine.placement import place
+from dp_ray.engine.quarantine import Quarantine, keep_all, load_good, load_steps
 from dp_ray.engine.step import OnShard, build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
@@ -28,7 +25,6 @@ from dp_ray.engine.world import World, broadcast, check_rows, gathered
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.plan import evaluations_of, split_of, with_schedule
-from dp_ray.job.samples import Indices
 from dp_ray.plan.costs import Evaluations
 from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.checkpoint import TrainState
@@ -55,30 +51,27 @@ def train(context: Context) -> None:
 
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
-    job, world, run, send, control = context.job, context.world, context.run, context.send, context.control
+    job, run, send, control = context.job, context.run, context.send, context.control
     dataset = load_dataset(context)
     split = split_of(job, len(dataset))
-    sharded = sharded_model(job, world, context.notify)
-    model = whole_model(job, world) if sharded is None else sharded.model
-    check_all_tensors(model)
-    world = world.with_inputs_on(input_device(job, model, world.devices))
+    placement = place(with_schedule(job, split), context.world, context.notify)
+    check_all_tensors(placement.model)
+    world = placement.world
     measures, states = build_metrics(job)
     check_watched(job, states)
-    step, called = build_step(job, world), compiled(model, job)
-    planned = with_schedule(job, split)
-    times, ahead = StepTimes(clock_on(world.device)), OverlappedRead()
-    with closing(Trainer(planned, model, called, step, measures, world, times.clock, sharded, ahead.read)) as trainer:
+    step, times, ahead = build_step(job, world), StepTimes(clock_on(world.device)), OverlappedRead()
+    watch = LossWatch(str(run)) if job.stop_on_nan else None
+    with closing(Trainer(placement, step, measures, split, times.clock, ahead, watch)) as trainer:
         if trainer.optimizer_step.says_left_out is not None:
             context.notify(trainer.optimizer_step.says_left_out)
         context = replace(context, world=world, attempt=begin_attempt(run).attempt)
         training = Training(context, split, layout_of(job, split, dataset))
         train_state = restore(training, trainer)
         trainer.synchronise()
-        evaluation = Evaluation(job, step, measures, states, world.device, forwards=forwards_of(sharded, world))
+        evaluation = Evaluation(job, step, measures, states, world.device, forwards=placement.forwards())
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(context, "dataset", dataset))
-        trainer.watch = LossWatch(str(run)) if job.stop_on_nan else None
-        trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
+        without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
         evaluator = Evaluator(context, trainer, evaluation)
         stopping = EarlyStopping(job, train_state, split.total_steps)
         hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
@@ -88,8 +81,8 @@ def train(context: Context) -> None:
             closing(ahead.passing(load_good(job, dataset, work, world.device, quarantine, times=times))) as batches,
             closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
-            Probe(called, job.batch_dim) as probe,
-            slow_forward(called, control, world),
+            Probe(placement.called, job.batch_dim) as probe,
+            slow_forward(placement.called, control, world),
             StepProfiler(job, world, run, split.total_steps, send) as profiler,
         ):
             loop = TrainingLoop(
@@ -97,7 +90,8 @@ def train(context: Context) -> None:
             )
             on_shard = shape_reporter(recorder, probe)
             on_shard = with_loss_check(job, stopping.next_step, world, on_shard, context.notify)
-            loop.run(work, batches, world, recorder, on_shard)
+            steps = load_steps(batches, work, without_set_aside)
+            loop.run(steps, split.total_steps, world, recorder, on_shard)
             send(WorkerTimes(world.rank, times.to_json()))
             if trainer.gradient.flops is not None:
                 send(trainer.gradient.flops)
@@ -117,21 +111,6 @@ def forget_ahead(run: Storage, quarantine: Quarantine | None, steps: int, split:
     if quarantine is not None and steps < split.total_steps:
         gathered(None)  # all have read what they read ahead
         forget_from(run, lambda step, _: step < steps)
-
-
-def whole_model(job: Job, world: World) -> nn.Module:
-    """Build the job's model, all of it on this worker.
-
-    BatchNorm layers become SyncBatchNorm if the job asks for it and has several workers. Raises JobError on CPUs,
-    where SyncBatchNorm does not run.
-    """
-    model = recompute_blocks(job, build_model(job, world.devices), world.devices)
-    if not job.sync_batchnorm or world.world_size == 1:
-        return model
-    if world.device.type == "cpu":
-        raise JobError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
-    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    return synced
 
 
 class Evaluates(Protocol):
@@ -258,17 +237,15 @@ class TrainingLoop:
     times: StepTimes
     profiler: StepProfiler
 
-    def run(
-        self, work: Work, batches: Iterator[tuple[Indices, Any]], world: World, recorder: Recorder, on_shard: OnShard
-    ) -> None:
-        """Run the steps of `work` to the last, or to the one after which the workers stop; keep the state."""
+    def run(self, steps: Iterator[LoadedStep], end: int, world: World, recorder: Recorder, on_shard: OnShard) -> None:
+        """Run the steps before step `end`, or to the one after which the workers stop; keep the state."""
         if self.checkpointer:
             self.checkpointer.before_commit = recorder.keep
         self.times.begin()
-        for step, shards in work:
+        for step in range(self.early_stopping.next_step, end):
             self.control.before(step)
             self.profiler.before(step)
-            update = self.trainer.step(self.split, step, shards, batches, on_shard, self.control.wants_stop)
+            update = self.trainer.step(next(steps), on_shard, self.control.wants_stop)
             recorder.on_step(step)
             stops = self._after(step, update, is_alone=world.world_size == 1)
             self.profiler.after(step)

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.engine.loading import Batches, OverlappedRead
+from dp_ray.engine.loading import Batches, LoadedStep, OverlappedRead
 from dp_ray.engine.model import build_model
+from dp_ray.engine.placement import Placement
 from dp_ray.engine.prediction import predict
-from dp_ray.engine.quarantine import Quarantine, load_good
-from dp_ray.engine.reduce import DdpReduction, ShardSums
+from dp_ray.engine.quarantine import Quarantine, keep_all, load_good, load_steps
+from dp_ray.engine.reduce import DdpReduction, Trained
 from dp_ray.engine.step import Metrics, build_step
 from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.engine.trainer import BatchGradient, Trainer
+from dp_ray.engine.trainer import Trainer
 from dp_ray.engine.update import OptimizerStep
-from dp_ray.engine.votes import Stats
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
@@ -53,7 +53,8 @@ CONSTRUCTORS = {
     "dp_ray.engine.reduce.ShardSums",
     "dp_ray.engine.sharded.reduce.ShardedReduction",
     "dp_ray.engine.sharded.reduce.TreeShardedReduction",
-    "dp_ray.engine.trainer.BatchGradient",
+    "dp_ray.engine.placement.Placement",
+    "dp_ray.engine.trainer.Pass",
     "dp_ray.engine.trainer.Trainer",
     "dp_ray.engine.update.OptimizerStep",
     "dp_ray.monitor.attempts.Attempts",
@@ -106,10 +107,11 @@ def attempts_of() -> Attempts:
     return Attempts()
 
 
-def trainer_of(job: Job, world: World, model: nn.Module | None = None) -> Trainer:
+def trainer_of(job: Job, world: World, split: Split, model: nn.Module | None = None) -> Trainer:
     """Build the trainer of the job's model, or of `model`, on one worker, without metrics."""
     model = model or build_model(job, [world.device])
-    return Trainer(job, model, model, build_step(job, world), Metrics({}), world)
+    placement = Placement(job, model, model, world)
+    return Trainer(placement, build_step(job, world), Metrics({}), split)
 
 
 def optimizer_step_of(job: Job, model: nn.Module, device: torch.device = CPU) -> OptimizerStep:
@@ -117,12 +119,9 @@ def optimizer_step_of(job: Job, model: nn.Module, device: torch.device = CPU) ->
     return OptimizerStep(job, model, device)
 
 
-def ddp_reduction_of(gradient: BatchGradient, shards: Any, batches: Any, stats: Stats) -> DdpReduction:
+def ddp_reduction_of(placement: Placement, trained: Trained, finds_unused: bool, num_stats: int) -> DdpReduction:
     """Build the reduction of several workers, for a group of one: the hook, its thread and its stream."""
-    parameters, job = gradient._parameters, gradient._job
-    sums = ShardSums(list(parameters.values()), job.num_shards) if job.bitwise else None
-    numbers = stats.numbers.numel()
-    return DdpReduction(gradient._loss, sums, gradient._world, parameters, gradient._sparse, False, numbers)
+    return DdpReduction(trained, placement.world, False, num_stats)
 
 
 def loader_of(
@@ -137,6 +136,12 @@ def loader_of(
     """Load the shards of `work`, by default all; with a quarantine, without the bad samples."""
     work = work or Work(split_of(job, len(dataset)))
     return load_good(job, dataset, work, device, quarantine, times=times)
+
+
+def steps_of(job: Job, dataset: Any, work: Work | None = None, device: torch.device = CPU) -> Iterator[LoadedStep]:
+    """Load the steps of `work`, by default all."""
+    work = work or Work(split_of(job, len(dataset)))
+    return load_steps(loader_of(job, dataset, work, device), work, keep_all)
 
 
 def read_ahead_of(batches: Batches) -> tuple[OverlappedRead, Batches]:
