@@ -49,6 +49,7 @@ Gradients = list[torch.Tensor | None]
 Sums = torch.futures.Future[torch.Tensor]
 Begun = dist.Work | Sums  # a bucket's sum, which can be waited for
 Work = dist.Work | None
+NOTHING: AbstractContextManager[Any] = nullcontext()
 GRADIENTS = "the other workers' gradients"
 
 
@@ -71,7 +72,7 @@ class ShardLoss(nn.Module):
         self.model = model
         self._step = step
         self._measures = measures
-        self._precision = job.precision
+        self._autocast = None if job.precision == "fp32" else (job.precision, device)
         self._device = device
         self.stats_bucket: StatsBucket | None = None
         self.stats_parameter: nn.Parameter | None = None  # the bucket's, where DDP finds it
@@ -102,19 +103,19 @@ class ShardLoss(nn.Module):
             zero = torch.zeros((), device=self._device)
             if self._reduced:
                 zero = ZeroLoss.apply(*self._reduced)  # type: ignore[no-untyped-call]
-            return self._with_stats(zero)
-        with autocast(self._precision, self._device):
+            return zero if self.stats_bucket is None else self.stats_bucket.attach(zero)
+        with NOTHING if self._autocast is None else autocast(*self._autocast):
             step_output = run_step(self._step, self.model, batch)
             loss = self._measures.loss(step_output, rows)
-        with torch.no_grad():
-            self.result.row = row_of([loss, *self._measures(step_output, rows)], self._device)
+        measured = [loss]
+        if self._measures.functions:
+            with torch.no_grad():
+                measured += self._measures(step_output, rows)
+        self.result.row = row_of(measured, self._device)
         self.result.step_output = step_output
         if not loss.sum.requires_grad:
             raise ModelError("the loss does not depend on any parameter that is trained")
-        return self._with_stats(loss.sum)
-
-    def _with_stats(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss if self.stats_bucket is None else self.stats_bucket.attach(loss)
+        return loss.sum if self.stats_bucket is None else self.stats_bucket.attach(loss.sum)
 
 
 class ZeroLoss(torch.autograd.Function):
@@ -211,14 +212,15 @@ class Reduction:
 
     def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
         """Begin step `step`, in which the first `filled` shards have rows and this worker runs `shards`."""
-        self._leaves = () if self.sums is None else self.sums.leaves(shards)
+        if self.sums is not None:
+            self._leaves = self.sums.leaves(shards)
 
     def shard(self, shard: int | None, is_last: bool) -> AbstractContextManager[object]:
         """Return the context of a shard's forward and backward; None for the shard of a round without rows.
 
         After it, the shard's gradients are taken, unless autograd is to add the next shard's to them.
         """
-        return nullcontext() if self.sums is None or shard is None else self._taking(shard)
+        return NOTHING if self.sums is None or shard is None else self._taking(shard)
 
     @contextmanager
     def _taking(self, shard: int) -> Iterator[None]:
@@ -285,7 +287,7 @@ class DdpReduction(Reduction):
 
     def shard(self, shard: int | None, is_last: bool) -> AbstractContextManager[object]:
         """Return the context of a shard: DDP reduces in the last one's backward only, and takes its gradients."""
-        return nullcontext() if is_last else self._apart(shard)
+        return NOTHING if is_last else self._apart(shard)
 
     @contextmanager
     def _apart(self, shard: int | None) -> Iterator[None]:

@@ -90,8 +90,8 @@ class Trainer:
         self._stop_vote = StopVote() if is_gpu(world.device) else None
         self._seeds_update = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
 
-    def step(self, loaded: LoadedStep, on_shard: OnShard, wants_stop: bool = False) -> Update:
-        """Train on one global batch, of which this worker has the `loaded` shards; every rank calls this.
+    def step(self, step: int, steps: Iterator[LoadedStep], on_shard: OnShard, wants_stop: bool = False) -> Update:
+        """Train on the global batch of `step`, of which `steps` gives this worker's shards; every rank calls this.
 
         `on_shard` gets each shard with its batch and output. `wants_stop` asks all workers to stop. Raises
         ModelError, which names step and shard, for user errors.
@@ -100,9 +100,10 @@ class Trainer:
         stats.begin()
         if wants_stop:
             stats.vote()  # before the gradients: the vote rides on their all-reduce
-        if self._may_lose_rows:
-            stats.set_aside(sum(len(shard.missing) for shard in loaded.shards))
         try:
+            loaded = next(steps)
+            if self._may_lose_rows:
+                stats.set_aside(sum(len(shard.missing) for shard in loaded.shards))
             for shard in self.gradient.over(loaded, stats):
                 clock.enter(Part.FORWARD)
                 loss = shard.forward()
@@ -116,8 +117,8 @@ class Trainer:
             return self._update(loaded, stats.numbers.sum(0))
         except (RuntimeError, ModelError) as error:
             # The memory of an update does not depend on the rows. How many shards fit takes a while to estimate.
-            size = None if has_sums else self._size_of(loaded)
-            raise_advised(error, self._job, f"step {loaded.step}", size, self._shards_that_fit)
+            size = None if has_sums else self._size_of(step)
+            raise_advised(error, self._job, f"step {step}", size, self._shards_that_fit)
 
     def _update(self, loaded: LoadedStep, sums: torch.Tensor) -> Update:
         """Update the parameters from their gradients, which are the same on all workers, and so are all decisions."""
@@ -143,9 +144,10 @@ class Trainer:
         stops = bool(known[VOTES]) if self._stop_vote is None else self._stop_vote.stops(known[VOTES])
         return Update(sums, rate, norm, stops)
 
-    def _size_of(self, loaded: LoadedStep) -> ShardSize:
-        rows = loaded.shards[0].rows if loaded.shards else 0
-        return ShardSize(rows, self._split.largest_batch, self._split.shards)
+    def _size_of(self, step: int) -> ShardSize:
+        world, split = self.placement.world, self._split
+        shards = split.worker(world.world_size, world.rank, step)
+        return ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
 
     def _shards_that_fit(self) -> int | None:
         """Estimate, after an out-of-memory error, the fewest shards that fit; None where there is no estimate."""
@@ -166,7 +168,7 @@ class Trainer:
             for shard in self.gradient.over(loaded, self._stats):
                 shard.backward(shard.forward())
         except (RuntimeError, ModelError) as error:
-            raise_advised(error, self._job, f"step {loaded.step}", self._size_of(loaded))
+            raise_advised(error, self._job, f"step {loaded.step}", self._size_of(loaded.step))
         self.optimizer_step.skip()
         sums: list[float] = self._stats.numbers.sum(0).tolist()
         return sums[:VOTES]
@@ -211,25 +213,57 @@ class RunningShard:
     `shard` is None where the other workers wait for this one, which has no rows left.
     """
 
-    def __init__(self, one: "Pass", shard: Shard | None, batch: Any, rows: int, is_last: bool) -> None:
-        self._pass = one
+    def __init__(self, of: "Pass", shard: Shard | None, batch: Any, rows: int, is_last: bool) -> None:
+        self._pass = of
         self.shard = shard
         self.batch = batch
         self.rows = rows
         self.is_last = is_last
-
-    @property
-    def output(self) -> StepOutput:
-        """The outputs of the step on this shard, once it has run."""
-        return self._pass.loss.result.step_output
+        self.output = StepOutput()
 
     def forward(self) -> torch.Tensor:
-        """Return the sum of the shard's losses, and take its sums and weights in; raises ModelError, naming it."""
-        return self._pass.forward(self)
+        """Return the sum of the shard's losses, and take its sums and weights in.
+
+        Of a round without rows, return a zero that reaches what the others wait for. Raises ModelError, which names
+        the shard.
+        """
+        of, shard = self._pass, self.shard
+        if shard is None:
+            zero = of.reduction.replica(copied(self.batch), self.rows)
+            return zero * 0.0 if self.rows else zero
+        of.seeds.begin(shard, of.number)
+        try:
+            if of.buffers.is_early:
+                with of.buffers.forward():
+                    loss = of.reduction.replica(self.batch, self.rows)
+            else:
+                loss = of.reduction.replica(self.batch, self.rows)
+                of.buffers.check()
+        except (Exception, SystemExit) as error:
+            raise_located(error, location(shard))
+        result = of.loss.result
+        assert result.row is not None
+        self.output = result.step_output
+        of.stats.put(shard.shard, result.row)
+        if shard.shard == 0:
+            of.buffers.keep()
+        return loss
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the loss's gradient; in a worker's last shard of the pass, begin the sum over the workers."""
-        self._pass.backward(self, loss)
+        of = self._pass
+        loss = loss / of.rows
+        if of.optimizer_step.scaler is not None:
+            loss = of.optimizer_step.scaled(loss)
+        try:
+            if self.is_last:
+                of.reduction.last_backward(loss, of.stats.numbers)
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
+        except (Exception, SystemExit) as error:
+            where = f"step {of.step}" if self.shard is None else location(self.shard)
+            hint = "" if self.shard is None else batch_hint(error, self.batch)
+            raise_as(error, f"{where}: backward", lambda _: hint)
 
 
 class Pass:
@@ -254,19 +288,21 @@ class Pass:
     ) -> None:
         job, self._world = placement.job, placement.world
         self._placement = placement
-        self._forwards = placement.forwards()
-        self._optimizer_step = optimizer_step
+        self._forwards = placement.forwards() if placement.is_sharded else None
+        self.optimizer_step = optimizer_step
         self._split = split
         self._clock = clock
         self.loss = loss
         parameters, sparse = list(optimizer_step.trained.values()), sparse_parameters(loss.model)
         sums = placement.sums(parameters)
+        self.buffers = buffers
         self._trained = Trained(loss, optimizer_step.trained, sparse, sums, buffers, clock, ahead)
-        self._seeds = ForwardSeeds(job.seed, placement.model, self._world.device)
-        self._reduction: Reduction | None = None
-        self._stats: Stats | None = None
-        self._step = self._number = 0
-        self._rows = 0  # of the whole batch
+        self.seeds = ForwardSeeds(job.seed, placement.model, self._world.device)
+        self.reduction = Reduction(self._trained)  # until the first step builds the job's
+        self._is_prepared = False
+        self.stats = Stats(split.shards, 0, self._world)
+        self.step = self.number = 0
+        self.rows = 0  # of the whole batch
         self.flops: Flops | None = None  # of a row, on rank 0, from the first step on, if the job asks for them
         self.running: tuple[Any, int] | None = None  # the shard that runs, or that an error has ended: batch, rows
 
@@ -277,18 +313,20 @@ class Pass:
         their random numbers.
         """
         earlier = self._set_apart() if adds else None
-        loaded = self._forwards.begin(loaded)
-        if self._reduction is None:
+        if self._forwards is not None:
+            loaded = self._forwards.begin(loaded)
+        if not self._is_prepared:
             loaded = self._prepare(loaded, stats)
-        reduction, buffers = self._reduction, self._trained.buffers
-        assert reduction is not None
-        self._step, self._stats, self._number = loaded.step, stats, number
+        reduction, buffers = self.reduction, self.buffers
+        self.step, self.stats, self.number = loaded.step, stats, number
         # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
         # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Of most losses the weight is the rows.
-        self._rows = loaded.whole.stop - loaded.whole.start
+        self.rows = loaded.whole.stop - loaded.whole.start
         filled = [shard.shard for shard in loaded.shards if shard.rows]
-        reduction.begin(loaded.step, filled, num_filled(self._rows, self._split.shards))
-        dummies = self._forwards.dummies(self._split, loaded.step, len(filled))
+        reduction.begin(loaded.step, filled, num_filled(self.rows, self._split.shards))
+        dummies: list[DummyBatch] = []
+        if self._forwards is not None:
+            dummies = self._forwards.dummies(self._split, loaded.step, len(filled))
         buffers.begin(len(filled))
         if loaded.shards and loaded.shards[0].shard == 0 and not loaded.shards[0].rows:
             buffers.keep()  # without shard 0, the step leaves the buffers as they are
@@ -310,46 +348,10 @@ class Pass:
             with reduction.shard(None, not dummies):
                 yield RunningShard(self, None, batch, rows, not dummies)
         for parameters in reduction.summed(stats.numbers):
-            self._optimizer_step.take_norms(parameters)
+            self.optimizer_step.take_norms(parameters)
         buffers.finish()
         if earlier is not None:
             self._add(earlier)
-
-    def forward(self, one: RunningShard) -> torch.Tensor:
-        """Return the sum of a shard's losses; of a round without rows, a zero that reaches what others wait for."""
-        shard, buffers = one.shard, self._trained.buffers
-        assert self._reduction is not None and self._stats is not None
-        if shard is None:
-            zero = self._reduction.replica(copied(one.batch), one.rows)
-            return zero * 0.0 if one.rows else zero
-        self._seeds.begin(shard, self._number)
-        try:
-            with buffers.forward():
-                loss = self._reduction.replica(one.batch, one.rows)
-        except (Exception, SystemExit) as error:
-            raise_located(error, location(shard))
-        assert self.loss.result.row is not None
-        self._stats.put(shard.shard, self.loss.result.row)
-        if shard.shard == 0:
-            buffers.keep()
-        return loss
-
-    def backward(self, one: RunningShard, loss: torch.Tensor) -> None:
-        """Run a shard's backward; the reduction begins in the last one's."""
-        assert self._reduction is not None and self._stats is not None
-        loss = loss / self._rows
-        if self._optimizer_step.scaler is not None:
-            loss = self._optimizer_step.scaled(loss)
-        try:
-            if one.is_last:
-                self._reduction.last_backward(loss, self._stats.numbers)
-            else:
-                loss.backward()  # type: ignore[no-untyped-call]
-        except (Exception, SystemExit) as error:
-            where = f"step {self._step}" if one.shard is None else location(one.shard)
-            raise_as(
-                error, f"{where}: backward", lambda error: "" if one.shard is None else batch_hint(error, one.batch)
-            )
 
     def _set_apart(self) -> list[torch.Tensor | None]:
         """Take the sums of earlier passes out of the gradients; this pass's may be in the same memory."""
@@ -383,7 +385,8 @@ class Pass:
                 )
             if unused == "auto":
                 unused = self._leave_unused(first)
-        self._reduction = self._placement.reduction(trained, bool(unused), stats.numbers.numel())
+        self._is_prepared = True
+        self.reduction = self._placement.reduction(trained, bool(unused), stats.numbers.numel())
         return loaded._replace(loaded=chain(first, loaded_shards))
 
     def _leave_unused(self, first: Sequence[LoadedShard]) -> bool:
@@ -407,16 +410,16 @@ class Pass:
     @contextmanager
     def _trial(self) -> Iterator[None]:
         """Run a shard in the block on this worker alone, without a change of the state."""
-        self._trained.buffers.begin(2)
+        self.buffers.begin(2)
         yield
-        self._trained.buffers.restore()
-        self._optimizer_step.drop_gradients()
+        self.buffers.restore()
+        self.optimizer_step.drop_gradients()
 
     def _try(self, replica: Callable[[Any, int], torch.Tensor], one: LoadedShard) -> None:
         """Run forward and backward of a shard, with a copy of the batch: a model may write it."""
         where = location(one.shard)
-        self._seeds.begin(one.shard)
-        with locating(where), self._trained.buffers.forward():
+        self.seeds.begin(one.shard)
+        with locating(where), self.buffers.forward():
             loss = replica(copied(one.batch), one.shard.rows)
         with reraise_as(f"{where}: backward", lambda error: batch_hint(error, one.batch)):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -427,5 +430,4 @@ class Pass:
         # garbage collector does not look: the model would never be freed.
         for parameter in self._trained.parameters.values():
             (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).clear()
-        if self._reduction is not None:
-            self._reduction.close()
+        self.reduction.close()

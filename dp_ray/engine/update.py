@@ -14,6 +14,7 @@ from torch import nn
 
 from dp_ray.engine.buffers import copy_all
 from dp_ray.engine.optimizer import (
+    HALVES,
     INNER,
     Schedule,
     averaged_model,
@@ -79,20 +80,21 @@ class OptimizerStep:
         self.left_out: list[nn.Parameter] = []
         self._num_held = 0
         self._find_left_out()
-        # Of such parameters all gradients are alike: no step has to look at each.
-        self._is_plain = not (self._is_exact or any(map(is_sharded, self._parameters)) or sparse_parameters(model))
+        # Of such parameters all gradients are alike, so that no step has to look at each.
+        kinds = {(one.device, one.dtype) for one in self._parameters}
+        self._is_plain = not any(map(is_sharded, self._parameters)) and not sparse_parameters(model)
+        self._is_alike = self._is_plain and len(kinds) == 1 and not any(dtype in HALVES for _, dtype in kinds)
+        self._is_bare = self.scaler is None and not job.is_sharded  # an update is that of the optimizer alone
         self._knows_early = self.scaler is None
         self._known: dict[int, torch.Tensor] = {}  # norms of gradients, by the parameter's id, before `apply`
         self._has_weighed = False
 
     def _find_left_out(self) -> None:
         """Sort the parameters into those that the optimizer updates and the others; its groups may have grown."""
-        count = sum(map(len, map(PARAMETERS, self.optimizer.param_groups)))
-        if count != self._num_held:
-            held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
-            self._num_held = count
-            self._parameters = [mine for _, mine in self._of_model if id(mine) in held]
-            self.left_out = [one for one, mine in self._of_model if id(mine) not in held]
+        self._num_held = sum(map(len, map(PARAMETERS, self.optimizer.param_groups)))
+        held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        self._parameters = [mine for _, mine in self._of_model if id(mine) in held]
+        self.left_out = [one for one, mine in self._of_model if id(mine) not in held]
 
     @property
     def learning_rate(self) -> float:
@@ -141,12 +143,7 @@ class OptimizerStep:
         The gradients must be those of (sum of losses) / `rows`. `weight` is the weight of the losses of the whole
         batch, which has `rows` rows. `step` names the step in errors.
         """
-        self._find_left_out()
-        self._unscale()
-        with_gradient = [one for one in self._parameters if one.grad is not None]
-        gradients: list[Any] = [one.grad for one in with_gradient]
-        if not self._is_plain:
-            gradients = list(map(numbers_of, gradients))
+        gradients = self._gradients()
         # From sum / rows to sum / weight; with a weight of 0 they become 0. A tensor is not read: it is on a GPU, for
         # which this would wait.
         self._has_weighed = isinstance(weight, torch.Tensor) or weight != rows
@@ -156,7 +153,7 @@ class OptimizerStep:
             torch._foreach_mul_(gradients, rows / weight if weight > 0 else 0.0)
         if self._has_weighed:
             self._known.clear()
-        norm = self._norm(gradients, with_gradient)
+        norm = self._norm(gradients)
         if self._grad_clip is not None:
             scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
         try:
@@ -169,14 +166,24 @@ class OptimizerStep:
         self.drop_gradients()
         return norm
 
-    def _unscale(self) -> None:
-        """Undo the scaling of fp16."""
+    def _gradients(self) -> list[Any]:
+        """Return the numbers of the gradients, without the scale of fp16."""
+        if sum(map(len, map(PARAMETERS, self.optimizer.param_groups))) != self._num_held:
+            self._find_left_out()
         if self.scaler is not None:
             self.scaler.unscale_(self._unscaled)
+        gradients: list[Any] = [one.grad for one in self._parameters if one.grad is not None]
+        return gradients if self._is_plain else list(map(numbers_of, gradients))
 
-    def _norm(self, gradients: list[Any], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    def _norm(self, gradients: list[Any]) -> torch.Tensor:
         """Return the norm of all gradients together, before clipping."""
-        return total_norm(gradients, [self._known.get(id(one)) for one in parameters] if self._known else ())
+        if self._known:
+            known = [self._known.get(id(one)) for one in self._parameters if one.grad is not None]
+            return total_norm(gradients, known)
+        if not self._is_alike or not gradients:
+            return total_norm(gradients)
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # as `total_norm`
+        return norm
 
     def rehearse(self) -> None:
         """Update the parameters by the gradients as they are, without other workers, to make the state."""
@@ -203,6 +210,9 @@ class OptimizerStep:
 
     def _update(self) -> bool:
         """Update the parameters; True if the scaler skipped the update because fp16 overflowed."""
+        if self._is_bare:
+            self.optimizer.step()
+            return False
         with self._updating():
             if self.scaler is None:
                 self.optimizer.step()
@@ -244,14 +254,15 @@ class ShardedOptimizerStep(OptimizerStep):
         """The objects with a state, by their names in a checkpoint; None for one that the job does not have."""
         return super().parts if self.aligned is None else {**super().parts, "optimizer": self.aligned}
 
-    def _unscale(self) -> None:
+    def _gradients(self) -> list[Any]:
         if self.aligned is not None:
             self.aligned.take()
-        super()._unscale()
+        return super()._gradients()
 
-    def _norm(self, gradients: list[Any], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    def _norm(self, gradients: list[Any]) -> torch.Tensor:
         if not gradients:
-            return super()._norm(gradients, parameters)
+            return super()._norm(gradients)
+        parameters = [one for one in self._parameters if one.grad is not None]
         if self.aligned is None:
             return self._sharded.total_norm(gradients, parameters)
         return self.aligned.total_norm(gradients, parameters, comm_device(gradients[0].device))

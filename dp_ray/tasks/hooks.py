@@ -220,11 +220,10 @@ def shape_reporter(recorder: Recorder, probe: Probe) -> OnShard:
     """Return a function that records each shard with the sizes that the model saw, and its milliseconds."""
 
     def on_shard(shard: Shard, batch: Any, step_output: StepOutput) -> None:
-        if probe.has_seen:
-            recorder.on_shard(shard, *probe.take())
-            return
-        # The user's step bypassed the model's forward: the sizes of the step's batch and loss, and no time.
-        recorder.on_shard(shard, Sizes(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0)
+        seen, milliseconds = probe.last()
+        if seen is None:  # the user's step bypassed the model's forward
+            seen, milliseconds = Sizes(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0
+        recorder.on_shard(shard, seen, milliseconds)
 
     return on_shard
 

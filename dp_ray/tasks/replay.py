@@ -34,9 +34,8 @@ from dp_ray.steps.shapes import Recorder
 from dp_ray.storage import Storage
 from dp_ray.tasks.checkpoints import Training, layout_of, restore
 from dp_ray.tasks.hooks import Note
-from dp_ray.tasks.profiling import StepProfiler
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
-from dp_ray.tasks.train import EarlyStopping, TrainingLoop
+from dp_ray.tasks.train import TrainingLoop
 from dp_ray.tensors.tree import copied
 from dp_ray.text import counted
 
@@ -301,18 +300,24 @@ def _run_steps_before(
     say(f"from the state after {counted(state.step, 'step')}: {counted(wanted - state.step, 'step')} to run again")
     times = StepTimes()
     until = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step)
-    control = ProgressLines(wanted, say)
-    profiler = StepProfiler(job, world, run, split.total_steps, lambda _: None)
-    never_stops = EarlyStopping(job.model_copy(update={"early_stopping": None}), state, split.total_steps)
     loop = TrainingLoop(
-        trainer, split, state, RecordedEvaluations(history), never_stops, None, None, control, times, profiler
+        context=Context(job, world, run, send=lambda _: None, control=ProgressLines(wanted, say)),
+        trainer=trainer,
+        split=split,
+        train_state=state,
+        evaluator=RecordedEvaluations(history),
+        early_stopping=None,
+        hooks=None,
+        checkpointer=None,
+        times=times,
+        profiler=None,
     )
     with (
         closing(load_good(job, dataset, until, world.device, quarantine, times=times)) as batches,
         Recorder(world, lambda _: None) as recorder,
     ):
         steps = load_steps(batches, until, without_set_aside)
-        loop.run(steps, wanted, world, recorder, lambda *_: None)
+        loop.run(steps, state.step, wanted, recorder, lambda *_: None)
         loaded = next(steps)
         return loaded._replace(loaded=list(loaded.loaded))
 

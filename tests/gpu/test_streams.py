@@ -196,11 +196,11 @@ def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> 
     made, loaded, split = small_trainer(cuda, **keys)
     work = itertools.islice(Work(split, 1, 0), StopVote.LAG)  # the vote after them waits for a step long past
     early, others = itertools.islice(work, EARLY), work  # in early steps the parameters are compared on the CPU
-    for _ in early:
-        made.step(next(loaded), lambda *_: None)
+    for step, _ in early:
+        made.step(step, loaded, lambda *_: None)
     with no_waits():
-        for step, _ in others:  # noqa: B007
-            made.step(next(loaded), lambda *_: None)
+        for step, _ in others:
+            made.step(step, loaded, lambda *_: None)
         with pytest.raises(RuntimeError, match="synchron"):
             torch.ones((), device=cuda).item()
     assert step == StopVote.LAG - 1
@@ -257,7 +257,7 @@ def test_memory_is_flat_over_a_thousand_steps(cuda: torch.device) -> None:
     made, loaded, split = small_trainer(cuda, model={"target": "tests.gpu.test_streams:Long"}, epochs=STEPS)
     held = []
     for step, _ in Work(split, 1, 0):
-        made.step(next(loaded), lambda *_: None)
+        made.step(step, loaded, lambda *_: None)
         if step in (100, STEPS):
             torch.cuda.synchronize(cuda)
             held.append(torch.cuda.memory_allocated(cuda))
