@@ -21,8 +21,6 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 TAKE_MORE = {
     "dp_ray/cli/main.py:_follow_up",
     "dp_ray/cli/sweep.py:_defined",
-    "dp_ray/engine/reduce.py:__init__",
-    "dp_ray/engine/trainer.py:__init__",
 }
 
 

@@ -99,6 +99,7 @@ class SeesModes(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(6, 6)
+        self.runs: torch.Tensor
         self.register_buffer("runs", torch.zeros(()))
         self.seen: list[tuple[bool, bool, bool]] = []
 

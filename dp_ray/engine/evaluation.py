@@ -11,8 +11,8 @@ from torch import nn
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
+from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds
-from dp_ray.engine.sharded.rounds import Forwards
 from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
 from dp_ray.engine.world import gathered
@@ -22,6 +22,7 @@ from dp_ray.job.keys import Target
 from dp_ray.job.targets import bound, build, keeps_state, resolve
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
+from dp_ray.tensors.tree import copied
 
 
 def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
@@ -111,15 +112,11 @@ class Evaluation:
         rows, cut = 0, (work.split.largest_batch, work.split.shards)
         with evaluating(model) as buffers:
             seeds = ForwardSeeds(self.job.seed, model, self._device)
-            for step, shards, loaded in steps:
-                ran, pairs = 0, ((indices, batch) for _, indices, batch in loaded)
-                batches = self._forwards.before(shards, pairs, lambda shard: shard)
-                for shard in shards:
-                    _, batch = next(batches)
+            for loaded in map(self._forwards.begin, steps):
+                for shard, _, batch in loaded.loaded:
                     if not shard.rows:
                         continue
                     rows += shard.rows
-                    ran += 1
                     where = f"evaluation {location(shard)}"
                     size = ShardSize(shard.stop - shard.start, *cut, self._batch_size)
                     with torch.no_grad(), advised(self.job, where, size):
@@ -132,11 +129,12 @@ class Evaluation:
                                 sums[shard.shard, :-1] += row
                             self._update_states(step_output, states.setdefault(shard.shard, {}))
                     yield EvaluatedShard(shard, batch, step_output)
-                for batch in self._forwards.dummy_batches(work, step, ran):
+                ran = sum(shard.rows > 0 for shard in loaded.shards)
+                for dummy in self._forwards.dummies(work.split, loaded.step, ran, work.done):
                     with torch.no_grad():
-                        self._forwards.run(self._shard, model, None, batch)
+                        self._forwards.run(self._shard, model, None, copied(dummy.batch))
                     buffers.restore()
-                yield StepEnd(step)
+                yield StepEnd(loaded.step)
             sums[0, -1] = rows
             measured = self._measured(sums, states)
         self._forwards.end()

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from operator import attrgetter, itemgetter
@@ -76,12 +76,14 @@ class LoadedStep(NamedTuple):
     """One worker's part of a step: its shards, maybe none, without the samples that are skipped or set aside.
 
     `loaded` reads them, in order; the first one is read by the time that the step is given. An error of reading
-    names the step and the shard, and of memory what to change. All are to be taken before the next step.
+    names the step and the shard, and of memory what to change. All are to be taken before the next step. `whole` is
+    the global batch, without the samples that are skipped.
     """
 
     step: int
     shards: list[Shard]
-    loaded: Iterator[LoadedShard]
+    loaded: Iterable[LoadedShard]
+    whole: Shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +131,8 @@ def load_steps(
         columns, screen = None, new_screen(job, quarantine.reference)
     times = times or StepTimes()
     samples = Samples(dataset, job.seed, source.name, keys, columns, times, screen, carry)
-    walk = functools.partial(_walk, work, Skipping(job, dataset) if job.skipped else None, job.scatter == "batch")
+    skipping = Skipping(job, dataset) if job.skipped else None
+    walk = functools.partial(_walk, work, skipping, job.scatter == "batch")
     for_reading, for_steps = itertools.tee(walk())
     good: dict[int, list[Shard]] = {}  # by step, what is left of the worker's shards by the time that these are read
     loaded = _read(job, samples, lambda: _pieces(walk()), _pieces(for_reading), device)
@@ -141,7 +144,7 @@ def load_steps(
     loaded = times.waiting(on_device(loaded, device, times.clock))
     if ahead is not None and work.world_size > 1:  # one worker alone does not wait for others
         loaded = ahead.passing(loaded)
-    return _steps(source, work.split, for_steps, loaded, good)
+    return _steps(source, work.split, for_steps, loaded, good, skipping)
 
 
 def _walk(work: Work, skipping: "Skipping | None", takes_whole: bool) -> Walk:
@@ -287,13 +290,15 @@ def _steps(
     walk: Walk,
     loaded: Generator[LoadedShard, None, None],
     good: dict[int, list[Shard]],
+    skipping: "Skipping | None",
 ) -> Generator[LoadedStep, None, None]:
     """Yield the steps of the loaded shards; `good` has the shards of those of which samples were set aside."""
     try:
         for step, planned, _ in walk:
             # A name would keep a batch's memory while the next one is read: the first one is handed on in a list.
             first = [_next(source, split, loaded, shard) for shard in planned[:1]]
-            yield LoadedStep(step, good.pop(step, planned), _in_turn(source, split, loaded, first, planned))
+            whole = split.whole(step) if skipping is None else skipping(split.whole(step))
+            yield LoadedStep(step, good.pop(step, planned), _in_turn(source, split, loaded, first, planned), whole)
     finally:
         loaded.close()
 

@@ -22,8 +22,8 @@ from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flo
 from dp_ray.engine.items import Plain, split_passthrough
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
+from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds, seed_all
-from dp_ray.engine.sharded.rounds import Forwards
 from dp_ray.engine.step import StepEnd, keywords_hint
 from dp_ray.engine.user_code import describe_input, locating, location, reraise_as
 from dp_ray.errors import JobError, ModelError
@@ -201,19 +201,15 @@ def predict(
     runs, not while its outputs are taken. Let go of a shard before the next one is asked for: it holds the outputs.
     Raises ModelError, naming step and shard, if the model raises.
     """
-    job, forwards, counts_flops = prediction.job, prediction.forwards, prediction.counts_flops
+    job, work, forwards, counts_flops = prediction.job, prediction.work, prediction.forwards, prediction.counts_flops
     select = OutputSelector(job, prediction.device)
     seeds = ForwardSeeds(job.seed, model, prediction.device, select.after)
     # The autocast around all shards is off: it keeps converted parameters from one shard to the next.
     with evaluating(model) as buffers, autocast(job.precision, prediction.device, enabled=False):
         runner = _Runner(prediction, model, buffers, seeds, select)
-        for step, shards, loaded in steps:
-            ran = 0
-            batches = forwards.before(shards, ((indices, batch) for _, indices, batch in loaded), lambda shard: shard)
-            for shard in shards:
-                indices, batch = next(batches)
+        for loaded in map(forwards.begin, steps):
+            for shard, indices, batch in loaded.loaded:
                 if shard.rows:
-                    ran += 1
                     # The outputs get no name: those that are not kept are freed before the next shard.
                     yield runner.run(shard, indices, batch, counts_flops)
                     counts_flops = False
@@ -221,11 +217,12 @@ def predict(
                 with locating(location(shard)):
                     buffers.restore()
             # The other workers need this one to gather parameters.
-            for batch in forwards.dummy_batches(prediction.work, step, ran):
+            ran = sum(shard.rows > 0 for shard in loaded.shards)
+            for dummy in forwards.dummies(work.split, loaded.step, ran, work.done):
                 with runner.modes():
-                    forwards.run(call_model, model, batch, job.call)
+                    forwards.run(call_model, model, copied(dummy.batch), job.call)
                 buffers.restore()
-            yield StepEnd(step)
+            yield StepEnd(loaded.step)
         with runner.modes():
             forwards.end()
 

@@ -10,9 +10,10 @@ the job's (`Updates`): their state is the checkpoint's.
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, TypeAlias
 
 from dp_ray.engine.clock import Part
@@ -43,7 +44,6 @@ from dp_ray.rundir.start import (
     ShardedWriter,
     describe_start,
     first_step,
-    load_weights,
     newest_open,
     open_start,
     read_start,
@@ -70,8 +70,10 @@ class Training:
 class Keeper:
     """The writing of a training's checkpoints, or of this worker's part of them, by a `writer`."""
 
-    def __init__(self, trainer: Trainer, train_state: TrainState, writer: CheckpointWriter) -> None:
-        self.before_commit: Callable[[], None] = lambda: None
+    def __init__(
+        self, trainer: Trainer, train_state: TrainState, writer: CheckpointWriter, before: Callable[[], None]
+    ) -> None:
+        self._before = before  # called in the writer's thread, before a checkpoint counts
         self._trainer = trainer
         self._train_state = train_state
         self._writer = writer
@@ -109,8 +111,9 @@ class Checkpointer(Keeper):
         train_state: TrainState,
         times: StepTimes,
         writer: CheckpointWriter,
+        before: Callable[[], None],
     ) -> None:
-        super().__init__(trainer, train_state, writer)
+        super().__init__(trainer, train_state, writer, before)
         context, split = training.context, training.split
         job, run = context.job, context.run
         self._training = training
@@ -132,7 +135,8 @@ class Checkpointer(Keeper):
         if train_state.best_by != by or train_state.best_step not in kept:
             train_state.best = train_state.best_step = None
         train_state.best_by = by
-        self._due = checkpoints_of(job).due
+        self._periods = checkpoints_of(job).due.periods(split)
+        self._all_agree = trainer.placement.is_sharded
         self._pace = CheckpointPace(job.checkpoint)
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
@@ -141,14 +145,17 @@ class Checkpointer(Keeper):
             _, tensors = pack(self._trainer.state_dict())
             self._pace.expect(sum(tensor.nbytes for tensor in tensors.values()))
         self._history.add(step, update, measured)
-        is_best = self._note_best(measured)
+        is_due = must_save
         if measured:
+            is_due = self._note_best(measured) or is_due
             self._history.resume_clock()
-        by_step = self._due.recurs(self._training.split, step)
-        by_clock = self._pace.is_due(self._writer.seconds, self._writer.is_writing)
+        for period in self._periods:
+            is_due = is_due or (step + 1) % period == 0
+        if self._pace.clock() >= self._pace.not_before:
+            is_due = self._pace.is_due(self._writer.seconds, self._writer.is_writing) or is_due
         watch = self._trainer.watch  # with `stop_on_nan`: no state is kept after a loss that is not finite
-        is_due = must_save or is_best or by_clock or by_step
-        if self._writer.agree(is_due and (watch is None or watch.is_finite())):
+        is_due = is_due and (watch is None or watch.is_finite())
+        if self._writer.agree(is_due) if self._all_agree else is_due:
             self.save()
 
     def log(self, step: int, update: Update) -> None:
@@ -167,7 +174,7 @@ class Checkpointer(Keeper):
                 """Write, in the writer's thread, what has to be there before the checkpoint counts."""
                 check_newest(training.context.run, training.context.attempt)
                 write_history()
-                self.before_commit()
+                self._before()
 
             self._writer.save(train_state.step, about, state, train_state.best_step, before_commit)
             self._saved = train_state.step
@@ -201,29 +208,35 @@ class PieceKeeper(Keeper):
 
     def save(self) -> None:
         """Save this worker's piece of the current state."""
-        self._writer.save(self._train_state.step, {}, self._trainer.state_dict(), before=self.before_commit)
+        self._writer.save(self._train_state.step, {}, self._trainer.state_dict(), before=self._before)
         self._saved = self._train_state.step
 
 
-def checkpointer_of(
-    training: Training, trainer: Trainer, train_state: TrainState, times: StepTimes
-) -> Checkpointer | PieceKeeper | None:
-    """Return what keeps this worker's share of the training's state: all of it on rank 0, unless it is sharded.
+@contextmanager
+def checkpointing(
+    training: Training, trainer: Trainer, train_state: TrainState, times: StepTimes, before: Callable[[], None]
+) -> Iterator[Checkpointer | PieceKeeper | None]:
+    """Give what keeps this worker's share of the training's state: all of it on rank 0, unless it is sharded.
 
-    Every rank calls this.
+    `before` is called, in the writer's thread, before a checkpoint counts. Every rank calls this.
     """
     job, world = training.context.job, training.context.world
-    if world.rank != 0 and trainer.sharded is None:
-        return None
+    if world.rank != 0 and not trainer.placement.is_sharded:
+        yield None
+        return
     checkpoints = training.context.run.child(CHECKPOINTS)
     passed_over = [one for one in steps_of(checkpoints) if one > train_state.step]
-    if trainer.sharded is None:
+    if not trainer.placement.is_sharded:
         writer = CheckpointWriter(checkpoints, job.checkpoint.keep, passed_over)
     else:
         writer = ShardedWriter(checkpoints, job.checkpoint.keep, world, passed_over)
-    if world.rank != 0:
-        return PieceKeeper(trainer, train_state, writer)
-    return Checkpointer(training, trainer, train_state, times, writer)
+    keeper = (
+        PieceKeeper(trainer, train_state, writer, before)
+        if world.rank != 0
+        else Checkpointer(training, trainer, train_state, times, writer, before)
+    )
+    with closing(keeper):
+        yield keeper
 
 
 def describe(training: Training, trainer: Trainer, train_state: TrainState) -> dict[str, Any]:
@@ -245,25 +258,29 @@ class CheckpointPace:
     """
 
     def __init__(self, when: Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self.is_auto = when.every_seconds == "auto" and when.every_steps is None
         self._seconds = LATEST if when.every_seconds == "auto" else when.every_seconds
         self._began = self._saved_at = clock()
         self._saves = 0
         self._in_loop = 0.0
         self._expected = 0.0
+        self.not_before = 0.0  # no checkpoint is due before this moment of the clock, so that no step has to ask
+        self._put_off(0.0)
 
     def expect(self, num_bytes: int) -> None:
         """Estimate the first checkpoint's cost from the state's size, before one is measured."""
         fixed, bytes_per_second = EXPECTED
         self._expected = fixed + num_bytes / bytes_per_second
+        self._put_off(0.0)
 
     def is_due(self, written: float, is_writing: bool) -> bool:
         """Return whether to save now.
 
         `written` is the seconds spent on writes in the background so far; `is_writing` says that one is under way.
         """
-        now = self._clock()
+        self._put_off(written)
+        now = self.clock()
         since = now - self._saved_at
         if self._seconds is not None and since >= self._seconds:
             return True
@@ -276,11 +293,23 @@ class CheckpointPace:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Measure how long the loop waits for a checkpoint."""
-        began = self._clock()
+        began = self.clock()
         yield
-        self._saved_at = self._clock()
+        self._saved_at = self.clock()
         self._in_loop += self._saved_at - began
         self._saves += 1
+        self._put_off(0.0)
+
+    def _put_off(self, written: float) -> None:
+        """Compute `not_before` by what was spent so far, which may be more by then."""
+        spent = self._in_loop + written
+        next_cost = spent / self._saves if self._saves else self._expected
+        by_share = max(
+            (self._saved_at - SHARE * self._began) / (1 - SHARE), self._began + (spent + next_cost) / SHARE
+        )
+        by_seconds = math.inf if self._seconds is None else self._saved_at + self._seconds
+        # A moment earlier: the sums are not those of `is_due` to the bit.
+        self.not_before = min(by_share if self.is_auto else math.inf, by_seconds) - 1e-3
 
 
 def restore(training: Training, trainer: Trainer, until: int | None = None) -> TrainState:
@@ -295,7 +324,7 @@ def restore(training: Training, trainer: Trainer, until: int | None = None) -> T
     def fits(about: dict[str, Any]) -> str | None:
         return None if job.has_fingerprint(about.get("fingerprint")) else "it is of a different job"
 
-    if trainer.sharded is not None:  # each worker reads its part
+    if trainer.placement.is_sharded:  # each worker reads its part
         opened = newest_open(checkpoints, fits, context.notify, context.world)
         checkpoint = None if opened is None else (opened[0], opened[1].about, opened[1].state)
     elif is_rank_0():
@@ -324,13 +353,10 @@ def start_from(training: Training, trainer: Trainer, location: str) -> TrainStat
     JobError if the checkpoint's steps or optimizer differ from this job's, or if it leaves no step to run.
     """
     context, job, run = training.context, training.context.job, training.context.run
-    read: Callable[..., Any] = read_start if trainer.sharded is None else open_start
+    read: Callable[..., Any] = open_start if trainer.placement.is_sharded else read_start
     weights, checkpoint = read(run, location, job.strict)
     if checkpoint is None or not job.strict:
-        if trainer.sharded is None:
-            loaded = load_weights(trainer.model, weights, location, job.strict)
-        else:
-            loaded = trainer.sharded.load_weights(weights, location, job.strict, NEW_HEAD)
+        loaded = trainer.placement.load_weights(weights, location, job.strict, NEW_HEAD)
         if context.world.rank == 0:
             context.notify(describe_start(run, location) + loaded)
         return TrainState()

@@ -5,8 +5,6 @@ from contextlib import closing
 from dp_ray.engine.clock import clock_on
 from dp_ray.engine.evaluation import Evaluated, EvaluatedShard, Evaluation, build_metrics
 from dp_ray.engine.loading import Source, load_steps
-from dp_ray.engine.model import compiled, input_device
-from dp_ray.engine.sharded.rounds import forwards_of
 from dp_ray.engine.step import StepEnd, build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.job.plan import split_of
@@ -21,12 +19,11 @@ def evaluate(context: Context) -> None:
     """Run this worker's shards of every step; rank 0 sends the metrics over the whole dataset."""
     job, world, run, send, control = context.job, context.world, context.run, context.send, context.control
     dataset = load_dataset(context)
-    model, sharded = model_to_run(context)
-    world = world.with_inputs_on(input_device(job, model, world.devices))
-    called = compiled(model, job)
+    placement = model_to_run(context)
+    world, called = placement.world, placement.called
     work = Work(split_of(job, len(dataset)), world.world_size, world.rank)
     measures, states = build_metrics(job)
-    clock, forwards = clock_on(world.device), forwards_of(sharded, world)
+    clock, forwards = clock_on(world.device), placement.forwards()
     evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, clock, forwards)
     forget_from(run, lambda *_: False)
     quarantine = quarantine_of(set_aside(context, "dataset", dataset))

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from dp_ray.engine.clock import Part, clock_on
 from dp_ray.engine.items import split_passthrough
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
-from dp_ray.engine.model import ShardSize, advised, compiled, input_device
+from dp_ray.engine.model import ShardSize, advised
 from dp_ray.engine.prediction import PredictedShard, Prediction, predict
-from dp_ray.engine.sharded.rounds import forwards_of
 from dp_ray.engine.step import PredictInputs
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.user_code import location
@@ -37,9 +36,8 @@ def predict_outputs(context: Context) -> None:
     """Run this worker's shards of every step and write their outputs; committed shards are skipped."""
     job, world, run, send, control = context.job, context.world, context.run, context.send, context.control
     dataset = load_dataset(context)
-    bare, sharded = model_to_run(context)
-    world = world.with_inputs_on(input_device(job, bare, world.devices))
-    model = compiled(bare, job)
+    placement = model_to_run(context)
+    world, bare, model = placement.world, placement.model, placement.called
     begun = _begin(run, world)
     split = split_of(job, len(dataset))
     done = Done(ledger.done_ranges(begun.parts))
@@ -60,9 +58,8 @@ def predict_outputs(context: Context) -> None:
             PartWriter(parts, plan.agree, recorder.keep, context.notify) as writer,
         ):
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, context.notify)
-            forwards = forwards_of(sharded, world)
-            counts_flops = job.flops and world.rank == 0 and sharded is None
-            prediction = Prediction(job, world.device, work, times.clock, forwards, counts_flops)
+            counts_flops = job.flops and world.rank == 0 and not placement.is_sharded
+            prediction = Prediction(job, world.device, work, times.clock, placement.forwards(), counts_flops)
             keeper = OutputKeeper(prediction, recorder, probe, writer, merger, control, profiler, send)
             previews = Previews(run, split.rows_kept, job.batch_dim)
             times.clock.restart()

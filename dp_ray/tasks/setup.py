@@ -9,14 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from dp_ray.engine.bad_samples import Quarantine, Reference
 from dp_ray.engine.loading import find_reference, seeded_dataset
-from dp_ray.engine.model import build_model, synchronise
+from dp_ray.engine.model import synchronise
+from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.random import has_drawn
-from dp_ray.engine.sharded.rounds import sharded_model
-from dp_ray.engine.sharded.state import Sharded
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, broadcast, check_rows, gathered, is_rank_0
 from dp_ray.errors import DataError
@@ -25,7 +22,7 @@ from dp_ray.job.keys import Target
 from dp_ray.job.samples import describe_blocks
 from dp_ray.rundir.files import read_json, write_json
 from dp_ray.rundir.quarantine import QuarantineFiles, forget
-from dp_ray.rundir.start import NEW_HEAD, describe_start, load_weights, open_start, read_start
+from dp_ray.rundir.start import NEW_HEAD, describe_start, open_start, read_start
 from dp_ray.storage import Storage
 from dp_ray.tasks.hooks import Note, Send
 from dp_ray.text import hide_in, listed
@@ -130,28 +127,20 @@ def check_blocks(job: Job, dataset: Any) -> None:
         raise DataError(f"dataset: its blocks are not the same on all workers: {'; '.join(map(str, blocks))}")
 
 
-def model_to_run(context: Context) -> tuple[nn.Module, Sharded | None]:
-    """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights.
-
-    Returns also how it is sharded over the workers; None if each worker holds it whole.
-    """
+def model_to_run(context: Context) -> Placement:
+    """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights."""
     job, world, run = context.job, context.world, context.run
-    sharded = sharded_model(job, world, context.notify)
-    model = build_model(job, world.devices) if sharded is None else sharded.model
+    placement = place(job, world, context.notify)
     if job.init_from is not None:
-        if sharded is None:
-            weights = read_start(run, job.init_from, job.strict)[0]
-            loaded = load_weights(model, weights, job.init_from, job.strict)
-        else:
-            opened = open_start(run, job.init_from, job.strict)[0]
-            loaded = sharded.load_weights(opened, job.init_from, job.strict, NEW_HEAD)
+        weights, _ = (open_start if placement.is_sharded else read_start)(run, job.init_from, job.strict)
+        loaded = placement.load_weights(weights, job.init_from, job.strict, NEW_HEAD)
         if world.rank == 0:
             context.notify(describe_start(run, job.init_from) + loaded)
     elif world.rank == 0 and isinstance(job.model, Target) and has_drawn(job.seed):
         untrained = f"init_from is not set (unless {job.model.label} loads trained ones itself)"
         context.notify(f"untrained weights: {untrained}")
-    synchronise(model)
-    return model, sharded
+    synchronise(placement.model)
+    return placement
 
 
 @dataclass(frozen=True)

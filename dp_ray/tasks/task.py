@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from dp_ray.engine.placement import group_of_one
 from dp_ray.engine.random import preserved
-from dp_ray.engine.sharded.rounds import group_of_one
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, error_of, failed_in_group
 from dp_ray.job.job import Job

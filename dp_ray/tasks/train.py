@@ -10,32 +10,29 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torch import nn
-
 from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.clock import Part, clock_on
 from dp_ray.engine.evaluation import Evaluated, Evaluation, build_metrics, check_watched
-from dp_ray.engine.loading import LoadedStep, OverlappedRead, Skipping, Source, load_steps, seeded_dataset
-from dp_ray.engine.model import build_model, check_all_tensors, compiled, input_device, tensors_of
-from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.sharded.rounds import forwards_of, sharded_model
+from dp_ray.engine.loading import LoadedStep, OverlappedRead, Source, load_steps, seeded_dataset
+from dp_ray.engine.model import check_all_tensors, tensors_of
+from dp_ray.engine.placement import place
 from dp_ray.engine.step import OnShard, StepEnd, build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
 from dp_ray.engine.user_code import reraise_as
-from dp_ray.engine.votes import LossWatch, NotFinite, StepControl
-from dp_ray.engine.world import World, broadcast, check_rows, gathered
+from dp_ray.engine.votes import LossWatch, NotFinite
+from dp_ray.engine.world import broadcast, check_rows, gathered
 from dp_ray.errors import JobError, StorageError
+from dp_ray.job import keys
 from dp_ray.job.job import Job
 from dp_ray.job.plan import evaluations_of, split_of, with_schedule
-from dp_ray.plan.costs import Evaluations
 from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.ledger import begin_attempt, check_newest
 from dp_ray.rundir.start import BEST, EMA, parts_of, write_best, write_weights
 from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.checkpoints import Checkpointer, PieceKeeper, Training, checkpointer_of, layout_of, restore
+from dp_ray.tasks.checkpoints import Checkpointer, PieceKeeper, Training, checkpointing, layout_of, restore
 from dp_ray.tasks.hooks import (
     Hooks,
     StoppedEarly,
@@ -45,7 +42,7 @@ from dp_ray.tasks.hooks import (
     with_loss_check,
 )
 from dp_ray.tasks.profiling import StepProfiler
-from dp_ray.tasks.setup import Context, SetAside, check_unchanged, forget_from, load_dataset, quarantine_of, set_aside
+from dp_ray.tasks.setup import Context, check_unchanged, forget_from, load_dataset, quarantine_of, set_aside
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
 
 
@@ -54,58 +51,56 @@ def train(context: Context) -> None:
 
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
-    job, world, run, send, control = context.job, context.world, context.run, context.send, context.control
+    job, run, send, control = context.job, context.run, context.send, context.control
     dataset = load_dataset(context)
     split = split_of(job, len(dataset))
-    sharded = sharded_model(job, world, context.notify)
-    model = whole_model(job, world) if sharded is None else sharded.model
-    check_all_tensors(model)
-    world = world.with_inputs_on(input_device(job, model, world.devices))
+    placement = place(with_schedule(job, split), context.world, context.notify)
+    check_all_tensors(placement.model)
+    world = placement.world
     measures, states = build_metrics(job)
     check_watched(job, states)
-    step, called = build_step(job, world), compiled(model, job)
-    planned = with_schedule(job, split)
-    times, ahead = StepTimes(clock_on(world.device)), OverlappedRead()
-    with closing(Trainer(planned, model, called, step, measures, world, times.clock, sharded, ahead.read)) as trainer:
+    step, times, ahead = build_step(job, world), StepTimes(clock_on(world.device)), OverlappedRead()
+    watch = LossWatch(str(run)) if job.stop_on_nan else None
+    with closing(Trainer(placement, step, measures, split, times.clock, ahead, watch)) as trainer:
         if trainer.optimizer_step.says_left_out is not None:
             context.notify(trainer.optimizer_step.says_left_out)
         context = replace(context, world=world, attempt=begin_attempt(run).attempt)
         training = Training(context, split, layout_of(job, split, dataset))
         train_state = restore(training, trainer)
         trainer.synchronise()
-        evaluation = Evaluation(job, step, measures, states, world.device, forwards=forwards_of(sharded, world))
+        hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
+        evaluation = Evaluation(job, step, measures, states, world.device, forwards=placement.forwards())
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(context, "dataset", dataset))
-        trainer.watch = LossWatch(str(run)) if job.stop_on_nan else None
-        trainer.without_set_aside = Skipping(job, dataset)
-        evaluator = Evaluator(context, trainer, evaluation)
-        stopping = EarlyStopping(job, train_state, split.total_steps)
-        hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
-        checkpointer = checkpointer_of(training, trainer, train_state, times)
-        source, work = Source(job, dataset), Work(split, world.world_size, world.rank, start=stopping.next_step)
+        stopping = EarlyStopping.of(job, train_state)
+        start = split.total_steps if stopping is not None and stopping.has_stopped else train_state.step
+        source, work = Source(job, dataset), Work(split, world.world_size, world.rank, start=start)
         with (
             closing(load_steps(source, work, world.device, quarantine, times=times, ahead=ahead)) as steps,
-            closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
-            Probe(called, job.batch_dim) as probe,
-            slow_forward(called, control, world),
+            checkpointing(training, trainer, train_state, times, recorder.keep) as checkpointer,
+            Probe(placement.called, job.batch_dim) as probe,
+            slow_forward(placement.called, control, world),
             StepProfiler(job, world, run, split.total_steps, send) as profiler,
         ):
+            evaluator = None if job.eval is None else Evaluator(context, trainer, evaluation)
+            tracing = profiler if profiler.is_wanted else None
             loop = TrainingLoop(
-                trainer, split, train_state, evaluator, stopping, hooks, checkpointer, control, times, profiler
+                context, trainer, split, train_state, evaluator, stopping, hooks, checkpointer, times, tracing
             )
             on_shard = shape_reporter(recorder, probe)
-            on_shard = with_loss_check(job, stopping.next_step, world, on_shard, context.notify)
-            loop.run(work, steps, world, recorder, on_shard)
+            on_shard = with_loss_check(job, start, world, on_shard, context.notify)
+            loop.run(steps, start, split.total_steps, recorder, on_shard)
             send(WorkerTimes(world.rank, times.to_json()))
             if trainer.gradient.flops is not None:
                 send(trainer.gradient.flops)
     forget_ahead(run, quarantine, train_state.step, split)
-    if stopping.next_step < split.total_steps:
+    has_stopped = stopping is not None and stopping.has_stopped
+    if train_state.step < split.total_steps and not has_stopped:
         control.leave()
     control.end()
     keep_weights(training, trainer, train_state)
-    if stopping.has_stopped and train_state.step < split.total_steps and world.rank == 0:
+    if stopping is not None and has_stopped and train_state.step < split.total_steps and world.rank == 0:
         send(stopping.stopped())
     if hooks is not None:
         hooks.at_end()
@@ -116,21 +111,6 @@ def forget_ahead(run: Storage, quarantine: Quarantine | None, steps: int, split:
     if quarantine is not None and steps < split.total_steps:
         gathered(None)  # all have read what they read ahead
         forget_from(run, lambda step, _: step < steps)
-
-
-def whole_model(job: Job, world: World) -> nn.Module:
-    """Build the job's model, all of it on this worker.
-
-    BatchNorm layers become SyncBatchNorm if the job asks for it and has several workers. Raises JobError on CPUs,
-    where SyncBatchNorm does not run.
-    """
-    model = recompute_blocks(job, build_model(job, world.devices), world.devices)
-    if not job.sync_batchnorm or world.world_size == 1:
-        return model
-    if world.device.type == "cpu":
-        raise JobError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
-    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    return synced
 
 
 class Evaluates(Protocol):
@@ -157,24 +137,19 @@ class Evaluator:
         self._control = context.control
         self._evaluation = evaluation
         self._world = context.world
-        self._planned: Evaluations | None = None
-        self._set_aside: SetAside | None = None
-        if job.eval is not None:
-            self._job = job.over_eval()
-            self._dataset = seeded_dataset(self._job, "eval.dataset")
-            check_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
-            check_unchanged(context, "eval.dataset", self._dataset)
-            self._planned = evaluations_of(job, len(self._dataset))
-            self._set_aside = set_aside(replace(context, job=self._job), "eval.dataset", self._dataset)
+        self._job = job.over_eval()
+        self._dataset = seeded_dataset(self._job, "eval.dataset")
+        check_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
+        check_unchanged(context, "eval.dataset", self._dataset)
+        self._planned = evaluations_of(job, len(self._dataset))
+        self._set_aside = set_aside(replace(context, job=self._job), "eval.dataset", self._dataset)
 
     def is_due(self, split: Split, step: int) -> bool:
         """Return whether to evaluate after `step`."""
-        return self._planned is not None and self._planned.due.after(split, step)
+        return self._planned.due.after(split, step)
 
     def measure(self, step: int) -> dict[str, float]:
-        """Evaluate after `step`; return the metrics by their names in the history, nothing if the job has no eval."""
-        if self._planned is None:
-            return {}
+        """Evaluate after `step`; return the metrics by their names in the history."""
         work = Work(self._planned.split, self._world.world_size, self._world.rank)
         device = self._world.device
         if self._set_aside is not None:
@@ -198,41 +173,42 @@ class Evaluator:
         return measured
 
 
+@dataclass(frozen=True)
 class EarlyStopping:
     """The step after which a training stops early. The counts are in the training's state, so a resume keeps them.
 
     All workers decide by rank 0's numbers, and so stop after the same step.
     """
 
-    def __init__(self, job: Job, train_state: TrainState, total_steps: int) -> None:
-        self._wanted = job.early_stopping
-        self._train_state = train_state
-        self._total_steps = total_steps
-        by = [] if self._wanted is None else [self._wanted.column, self._wanted.mode, self._wanted.min_delta]
-        if self._wanted is None:
+    wanted: keys.EarlyStopping
+    train_state: TrainState
+
+    @staticmethod
+    def of(job: Job, train_state: TrainState) -> "EarlyStopping | None":
+        """Return the job's, or None; counts of another metric, or of an earlier `early_stopping`, begin anew."""
+        wanted = job.early_stopping
+        by = [] if wanted is None else [wanted.column, wanted.mode, wanted.min_delta]
+        if wanted is None:
             train_state.stopping = {}
-        elif train_state.stopping.get("by") != by:
+            return None
+        if train_state.stopping.get("by") != by:
             train_state.stopping = {"by": by, "best": None, "times": 0}
+        return EarlyStopping(wanted, train_state)
 
     @property
     def has_stopped(self) -> bool:
         """Whether the training ends here, as the metric has not improved for too long."""
-        return self._wanted is not None and self._train_state.stopping["times"] >= self._wanted.patience
-
-    @property
-    def next_step(self) -> int:
-        """The step to run next, counted from 0; the number of all steps if there is none."""
-        return self._total_steps if self.has_stopped else self._train_state.step
+        return bool(self.train_state.stopping["times"] >= self.wanted.patience)
 
     def take(self, measured: dict[str, float]) -> bool:
         """Take in what was measured after a step; return whether the training stops. Every rank calls this."""
-        if self._wanted is None or self._wanted.column not in measured:
+        if self.wanted.column not in measured:
             return False
-        value = float(json.loads(broadcast(json.dumps(measured[self._wanted.column]))))
-        counts = self._train_state.stopping
+        value = float(json.loads(broadcast(json.dumps(measured[self.wanted.column]))))
+        counts = self.train_state.stopping
         best = counts["best"]
-        gain = 0.0 if best is None else best - value if self._wanted.mode == "min" else value - best
-        if value == value and (best is None or gain > self._wanted.min_delta):  # NaN never improves
+        gain = 0.0 if best is None else best - value if self.wanted.mode == "min" else value - best
+        if value == value and (best is None or gain > self.wanted.min_delta):  # NaN never improves
             counts |= {"best": value, "times": 0}
         else:
             counts["times"] += 1
@@ -240,75 +216,72 @@ class EarlyStopping:
 
     def stopped(self) -> StoppedEarly:
         """Return why the training has stopped."""
-        counts: dict[str, Any] = self._train_state.stopping
+        counts: dict[str, Any] = self.train_state.stopping
         column, mode, min_delta = counts["by"]
-        return StoppedEarly(self._train_state.step, column, mode, min_delta, counts["best"], counts["times"])
+        return StoppedEarly(self.train_state.step, column, mode, min_delta, counts["best"], counts["times"])
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingLoop:
-    """The steps of a training. After each it counts, evaluates, runs the scheduler, and keeps the state."""
+    """The steps of a training. After each it counts, evaluates, runs the scheduler, and keeps the state.
 
+    What a job does not use is None, and no step asks for it.
+    """
+
+    context: Context
     trainer: Trainer
     split: Split
     train_state: TrainState
-    evaluator: Evaluates
-    early_stopping: EarlyStopping
+    evaluator: Evaluates | None
+    early_stopping: EarlyStopping | None
     hooks: Hooks | None
     checkpointer: Checkpointer | PieceKeeper | None
-    control: StepControl
     times: StepTimes
-    profiler: StepProfiler
+    profiler: StepProfiler | None
 
-    def run(
-        self, work: Work, steps: Iterator[LoadedStep], world: World, recorder: Recorder, on_shard: OnShard
-    ) -> None:
-        """Run the steps of `work` to the last, or to the one after which the workers stop; keep the state."""
-        if self.checkpointer:
-            self.checkpointer.before_commit = recorder.keep
+    def run(self, steps: Iterator[LoadedStep], start: int, end: int, recorder: Recorder, on_shard: OnShard) -> None:
+        """Run the steps from `start` to before `end`, or to the one after which all workers stop; keep the state."""
+        trainer, control, clock, checkpointer = (
+            self.trainer,
+            self.context.control,
+            self.times.clock,
+            self.checkpointer,
+        )
+        is_alone = self.context.world.world_size == 1  # it stops as soon as it is asked; several agree on a step
         self.times.begin()
-        for step in range(work.start, work.split.total_steps):
-            self.control.before(step)
-            self.profiler.before(step)
-            _, shards, loaded = next(steps)
-            batches = ((indices, batch) for _, indices, batch in loaded)
-            update = self.trainer.step(self.split, step, shards, batches, on_shard, self.control.wants_stop)
+        for step in range(start, end):
+            control.before(step)
+            if self.profiler is not None:
+                self.profiler.before(step)
+            update = trainer.step(step, steps, on_shard, control.wants_stop)
             recorder.on_step(step)
-            stops = self._after(step, update, is_alone=world.world_size == 1)
-            self.profiler.after(step)
-            timed = self.times.clock.end_step(step, recorder.take_rows())
-            self.profiler.on_times(timed)
+            if trainer.watch is not None and trainer.watch.not_finite is not None:
+                # With `stop_on_nan`, end before any evaluation, with the step logged.
+                if checkpointer is not None:
+                    checkpointer.log(step, update)
+                self._end_at_loss(trainer.watch.check)
+            measured = self._measure(step, update)
+            if self.hooks is not None:
+                self.hooks.after_step(step, update, measured)
+            stops = update.stops or (is_alone and control.wants_stop)
+            stops = stops or (self.early_stopping is not None and self.early_stopping.has_stopped)
+            stops = stops and step + 1 < self.split.total_steps
+            if checkpointer is not None:
+                checkpointer.after_step(step, update, measured, stops or control.take_save())
+            timed = clock.end_step(step, recorder.take_rows())
             recorder.on_times(timed)
+            if self.profiler is not None:
+                self.profiler.after(step, timed)
             if stops:
                 break
-        if self.trainer.watch is not None:
-            self._end_at_loss(self.trainer.watch.check_all)
-        self.profiler.close()
-        recorder.on_times(self.times.clock.rest())
-        self.control.through()
-        if self.checkpointer:
-            self.checkpointer.finish()
-
-    def _after(self, step: int, update: Update, is_alone: bool) -> bool:
-        """Process a finished `step`; return whether the training stops here, in which case its state is kept.
-
-        A worker that `is_alone` stops as soon as it is asked; several stop after the step on which they agree.
-        """
-        watch = self.trainer.watch
-        # With `stop_on_nan`, end before any evaluation, with the step logged.
-        if watch is not None and watch.not_finite is not None:
-            if self.checkpointer:
-                self.checkpointer.log(step, update)
-            self._end_at_loss(watch.check)
-        measured = self._measure(step, update)
-        if self.hooks is not None:
-            self.hooks.after_step(step, update, measured)
-        is_asked = update.stops or (is_alone and self.control.wants_stop)
-        stops = (is_asked or self.early_stopping.has_stopped) and step + 1 < self.split.total_steps
-        if self.checkpointer:
-            must_save = stops or self.control.take_save()
-            self.checkpointer.after_step(step, update, measured, must_save)
-        return stops
+        if trainer.watch is not None:
+            self._end_at_loss(trainer.watch.check_all)
+        if self.profiler is not None:
+            self.profiler.close()
+        recorder.on_times(clock.rest())
+        control.through()
+        if checkpointer is not None:
+            checkpointer.finish()
 
     def _end_at_loss(self, check: Callable[[], None]) -> None:
         """Let a `check` raise NotFinite only once all workers have written what they keep: the first to end ends all.
@@ -318,7 +291,7 @@ class TrainingLoop:
         try:
             check()
         except NotFinite:
-            if self.checkpointer:
+            if self.checkpointer is not None:
                 self.checkpointer.wait()
             gathered(None)
             raise
@@ -328,17 +301,19 @@ class TrainingLoop:
         train_state = self.train_state
         train_state.step = step + 1
         train_state.add(update.sums)
-        is_evaluated = self.evaluator.is_due(self.split, step)
+        is_evaluated = self.evaluator is not None and self.evaluator.is_due(self.split, step)
         measured = self._evaluate(step) if is_evaluated else {}
         if (step + 1) % self.split.steps == 0:
             measured = {**measured, "epoch_loss": train_state.end_epoch()}
             with reraise_as(f"step {step}: scheduler"):
                 self.trainer.schedule.after_epoch({**train_state.measured, "loss": measured["epoch_loss"]})
-        if self.early_stopping.take(measured) and not is_evaluated:
+        if self.early_stopping is not None and self.early_stopping.take(measured) and not is_evaluated:
             measured |= self._evaluate(step)  # as after the last step
         return measured
 
     def _evaluate(self, step: int) -> dict[str, float]:
+        if self.evaluator is None:
+            return {}
         self.times.clock.enter(Part.EVALUATION)
         measured = self.evaluator.measure(step)
         self.times.clock.enter(Part.OTHER)

@@ -14,15 +14,17 @@ import torch
 from torch import nn
 
 from dp_ray.engine.bad_samples import Quarantine
+from dp_ray.engine.buffers import Buffers
+from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead, Source, load_steps
 from dp_ray.engine.model import build_model
+from dp_ray.engine.placement import Placement
 from dp_ray.engine.prediction import PredictedShard, Prediction, predict
-from dp_ray.engine.reduce import DdpReduction, ShardSums
-from dp_ray.engine.step import Metrics, StepEnd, build_step
+from dp_ray.engine.reduce import DdpReduction, ShardLoss, Trained
+from dp_ray.engine.step import Metrics, Step, StepEnd, build_step
 from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.engine.trainer import BatchGradient, Trainer
+from dp_ray.engine.trainer import Pass, Trainer
 from dp_ray.engine.update import OptimizerStep
-from dp_ray.engine.votes import Stats
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
@@ -55,7 +57,8 @@ CONSTRUCTORS = {
     "dp_ray.engine.reduce.ShardSums",
     "dp_ray.engine.sharded.reduce.ShardedReduction",
     "dp_ray.engine.sharded.reduce.TreeShardedReduction",
-    "dp_ray.engine.trainer.BatchGradient",
+    "dp_ray.engine.placement.Placement",
+    "dp_ray.engine.trainer.Pass",
     "dp_ray.engine.trainer.Trainer",
     "dp_ray.engine.update.OptimizerStep",
     "dp_ray.monitor.attempts.Attempts",
@@ -110,10 +113,17 @@ def attempts_of() -> Attempts:
     return Attempts()
 
 
-def trainer_of(job: Job, world: World, model: nn.Module | None = None) -> Trainer:
+def trainer_of(job: Job, world: World, split: Split, model: nn.Module | None = None) -> Trainer:
     """Build the trainer of the job's model, or of `model`, on one worker, without metrics."""
     model = model or build_model(job, [world.device])
-    return Trainer(job, model, model, build_step(job, world), Metrics({}), world)
+    placement = Placement(job, model, model, world)
+    return Trainer(placement, build_step(job, world), Metrics({}), split)
+
+
+def pass_of(placement: Placement, update: OptimizerStep, step: Step, split: Split, buffers: Buffers) -> Pass:
+    """Build a pass with a step of its own, over the part of a model that `placement` names."""
+    loss = ShardLoss(placement.called, step, Metrics({}), placement.job, placement.world.device)
+    return Pass(placement, loss, update, split, buffers, SilentClock())
 
 
 def optimizer_step_of(job: Job, model: nn.Module, device: torch.device = CPU) -> OptimizerStep:
@@ -121,12 +131,9 @@ def optimizer_step_of(job: Job, model: nn.Module, device: torch.device = CPU) ->
     return OptimizerStep(job, model, device)
 
 
-def ddp_reduction_of(gradient: BatchGradient, shards: Any, batches: Any, stats: Stats) -> DdpReduction:
+def ddp_reduction_of(placement: Placement, trained: Trained, finds_unused: bool, num_stats: int) -> DdpReduction:
     """Build the reduction of several workers, for a group of one: the hook, its thread and its stream."""
-    parameters, job = gradient._parameters, gradient._job
-    sums = ShardSums(list(parameters.values()), job.num_shards) if job.bitwise else None
-    numbers = stats.numbers.numel()
-    return DdpReduction(gradient._loss, sums, gradient._world, parameters, gradient._sparse, False, numbers)
+    return DdpReduction(trained, placement.world, False, num_stats)
 
 
 def loader_of(
@@ -144,8 +151,15 @@ def loader_of(
     """
     work = work or Work(split_of(job, len(dataset)))
     with closing(load_steps(Source(job, dataset), work, device, quarantine, times=times)) as steps:
-        for _, _, loaded in steps:
-            yield from ((indices, batch) for _, indices, batch in loaded)
+        for step in steps:
+            yield from ((indices, batch) for _, indices, batch in step.loaded)
+
+
+def steps_of(
+    job: Job, dataset: Any, work: Work | None = None, device: torch.device = CPU
+) -> Generator[LoadedStep, None, None]:
+    """Load the steps of `work`, by default all."""
+    return load_steps(Source(job, dataset), work or Work(split_of(job, len(dataset))), device)
 
 
 def read_ahead_of(
@@ -161,7 +175,7 @@ def prediction_of(
 ) -> Generator[PredictedShard | StepEnd, None, None]:
     """Begin a prediction on the CPU of the shards of `work`, whose indices and batches are given."""
     loaded = (LoadedShard(shard, *next(batches)) for _, shards in work for shard in shards)
-    steps = (LoadedStep(step, shards, islice(loaded, len(shards))) for step, shards in work)
+    steps = (LoadedStep(step, shards, islice(loaded, len(shards)), work.split.whole(step)) for step, shards in work)
     return predict(Prediction(job, CPU, work), model, steps)
 
 
