@@ -129,8 +129,7 @@ def load_steps(
         columns = whole_columns(job, dataset, keys)
     else:
         columns, screen = None, new_screen(job, quarantine.reference)
-    times = times or StepTimes()
-    samples = Samples(dataset, job.seed, source.name, keys, columns, times, screen, carry)
+    samples = Samples(dataset, job.seed, source.name, keys, columns, times or StepTimes(), screen, carry)
     skipping = Skipping(job, dataset) if job.skipped else None
     walk = functools.partial(_walk, work, skipping, job.scatter == "batch")
     for_reading, for_steps = itertools.tee(walk())
@@ -141,7 +140,9 @@ def load_steps(
     loaded = _checked(job, pick, loaded)
     if job.scatter == "batch":
         loaded = _scattered(job, walk(), loaded, good if quarantine is not None else None)
-    loaded = times.waiting(on_device(loaded, device, times.clock))
+    loaded = on_device(loaded, device, None if times is None else times.clock)
+    if times is not None:
+        loaded = times.waiting(loaded)
     if ahead is not None and work.world_size > 1:  # one worker alone does not wait for others
         loaded = ahead.passing(loaded)
     return _steps(source, work.split, for_steps, loaded, good, skipping)
@@ -213,7 +214,8 @@ def _without_bad(
                 positions = one.shard.positions
                 bad |= {positions[place]: sample for place, sample in one.batch.bad.items()}
         for shard in shards:
-            if mine := {at: bad[at] for at in bad if shard.start <= at < shard.stop}:
+            mine = {at: bad[at] for at in bad if shard.start <= at < shard.stop}
+            if mine:
                 quarantine.keep(shard, mine)
         good[step] = [_without(shard, bad) for shard in shards] if bad else shards
         for piece, indices, screened in read:

@@ -6,7 +6,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from dp_ray.errors import DataError, Error, JobError, ModelError
 from dp_ray.plan.split import Shard
 from dp_ray.text import listed
 
-Loaded = TypeVar("Loaded")
 _LOADER_ENDED = re.compile(
     r"DataLoader worker \((?P<who>pid(?:\(s\))? [\d, ]+)\) (exited unexpectedly|is killed by signal)"
 )
@@ -94,12 +93,6 @@ def loader_ended_error(who: str = "") -> DataError:
         f"a process of the loader has ended in the midst of its work{who}, as where the system kills one because "
         "memory, or /dev/shm, is full: take fewer loader.processes or a smaller loader.prefetch"
     )
-
-
-def next_batch(batches: Iterator[Loaded], where: str) -> Loaded:
-    """Return the next batch; the error of one that cannot be loaded says its location, like `step 3, shard 1`."""
-    with locating(where):
-        return next(batches)
 
 
 def read_many(many: Callable[[list[int]], Any], indices: list[int], name: str) -> Any:

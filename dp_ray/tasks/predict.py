@@ -73,7 +73,8 @@ def predict_outputs(context: Context) -> None:
                         keeper.take(finished)
                     else:
                         keeper.end(finished.step)
-                        if not (goes_on := keeper.goes_on(finished.step + 1)):
+                        goes_on = keeper.goes_on(finished.step + 1)
+                        if not goes_on:
                             break
                     del finished  # its outputs: a name would keep their memory while the next shard runs
             keeper.close()

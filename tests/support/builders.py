@@ -156,10 +156,15 @@ def loader_of(
 
 
 def steps_of(
-    job: Job, dataset: Any, work: Work | None = None, device: torch.device = CPU
+    job: Job,
+    dataset: Any,
+    work: Work | None = None,
+    device: torch.device = CPU,
+    *,
+    quarantine: Quarantine | None = None,
 ) -> Generator[LoadedStep, None, None]:
-    """Load the steps of `work`, by default all."""
-    return load_steps(Source(job, dataset), work or Work(split_of(job, len(dataset))), device)
+    """Load the steps of `work`, by default all; with a quarantine, without the bad samples."""
+    return load_steps(Source(job, dataset), work or Work(split_of(job, len(dataset))), device, quarantine)
 
 
 def read_ahead_of(
