@@ -344,6 +344,7 @@ class UnfinishedFile(_OpenFile):
         if storage.is_atomic:
             # pyarrow cannot abort a stream: it would complete the upload when it destroys the stream, even when
             # Python ends. With one more reference the stream is never destroyed, and no file appears.
+            # boto3 and s3fs can abort, and sent 512 MB in 0.6 and 0.7 of the time: 25 lines more, and for S3 alone.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._stream))
 
     @property

@@ -10,8 +10,7 @@ import pytest
 
 from dp_ray.cli import main
 from dp_ray.cluster import connect
-from dp_ray.cluster.connect import connected, connected_early, is_connected
-from dp_ray.cluster.fast_start import EarlyConnection
+from dp_ray.cluster.connect import EarlyConnection, connected, connected_early, is_connected
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.job.keys import WorkerKeys
 from tests.support.cli import status_of

@@ -1,5 +1,6 @@
 """The first seconds of a command that starts a Ray of its own: what ends it then leaves nothing behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+import dp_ray
+from dp_ray.cluster.internals.quick_start import SWITCH, is_quick
 from dp_ray.cluster.internals.variables import AUTH_MODE, VARIABLES
 from dp_ray.errors import JobError
 from dp_ray.system.process import OWNER
@@ -45,11 +48,13 @@ class Command:
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[Command]:
+def started(*arguments: str, **environment: str) -> Iterator[Command]:
     mark = f"DP_RAY_FIRST_START_{uuid.uuid4().hex}"
     kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
     line = [sys.executable, "-m", "dp_ray", "run", "jobs/tutorial.yaml", "--workers", "2", *arguments]
-    with subprocess.Popen(line, cwd=ROOT, env={**kept, mark: "1"}, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        line, cwd=ROOT, env={**kept, **environment, mark: "1"}, stderr=subprocess.PIPE, text=True
+    ) as running:
         command = Command(running, mark)
         try:
             yield command
@@ -87,8 +92,33 @@ def test_a_signal_while_ray_starts_ends_with_130_and_leaves_no_ray(
 def test_a_killed_command_leaves_no_ray(tmp_path: Path) -> None:
     with started("--storage", str(tmp_path)) as command:
         assert within(SECONDS, lambda: any("raylet" in line for line in command.processes().values()))
-        assert any("fork_server.py" in line for line in command.processes().values())
+        assert any("fork_server.py" in line for line in command.processes().values()) == is_quick()
         command.running.kill()
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_without_the_quick_start_ray_starts_as_it_does_itself_and_the_outputs_are_the_same(
+    switch: str, tmp_path: Path
+) -> None:
+    expected = {"0": {"/monitor.py", "/log_monitor.py"}, "1": {"/fork_server.py", "/agents.py"}}
+    seen: set[str] = set()
+
+    def ends(command: Command) -> bool:
+        lines = list(command.processes().values())
+        seen.update(one for program in expected.values() for one in program if any(one in line for line in lines))
+        return command.running.poll() is not None
+
+    with started("--storage", str(tmp_path), "--name", "on-ray", **{SWITCH: switch}) as command:
+        assert within(SECONDS, lambda: ends(command))
+        status, errors = command.ends()
+        assert status == 0, errors
+    assert seen == expected[switch]
+    keys = {"workers": 0, "shards": 2, "quiet": True, "storage": str(tmp_path), "name": "alone"}
+    alone = dp_ray.run(str(ROOT / "jobs" / "tutorial.yaml"), **keys)
+    result = json.loads((tmp_path / "on-ray" / "result.json").read_text())
+    assert result["shards"] == 2
+    assert result["outputs_sha256"] == alone.outputs_sha256
 
 
 @pytest.mark.ray
@@ -106,6 +136,7 @@ import os, sys
 from concurrent.futures import ThreadPoolExecutor
 import ray
 from dp_ray.cluster.internals.core import put_apart
+from dp_ray.cluster.internals.quick_start import SWITCH, is_quick
 from dp_ray.cluster.internals.variables import AUTH_MODE
 from ray.cluster_utils import Cluster
 import dp_ray

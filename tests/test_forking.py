@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from dp_ray.cluster import fast_start
-from dp_ray.cluster.internals import forked_worker
+from dp_ray.cluster.internals import forked_worker, quick_start
 from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
@@ -41,10 +40,16 @@ sys.exit(3)
 """
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test is of the quick start, also where the suite runs without it."""
+    monkeypatch.delenv(quick_start.SWITCH, raising=False)
+
+
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Ray's program; the server imports a module of Python alone, so that it starts at once."""
-    monkeypatch.setattr(fast_start, "MODULES", ("wave", "numpy.random", "no_such_module_anywhere"))
+    monkeypatch.setattr(quick_start, "MODULES", ("wave", "numpy.random", "no_such_module_anywhere"))
     path = tmp_path / "default_worker.py"
     path.write_text(PROGRAM)
     return path
@@ -74,7 +79,7 @@ def asked(
 
 
 def test_a_forked_worker_is_what_the_asking_process_is(program: Path, tmp_path: Path) -> None:
-    with fast_start.forking(KEYS) as server:
+    with quick_start.forking(KEYS) as server:
         assert server is not None
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -96,7 +101,7 @@ def test_a_forked_worker_is_what_the_asking_process_is(program: Path, tmp_path: 
 
 
 def test_it_has_what_the_server_has_imported_and_not_ray(program: Path, tmp_path: Path) -> None:
-    with fast_start.forking(KEYS) as server:
+    with quick_start.forking(KEYS) as server:
         assert server is not None
         said, _, asking = asked(server, program, tmp_path)
     assert said["modules"] == ["wave"]
@@ -107,7 +112,7 @@ def test_its_path_for_imports_is_that_of_its_own_environment(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/the/server")
-    with fast_start.forking(KEYS) as server:
+    with quick_start.forking(KEYS) as server:
         assert server is not None
         said, _, _ = asked(server, program, tmp_path, PYTHONPATH="/own:/too")
         again, _, _ = asked(server, program, tmp_path)
@@ -117,7 +122,7 @@ def test_its_path_for_imports_is_that_of_its_own_environment(
 
 
 def test_who_is_killed_while_he_asks_ends_no_server(program: Path, tmp_path: Path) -> None:
-    with fast_start.forking(KEYS) as server:
+    with quick_start.forking(KEYS) as server:
         assert server is not None
         with socket.socket(socket.AF_UNIX) as silent:
             silent.connect(str(server))
@@ -141,9 +146,9 @@ def test_a_server_that_dies_while_a_worker_waits_leaves_it_rays_own(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fails_now.py").write_text("import os; os._exit(1)")
-    monkeypatch.setattr(fast_start, "MODULES", ("fails_now",))
+    monkeypatch.setattr(quick_start, "MODULES", ("fails_now",))
     monkeypatch.syspath_prepend(str(tmp_path))
-    with fast_start.forking(KEYS) as server:
+    with quick_start.forking(KEYS) as server:
         assert server is not None
         said, _, _ = asked(server, program, tmp_path)
     assert said["modules"] == []
@@ -154,13 +159,13 @@ def test_a_training_has_imported_what_torch_imports_with_the_first_optimizer() -
     """Each worker would take nearly two seconds for it; a prediction and a session's first start do without."""
     trains = {"task": "train", "loss": "torch.nn:MSELoss", "optimizer": "torch.optim:SGD"}
     job = {"model": "torch.nn:Linear", "dataset": "a:B", "batch_size": 2}
-    assert set(fast_start.modules_of(Job.make({**job, **trains}, "a"))) == {*fast_start.MODULES, "torch._dynamo"}
-    assert fast_start.modules_of(Job.make(job, "a")) == fast_start.MODULES
-    assert fast_start.modules_of(KEYS) == fast_start.MODULES
-    asks = f"print(*sorted({set(fast_start.OF_TRAINING)!r} & {{*sys.modules}}))"
+    assert set(quick_start.modules_of(Job.make({**job, **trains}, "a"))) == {*quick_start.MODULES, "torch._dynamo"}
+    assert quick_start.modules_of(Job.make(job, "a")) == quick_start.MODULES
+    assert quick_start.modules_of(KEYS) == quick_start.MODULES
+    asks = f"print(*sorted({set(quick_start.OF_TRAINING)!r} & {{*sys.modules}}))"
     code = f"import torch, sys; torch.optim.SGD([torch.ones(1)], 0.1); {asks}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
-    assert done.stdout.split() == sorted(fast_start.OF_TRAINING), done.stderr
+    assert done.stdout.split() == sorted(quick_start.OF_TRAINING), done.stderr
 
 
 @pytest.mark.slow
@@ -168,7 +173,7 @@ def test_what_the_server_imports_is_torch_and_not_ray_and_starts_no_thread() -> 
     """Ray starts threads and reads its environment when it is imported; a fork keeps neither."""
     code = (
         "import contextlib, importlib, os, sys\n"
-        "from dp_ray.cluster.fast_start import MODULES, OF_TRAINING\n"
+        "from dp_ray.cluster.internals.quick_start import MODULES, OF_TRAINING\n"
         "for name in MODULES + OF_TRAINING: importlib.import_module(name)\n"
         "assert 'torch' in sys.modules and 'ray' not in sys.modules\n"
         "print(*(open(f'/proc/self/task/{one}/comm').read() for one in os.listdir('/proc/self/task')))"
@@ -193,8 +198,15 @@ def no_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_env_has_to_be_set_before_torch_is_imported_so_nothing_is_forked() -> None:
-    with fast_start.forking(WorkerKeys(workers=2, env={"OMP_NUM_THREADS": "3"})) as server:
+    with quick_start.forking(WorkerKeys(workers=2, env={"OMP_NUM_THREADS": "3"})) as server:
         assert server is None
+
+
+def test_without_the_quick_start_nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(quick_start.SWITCH, "0")
+    with no_address(monkeypatch), quick_start.forking_early(KEYS, None), quick_start.forking(KEYS) as server:
+        assert server is None
+        assert not quick_start._early
 
 
 def test_the_early_server_is_taken_over_and_ends_with_its_block(
@@ -202,16 +214,16 @@ def test_the_early_server_is_taken_over_and_ends_with_its_block(
 ) -> None:
     with no_address(monkeypatch):
         with (
-            fast_start.forking_early(KEYS, None),
-            fast_start.forking(KEYS) as server,
-            fast_start.forking(KEYS) as again,
+            quick_start.forking_early(KEYS, None),
+            quick_start.forking(KEYS) as server,
+            quick_start.forking(KEYS) as again,
         ):
             assert server is not None
             assert server == again
             assert server.exists()
         assert not server.exists()
-        with fast_start.forking_early(KEYS, "there:1"):
-            assert not fast_start._early, "that Ray starts its workers itself"
+        with quick_start.forking_early(KEYS, "there:1"):
+            assert not quick_start._early, "that Ray starts its workers itself"
 
 
 @pytest.mark.parametrize(("cpus", "threads"), [(0, "1"), (0.5, "1"), (1, "1"), (2.5, "2")])
@@ -219,17 +231,17 @@ def test_torch_gets_the_threads_that_ray_would_set(
     cpus: float, threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert fast_start.threads_of(WorkerKeys(cpus_per_worker=cpus)) == threads
+    assert quick_start.threads_of(WorkerKeys(cpus_per_worker=cpus)) == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert fast_start.threads_of(WorkerKeys(cpus_per_worker=cpus)) == "7"
+    assert quick_start.threads_of(WorkerKeys(cpus_per_worker=cpus)) == "7"
 
 
 @pytest.mark.slow
 def test_a_killed_driver_ends_its_server(program: Path) -> None:
     code = (
-        "import time\nfrom dp_ray.cluster import fast_start\nfrom dp_ray.job.keys import WorkerKeys\n"
-        "fast_start.MODULES = ()\n"
-        "with fast_start.forking(WorkerKeys(workers=2)) as server:\n print(server, flush=True)\n time.sleep(60)"
+        "import time\nfrom dp_ray.cluster.internals import quick_start\nfrom dp_ray.job.keys import WorkerKeys\n"
+        "quick_start.MODULES = ()\n"
+        "with quick_start.forking(WorkerKeys(workers=2)) as server:\n print(server, flush=True)\n time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None

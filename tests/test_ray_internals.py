@@ -26,14 +26,12 @@ import dp_ray
 from dp_ray.cluster import connect
 from dp_ray.cluster.connect import check_fits, connected, without_gpus, worker_resources
 from dp_ray.cluster.internals.agents import OPTION
-from dp_ray.cluster.internals.core import (
+from dp_ray.cluster.internals.core import find_users_token, forget_variables
+from dp_ray.cluster.internals.quick_start import (
     AGENTS,
-    CONNECTS_SOON,
     DEFAULT_WORKER,
+    SWITCH,
     WITHOUT_SPARE_WORKERS,
-    WITHOUT_TASK_EVENTS,
-    find_users_token,
-    forget_variables,
 )
 from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN
 from dp_ray.driver.sessions import worker_keys
@@ -76,7 +74,6 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.runtime_env.packaging:_dir_travel": ("path", "excludes", "handler", "include_gitignore"),
     "ray._private.runtime_env.packaging:_get_excludes": ("path", "excludes"),
     "ray._private.services:_build_python_executable_command_memory_profileable": ("component", "session_dir"),
-    "ray._private.services:get_node": ("gcs_address", "node_id"),
     "ray._private.utils:get_dashboard_dependency_error": (),
     "ray._private.state:available_resources_per_node": (),
     "ray._private.state:state.get_draining_nodes": (),
@@ -90,7 +87,6 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._raylet:AuthenticationTokenLoader.reset_cache": None,
     "ray._raylet:Config.initialize": None,
     "ray._raylet:GcsClient": None,
-    "ray._raylet:InnerGcsClient.get_all_node_info": (),
     "ray._raylet:InnerGcsClient.drain_node": ("node_id", "reason", "reason_message", "deadline_timestamp_ms"),
     "ray._raylet:InnerGcsClient.get_cluster_status": ("timeout_s",),
     "ray._raylet:InnerGcsClient.internal_kv_del": ("key", "del_by_prefix", "namespace"),
@@ -185,10 +181,6 @@ USED: dict[str, tuple[str, str]] = {
     "a raylet's agent": (
         "ray._private.services:start_raylet",
         "_memory_profileable(\n            ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, session_dir\n",
-    ),
-    "a node that is started is asked for": (
-        "ray._private.node:Node.__init__",
-        f"ray._private.services.get_node(\n{' ' * 24}self.gcs_address,\n{' ' * 24}self._node_id,\n",
     ),
     "a raylet's agent of environments": (
         "ray._private.services:start_raylet",
@@ -464,8 +456,8 @@ def test_ray_says(text: str) -> None:
 
 
 def test_ray_has_a_program_for_workers_and_settings_for_them() -> None:
-    assert DEFAULT_WORKER.is_file()
-    for setting in (*WITHOUT_SPARE_WORKERS, *WITHOUT_TASK_EVENTS, *CONNECTS_SOON):
+    assert (RAY / "_private" / DEFAULT_WORKER).is_file()
+    for setting in WITHOUT_SPARE_WORKERS:
         assert setting.encode() in (RAY / "core/src/ray/raylet/raylet").read_bytes()
 
 
@@ -558,7 +550,7 @@ def answer_at(port: int) -> bytes:
 def test_a_ray_that_dp_ray_starts_still_runs_a_task_in_an_environment_of_its_own() -> None:
     code = """
 import os, sys, psutil, ray
-from dp_ray.cluster.internals.core import start_local
+from dp_ray.cluster.internals.quick_start import start_local
 start_local(1, sys.argv[1], False, None)
 
 def agents():
@@ -571,7 +563,8 @@ print(ray.get(value.options(runtime_env={"env_vars": {"MARK": "7"}}).remote(), t
 """
     with own_folder(short_folder()) as folder:
         line = [sys.executable, "-c", code, folder]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=150)
+        environment = {**os.environ, SWITCH: "1"}
+        done = subprocess.run(line, capture_output=True, text=True, timeout=150, env=environment)
     assert done.stdout.splitlines() == ["None 1", "7 0"], done.stderr
 
 

@@ -138,7 +138,7 @@ def workers_begun(name: str, jobs: Sequence[Job], address: str | None, is_quiet:
 def forked_early(job: Job, address: str | None) -> Iterator[None]:
     """Have the process begin from which the workers of a Ray of its own are forked; it ends with the block."""
     check_ray()
-    from dp_ray.cluster.fast_start import forking_early
+    from dp_ray.cluster.internals.quick_start import forking_early
 
     with forking_early(job, address):
         yield

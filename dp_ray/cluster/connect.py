@@ -5,15 +5,15 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
 import dp_ray
-from dp_ray.cluster.fast_start import EarlyConnection, forking
 from dp_ray.cluster.internals.core import (
     address_of_own_raylet,
     autoscales,
@@ -24,11 +24,11 @@ from dp_ray.cluster.internals.core import (
     read_variables_anew,
     shown_as,
     shows_token,
-    start_local,
     type_of,
     wants_token,
     workers_without_uv,
 )
+from dp_ray.cluster.internals.quick_start import forking, start_local
 from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
 from dp_ray.cluster.resources import Resources, addable, capacity_for, free_for, gpus_by_default, text_of, times
 from dp_ray.errors import ClusterError, Error, JobError
@@ -38,6 +38,58 @@ from dp_ray.system.threads import handlers_kept
 from dp_ray.text import counted, hide
 
 AWAIT_SECONDS = 10.0  # after which a line says that Ray is waited for
+
+
+class EarlyConnection(threading.Thread):
+    """A connection that a thread makes, holds and ends.
+
+    The thread lives as long as the connection: the kernel ends an embedded Ray with the thread that started it.
+    """
+
+    begun: ClassVar["EarlyConnection | None"] = None  # until somebody takes it over
+
+    def __init__(self, connect: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__(name="connection to Ray")
+        self._connect = connect
+        self._is_there = threading.Event()
+        self._ends = threading.Event()
+        self._failure: BaseException | None = None
+
+    @classmethod
+    def take(cls) -> "EarlyConnection | None":
+        """Return the connection that has begun and that nobody has taken over yet; it is the caller's from now on."""
+        taken, cls.begun = cls.begun, None
+        return taken
+
+    def run(self) -> None:
+        """Connect, and hold the connection until it is to end."""
+        try:
+            with self._connect():
+                self._is_there.set()
+                self._ends.wait()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._is_there.set()
+
+    def wait(self) -> None:
+        """Wait until the connection is made or has failed."""
+        self._is_there.wait()
+
+    def end(self) -> None:
+        """End the connection."""
+        self._ends.set()
+        self.join()
+
+    def __enter__(self) -> None:
+        """Wait for the connection; raises what it has failed with."""
+        self.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def __exit__(self, *_: object) -> None:
+        """End the connection."""
+        self.end()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dp_ray.cluster.channel import STOP, Terms, WorkerConfig, open_channel, receive
 from dp_ray.cluster.connect import (
     AWAIT_SECONDS,
+    EarlyConnection,
     check_fits,
     connected,
     is_connected,
@@ -32,7 +33,6 @@ from dp_ray.cluster.connect import (
     worker_resources,
 )
 from dp_ray.cluster.decisions import WorkerDemand
-from dp_ray.cluster.fast_start import EarlyConnection
 from dp_ray.cluster.internals.variables import TRAIN_ENVIRONMENT
 from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.engine.clock import PARTS

@@ -13,6 +13,7 @@ from dp_ray.errors import JobError, RunInterrupted
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.results.result import Result
+from dp_ray.results.text import aligned
 from dp_ray.rundir.checkpoint import CHECKPOINTS, load_checkpoint, name_of
 from dp_ray.rundir.history import CLOCKED, DIGEST, is_inner
 from dp_ray.tensors.tree import flatten
@@ -70,10 +71,7 @@ class Verdict:
             change = "0" if row.difference == 0 else f"{row.difference:.3g}"
             same = "yes" if row.same else "NO"
             lines.append((str(row.workers), *losses, *hashes, f"{row.seconds:.1f}", change, same))
-        widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
-        text = [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
+        text = [aligned(lines)]
         if self.shards != self.shards_alone:
             text.append(
                 f"compared with shards: {self.shards} on each number of workers; the job sets none, so a run of it "

@@ -131,6 +131,19 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
+def patched(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of a module or class of another package while the block runs."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def importing_from_here() -> Iterator[None]:
     """Within the block, modules are found in the current folder too, also in an installed script or a worker."""
     here = os.getcwd()

@@ -11,17 +11,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from dp_ray.cluster import fast_start, fork_server
+from dp_ray.cluster import fork_server
+from dp_ray.cluster.internals import quick_start
 
 HERE = Path(__file__).parent
 SETUP = str(HERE / "ray_setup.py")
 SOCKET = "forks"  # the server's, in the cluster's folder
 # What dp_ray's modules import, and the tests' own; `ray_posed` is beside this file.
-MODULES = ["ray_posed", *(one for one in fast_start.MODULES if not one.startswith("dp_ray."))]
+MODULES = ["ray_posed", *(one for one in quick_start.MODULES if not one.startswith("dp_ray."))]
 MODULES += ["torch", "torch._dynamo", "torch.utils.data", "pandas", "pyarrow.parquet", "pyarrow.fs"]
 MODULES += ["sklearn.datasets", "tensorboardX", "click", "rich", "attr", "pytest", "hypothesis"]
 
@@ -29,12 +30,14 @@ MODULES += ["sklearn.datasets", "tensorboardX", "click", "rich", "attr", "pytest
 def main() -> None:
     """Start the fork server in the folder that the first argument names, then be `ray` with the others.
 
-    If a server is there already, take that one.
+    If a server is there already, take that one. Without the quick start, be Ray's own `ray` alone.
     """
     folder, *arguments = sys.argv[1:]
     path = Path(folder) / SOCKET
-    serving = nullcontext(path) if path.exists() else served(path, gcs_address(arguments))
-    with serving as server, forked_by(server):
+    with ExitStack() as forking:
+        if quick_start.is_quick():
+            serving = nullcontext(path) if path.exists() else served(path, gcs_address(arguments))
+            forking.enter_context(forked_by(forking.enter_context(serving)))
         from ray.scripts import scripts
 
         sys.argv = ["ray", *arguments]
@@ -51,7 +54,7 @@ def served(path: Path, cluster: str, program: str = fork_server.__file__) -> Ite
     own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
-        listener.listen(fast_start.WAITING)
+        listener.listen(quick_start.WAITING)
         line = [sys.executable, program, str(listener.fileno()), given, cluster]
         server = subprocess.Popen(line, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=own)
     try:
@@ -72,8 +75,6 @@ def forked_by(server: Path) -> Iterator[None]:
     """Within the block, a raylet that is started has its workers forked; they enter their job's environment first."""
     from ray._private.parameter import RayParams
 
-    from dp_ray.cluster.internals.core import workers_forked_by
-
     before = RayParams.update_if_absent
 
     def with_setup(params: Any, **keys: Any) -> None:
@@ -81,7 +82,7 @@ def forked_by(server: Path) -> Iterator[None]:
 
     RayParams.update_if_absent = with_setup
     try:
-        with workers_forked_by(server):
+        with quick_start.workers_forked_by(server):
             yield
     finally:
         RayParams.update_if_absent = before

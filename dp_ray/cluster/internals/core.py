@@ -1,162 +1,36 @@
-"""Ray Core: start and enter a cluster, look at its nodes, drain one on purpose, and send files to it."""
+"""Ray Core: enter a cluster, look at its nodes, drain one on purpose, and send files to it."""
 
 import json
 import os
 import shlex
-import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-import ray._private.node
 import ray._private.ray_constants
-import ray._private.services
 import ray._private.state
 import ray._private.utils
 import ray._private.worker
 import ray._raylet
 import yaml
 from ray._private.authentication import authentication_token_setup
-from ray._private.ray_constants import (
-    DEBUG_AUTOSCALING_STATUS,
-    PROCESS_TYPE_DASHBOARD_AGENT,
-    PROCESS_TYPE_RUNTIME_ENV_AGENT,
-    RAY_RUNTIME_ENV_IGNORE_GITIGNORE,
-)
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, RAY_RUNTIME_ENV_IGNORE_GITIGNORE
 from ray._private.runtime_env import packaging
 from ray.core.generated import autoscaler_pb2
-from ray.exceptions import RpcError
 
-from dp_ray.cluster.internals import forked_worker
 from dp_ray.cluster.internals.variables import UV_RUN, VARIABLES
 from dp_ray.cluster.resources import NodeType
-from dp_ray.system.process import environment
+from dp_ray.system.process import patched
 
 CONNECT_SECONDS = 10.0
-NODE_SECONDS = 30.0  # as long as Ray waits
-LOOK_SECONDS = 0.02
-AGENTS = [sys.executable, "-S", "-E", str(Path(__file__).with_name("agents.py"))]
-DEFAULT_WORKER = Path(ray._private.__path__[0]) / "workers" / "default_worker.py"
-# The driver would wait for them with Python's lock held, so that it imports nothing meanwhile.
-WITHOUT_SPARE_WORKERS = {"prestart_worker_first_driver": False}
-# Only a dashboard would show them. Each process that leaves, the driver too, would wait 0.25 s to send its last ones.
-WITHOUT_TASK_EVENTS = {"task_events_report_interval_ms": 0}
-# The raylet connects to its own object store half a millisecond after it has begun to start it. Where that is not
-# there yet, Ray would wait a second before it tries again. In all, both try for ten seconds.
-CONNECTS_SOON = {"raylet_client_connect_timeout_milliseconds": 10, "raylet_client_num_connect_attempts": 1000}
 _GCS = "--gcs-address="  # an argument of each raylet
 _LOGS, _CLUSTER_FILE = "--logs-dir", "--autoscaling-config"  # arguments of the head's monitor
-
-
-def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None, **keys: Any) -> None:
-    """Start an embedded Ray in a folder of its own, without the processes that nobody would ask anything.
-
-    `logs` says whether the driver prints the workers' logs. `fork_server` is the socket of the server that forks its
-    workers; None for Ray's own way. Public: none; ray.init documents no argument for the
-    folder, nor for the processes. Each costs a second of a core: the dashboard's server and its agent, for which the
-    node would wait, the autoscaler's monitor, which has no nodes to add here, and the reader of the logs.
-    """
-    starts = ["start_api_server", "start_monitor", *([] if logs else ["start_log_monitor"])]
-    nothing = dict.fromkeys(starts, lambda *_, **__: None)
-    with (
-        _patched(ray._private.node.Node, **nothing),
-        _with_agents_replaced(),
-        _node_awaited(),
-        workers_forked_by(fork_server),
-    ):
-        ray.init(
-            "local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=logs,
-            _temp_dir=folder,
-            _system_config={
-                **WITHOUT_TASK_EVENTS,
-                **CONNECTS_SOON,
-                **({} if fork_server is None else WITHOUT_SPARE_WORKERS),
-            },
-            **keys,
-        )
-
-
-@contextmanager
-def _patched(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of a module or class of Ray while the block runs."""
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-@contextmanager
-def workers_forked_by(server: Path | None) -> Iterator[None]:
-    """Within the block, a raylet that is started has its workers forked by the server at this socket."""
-    if server is None:
-        yield
-        return
-    node = ray._private.node.Node
-    before = node.start_raylet
-    given = {forked_worker.SERVER: str(server), forked_worker.DEFAULT_WORKER: str(DEFAULT_WORKER)}
-
-    def start_raylet(self: Any, *args: Any, **keys: Any) -> Any:
-        self._ray_params.worker_path = forked_worker.__file__
-        return before(self, *args, **keys)
-
-    with _patched(node, start_raylet=start_raylet), environment(given):
-        yield
-
-
-@contextmanager
-def _node_awaited() -> Iterator[None]:
-    """Within the block, a node that is started is awaited in short looks, between which other threads run.
-
-    Ray's own function looks once a second, and holds Python's lock all the time.
-    """
-    services = ray._private.services
-    before = services.get_node
-
-    def get_node(gcs_address: str, node_id: str) -> Any:
-        known, until = ray._raylet.GcsClient(address=gcs_address), time.monotonic() + NODE_SECONDS
-        while time.monotonic() < until:
-            with suppress(RpcError):  # Ray's own function asks again too
-                if any(one.hex() == node_id for one in known.get_all_node_info()):
-                    break
-            time.sleep(LOOK_SECONDS)
-        return before(gcs_address, node_id)
-
-    with _patched(services, get_node=get_node):
-        yield
-
-
-@contextmanager
-def _with_agents_replaced() -> Iterator[None]:
-    """Within the block, a raylet that is started has no agent of the dashboard, and one of environments when it asks.
-
-    Nor does Ray then look whether the packages of the dashboard's agent are there, which would import all of them.
-    """
-    services, utils = ray._private.services, ray._private.utils
-    before = services._build_python_executable_command_memory_profileable
-    roles = {PROCESS_TYPE_DASHBOARD_AGENT: "never", PROCESS_TYPE_RUNTIME_ENV_AGENT: "late"}
-
-    def command(component: str, *args: Any, **keys: Any) -> list[str]:
-        own = list(before(component, *args, **keys))
-        return [*AGENTS, roles[component], *own] if component in roles else own
-
-    with (
-        _patched(services, _build_python_executable_command_memory_profileable=command),
-        _patched(utils, get_dashboard_dependency_error=lambda: None),
-    ):
-        yield
 
 
 def find_users_token() -> bool:
@@ -216,14 +90,14 @@ def address_of_own_raylet() -> str | None:
 
 def raylets_hushed(verbose: bool) -> AbstractContextManager[None]:
     """Keep Ray from printing a page to stdout for each dead worker. Public: none; log_to_driver does not help."""
-    return _patched(ray._private.worker, _worker_logs_enabled=verbose)
+    return patched(ray._private.worker, _worker_logs_enabled=verbose)
 
 
 def shown_as(arguments: Sequence[str] | None) -> AbstractContextManager[None]:
     """Have Ray's dashboard and logs show `arguments` as this driver's command line. Public: none."""
     if arguments is None:
         return nullcontext()
-    return _patched(ray._private.utils, get_entrypoint_name=lambda: shlex.join(arguments))
+    return patched(ray._private.utils, get_entrypoint_name=lambda: shlex.join(arguments))
 
 
 def workers_without_uv() -> AbstractContextManager[None]:
@@ -235,7 +109,7 @@ def workers_without_uv() -> AbstractContextManager[None]:
     """
     if UV_RUN in os.environ:
         return nullcontext()
-    return _patched(ray._private.ray_constants, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False)
+    return patched(ray._private.ray_constants, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False)
 
 
 def forget_variables(environment: MutableMapping[str, str], keep: Sequence[str] = ()) -> None:

@@ -57,7 +57,9 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         self._is_own = is_own
         self._unneeded: tuple[type[Any], ...] = (_NoDatasets,)
         if is_own:
-            self._unneeded += (PlacementGroupCleanerCallback,)  # the end of the job cleans up instead
+            # The end of the job cleans up instead. Its actor would ask the Ray that was started last on this host,
+            # and wait for 12 s at the end if that one is dead.
+            self._unneeded += (PlacementGroupCleanerCallback,)
         self._controller: Any = None  # the actor, once it is started
         self._ended: Future[Any] = Future()
         self._policies = {
