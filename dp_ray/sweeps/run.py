@@ -25,10 +25,11 @@ from dp_ray.errors import ClusterError, Error, JobError, RunInterrupted, error_r
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.plan.order import derive_seed
+from dp_ray.records import damage_told
 from dp_ray.results.result import Result
 from dp_ray.results.text import relative
-from dp_ray.rundir.claim import read_claim, with_full_init_from, with_shards_of_run
-from dp_ray.rundir.files import RESULT, RUN, damage_told, is_finished, read_json
+from dp_ray.rundir.claim import with_full_init_from, with_shards_of_run
+from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, RUN_JSON, is_finished
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
 from dp_ray.sweeps.record import (
@@ -270,10 +271,10 @@ class Sweep:
         """Return the metrics of a trial whose run has finished although the record does not say so; else None."""
         run = self._base.child(job.run_name)
         asked = with_shards_of_run(with_full_init_from(job.for_task()), self._base)
-        if not is_finished(run) or not asked.has_fingerprint(read_claim(run).get("fingerprint")):
+        if not is_finished(run) or not asked.has_fingerprint(RUN_JSON.read(run).get("fingerprint")):
             return None
         with damage_told(f"{run}/{RESULT}"):
-            return numbers(read_json(run, RESULT)["metrics"])
+            return numbers(RESULT_JSON.read(run)["metrics"])
 
     def _failed(self, trial: Trial, error: Error) -> None:
         if self.stop.is_at_once:
