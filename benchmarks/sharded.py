@@ -21,6 +21,7 @@ from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.rundir.start import ShardedWriter
 from dp_ray.storage import Storage
+from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
 
 WORDS, LENGTH, WIDTH, LAYERS = 8192, 64, 512, 8
@@ -92,7 +93,7 @@ def ours(keys: dict[str, Any], steps: int, world: World, control: StepControl) -
     with TemporaryDirectory() as folder:
         shared = [folder]
         dist.broadcast_object_list(shared)
-        train(job, world, Storage(shared[0]), lambda _: None, control, {})
+        train(Context(job, world, Storage(shared[0]), lambda _: None, control))
         dist.barrier()
 
 

@@ -24,6 +24,7 @@ from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
 from dp_ray.system.process import keep_freed_memory
 from dp_ray.tasks.hooks import Send
+from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
 
 ROWS, BATCH = 40_960, 1024
@@ -80,7 +81,7 @@ def ours(model: str, keys: dict[str, Any], world: World, control: StepControl, s
     job = job_of(model, keys, world)
     world = replace(world, all_devices=(CPU,) * len(keys.get("devices", ())))
     with TemporaryDirectory() as folder:
-        train(job, world, Storage(folder), send, control, {})
+        train(Context(job, world, Storage(folder), send, control))
 
 
 def job_of(model: str, keys: dict[str, Any], world: World) -> Job:

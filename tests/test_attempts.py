@@ -1,23 +1,17 @@
 """The driver follows the newest attempt alone: what workers of a superseded one still send changes nothing."""
 
-import io
 import time
 
 import pytest
 
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError
-from dp_ray.job.job import Job
-from dp_ray.monitor.attempts import Attempts, NodeControl
-from dp_ray.monitor.console import Console
+from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.messages import Beat, Failed, Interrupted, Message, Shapes, Started, WorkerReady
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.plan.split import Split
 from dp_ray.rundir.incidents import IncidentKind
-from dp_ray.steps.reports import ReportFile
 from dp_ray.steps.shapes import Report
-from dp_ray.storage import Storage
-from dp_ray.trackers.tensorboard import TensorBoardWriter
+from tests.support.builders import attempts_of, monitor_of
 
 LIMIT = 100.0
 FAILED = Failed("a", World(1, 2), DataError, "sample 7", "all")
@@ -51,13 +45,7 @@ def ready(attempt: str, rank: int) -> WorkerReady:
 
 def following(*messages: Message, nodes: Nodes | None = None) -> Monitor:
     """A monitor of two workers that has taken in the messages."""
-    keys = {"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2, "timeouts": {"step": LIMIT}}
-    file, tensorboard = ReportFile(io.BytesIO()), TensorBoardWriter(Storage("nowhere"))
-    monitor = Monitor(Job.make(keys, "job"), Split(20, 10, 2), file, [tensorboard], Console("job", True), False)
-    monitor.node_control = nodes or Nodes()
-    for message in messages:
-        monitor.take(message)
-    return monitor
+    return monitor_of(*messages, job={"timeouts": {"step": LIMIT}}, quiet=True, nodes=nodes or Nodes())
 
 
 def attempts(*names: str) -> list[Message]:
@@ -102,14 +90,14 @@ def test_an_error_is_forgotten_when_the_workers_are_replaced() -> None:
 
 
 def test_the_workers_of_an_attempt_stand_in_the_order_of_their_ranks() -> None:
-    found = Attempts()
+    found = attempts_of()
     assert found.take(ready("a", 1)) == ()
     assert [one.world.rank for one in found.take(ready("a", 0))] == [0, 1]
     assert [one.world.rank for one in found.workers((1, 5))] == [1]
 
 
 def test_reports_that_come_before_their_attempt_begins_are_given_once() -> None:
-    found = Attempts()
+    found = attempts_of()
     early = [Shapes(name, Report(World(0, 2), 0, {}, [])) for name in ("b", "a", "b")]
     for one in early:
         found.hold_early(one)

@@ -19,14 +19,13 @@ from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.outputs import merging
 from dp_ray.outputs.files import OUTPUTS, FileMerge, forget_lost, prove_outputs
-from dp_ray.outputs.merging import AgreedFilePlan, Merger
-from dp_ray.outputs.parts import PartWriter
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Done, FilePlan, Split, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, Ledger
 from dp_ray.storage import Storage
+from tests.support.builders import merger_of, writer_of
 
 SPLIT, ORDER = Split(240, 4, 4), Order(240, 5, 0, True)  # 60 steps
 
@@ -60,10 +59,10 @@ class Worker(threading.Thread):
     def _predict(self) -> None:
         run, world = self._run, self._world
         work = Work(SPLIT, world.world_size, world.rank, Done(ledger.done_ranges(self._begun.parts)))
-        plan = AgreedFilePlan(run, self._begun, SPLIT, 1, world, lambda: self.control.wants_stop)
-        with Merger(run, self._begun, SPLIT, ORDER, plan, world) as merger:
-            on = run.child(PARTS), work.shards, plan.agree
-            with PartWriter(*on, attempt=self._begun.attempt, num_workers=world.world_size) as writer:
+        plan, merger = merger_of(run, self._begun, SPLIT, ORDER, world, lambda: self.control.wants_stop)
+        parts, attempt, size = run.child(PARTS), self._begun.attempt, world.world_size
+        with merger:
+            with writer_of(parts, work.shards, plan.agree, attempt=attempt, num_workers=size) as writer:
                 for step, shards in work:
                     if shards:
                         merger.make_room(writer.commit, self.control)

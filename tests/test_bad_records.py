@@ -18,21 +18,23 @@ from torch.utils.data import default_collate
 
 from dp_ray.engine.bad_samples import BadSample, Reference, Screen, bad_sample, choose_reference, form_of, not_finite
 from dp_ray.engine.loading import collated
-from dp_ray.engine.quarantine import Quarantine, load_good
+from dp_ray.engine.quarantine import Quarantine
+from dp_ray.engine.world import World
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
-from dp_ray.job.plan import split_of
 from dp_ray.job.samples import ReadRequest
 from dp_ray.outputs.files import prove_outputs
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Shard, Work
+from dp_ray.plan.split import Shard
 from dp_ray.rundir.quarantine import merge_quarantine, positions_set_aside
 from dp_ray.storage import Storage
+from dp_ray.tasks.setup import Context
 from dp_ray.tasks.setup import set_aside as begin_to_set_aside
 from dp_ray.text import hide
 from tests.support import training
 from tests.support.bad_data import Broken, good_loop, quarantined
+from tests.support.builders import loader_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.trainings import assert_as_good_loop, job_of
 
@@ -356,7 +358,9 @@ class WithSecretKeys(Broken):
 def test_the_reference_of_a_resumed_run_is_the_same_whatever_the_keys_are_called(tmp_path: Path) -> None:
     run, forms = Storage(str(tmp_path)), []
     for _ in range(2):
-        aside = begin_to_set_aside(prediction({}), "dataset", WithSecretKeys(5), run, lambda note: None)
+        aside = begin_to_set_aside(
+            Context(prediction({}), World(), run, lambda note: None), "dataset", WithSecretKeys(5)
+        )
         assert aside is not None
         forms.append(aside.quarantine.reference)
     assert forms[0] == forms[1] == Reference(0, form_of(WithSecretKeys(5)[0]))
@@ -408,14 +412,10 @@ def kept_of(errors: dict[int, Exception], names: list[Any], folder: Path) -> tup
     job = prediction({}, on_error={"quarantine": 15}, inputs=["x"], outputs={"carry": ["name"]})
     dataset, run, said = Failing(errors, names), Storage(str(folder)), []
     run.child("quarantine").create()
-    aside = begin_to_set_aside(job, "dataset", dataset, run, lambda note: said.append(note.text))
+    aside = begin_to_set_aside(Context(job, World(), run, lambda note: said.append(note.text)), "dataset", dataset)
     assert aside is not None
-    work = Work(split_of(job, len(dataset)))
-    used = [
-        index
-        for indices, _ in load_good(job, dataset, work, torch.device("cpu"), aside.quarantine)
-        for index in indices.tolist()
-    ]
+    loaded = loader_of(job, dataset, quarantine=aside.quarantine)
+    used = [index for indices, _ in loaded for index in indices.tolist()]
     merge_quarantine(run, ["name"])
     return used, pq.read_table(folder / "quarantine.parquet").to_pylist(), said
 

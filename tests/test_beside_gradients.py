@@ -15,10 +15,10 @@ from torch import nn
 from dp_ray.engine.optimizer import runs_users_code
 from dp_ray.engine.reduce import Reducer
 from dp_ray.engine.step import Weighted, as_tensor, row_of
-from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.votes import MISSING, VOTES, Stats, StepControl
 from dp_ray.engine.world import CPU, World
 from tests.support import training
+from tests.support.builders import optimizer_step_of
 from tests.support.group import history_of, run_group
 from tests.support.trainings import job_of
 
@@ -118,7 +118,7 @@ def test_norms_known_early_are_torchs_to_the_bit(tmp_path: Path, loss: str) -> N
 def test_a_norm_known_early_counts_unless_the_gradients_are_weighed() -> None:
     def norm(weight: float, rows: int) -> float:
         model = training.mlp()
-        step = OptimizerStep(job_of("mlp"), model, CPU)
+        step = optimizer_step_of(job_of("mlp"), model)
         parameters = list(model.parameters())
         for one in parameters:
             one.grad = torch.ones_like(one)

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from dp_ray.engine.model import load_weights
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.rundir import checkpoint as state_module
 from dp_ray.rundir.checkpoint import CheckpointWriter, load_checkpoint, newest, pack, steps_of, unpack
-from dp_ray.rundir.start import load_weights, open_checkpoint, read_start
+from dp_ray.rundir.start import open_checkpoint, read_start
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import write_tensors
 

@@ -14,12 +14,13 @@ from dp_ray.job.job import Job
 from dp_ray.outputs.files import MERGED, OUTPUTS
 from dp_ray.rundir import files
 from dp_ray.rundir.checkpoint import CHECKPOINTS
-from dp_ray.rundir.claim import base_storage, check_shared, claim, is_aside, put_back, settle, with_shards_of_run
+from dp_ray.rundir.claim import base_storage, check_shared, is_aside, put_back, settle, with_shards_of_run
 from dp_ray.rundir.history import HISTORY, METRICS
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.rundir.start import INDEX, WEIGHTS, write_weights
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import write_tensors
+from tests.support.builders import run_dir_of
 from tests.support.trainings import trained
 
 
@@ -40,18 +41,18 @@ class InFolder:
 
 
 def test_a_new_run_is_claimed(tmp_path: Path) -> None:
-    claimed = claim(job_of(), Storage(str(tmp_path)))
+    claimed = run_dir_of(tmp_path, job_of())
     assert not claimed.is_resumed
     check_shared(claimed.storage, claimed.token, "rank 0")
 
 
 @pytest.mark.parametrize("status", [None, "failed", "interrupted"])
 def test_an_unfinished_run_of_the_same_job_is_resumed(tmp_path: Path, status: str | None) -> None:
-    first = claim(job_of(shards=8, workers=2), Storage(str(tmp_path)))
+    first = run_dir_of(tmp_path, job_of(shards=8, workers=2))
     (tmp_path / "job" / "parts" / "kept").write_text("x")
     if status:
         finish(tmp_path, status)
-    second = claim(job_of(shards=8, workers=3, retries=0), Storage(str(tmp_path)))
+    second = run_dir_of(tmp_path, job_of(shards=8, workers=3, retries=0))
     assert second.is_resumed
     assert second.token != first.token
     assert (tmp_path / "job" / "parts" / "kept").exists()
@@ -60,20 +61,20 @@ def test_an_unfinished_run_of_the_same_job_is_resumed(tmp_path: Path, status: st
 
 
 def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
-    claim(job_of(), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job_of())
     finish(tmp_path, "done")
     with pytest.raises(JobError, match=r"finished; load its result \(dp_ray.load\(.*give it another name"):
-        claim(job_of(), Storage(str(tmp_path)))
-    assert not claim(job_of(), Storage(str(tmp_path)), overwrite=True).is_resumed
+        run_dir_of(tmp_path, job_of())
+    assert not run_dir_of(tmp_path, job_of(), overwrite=True).is_resumed
     assert not (tmp_path / "job" / "result.json").exists()
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 31}, {"seed": 2}, {"shards": 4}, {"inputs": "first"}])
 def test_a_run_of_a_different_job_is_left_alone(tmp_path: Path, change: dict[str, Any]) -> None:
-    claim(job_of(), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job_of())
     key, value = next(iter(change.items()))
     with pytest.raises(JobError, match=rf"holds a run of a different job \({key}: .* there, {value!r} here\)"):
-        claim(job_of(**change), Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job_of(**change))
 
 
 SGD: dict[str, Any] = {"target": "torch.optim:SGD", "args": {"lr": 0.003, "nested": {"deep": [1, {"a": 2}]}}}
@@ -98,45 +99,45 @@ SGD: dict[str, Any] = {"target": "torch.optim:SGD", "args": {"lr": 0.003, "neste
 )
 def test_what_differs_is_told_by_its_path(tmp_path: Path, here: dict[str, Any], says: str) -> None:
     train = {"task": "train", "loss": "torch.nn:CrossEntropyLoss"}
-    claim(job_of(**train, optimizer=SGD), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job_of(**train, optimizer=SGD))
     with pytest.raises(JobError) as told:
-        claim(job_of(**train, optimizer=here), Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job_of(**train, optimizer=here))
     assert f"a run of a different job ({says}); give it another name" in str(told.value)
 
 
 def test_a_key_that_an_earlier_version_did_not_have_is_no_difference(tmp_path: Path) -> None:
-    claim(job_of(), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job_of())
     path = tmp_path / "job" / "run.json"
     kept = json.loads(path.read_text())
     del kept["job"]["strict"]
     path.write_text(json.dumps(kept))
     with pytest.raises(JobError, match=r"a run of a different job \(seed: 0 there, 2 here\)"):
-        claim(job_of(seed=2), Storage(str(tmp_path)))
-    assert claim(job_of(), Storage(str(tmp_path))).is_resumed
+        run_dir_of(tmp_path, job_of(seed=2))
+    assert run_dir_of(tmp_path, job_of()).is_resumed
 
 
 def test_a_target_that_was_not_there_is_told_by_its_name(tmp_path: Path) -> None:
     train = {"task": "train", "loss": "torch.nn:CrossEntropyLoss", "optimizer": SGD}
-    claim(job_of(**train), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job_of(**train))
     step = {"target": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 3}}
     says = r"\(scheduler: None there, 'torch.optim.lr_scheduler:StepLR' here\)"
     with pytest.raises(JobError, match=says):
-        claim(job_of(**train, scheduler=step), Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job_of(**train, scheduler=step))
 
 
 def test_no_advice_names_overwrite_without_what_it_deletes(tmp_path: Path) -> None:
-    claim(job_of(), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job_of())
     for path in ("checkpoints/step-3.safetensors", "checkpoints/step-6.safetensors", "history/steps-0-3.parquet"):
         (tmp_path / "job" / path).parent.mkdir(exist_ok=True)
         (tmp_path / "job" / path).write_text("x")
     says = r"or replace it \(--overwrite, overwrite=True\), which deletes its 2 checkpoints and history$"
     with pytest.raises(JobError, match=says):
-        claim(job_of(seed=2), Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job_of(seed=2))
     (tmp_path / "job" / "checkpoints" / "step-3.safetensors").unlink()
     (tmp_path / "job" / "weights.safetensors").write_text("x")
     finish(tmp_path, "done")
     with pytest.raises(JobError, match=r"which deletes its 1 checkpoint, history and weights$"):
-        claim(job_of(), Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job_of())
 
 
 def test_the_files_that_overwrite_deletes_are_those_that_runs_keep() -> None:
@@ -145,17 +146,17 @@ def test_the_files_that_overwrite_deletes_are_those_that_runs_keep() -> None:
 
 
 def resumed(tmp_path: Path, began: dict[str, Any], **here: Any) -> Job:
-    claim(job_of(**began), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job_of(**began))
     return with_shards_of_run(job_of(**here), Storage(str(tmp_path)))
 
 
 def test_a_run_keeps_the_shards_that_it_began_with(tmp_path: Path) -> None:
     fewer = resumed(tmp_path, {"workers": 2}, workers=1)
     assert (fewer.num_shards, fewer.workers) == (2, 1)
-    assert claim(fewer, Storage(str(tmp_path))).is_resumed
+    assert run_dir_of(tmp_path, fewer).is_resumed
     more = with_shards_of_run(job_of(workers=5), Storage(str(tmp_path)))
     assert (more.num_shards, more.workers) == (2, 2), "a shard is one worker's"
-    assert claim(more, Storage(str(tmp_path))).is_resumed
+    assert run_dir_of(tmp_path, more).is_resumed
     elastic = with_shards_of_run(job_of(workers={"min": 1, "max": 8}), Storage(str(tmp_path)))
     assert (elastic.num_shards, elastic.min_workers, elastic.max_workers) == (2, 1, 2)
     here = with_shards_of_run(job_of(workers=0), Storage(str(tmp_path)))
@@ -165,7 +166,7 @@ def test_a_run_keeps_the_shards_that_it_began_with(tmp_path: Path) -> None:
 def test_a_job_that_sets_its_shards_keeps_them(tmp_path: Path) -> None:
     job = resumed(tmp_path, {"workers": 2}, workers=1, shards=1)
     with pytest.raises(JobError, match=r"a run of a different job \(shards: 2 there, 1 here\)"):
-        claim(job, Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job)
 
 
 def test_a_run_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_a_run_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
 
 def failed_at_once(folder: Path, **began: Any) -> Path:
     """A run that failed before it kept a step, with the files and folders that such a run leaves."""
-    claim(job_of(**began), Storage(str(folder)))
+    run_dir_of(folder, job_of(**began))
     run = folder / "job"
     for path in ("about.json", "report.html", "previews/rows-0.json", "files/cut-1", "tensorboard/events"):
         (run / path).parent.mkdir(exist_ok=True)
@@ -191,18 +192,18 @@ def test_a_run_that_kept_nothing_is_replaced_by_the_corrected_job(tmp_path: Path
     finish(tmp_path, status)
     corrected = with_shards_of_run(job_of(call="kwargs", workers=4), store)
     assert (corrected.num_shards, corrected.workers) == (4, 4), "nothing is bound by the shards of the other run"
-    claimed = claim(corrected, store)
+    claimed = run_dir_of(store, corrected)
     assert claimed.replaces and not claimed.is_resumed
     assert sorted(path.name for path in run.iterdir()) == ["parts", "run.json"]
     finish(tmp_path, status)
-    assert claim(job_of(dataset=InFolder("x")), store).replaces
+    assert run_dir_of(store, job_of(dataset=InFolder("x"))).replaces
     finish(tmp_path, status)
-    assert claim(job_of(dataset=InFolder("y")), store).replaces, "objects cannot be compared, and need not be"
+    assert run_dir_of(store, job_of(dataset=InFolder("y"))).replaces, "objects cannot be compared, and need not be"
     finish(tmp_path, status)
-    assert claim(job_of(), store, rows={"dataset": 3}).replaces
+    assert run_dir_of(store, job_of(), rows={"dataset": 3}).replaces
     finish(tmp_path, status)
-    assert not claim(job_of(), store, rows={"dataset": 3}).replaces, "the same job goes on"
-    assert not claim(job_of(), store, overwrite=True).replaces
+    assert not run_dir_of(store, job_of(), rows={"dataset": 3}).replaces, "the same job goes on"
+    assert not run_dir_of(store, job_of(), overwrite=True).replaces
 
 
 def test_a_number_of_shards_that_was_found_stays_with_the_same_job_alone(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_a_run_that_kept_anything_is_replaced_by_nobody(tmp_path: Path, path: st
     kept.parent.mkdir(exist_ok=True)
     kept.write_text("x")
     with pytest.raises(JobError, match="holds a run of a different job"):
-        claim(job_of(seed=2), Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job_of(seed=2))
     assert kept.read_text() == "x"
 
 
@@ -232,14 +233,14 @@ def test_nor_is_one_that_did_not_fail(tmp_path: Path, status: str | None) -> Non
     if status:
         finish(tmp_path, status)
     with pytest.raises(JobError, match="holds a run of a different job"):
-        claim(job_of(seed=2), Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job_of(seed=2))
     assert (run / "about.json").exists()
 
 
 def test_objects_from_python_are_never_taken_for_one_another(tmp_path: Path) -> None:
-    claim(job_of(dataset=[1, 2]), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job_of(dataset=[1, 2]))
     with pytest.raises(JobError, match=r"a run of Python objects \(dataset\); whether these are the same"):
-        claim(job_of(dataset=[3, 4]), Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job_of(dataset=[3, 4]))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -247,17 +248,17 @@ def test_a_run_that_would_begin_with_nothing_neither_begins_nor_replaces_another
     tmp_path: Path, overwrite: bool
 ) -> None:
     if overwrite:
-        claim(job_of(), Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job_of())
         finish(tmp_path, "done")
     with pytest.raises(JobError, match=r"init_from: there is no file .*nowhere.pt"):
-        claim(job_of(init_from=str(tmp_path / "nowhere.pt")), Storage(str(tmp_path)), overwrite)
+        run_dir_of(tmp_path, job_of(init_from=str(tmp_path / "nowhere.pt")), overwrite=overwrite)
     assert (tmp_path / "job" / "result.json").exists() == overwrite
     assert (tmp_path / "job").exists() == overwrite
 
 
 def finished_training(folder: Path) -> Path:
     """A finished training with weights, and a file of a dataset in its folder."""
-    claim(job_of(), Storage(str(folder)))
+    run_dir_of(folder, job_of())
     finish(folder, "done")
     run = folder / "job"
     write_weights(Storage(str(run)), {"w": torch.zeros(2)}, lambda tensor: tensor)
@@ -280,7 +281,7 @@ def test_overwrite_deletes_no_weights_from_which_the_new_run_would_begin(
     with pytest.raises(
         JobError, match=r"init_from: \S*weights.safetensors lies in \S*/job, which --overwrite .*--name"
     ):
-        claim(job, Storage(str(tmp_path)), overwrite=True)
+        run_dir_of(tmp_path, job, overwrite=True)
     assert (run / WEIGHTS).exists() and (run / "result.json").exists()
 
 
@@ -298,7 +299,7 @@ def test_nor_any_other_file_that_weights_consist_of(tmp_path: Path, name: str) -
         write_tensors(Storage(str(other)), name, {}, json.dumps({"pieces": {"step": 3, "sha256": ["00"]}}))
         (other / "pieces").symlink_to(run)
     with pytest.raises(JobError, match=rf"init_from: {other}/\S+ lies in {run}, which"):
-        claim(job_of(init_from=str(other / name)), Storage(str(tmp_path)), overwrite=True)
+        run_dir_of(tmp_path, job_of(init_from=str(other / name)), overwrite=True)
     assert (run / WEIGHTS).exists()
 
 
@@ -318,7 +319,7 @@ def test_nor_what_a_target_would_read(tmp_path: Path, key: str, given: Any) -> N
     else:
         given = json.loads(json.dumps(given).replace("{run}", str(run)))
     with pytest.raises(JobError, match=rf"{key}: {run}\S* lies in {run}, which --overwrite"):
-        claim(job_of(**{key: given}), Storage(str(tmp_path)), overwrite=True)
+        run_dir_of(tmp_path, job_of(**{key: given}), overwrite=True)
     assert (run / "outputs" / "0.parquet").exists()
 
 
@@ -331,7 +332,7 @@ def test_overwrite_with_what_lies_elsewhere(tmp_path: Path, monkeypatch: pytest.
     hooks = {"on_step": {"target": "a:b", "args": {"log": str(run / WEIGHTS)}}}  # it may write there
     train = {"task": "train", "loss": "torch.nn:MSELoss", "optimizer": "torch.optim:SGD", "hooks": hooks}
     job = job_of(**train, dataset=dataset, init_from=str(tmp_path / "job-2" / "w.pt"))
-    assert not claim(job, Storage(str(tmp_path)), overwrite=True).is_resumed
+    assert not run_dir_of(tmp_path, job, overwrite=True).is_resumed
     assert not (run / WEIGHTS).exists()
 
 
@@ -385,9 +386,9 @@ def test_a_run_that_fails_after_a_step_has_replaced_the_old_one(tmp_path: Path) 
 @pytest.mark.parametrize("kept", [None, "checkpoints/step-1.safetensors", "result.json"])
 def test_after_a_killed_driver_there_is_the_old_run_or_the_new_one(tmp_path: Path, kept: str | None) -> None:
     """The new run has claimed the directory, and perhaps kept a file; its driver is gone."""
-    claim(job_of(seed=1), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job_of(seed=1))
     finish(tmp_path, "done")
-    assert claim(job_of(seed=2), Storage(str(tmp_path)), overwrite=True).is_replacing
+    assert run_dir_of(tmp_path, job_of(seed=2), overwrite=True).is_replacing
     if kept is not None:
         (tmp_path / "job" / "checkpoints").mkdir()
         (tmp_path / "job" / kept).write_text('{"status": "done"}')
@@ -421,15 +422,15 @@ def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path, overwrite: boo
     thesis.parent.mkdir(parents=True)
     thesis.write_text("years of work")
     with pytest.raises(JobError, match="holds files that are no run"):
-        claim(job_of(), Storage(str(tmp_path)), overwrite)
+        run_dir_of(tmp_path, job_of(), overwrite=overwrite)
     assert thesis.read_text() == "years of work"
 
 
 def test_a_damaged_claim_is_told(tmp_path: Path) -> None:
-    claim(job_of(), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job_of())
     (tmp_path / "job" / "run.json").write_text("{")
     with pytest.raises(StorageError, match=r"run\.json: is damaged"):
-        claim(job_of(), Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job_of())
 
 
 def test_what_a_worker_cannot_see_is_told_with_what_to_do(tmp_path: Path) -> None:
@@ -438,7 +439,7 @@ def test_what_a_worker_cannot_see_is_told_with_what_to_do(tmp_path: Path) -> Non
 
 
 def test_secrets_are_not_kept(tmp_path: Path) -> None:
-    claim(job_of(env={"TOKEN": "hush"}), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job_of(env={"TOKEN": "hush"}))
     assert "hush" not in (tmp_path / "job" / "run.json").read_text()
 
 

@@ -18,9 +18,9 @@ from dp_ray.rundir.history import HISTORY, METRICS, SEGMENT
 from dp_ray.storage import Storage
 from dp_ray.tables import read_table, write_table
 from tests.support import training
+from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
 from tests.support.fresh import loaded_by
-from tests.support.run_dirs import claimed_in
 from tests.support.trainings import short_training as train
 
 
@@ -142,7 +142,7 @@ def test_runs_that_did_not_end_are_compared(here: Path) -> None:
     result = train(here, "one", epochs=1)
     with pytest.raises(Error):
         train(here, "two", collate="tests.support.odd:fails")
-    with held(claimed_in(here)):
+    with held(run_dir_of(here)):
         runs = [read_compared_run(Storage(str(here / name))) for name in ("one", "two", "run")]
     table = {row[0]: row[1:] for row in (line.split("  ") for line in comparison_text(runs).splitlines())}
     assert [cell.strip() for cell in table["status"] if cell] == ["done", "failed", "running"]

@@ -17,17 +17,17 @@ from dp_ray.engine.clock import DeviceClock
 from dp_ray.engine.loading import Batch
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Update
-from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError
 from dp_ray.job.samples import ReadRequest
-from dp_ray.plan.split import Split, Work
+from dp_ray.plan.split import Split
 from dp_ray.rundir.checkpoint import CheckpointWriter, TrainState
 from dp_ray.steps.times import History
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waits_for
 from dp_ray.tasks import task
 from tests.support import training
+from tests.support.builders import loader_of, optimizer_step_of
 from tests.support.trainings import job_of
 
 GPU = torch.device("cuda", 0)
@@ -88,7 +88,7 @@ def test_samples_that_are_on_a_gpu_already_are_told_what_to_set(monkeypatch: pyt
     monkeypatch.setattr(loading, "make_loader", loaded)
     job = job_of("mlp")
     with pytest.raises(DataError, match=r"on a GPU already.*set loader\.pin_memory: false"):
-        next(loading.load_shards(job, training.Pairs(), Work(Split(101, 7, 1), 1, 0), torch.device("cpu")))
+        next(loader_of(job, training.Pairs()))
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_a_read_that_waits_for_the_gpu_is_no_hang_of_this_worker() -> None:
 
 def test_a_scaler_that_waits_for_the_gpu_is_no_hang_of_this_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     model, told = training.mlp(), set()
-    step = OptimizerStep(job_of("mlp", precision="fp16"), model, torch.device("cpu"))
+    step = optimizer_step_of(job_of("mlp", precision="fp16"), model)
     scaler = step.scaler
     assert scaler is not None
 

@@ -37,7 +37,9 @@ KEYS: dict[str, Any] = {
 
 def stopping_of(train_state: TrainState, **keys: Any) -> EarlyStopping:
     job = job_of("mlp", eval=EVAL, early_stopping={"metric": "eval_loss", **keys})
-    return EarlyStopping(job, train_state, 1000)
+    stopping = EarlyStopping.of(job, train_state)
+    assert stopping is not None
+    return stopping
 
 
 def stop_by_hand(values: list[float], patience: int, delta: float, sign: int) -> int | None:
@@ -88,8 +90,7 @@ def test_another_metric_mode_or_delta_begins_to_count_anew() -> None:
     for keys in ({"mode": "max"}, {"min_delta": 0.5}):
         again = TrainState(**json.loads(json.dumps(train_state.to_json())))
         assert not stopping_of(again, patience=1, **keys).has_stopped
-    without = EarlyStopping(job_of("mlp"), train_state, 1000)
-    assert not without.has_stopped and "stopping" not in train_state.to_json()
+    assert EarlyStopping.of(job_of("mlp"), train_state) is None and "stopping" not in train_state.to_json()
 
 
 @pytest.mark.parametrize("metric", ["loss", "epoch_loss"])

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -149,9 +150,13 @@ cluster.shutdown()
 @pytest.mark.ray
 def test_a_process_may_use_a_ray_without_a_token_after_one_with(tmp_path: Path) -> None:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
-    line = [sys.executable, "-c", ONE_AFTER_ANOTHER, str(tmp_path)]
+    line = [sys.executable, "-u", "-X", "faulthandler", "-c", ONE_AFTER_ANOTHER, str(tmp_path)]
+    began = time.time()
     ended = subprocess.run(line, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=2 * SECONDS)
-    assert ended.returncode == 0, ended.stderr
+    # A driver whose raylet is gone ends with status 1 and says so in its log alone.
+    logs = [one for one in Path("/tmp/ray").glob("session_*/logs/*core-driver*") if one.stat().st_mtime >= began]
+    says = "\n".join(f"{one}:\n" + "\n".join(one.read_text().splitlines()[-5:]) for one in logs)
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}\n{says}"
     same_names, refused, by_dp_ray, by_the_caller, demanded = ended.stdout.splitlines()
     assert same_names == "False True", "a reference of the first Ray would free an object of the second"
     assert refused.startswith("this process still has the token of an earlier Ray, and the Ray at ")

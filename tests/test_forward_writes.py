@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dp_ray.driver.replay import replay
-from dp_ray.engine.prediction import predict
 from dp_ray.engine.trainer import WRITTEN
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.checkpoint import load_checkpoint, pack
-from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
 from dp_ray.tasks.replay import Replayed, StepChoice
 from dp_ray.tensors.files import write_tensors
 from tests.support import training
+from tests.support.builders import predictions_of, run_dir_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.trainings import ADAMW, assert_close, initial, job_of
 from tests.support.writing import WritesInEval, WritesItsInputs, Writing, plain_training
@@ -214,11 +213,9 @@ def test_a_prediction_leaves_the_model_as_it_was() -> None:
     model = initial(WritesInEval, LARGE)
     before, mine = copy.deepcopy(model.state_dict()), training.Pairs(12).inputs
     made = Job.make({"model": WritesInEval, "dataset": [1], "batch_size": 4, "shards": 2}, "job")
-    found: list[torch.Tensor] = []
     work = Work(Split(12, 4, 2))
     batches = ((None, mine[shard.start : shard.stop]) for _, shards in work for shard in shards)
-    keep: Any = lambda shard, indices, outputs, carried: found.append(outputs.clone())  # noqa: E731
-    predict(model, made, torch.device("cpu"), work, batches, keep, lambda step: None)  # type: ignore[arg-type]
+    found = predictions_of(made, model, work, batches).values()
     with torch.no_grad():
         expected = [initial(WritesInEval, LARGE).eval()(chunk) for chunk in mine.chunk(6)]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -230,7 +227,7 @@ def test_a_prediction_leaves_the_model_as_it_was() -> None:
 def test_each_step_that_runs_again_has_the_historys_loss(tmp_path: Path, width: int) -> None:
     keys: dict[str, Any] = {"bitwise": True, "epochs": 2, "checkpoint": {"every_steps": 2}}
     made = job(*ALL, width=width, workers=2, **keys)
-    run = claim(made, Storage(str(tmp_path)), rows={"dataset": 30}).storage
+    run = run_dir_of(tmp_path, made, rows={"dataset": 30}).storage
     run_group(made, run.location)
     for step, row in enumerate(history_of(Path(run.location))):
         found: list[Replayed] = []

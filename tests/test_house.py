@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.builders import CONSTRUCTORS
 from tests.support.cluster import ROOT
-from tests.support.sources import nodes_of
+from tests.support.sources import calls_of, nodes_of
 
 FOLDERS = ("dp_ray", "benchmarks", "jobs", "docs", "tests")
 FUNCTION_LINES = 60
@@ -99,3 +100,22 @@ def test_no_module_is_too_large(folder: str) -> None:
         if lines > (KEYS_LINES if name == "dp_ray/job/keys.py" else MODULE_LINES)
     }
     assert not large, f"modules of more than {MODULE_LINES} lines of code: {large}"
+
+
+def test_only_the_builders_call_constructors_of_inner_objects() -> None:
+    missing = [name for name in CONSTRUCTORS if not is_defined(name)]
+    assert not missing, f"tests/support/builders.py names what is not there: {missing}"
+    builders = ROOT / "tests" / "support" / "builders.py"
+    calls = {
+        path.relative_to(ROOT).as_posix(): found
+        for path in sources("tests")
+        if path != builders and (found := sorted(CONSTRUCTORS & calls_of(path)))
+    }
+    assert not calls, f"build them with tests/support/builders.py: {calls}"
+
+
+def is_defined(name: str) -> bool:
+    """Whether a module of dp_ray defines the function or class of this full name."""
+    module, _, own = name.rpartition(".")
+    body = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body
+    return own in [one.name for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)]

@@ -19,11 +19,10 @@ from dp_ray.errors import DataError, RunInterrupted, StorageError
 from dp_ray.job.job import Job
 from dp_ray.monitor.attempts import interruption_of
 from dp_ray.monitor.messages import Interrupted
-from dp_ray.rundir.claim import claim
 from dp_ray.rundir.incidents import IncidentKind, Interruption
 from dp_ray.rundir.lease import LEASE
-from dp_ray.storage import Storage
 from tests.support import forked, models
+from tests.support.builders import run_dir_of
 from tests.support.trainings import keys_of
 
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
@@ -110,9 +109,9 @@ def test_each_attempts_end_is_told_as_it_was(tmp_path: Path, capsys: pytest.Capt
 
 def test_the_result_of_one_driver_is_never_taken_for_that_of_the_next(tmp_path: Path) -> None:
     job = Job.make({name: value for name, value in keys(tmp_path).items() if name != "quiet"}, "run")
-    claim(job, Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job)
     (tmp_path / "run" / "result.json").write_text(json.dumps({"status": "interrupted", "error": "KeyboardInterrupt"}))
-    claim(job, Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job)
     assert not (tmp_path / "run" / "result.json").exists()
 
 
@@ -150,7 +149,7 @@ def test_so_does_one_that_has_kept_nothing(
     tmp_path: Path, task: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = {name: value for name, value in keys(tmp_path, task=task).items() if name != "quiet"}
-    claim(Job.make(given, "run"), Storage(str(tmp_path)), rows={"dataset": 96})
+    run_dir_of(tmp_path, Job.make(given, "run"), rows={"dataset": 96})
     assert reported(tmp_path / "run", capsys).startswith(f"unfinished: {says}, last alive ")
 
 

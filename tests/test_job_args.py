@@ -29,10 +29,10 @@ from dp_ray.errors import JobError
 from dp_ray.job.files import differences
 from dp_ray.job.job import Job
 from dp_ray.results.compare import differing_keys
-from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
 from dp_ray.tasks.checkpoints import check_updates, updates_of
 from dp_ray.tasks.replay import StepChoice
+from tests.support.builders import run_dir_of
 from tests.support.cluster import ROOT
 
 LONG = np.arange(5000.0)
@@ -165,33 +165,33 @@ def test_a_sets_order_does_not_count() -> None:
 )
 def test_what_cannot_be_told_resumes_only_with_resume(tmp_path: Path, make: Callable[[], Any]) -> None:
     base = Storage(str(tmp_path))
-    claim(job(value=[make()]), base)
+    run_dir_of(base, job(value=[make()]))
     with pytest.raises(
         JobError, match=r"a run of Python objects \(dataset\.args\.value\.0\); .* resume=True resumes"
     ):
-        claim(job(value=[make()]), base)
-    assert claim(job(value=[make()]), base, resume=True).is_resumed
+        run_dir_of(base, job(value=[make()]))
+    assert run_dir_of(base, job(value=[make()]), resume=True).is_resumed
 
 
 def test_the_error_names_the_key_and_both_values(tmp_path: Path) -> None:
     base = Storage(str(tmp_path))
-    claim(job(samples=LONG, rates={"first": torch.tensor([0.5, 0.25])}), base)
-    assert claim(job(samples=LONG.copy(), rates={"first": torch.tensor([0.5, 0.25])}), base).is_resumed
+    run_dir_of(base, job(samples=LONG, rates={"first": torch.tensor([0.5, 0.25])}))
+    assert run_dir_of(base, job(samples=LONG.copy(), rates={"first": torch.tensor([0.5, 0.25])})).is_resumed
     array = r"'\(numpy\) float64 \[5000\] sha256 [0-9a-f]{32}'"
     with pytest.raises(JobError, match=rf"\(dataset\.args\.samples: {array} there, {array} here\)"):
-        claim(job(samples=CHANGED, rates={"first": torch.tensor([0.5, 0.25])}), base)
+        run_dir_of(base, job(samples=CHANGED, rates={"first": torch.tensor([0.5, 0.25])}))
     said = (
         r"rates\.first: '\(torch\) float32 \[2\]: 0\.5, 0\.25, sha256 .* there, '\(torch\) float32 \[2\]: 0\.5, 0\.1"
     )
     with pytest.raises(JobError, match=said):
-        claim(job(samples=LONG, rates={"first": torch.tensor([0.5, 0.125])}), base)
+        run_dir_of(base, job(samples=LONG, rates={"first": torch.tensor([0.5, 0.125])}))
 
 
 def test_the_error_of_a_long_list_is_short(tmp_path: Path) -> None:
     base = Storage(str(tmp_path))
-    claim(job(values=list(range(1000))), base)
+    run_dir_of(base, job(values=list(range(1000))))
     with pytest.raises(JobError, match=r"values\.7: 7 there, 8 here; and 992 more\); give") as raised:
-        claim(job(values=list(range(1, 1001))), base)
+        run_dir_of(base, job(values=list(range(1, 1001))))
     assert len(str(raised.value)) < 1000
 
 
@@ -209,16 +209,16 @@ def before(**args: Any) -> dict[str, Any]:
 def test_a_run_that_the_version_before_began_goes_on(tmp_path: Path) -> None:
     """The hash is what that version made of this job."""
     base, made = Storage(str(tmp_path)), job(samples=torch.arange(3.0), when=datetime.date(2026, 1, 1), lr=0.1)
-    claim(made, base)
+    run_dir_of(base, made)
     run = tmp_path / "job" / "run.json"
     said = json.loads(run.read_text())
     said["fingerprint"] = "c491a570db85b48c92f4e7f1e92c30e94087b2ac5652ae8266da867e30df5e44"
     said["job"]["dataset"]["args"] = before(samples=torch.arange(3.0), when=datetime.date(2026, 1, 1), lr=0.1)
     run.write_text(json.dumps(said))
-    assert claim(made, base).is_resumed
+    assert run_dir_of(base, made).is_resumed
     run.write_text(json.dumps(said))
     with pytest.raises(JobError, match=r"different job \(dataset\.args\.lr: 0\.1 there, 0\.2 here\)"):
-        claim(job(samples=torch.arange(3.0), when=datetime.date(2026, 1, 1), lr=0.2), base)
+        run_dir_of(base, job(samples=torch.arange(3.0), when=datetime.date(2026, 1, 1), lr=0.2))
 
 
 def test_a_checkpoint_of_the_version_before_goes_on_with_the_same_optimizer() -> None:
@@ -257,7 +257,7 @@ def test_a_run_whose_args_no_file_holds_is_not_run_again_from_its_file(tmp_path:
     """Else the target would be called with the text that stands for the object."""
     given = {**values(task="train", loss="a:d", optimizer="a:e"), "storage": str(tmp_path)}
     made = Job.make({**given, "dataset": {"target": "a:c", "args": {"value": PAIRS[name][0]()}}}, "job")
-    claim(made, Storage(str(tmp_path)))
+    run_dir_of(tmp_path, made)
     run = Storage(str(tmp_path / "job"))
     kept = json.loads((tmp_path / "job" / "run.json").read_text())["job"]
     with pytest.raises(JobError, match=r"dataset\.args\.value\S* was given as a Python object"):

@@ -13,15 +13,16 @@ from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.job.job import Job
 from dp_ray.outputs import files, merging
-from dp_ray.outputs.files import FILE_JSON, FileMerge, prove_outputs
+from dp_ray.outputs.files import FILE_JSON, prove_outputs
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import FilePlan, Range, Split
+from dp_ray.plan.split import Range, Split
 from dp_ray.rundir import ledger
 from dp_ray.steps.shapes import Report
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
 from tests.support import models
+from tests.support.builders import file_merge_of
 
 JOB = Job.make(
     {"model": "tests.support.models:Linear", "dataset": models.Rows(60), "batch_size": 10, "workers": 1, "shards": 2},
@@ -79,7 +80,7 @@ def test_a_superseded_worker_gets_no_file_and_removes_no_part(
     run, split = Storage(str(tmp_path)), Split(60, 10, 2)
     run_until(run, 5)
     old = ledger.read(run)
-    late = FileMerge(run, old, FilePlan(1, 6), 0, split, Order(60, shuffle=False))
+    late = file_merge_of(run, split, Order(60, shuffle=False), begun=old)
     assert not late.advance()
     run_until(run, 6)  # the newer attempt commits the last step, and stops before it has merged the file
     parts = run.child(ledger.PARTS).names()
@@ -112,7 +113,7 @@ def test_parts_stay_if_the_record_of_their_file_comes_too_late_to_count(
         FILE_JSON.write(folder, record, name)
 
     monkeypatch.setattr(files, "FILE_JSON", SimpleNamespace(write=late))
-    merge = FileMerge(run, ledger.read(run), FilePlan(1, 6), 0, Split(60, 10, 2), Order(60, shuffle=False))
+    merge = file_merge_of(run, Split(60, 10, 2), Order(60, shuffle=False))
     parts = run.child(ledger.PARTS).names()
     with pytest.raises(StorageError, match="a newer attempt of the job has begun"):
         merge.advance()

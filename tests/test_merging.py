@@ -20,13 +20,13 @@ from dp_ray.errors import ModelError, StorageError
 from dp_ray.outputs import files as output_files
 from dp_ray.outputs import parts as outputs
 from dp_ray.outputs.files import MANIFEST, OUTPUTS, FileMerge, RowProof, forget_lost, outputs_sha256, prove_outputs
-from dp_ray.outputs.parts import PartWriter
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Done, FilePlan, Frontier, Range, Shard, Split, Work, num_files
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, Ledger
 from dp_ray.storage import Storage
+from tests.support.builders import file_merge_of, writer_of
 
 SPLITS = st.builds(
     Split, rows=st.integers(1, 24), batch_size=st.integers(1, 9), shards=st.integers(1, 4), drop_last=st.booleans()
@@ -70,11 +70,9 @@ class Worker:
         work = Work(split, size, rank, Done(ledger.done_ranges(begun.parts)))
         cut = FilePlan(ledger.files_in(ledger.committed(run)) or 1, split.total_steps)
         left = [number for number in range(cut.files) if number not in ledger.records_in(begun.parts)]
-        self.merges = [FileMerge(run, begun, cut, number, split, order) for number in left[rank::size]]
+        self.merges = [file_merge_of(run, split, order, cut, number, begun) for number in left[rank::size]]
         self._steps = iter(work)
-        self._writer = PartWriter(
-            run.child(PARTS), work.shards, lambda row_bytes: cut, attempt=begun.attempt, num_workers=size
-        )
+        self._writer = writer_of(run.child(PARTS), work.shards, cut, attempt=begun.attempt, num_workers=size)
 
     @property
     def is_killed(self) -> bool:
@@ -346,13 +344,13 @@ def test_files_that_cannot_be_read_as_one_are_told_with_their_steps(tmp_path: Pa
     ledger.note_files(run, "", 2)
     cut = FilePlan(2, 4)
     for number, give in enumerate([lambda samples: {"x": torch.from_numpy(samples)}, after]):
-        writer = PartWriter(run.child(PARTS), range(1), lambda row_bytes: cut)
+        writer = writer_of(run.child(PARTS), plan=cut)
         for step in cut.steps_of(number):
             (shard,) = split.worker(1, 0, step)
             samples = order.indices(shard.start, shard.stop)
             writer.on_shard(shard, samples, give(samples))
             writer.on_step(step)
-        assert FileMerge(run, ledger.read(run), cut, number, split, order).advance()
+        assert file_merge_of(run, split, order, cut, number).advance()
     if says is None:
         prove_outputs(run, 40)
     else:
@@ -382,9 +380,7 @@ def test_a_look_takes_in_only_the_parts_that_are_new(tmp_path: Path, monkeypatch
     """Of 5,000 parts in 50 looks, the last ones first: each name is read once, and each step is looked at once."""
     split, names = Split(10_000, 2, 1), list[str]()
     read, looked_at = counted(monkeypatch, ledger, "_attempt_of"), counted(monkeypatch, Split, "worker")
-    merge = FileMerge(
-        Storage(str(tmp_path)), Ledger("", []), FilePlan(1, 5000), 0, split, Order(10_000, shuffle=False)
-    )
+    merge = file_merge_of(Storage(str(tmp_path)), split, Order(10_000, shuffle=False), begun=Ledger("", []))
     monkeypatch.setattr(Storage, "names", lambda folder: names)
     monkeypatch.setattr(FileMerge, "_join", lambda *_: None)
     monkeypatch.setattr(FileMerge, "_commit", lambda *_: None)

@@ -1,7 +1,6 @@
 """The monitor: it takes in what workers send, in order; an error while it listens ends the job."""
 
 import asyncio
-import io
 import signal
 import threading
 import time
@@ -16,7 +15,6 @@ from dp_ray import errors
 from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms, Why
 from dp_ray.driver import in_process
 from dp_ray.engine.world import World
-from dp_ray.job.job import Job
 from dp_ray.monitor import attempts, console
 from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.messages import (
@@ -31,27 +29,13 @@ from dp_ray.monitor.messages import (
     error_of,
 )
 from dp_ray.monitor.monitor import Monitor, listening
-from dp_ray.plan.split import Shard, Split
+from dp_ray.plan.split import Shard
 from dp_ray.rundir.incidents import IncidentKind
-from dp_ray.steps.reports import ReportFile
 from dp_ray.steps.shapes import Recorder, Sizes
-from dp_ray.storage import Storage
 from dp_ray.tasks.hooks import Note
-from dp_ray.trackers.tensorboard import TensorBoardWriter
+from tests.support.builders import monitor_of
 
 SEEN = Sizes("[5, 5]", "[5, 2]", 5)
-
-
-def monitor_of(shapes: bool = False, quiet: bool = False) -> Monitor:
-    job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2}, "job")
-    return Monitor(
-        job,
-        Split(20, 10, 2),
-        ReportFile(io.BytesIO()),
-        [TensorBoardWriter(Storage("nowhere"))],
-        Console("job", quiet),
-        shapes,
-    )
 
 
 def ready(attempt: str, rank: int, world_size: int = 2) -> WorkerReady:

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dp_ray.engine.loading import Batches, OverlappedRead
+from dp_ray.engine.loading import Batches
 from dp_ray.engine.votes import StepControl
 from dp_ray.plan.order import Order
 from dp_ray.rundir.quarantine import count_quarantined
 from dp_ray.storage import Storage
+from tests.support.builders import read_ahead_of
 from tests.support.group import ProcessExit, history_of, run_group
 from tests.support.training import Pairs, mlp
 from tests.support.trainings import job_of
@@ -44,8 +45,8 @@ def numbered(count: int, read: list[int], fails: bool = False) -> Batches:
 @given(st.integers(0, 6), st.booleans(), st.lists(st.sampled_from(["next", "read"]), max_size=20))
 def test_batches_come_in_order_and_at_most_one_is_ahead(count: int, fails: bool, calls: list[str]) -> None:
     read: list[int] = []
-    ahead, given, ended = OverlappedRead(), 0, False
-    batches = ahead.passing(numbered(count, read, fails))
+    given, ended = 0, False
+    ahead, batches = read_ahead_of(numbered(count, read, fails))
     for call in calls:
         if call == "read":
             ahead.read()
@@ -69,9 +70,7 @@ def test_batches_come_in_order_and_at_most_one_is_ahead(count: int, fails: bool,
 
 def test_nothing_is_read_before_the_first_batch_is_asked_for() -> None:
     read: list[int] = []
-    ahead = OverlappedRead()
-    ahead.read()
-    batches = ahead.passing(numbered(2, read))
+    ahead, batches = read_ahead_of(numbered(2, read))
     ahead.read()
     assert read == []
     assert next(batches)[0] == [0]
@@ -190,8 +189,7 @@ def test_what_is_ahead_is_let_go_with_its_batches() -> None:
     def batches() -> Iterator[Any]:
         yield from numbered(3, closed)
 
-    ahead = OverlappedRead()
-    passing = ahead.passing(batches())  # type: ignore[arg-type]
+    ahead, passing = read_ahead_of(batches())  # type: ignore[arg-type]
     next(passing)
     ahead.read()
     passing.close()

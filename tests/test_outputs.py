@@ -36,13 +36,13 @@ from dp_ray.outputs.files import (
     outputs_sha256,
     prove_outputs,
 )
-from dp_ray.outputs.parts import PartWriter
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Done, FilePlan, Split, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import PARTS, done_ranges
 from dp_ray.storage import Storage
+from tests.support.builders import writer_of
 from tests.support.merging import begin, merge
 
 Forward = Callable[[torch.Tensor], Any]  # from sample indices to the outputs of these rows
@@ -72,7 +72,7 @@ def run_worker(
     ran = []
     files = ledger.files_in(ledger.committed(run)) or 1
     cut = FilePlan(files, work.split.total_steps)
-    with PartWriter(run.child(PARTS), work.shards, lambda row_bytes: cut, batch_dim, attempt=attempt) as writer:
+    with writer_of(run.child(PARTS), work.shards, cut, batch_dim=batch_dim, attempt=attempt) as writer:
         for step, shards in work:
             for shard in shards:
                 if step == lost_at and shard == shards[-1]:
@@ -221,7 +221,7 @@ def test_parts_are_committed_when_time_is_up(tmp_path: Path, monkeypatch: pytest
 def test_a_part_gets_its_name_after_what_must_come_before(tmp_path: Path) -> None:
     folder, split = Storage(str(tmp_path)), Split(4, 2, 1)
     seen: list[list[str]] = []
-    writer = PartWriter(folder, range(1), one_file, before_commit=lambda: seen.append(folder.names()))
+    writer = writer_of(folder, before_commit=lambda: seen.append(folder.names()))
     with small_files(1, 1, 1), writer:
         for step, shards in Work(split):
             writer.on_shard(shards[0], np.arange(shards[0].start, shards[0].stop), torch.ones(2))
@@ -230,16 +230,12 @@ def test_a_part_gets_its_name_after_what_must_come_before(tmp_path: Path) -> Non
     assert folder.names() == ["steps-0-1-shards-0-1.arrow", "steps-1-2-shards-0-1.arrow"]
 
 
-def one_file(row_bytes: float) -> FilePlan:
-    return FilePlan(1, 100)
-
-
 def refuse() -> None:
     raise Lost
 
 
 def test_a_part_whose_commit_fails_leaves_nothing(tmp_path: Path) -> None:
-    writer = PartWriter(Storage(str(tmp_path)), range(1), one_file, before_commit=refuse)
+    writer = writer_of(Storage(str(tmp_path)), before_commit=refuse)
     writer.on_shard(Split(4, 4, 1).shard(0, 0), np.arange(4), torch.ones(4))
     writer.on_step(0)
     with pytest.raises(Lost), writer:
@@ -264,7 +260,7 @@ def test_a_worker_that_never_learns_of_the_cut_keeps_nothing(tmp_path: Path) -> 
     """Rank 0 was asked to stop before its first step; so is this worker."""
     known = iter([None, FilePlan(1, 3)])
     split, folder = Split(30, 10, 1), Storage(str(tmp_path))
-    with PartWriter(folder, range(1), lambda row_bytes: next(known)) as writer:
+    with writer_of(folder, plan=lambda row_bytes: next(known)) as writer:
         for step, (shard,) in itertools.islice(Work(split), 2):
             writer.on_shard(shard, np.arange(shard.start, shard.stop), torch.ones(10))
             writer.on_step(step)

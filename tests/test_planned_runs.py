@@ -23,8 +23,7 @@ from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.plan.costs import table
-from dp_ray.rundir.claim import claim
-from dp_ray.storage import Storage
+from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
 from tests.support.training import Pairs
@@ -263,7 +262,7 @@ def test_a_training_that_is_longer_now_is_planned_as_it_goes_on(tmp_path: Path) 
 
 def began_with(folder: Path, **keys: Any) -> None:
     """A run of the training that has kept nothing yet."""
-    claim(Job.make(trainings(folder, **keys), "run"), Storage(str(folder)), rows={"dataset": 101, "eval.dataset": 20})
+    run_dir_of(folder, Job.make(trainings(folder, **keys), "run"), rows={"dataset": 101, "eval.dataset": 20})
 
 
 def test_a_run_is_planned_with_the_shards_with_which_it_began(tmp_path: Path) -> None:

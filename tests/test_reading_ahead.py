@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from dp_ray.data import Parquet
 from dp_ray.data.blocks import Block, Cache
-from dp_ray.engine.loading import load_shards
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
@@ -28,6 +27,7 @@ from dp_ray.job.plan import split_of
 from dp_ray.job.samples import LEAST_AHEAD, IndexLists, look_ahead
 from dp_ray.plan.order import BlockOrder, Order
 from dp_ray.plan.split import Shard, Split, Work
+from tests.support.builders import loader_of
 
 CPU = torch.device("cpu")
 GROUP, GROUPS = 20, 16
@@ -74,7 +74,7 @@ def job(**keys: Any) -> Job:
 
 def feed(dataset: Any, times: StepTimes | None = None, workers: int = 1, **keys: Any) -> Any:
     made = job(workers=workers, **keys)
-    return load_shards(made, dataset, Work(split_of(made, len(dataset)), workers, 0), CPU, times=times)
+    return loader_of(made, dataset, Work(split_of(made, len(dataset)), workers, 0), times=times)
 
 
 def readers() -> list[threading.Thread]:

@@ -218,7 +218,7 @@ def test_a_key_of_another_type_is_damage(name: str, tmp_path: Path) -> None:
         return  # plain JSON, of which each reader checks the keys that it needs
     values = json.loads(case.text)
     for key in values.keys() - {"form"}:  # of a reference sample, any JSON
-        odd = 3 if isinstance(values[key], dict) else {"odd": [None, {}]}
+        odd: Any = 3 if isinstance(values[key], dict) else {"odd": [None, {}]}
         check_damage(case, json.dumps({**values, key: odd}), tmp_path)
 
 

@@ -14,11 +14,10 @@ import dp_ray
 from dp_ray.driver.replay import replay
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
-from dp_ray.rundir.claim import claim
-from dp_ray.storage import Storage
 from dp_ray.tasks.replay import Replayed, StepChoice, compared
 from tests.support import forked, training
 from tests.support.bad_data import Broken
+from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
 from tests.support.group import StopsBefore, history_of, run_group
 from tests.support.s3 import Server
@@ -45,7 +44,7 @@ def again(run_dir: Path | str, step: int, shard: int | None = None) -> Replayed:
 
 def trained(job: Job, folder: Path, *lives: tuple[int, int | None]) -> Path:
     """A run in several lives, without a driver: each on so many workers, and to the step before which all die."""
-    run = claim(job, Storage(str(folder)), rows={"dataset": 70}).storage
+    run = run_dir_of(folder, job, rows={"dataset": 70}).storage
     for workers, dies in lives:
         control = None if dies is None else StopsBefore(dies)
         run_group(job.model_copy(update={"workers": workers}), run.location, control)
@@ -309,7 +308,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         ("mixed", {"strategy": "fsdp", "fsdp": {"mixed_precision": {"param": "bf16"}}}, "fsdp.mixed_precision"),
     ):
         job = Job.make({key: one for key, one in {**keys_of(**keys), "name": name}.items() if key != "quiet"}, name)
-        claim(job, Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job)
         with pytest.raises(JobError, match=says):
             again(tmp_path / name, 0)
 
@@ -318,7 +317,7 @@ def test_a_run_without_what_its_start_writes_is_left_as_it_is(tmp_path: Path) ->
     """It was claimed, and its workers have never begun: nothing says which sample is its reference."""
     values = keys_of(on_error={"quarantine": 1})
     del values["quiet"]
-    claim(Job.make({**values, "name": "run"}, "run"), Storage(str(tmp_path)))
+    run_dir_of(tmp_path, Job.make({**values, "name": "run"}, "run"))
     before = files_of(tmp_path)
     with pytest.raises(dp_ray.errors.StorageError, match="a replay writes nothing"):
         again(tmp_path / "run", 0)

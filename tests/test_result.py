@@ -17,7 +17,6 @@ import torch
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.outputs.files import MANIFEST
-from dp_ray.outputs.parts import PartWriter
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import FilePlan, Split, Work
 from dp_ray.results.result import Result, load
@@ -27,6 +26,7 @@ from dp_ray.rundir.ledger import PARTS
 from dp_ray.steps.reports import Collector, ReportFile
 from dp_ray.steps.shapes import Recorder, ShardReport, Sizes
 from dp_ray.storage import Storage
+from tests.support.builders import writer_of
 from tests.support.merging import begin, merge
 
 OUTPUTS = torch.arange(20.0).reshape(10, 2)
@@ -35,7 +35,7 @@ SPLIT = Split(10, 6, 2)
 
 def make_outputs(run: Storage) -> None:
     begin(run)
-    with PartWriter(run.child(PARTS), range(2), lambda row_bytes: FilePlan(1, 2)) as writer:
+    with writer_of(run.child(PARTS), 2, FilePlan(1, 2)) as writer:
         for step, shards in Work(SPLIT):
             for shard in shards:
                 writer.on_shard(shard, np.arange(shard.start, shard.stop), OUTPUTS[shard.start : shard.stop])

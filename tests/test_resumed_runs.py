@@ -12,11 +12,11 @@ import dp_ray
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.rundir.checkpoint import load_checkpoint
-from dp_ray.rundir.claim import claim
 from dp_ray.rundir.history import CLOCKED
 from dp_ray.storage import Storage
 from dp_ray.tasks.hooks import TrainingView
 from tests.support import training
+from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
 from tests.support.group import StopsBefore, run_group, weights_of
 from tests.support.trainings import eval_loss, job_of
@@ -33,7 +33,7 @@ def job(folder: Path, **keys: Any) -> Job:
 def killed(folder: Path, before: int, **keys: Any) -> None:
     """A run of the job, killed before a step."""
     made = job(folder, **{"workers": 1, **keys})
-    claim(made, Storage(str(folder)), rows={"dataset": 101})
+    run_dir_of(folder, made, rows={"dataset": 101})
     run_group(made, folder / made.run_name, StopsBefore(before))
     assert list((folder / made.run_name / "checkpoints").iterdir())
 
@@ -104,7 +104,7 @@ def test_a_longer_run_that_is_killed_resumes_too(tmp_path: Path) -> None:
     """The result of the shorter one is gone by then, its history is not."""
     run(tmp_path, epochs=2)
     longer = job(tmp_path, epochs=4, checkpoint={"every_steps": 5}, workers=1)
-    claim(longer, Storage(str(tmp_path)), rows={"dataset": 101}, steps=60)
+    run_dir_of(tmp_path, longer, rows={"dataset": 101}, steps=60)
     assert not (tmp_path / "run" / "result.json").exists()
     run_group(longer, tmp_path / "run", StopsBefore(43))
     result = run(tmp_path, epochs=4)

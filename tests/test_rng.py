@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from dp_ray.engine.loading import load_shards
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
+from tests.support.builders import loader_of
 from tests.support.merging import merged
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def rows_of(dataset: Any, batch_size: int, shards: int, epoch: int = 0, **keys: 
     }
     job = Job.make(given, "job")
     work = Work(Split(40, batch_size, shards, epochs=epoch + 1), start=epoch * Split(40, batch_size, shards).steps)
-    loaded = load_shards(job, dataset, work, CPU)
+    loaded = loader_of(job, dataset, work)
     return {
         index: row for indices, rows in loaded for index, row in zip(indices.tolist(), rows.tolist(), strict=True)
     }

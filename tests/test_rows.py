@@ -10,8 +10,8 @@ import dp_ray
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.outputs import parts
-from dp_ray.storage import Storage
 from tests.support import training
+from tests.support.builders import run_dir_of
 from tests.support.group import ProcessExit, run_group
 from tests.support.trainings import job_of
 
@@ -124,8 +124,6 @@ def test_workers_that_have_other_rows_than_the_driver_are_told(tmp_path: Path) -
 
 
 def test_a_run_of_an_older_version_which_kept_no_lengths_is_resumed(tmp_path: Path) -> None:
-    from dp_ray.rundir.claim import claim
-
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1}, "run")
-    claim(job, Storage(str(tmp_path)))
-    assert claim(job, Storage(str(tmp_path)), rows={"dataset": 5}).is_resumed
+    run_dir_of(tmp_path, job)
+    assert run_dir_of(tmp_path, job, rows={"dataset": 5}).is_resumed

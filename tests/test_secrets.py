@@ -14,10 +14,10 @@ import dp_ray
 from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.results.result import Result
-from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
 from dp_ray.text import hide, hide_in, hide_in_as_before
 from dp_ray.trackers.feed import about_run
+from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
 from tests.support.sources import nodes_of
 from tests.support.training import Pairs
@@ -90,12 +90,12 @@ def test_the_secret_is_no_part_of_the_job(tmp_path: Path, monkeypatch: pytest.Mo
     job = job_of("hush")
     assert job.fingerprint() == job_of("other").fingerprint()
     assert job.storage == "s3://key:hush@bucket/runs"
-    claim(job, Storage(str(tmp_path)))
-    assert claim(job_of("other"), Storage(str(tmp_path))).is_resumed
+    run_dir_of(tmp_path, job)
+    assert run_dir_of(tmp_path, job_of("other")).is_resumed
     kept = (tmp_path / "job" / "run.json").read_text()
     assert "hush" not in kept and "s3://bucket/runs/x" in kept
     with pytest.raises(JobError) as raised:
-        claim(job_of("hush", init_from="s3://key:hush@bucket/" + "y" * 90), Storage(str(tmp_path)))
+        run_dir_of(tmp_path, job_of("hush", init_from="s3://key:hush@bucket/" + "y" * 90))
     assert "hush" not in str(raised.value) + repr(job)
 
 

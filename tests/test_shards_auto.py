@@ -22,11 +22,12 @@ from dp_ray.driver.verify import verify
 from dp_ray.errors import JobError, ModelError, RunInterrupted
 from dp_ray.job.job import Job
 from dp_ray.plan.costs import Plan, shard_counts
-from dp_ray.rundir.claim import claim, unfinished
+from dp_ray.rundir.claim import unfinished
 from dp_ray.storage import Storage
 from dp_ray.tasks.hooks import ShardsFound
 from tests.support import training
 from tests.support.bad_data import Broken
+from tests.support.builders import run_dir_of
 from tests.support.cards import ROWS, Card, card
 from tests.support.cluster import ROOT, Run
 from tests.support.group import ProcessExit, run_group
@@ -234,7 +235,7 @@ class Broke(nn.Linear):
 def test_a_run_that_was_stopped_before_it_found_its_number_finds_it(tmp_path: Path) -> None:
     keys = training_of(tmp_path)
     job = Job.make({key: one for key, one in keys.items() if key != "quiet"}, "run")
-    claim(job, Storage(str(tmp_path)), rows={"dataset": 101})
+    run_dir_of(tmp_path, job, rows={"dataset": 101})
     assert "shards: auto: before the first step" in "; ".join(plan_job(job).remarks)
     assert dp_ray.run(**keys).shards == 4
 

@@ -11,7 +11,6 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 import dp_ray
 from dp_ray.driver.checks import check_targets
 from dp_ray.engine.model import build_model, evaluating
-from dp_ray.engine.prediction import predict
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError
@@ -19,6 +18,7 @@ from dp_ray.job.job import Job
 from dp_ray.plan.split import Split, Work
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import compiling, run_task
+from tests.support.builders import predictions_of
 from tests.support.group import ProcessExit, measured, run_group
 from tests.support.odd import Counted, Observed
 from tests.support.training import Pairs, mlp
@@ -73,18 +73,10 @@ def test_a_shard_of_a_prediction_leaves_no_trace_in_buffers() -> None:
     job = Job.make({"model": Observed, "dataset": [1], "batch_size": 4, "shards": 2}, "job")
     inputs, split = Pairs(12).inputs, Split(12, 4, 2)
     model = Observed()
-    found: dict[tuple[int, int], torch.Tensor] = {}
 
     def run(work: Work) -> dict[tuple[int, int], torch.Tensor]:
-        found.clear()
         shards = [shard for _, shards in work for shard in shards]
-        batches = ((None, inputs[shard.start : shard.stop]) for shard in shards)
-
-        def keep(shard: Any, indices: Any, outputs: torch.Tensor, carried: Any) -> None:
-            found[shard.step, shard.shard] = outputs.clone()
-
-        predict(model, job, CPU, work, batches, keep, lambda step: None)  # type: ignore[arg-type]
-        return dict(found)
+        return predictions_of(job, model, work, ((None, inputs[shard.start : shard.stop]) for shard in shards))
 
     whole = run(Work(split))
     halves = {**run(Work(split, 2, 0)), **run(Work(split, 2, 1))}

@@ -97,8 +97,8 @@ def test_a_run_that_goes_on_says_so_twice(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_step_without_rows_has_no_loss_to_warn_of(capsys: pytest.CaptureFixture[str]) -> None:
     losses = Losses(Console("run", quiet=False), "a folder/run")
-    losses.say({"step": 3, "epoch": 0, "loss": float("nan"), "rows": 0})
-    losses.say({"step": 4, "epoch": 0, "loss": float("-inf"), "rows": 1})
+    losses.say([{"step": 3, "epoch": 0, "loss": float("nan"), "rows": 0}])
+    losses.say([{"step": 4, "epoch": 0, "loss": float("-inf"), "rows": 1}])
     losses.end()
     assert capsys.readouterr().err == (
         "run: warning: the loss of step 4 is -inf: dp-ray replay 'a folder/run' --step 4\n"

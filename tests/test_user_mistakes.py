@@ -16,9 +16,9 @@ from dp_ray.cluster.workers import check_can_be_shipped
 from dp_ray.engine.model import build_model, synchronise
 from dp_ray.errors import DataError, Error, JobError, ModelError, RunInterrupted, StorageError
 from dp_ray.job.job import Job
-from dp_ray.rundir.claim import check_ours, claim
-from dp_ray.storage import Storage
+from dp_ray.rundir.claim import check_ours
 from tests.support import models
+from tests.support.builders import run_dir_of
 from tests.support.cluster import free_port
 
 pytestmark = pytest.mark.usefixtures("in_project")
@@ -305,9 +305,9 @@ class NeedsVariable(models.Rows):
 
 def test_a_driver_that_was_overtaken_writes_nothing_more(tmp_path: Path) -> None:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1}, "run")
-    first = claim(job, Storage(str(tmp_path)))
+    first = run_dir_of(tmp_path, job)
     check_ours(first)
-    claim(job, Storage(str(tmp_path)))
+    run_dir_of(tmp_path, job)
     with pytest.raises(StorageError, match="was taken over by another driver"):
         check_ours(first)
 
@@ -350,11 +350,11 @@ def test_overwriting_needs_a_job_that_can_be_written_down(tmp_path: Path) -> Non
         tmp_path, "tests.support.models:Doubler", {"target": "tests.support.models:Rows", "args": {"length": 9}}
     )
     with pytest.raises(JobError, match="args: must be plain YAML values"):
-        claim(
+        run_dir_of(
+            tmp_path,
             Job.make(
                 {"model": {"target": "a:b", "args": {"x": {1: 2, "a": 3}}}, "dataset": "a:c", "batch_size": 1}, "run"
             ),
-            Storage(str(tmp_path)),
             overwrite=True,
         )
     assert dp_ray.load(first.run_dir) == first

@@ -28,9 +28,9 @@ from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.listing import ListedRun
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
+from tests.support.builders import run_dir_of
 from tests.support.cluster import ROOT
 from tests.support.fresh import loaded_by
-from tests.support.run_dirs import claimed_in
 from tests.support.trackers import wait_until
 from tests.support.trainings import short_training
 
@@ -98,7 +98,7 @@ def in_files(run: Storage, first: int, end: int) -> None:
 
 def claimed(folder: Path) -> RunDir:
     """A run that its driver has claimed, with ten steps, of which six are in files."""
-    made = claimed_in(folder)
+    made = run_dir_of(folder)
     run = made.storage
     values = json.loads(run.read_text("run.json"))
     job = {**values["job"], "task": "train", "epochs": 1, "max_steps": None}
@@ -115,7 +115,7 @@ def test_a_run_is_waited_for_and_drawn_to_its_end(tmp_path: Path) -> None:
     thread = threading.Thread(target=watch_plain, args=(watched.look, out, 0.01))
     thread.start()
     wait_until(lambda: "run: waiting, there is no run yet\n" in out.getvalue())
-    made = claimed_in(tmp_path / "other")
+    made = run_dir_of(tmp_path / "other")
     with held(made):
         (tmp_path / "other" / "run").rename(tmp_path / "run")
         time.sleep(0.1)

@@ -5,6 +5,7 @@ import copy
 import os
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,16 +51,24 @@ def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, 
         run_task(job, world, claimed.storage, send, control, rows)
 
 
+REPORT_SECONDS = 0.1  # between two reports of a step that begins
+
+
 @dataclass(eq=False)
 class DriverStepControl(StepControl):
-    """Step control in the driver's own process: it reports each step that begins to the monitor."""
+    """Step control in the driver's own process: it reports the step that begins to the monitor, ten times a second."""
 
     monitor: Monitor
+    _reported: float = field(default=0.0, init=False)
     # A recorder's thread sends reports, the task's thread the rest.
     one_at_a_time: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def before(self, step: int) -> None:
-        """Report the step that begins to the monitor."""
+        """Report the step that begins to the monitor, if it is time to."""
+        now = time.monotonic()
+        if now < self._reported + REPORT_SECONDS:
+            return
+        self._reported = now
         with self.one_at_a_time:
             self.monitor.take(Started(HERE, 0, step))
 

@@ -153,14 +153,11 @@ class _Writable:
             self._watched = {name: one for name, one in self._plain.items() if name not in self._followed}
             self._versioned = [one for one in self._watched.values() if not one.is_inference()]
             self._placed = [one for one in self._watched.values() if _stamp_of(one)[1] != 0]
-        self._stamps = self._stamps_now()
-
-    def _stamps_now(self) -> tuple[list[int], list[int]]:
-        return list(map(VERSION, self._versioned)), list(map(torch.Tensor.data_ptr, self._placed))
+        self._stamps = list(map(VERSION, self._versioned)), list(map(torch.Tensor.data_ptr, self._placed))
 
     def _written(self) -> list[str]:
         """Return the names of the parameters that were written since `_stamp` and are not copied."""
-        now = self._stamps_now()
+        now = list(map(VERSION, self._versioned)), list(map(torch.Tensor.data_ptr, self._placed))
         if now == self._stamps:
             return []
         pairs = [*zip(self._versioned, now[0], self._stamps[0], strict=True)]
@@ -176,14 +173,15 @@ _seen_in_eval: "WeakKeyDictionary[nn.Module, tuple[int, frozenset[str]]]" = Weak
 class Buffers(_Writable):
     """The state that the forwards of a training write, during a step.
 
-    A step calls `begin`, `restore` before each later shard, `keep` after shard 0, `share` and `finish`. Each forward
-    runs in `forward`. `blocks` are those of a sharded model, with torch's records of their parameters, which no
-    forward may write.
+    A step calls `begin`, `restore` before each later shard, `keep` after shard 0, `share` and `finish`. A forward
+    runs in `forward` while it `is_early`; else `check` follows it. `blocks` are those of a sharded model, with
+    torch's records of their parameters, which no forward may write.
     """
 
     def __init__(self, model: nn.Module, is_compiled: bool = False, blocks: Blocks = ()) -> None:
         super().__init__(model)
         self._is_compiled = is_compiled
+        self._has_peers = has_peers()
         self._built = frozenset(self._places)
         self._blocks = [(block, list(units)) for block, units in blocks]
         self._versions: list[int] = []
@@ -193,29 +191,25 @@ class Buffers(_Writable):
         self._before: dict[str, torch.Tensor] = {}  # in early steps, the parameters
         self._kept: Values | None = None
         self._num_steps = 0
+        self.is_early = True  # whether forwards are compared with a copy: each runs in `forward`
         self._is_alone = self._was_alone = True
         self._layouts: dict[str, _Layout | None] = {}
         self._flat: torch.Tensor | None = None
         self._work: Any = None
 
-    @property
-    def _is_early(self) -> bool:
-        return self._num_steps < EARLY
-
     def begin(self, num_shards: int) -> None:
         """Begin a step in which this worker runs `num_shards` shards."""
         self._kept = None
-        self._is_alone = num_shards <= 1 and not has_peers()
+        self._is_alone = num_shards <= 1 and not self._has_peers
         self._was_alone = self._was_alone and self._is_alone
-        self._start = self._take() if num_shards > 1 or self._is_early else {}
+        self._start = self._take() if num_shards > 1 or self.is_early else {}
         self._stamp()
-        if self._is_early and not self._before:
+        if self.is_early and not self._before:
             self._before = _all_copies(self._watched)
-        self._versions = self._versions_of_sharded()
+        if self._is_sharded:
+            self._versions = self._versions_of_sharded()
 
     def _versions_of_sharded(self) -> list[int]:
-        if not self._is_sharded:
-            return []
         whole = [getattr(unit, "_unsharded_param", None) for _, units in self._blocks for unit in units]
         return [
             *(one._version for one in self._parameters.values() if is_sharded(one)),
@@ -224,27 +218,23 @@ class Buffers(_Writable):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run a shard's forward in the block; raises ModelError for a write that cannot be undone."""
-        if not self._is_early:
-            yield
-            self._check()
-            return
+        """Run a shard's forward, in an early step, in the block; raises ModelError as `check` does."""
         with self._comparing():
             yield
         for name in _different(self._before, self._plain):
             if name not in self._followed:
                 self._follow(name, self._before[name])
-        self._check()
+        self.check()
         self._check_parameters()
         self._places = _places(self._model)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Follow the parameters that a forward has written; raises ModelError if no value of before is known."""
         for name in self._written():
             if not self._is_alone and name not in self._before:
                 text = f"the forward wrote the parameter {name}"
                 unknown = "so its value of before is not known, from which each shard must start"
-                if self._is_early:
+                if self.is_early:
                     raise ModelError(
                         f"{text} of a model that has more than {LARGEST_COPY} bytes, of which no copy is made, "
                         f"{unknown}; make it a buffer (register_buffer)"
@@ -314,9 +304,9 @@ class Buffers(_Writable):
     @torch.no_grad()
     def share(self) -> None:
         """Start the broadcast of rank 0's values; every rank calls this once a step."""
-        if not has_peers():
+        if not self._has_peers:
             return
-        if self._is_early:
+        if self.is_early:
             self._agree()
         if not any(self._layouts.values()):
             return
@@ -371,6 +361,7 @@ class Buffers(_Writable):
         elif self._kept is not None:
             self._put(self._kept)
         self._num_steps += 1
+        self.is_early = self._num_steps < EARLY
         self._before = {}
         self._kept = None
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
-from dp_ray.engine.quarantine import ShardFilter, keep_all
+from dp_ray.engine.placement import Forwards
+from dp_ray.engine.quarantine import ShardFilter, keep_all, load_steps
 from dp_ray.engine.random import ForwardSeeds
-from dp_ray.engine.sharded.rounds import Forwards
 from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, as_tensor, row_of, run_step
-from dp_ray.engine.user_code import describe_compared, locating, next_batch, reraise_as
+from dp_ray.engine.user_code import describe_compared, locating, reraise_as
 from dp_ray.engine.world import gathered
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
@@ -23,6 +23,7 @@ from dp_ray.job.samples import Indices
 from dp_ray.job.targets import bound, build, keeps_state, resolve
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
+from dp_ray.tensors.tree import copied
 
 
 def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
@@ -105,17 +106,15 @@ class Evaluation:
         rows, cut = 0, (work.split.largest_batch, work.split.shards)
         with evaluating(model) as buffers:
             seeds = ForwardSeeds(self.job.seed, model, self._device)
-            for step, shards in work:
-                ran, batches = 0, self._forwards.before(shards, batches, without_set_aside)
-                for shard in shards:
+            for loaded in load_steps(batches, work, without_set_aside, "evaluation "):
+                step, loaded = loaded.step, self._forwards.begin(loaded)
+                ran = sum(shard.rows > 0 for shard in loaded.shards)
+                for shard, _, batch in loaded.loaded:
                     where = f"evaluation step {shard.step}, shard {shard.shard}"
                     with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
-                        _, batch = next_batch(batches, where)
-                        shard = without_set_aside(shard)
                         if not shard.rows:
                             continue
                         rows += shard.rows
-                        ran += 1
                         seeds.begin(shard)
                         with locating(where):
                             with buffers.forward():
@@ -125,8 +124,8 @@ class Evaluation:
                                 sums[shard.shard, :-1] += row
                             self._update_states(step_output, states.setdefault(shard.shard, {}))
                     on_shard(shard, batch, step_output)
-                for batch in self._forwards.dummy_batches(work, step, ran):
-                    self._forwards.run(self._shard, model, None, batch)
+                for dummy in self._forwards.dummies(work.split, step, ran, work.done):
+                    self._forwards.run(self._shard, model, None, copied(dummy.batch))
                     buffers.restore()
                 on_step(step)
             sums[0, -1] = rows

@@ -13,6 +13,7 @@ from torch import nn
 
 from dp_ray.engine.bad_samples import not_finite
 from dp_ray.engine.buffers import UnchangedBuffers
+from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.random import ForwardSeeds, preserved
 from dp_ray.engine.reduce import ShardLoss
@@ -20,8 +21,7 @@ from dp_ray.engine.step import Metrics, Step, StepOutput, run_step, weighted_sum
 from dp_ray.engine.user_code import locating, location, reraise_as
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
-from dp_ray.job.samples import Indices
-from dp_ray.plan.split import Shard, Split
+from dp_ray.plan.split import Split
 from dp_ray.tensors.scatter import scatter
 from dp_ray.tensors.tree import copied, flatten
 
@@ -51,21 +51,13 @@ class Place(NamedTuple):
         return f"{self.what} of {self.module or 'the model'} ({self.kind}), in shard {self.shard}"
 
 
-class Loaded(NamedTuple):
-    """A shard that was loaded: its sample indices, and its batch on the device; None if it has no rows."""
-
-    shard: Shard
-    samples: Indices
-    batch: Any
-
-
 class Findings(NamedTuple):
     """The loss of each row of some shards, and the first place of each kind that is not finite.
 
     `weights` names a parameter or buffer of the state before the step, `batch` the place in a shard's batch.
     """
 
-    rows: list[tuple[Loaded, RowLosses]]
+    rows: list[tuple[LoadedShard, RowLosses]]
     weights: str | None
     batch: str | None
     output: Place | None
@@ -149,7 +141,7 @@ class StepInspection:
         self._loss = ShardLoss(model, step, Metrics({}, job.batch_dim), job, device)
         self._seeds = ForwardSeeds(job.seed, model, device)
 
-    def find(self, loaded: Sequence[Loaded], split: Split, step: int) -> Findings:
+    def find(self, loaded: Sequence[LoadedShard], split: Split, step: int) -> Findings:
         """Run forward and backward of each shard with rows; raise ModelError, naming it, for user errors.
 
         They are shards of a step, or some of them. The model stays as it is.
@@ -166,14 +158,14 @@ class StepInspection:
                 rows.append((one, self._shard(one, split.whole(step).rows, finder)))
         return Findings(rows, weights, batch, finder.output, finder.gradient)
 
-    def forward(self, one: Loaded) -> torch.Tensor:
+    def forward(self, one: LoadedShard) -> torch.Tensor:
         """Return the sum of a shard's losses."""
         self._seeds.begin(one.shard)
         with locating(location(one.shard)):
             loss: torch.Tensor = self._loss(copied(one.batch), one.shard.rows)
         return loss
 
-    def _shard(self, one: Loaded, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
+    def _shard(self, one: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
         size = ShardSize(one.shard.rows, batch_rows, self._job.num_shards)
         with self.unchanged(), advised(self._job, location(one.shard), size):
             with finder.forward(one.shard.shard):

@@ -47,6 +47,29 @@ from dp_ray.tensors.tree import flatten, map_leaves, sizes
 from dp_ray.text import listed
 
 Batch: TypeAlias = tuple[Indices, Any]
+
+
+class LoadedShard(NamedTuple):
+    """A shard as it was read: without the samples that are skipped or set aside; None for a batch without rows."""
+
+    shard: Shard
+    indices: Indices
+    batch: Any
+
+
+class LoadedStep(NamedTuple):
+    """One worker's part of a step: its shards, maybe none, without the samples that are skipped or set aside.
+
+    `loaded` reads them, in order; the first one is read by the time that the step is given. `whole` is the global
+    batch, without the samples that are skipped.
+    """
+
+    step: int
+    shards: list[Shard]
+    loaded: Iterable[LoadedShard]
+    whole: Shard
+
+
 Batches = Generator[Batch, None, None]
 Pick: TypeAlias = Callable[[Any], Any]
 CPU = torch.device("cpu")

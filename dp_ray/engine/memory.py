@@ -20,6 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dp_ray.engine.buffers import Buffers
+from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loading import load_shards, seeded_dataset
 from dp_ray.engine.model import (
@@ -34,13 +36,13 @@ from dp_ray.engine.model import (
     with_devices,
 )
 from dp_ray.engine.optimizer import build_optimizer
+from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved, seed_all
 from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.reduce import ShardLoss, ShardSums
+from dp_ray.engine.reduce import ShardLoss, ShardSums, Trained
 from dp_ray.engine.sharded.build import recasts, shard_in_place
 from dp_ray.engine.sharded.deferred import CannotDefer, record
 from dp_ray.engine.sharded.reduce import ShardedReduction
-from dp_ray.engine.sharded.rounds import shards_over
 from dp_ray.engine.sharded.state import Sharded, SumScatter, casting_anew
 from dp_ray.engine.step import PredictInputs, build_step, run_step
 from dp_ray.engine.world import CPU, World
@@ -224,7 +226,8 @@ class Runner:
         self._step = build_step(job, world)
         self._sharded = sharded
         self._loss = ShardLoss(model, self._step, build_metrics(job)[0], job, world.device)
-        self._reduction = None if sharded is None else ShardedReduction(self._loss, sharded, False)
+        trained = Trained(self._loss, {}, [], None, Buffers(model), SilentClock())
+        self._reduction = None if sharded is None else ShardedReduction(trained, sharded, False)
 
     def __call__(self, is_last: bool) -> None:
         """Run a forward and, in a training, a backward; `is_last` of a step's shards exchanges gradients."""
@@ -234,8 +237,8 @@ class Runner:
         loss: Callable[[Any, int], torch.Tensor] = self._loss
         exchanging: AbstractContextManager[Any] = nullcontext()
         if self._reduction is not None:
-            self._reduction.begin([0], 1)
-            loss, exchanging = self._reduction.replica, self._reduction.shard(is_last)
+            self._reduction.begin(0, [0], 1)
+            loss, exchanging = self._reduction.replica, self._reduction.shard(0, is_last)
         if not self._model.training:
             self._model.train()
         with exchanging:

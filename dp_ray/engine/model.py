@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -268,6 +268,31 @@ def loaded_of(
     if own and not own - {*missing, *sizes}:
         raise ModelError(f"the weights of {where} have no tensor that fits this model by name and size{differences}")
     return f"; loads {len(own) - len({*missing, *sizes} & own)} of {len(own)} tensors of the model{differences}"
+
+
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Any], where: str, is_strict: bool = True, advice: str = ""
+) -> str:
+    """Load weights into the bare module; returns what was loaded and what not, in words, if not `is_strict`.
+
+    Raises ModelError, which names missing, unexpected and mis-sized tensors and ends with the advice, or if nothing
+    fits.
+    """
+    own = tensors_of(model)
+    sizes = {} if is_strict else other_sizes(own, weights)
+    try:
+        keys = model.load_state_dict({key: one for key, one in weights.items() if key not in sizes}, is_strict)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        mappings = {key: list(one.values()) for key, one in weights.items() if isinstance(one, Mapping) and one}
+        inner = [key for key, values in mappings.items() if all(isinstance(one, torch.Tensor) for one in values)]
+        advice = advice if is_strict else ""
+        if inner:  # a checkpoint of the user's own, of which one value holds the weights
+            advice = f"; it holds weights in {inner[0]!r}: save that alone, torch.save(found[{inner[0]!r}], file)"
+        raise ModelError(f"the weights of {where} are not this model's: {str(error).rstrip('.')}{advice}") from None
+    if is_strict or keys is None:
+        return ""
+    missing = [key for key in keys.missing_keys if key not in sizes]
+    return loaded_of(where, own.keys(), missing, keys.unexpected_keys, sizes)
 
 
 def check_all_tensors(model: nn.Module) -> None:
@@ -529,11 +554,22 @@ def advised(
     try:
         yield
     except (RuntimeError, ModelError) as error:
-        if not is_out_of_memory(error):
-            raise
-        text = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {text_of(error)}"
-        more = shards_that_fit() if size is not None and size.rows > 1 else None
-        raise ModelError(f"{text.rstrip('.')}; {advice(job, size, more)}") from error
+        raise_advised(error, job, where, size, shards_that_fit)
+
+
+def raise_advised(
+    error: RuntimeError | ModelError,
+    job: Job,
+    where: str,
+    size: ShardSize | None,
+    shards_that_fit: Callable[[], int | None] = lambda: None,
+) -> NoReturn:
+    """Raise what `advised` raises for an error: for the code of each step, where a block costs time."""
+    if not is_out_of_memory(error):
+        raise error
+    text = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {text_of(error)}"
+    more = shards_that_fit() if size is not None and size.rows > 1 else None
+    raise ModelError(f"{text.rstrip('.')}; {advice(job, size, more)}") from error
 
 
 def batch_hint(error: BaseException, batch: Any) -> str:

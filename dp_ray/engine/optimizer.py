@@ -160,6 +160,7 @@ class Schedule:
         self._per = spec.per if isinstance(spec, Scheduler) else "step"
         self.metric = (spec.metric if isinstance(spec, Scheduler) else None) or "loss"
         self.scheduler: Any = self._build()
+        self.per_step = self.scheduler is not None and self._per == "step"
         if self.scheduler is not None and not hasattr(self.scheduler, "step"):
             raise JobError(
                 f"scheduler: must give an object with a step() method, got {type(self.scheduler).__qualname__}"
@@ -208,11 +209,6 @@ class Schedule:
             for _ in range(done):
                 self.scheduler.step()
         return True
-
-    def after_step(self) -> None:
-        """Step the scheduler if the job steps it once a step."""
-        if self.scheduler is not None and self._per == "step":
-            self.scheduler.step()
 
     def after_epoch(self, measured: dict[str, float]) -> None:
         """Step the scheduler if the job steps it once an epoch.

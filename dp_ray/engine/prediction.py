@@ -20,11 +20,11 @@ from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
 from dp_ray.engine.items import Plain, split_passthrough
 from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
-from dp_ray.engine.quarantine import ShardFilter, keep_all
+from dp_ray.engine.placement import Forwards
+from dp_ray.engine.quarantine import ShardFilter, keep_all, load_steps
 from dp_ray.engine.random import ForwardSeeds, seed_all
-from dp_ray.engine.sharded.rounds import Forwards
 from dp_ray.engine.step import keywords_hint
-from dp_ray.engine.user_code import describe_input, locating, location, next_batch, reraise_as
+from dp_ray.engine.user_code import describe_input, locating, location, reraise_as
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -190,28 +190,28 @@ def predict(
     seeds, cut = ForwardSeeds(job.seed, model, device, select.after), (work.split.largest_batch, work.split.shards)
     with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
         runner = _Runner(model, job, seeds, buffers, forwards, clock)
+        steps = load_steps(batches, work, without_set_aside)
         for step, shards in work:
             if not forwards.agree(not shards or goes_on(step)):
                 return False
-            ran, batches = 0, forwards.before(shards, batches, without_set_aside)
-            for shard in shards:
+            loaded = forwards.begin(next(steps))
+            ran = sum(shard.rows > 0 for shard in loaded.shards)
+            for shard, indices, batch in loaded.loaded:
                 with advised(job, location(shard), ShardSize(shard.rows, *cut)):
-                    indices, batch = next_batch(batches, location(shard))
-                    shard = without_set_aside(shard)
                     if shard.rows:
                         inputs, carried = split_passthrough(batch, indices)
                         on_inputs(shard, indices, inputs)
                         if on_flops is not None:
                             on_flops(runner.flops(inputs, shard, device))
                             on_flops = None
-                        ran += 1
                         # The outputs get no name: those that are not kept are freed before the next shard.
                         on_shard(shard, indices, select(runner.outputs(inputs, shard), inputs, shard), carried)
                         clock.enter(Part.OTHER)
                 with locating(location(shard)):
                     buffers.restore()
-            for batch in forwards.dummy_batches(work, step, ran):  # the others need this worker to gather parameters
-                forwards.run(call_model, model, batch, job.call)
+            # The others need this worker to gather parameters.
+            for dummy in forwards.dummies(work.split, step, ran, work.done):
+                forwards.run(call_model, model, copied(dummy.batch), job.call)
                 buffers.restore()
             on_step(step)
     return forwards.end()

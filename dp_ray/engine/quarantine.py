@@ -5,6 +5,7 @@ Begin at `load_good`: it loads as `loading.load_shards` does, but takes the samp
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
@@ -27,6 +28,8 @@ from dp_ray.engine.loading import (
     CPU,
     NOTHING,
     Batch,
+    LoadedShard,
+    LoadedStep,
     Pick,
     Samples,
     Skipping,
@@ -43,6 +46,8 @@ from dp_ray.engine.loading import (
     pieces_of,
 )
 from dp_ray.engine.timed_loader import StepTimes
+from dp_ray.engine.user_code import location
+from dp_ray.engine.user_code import next_batch as located_batch
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.job.samples import Indices, hold_blocks
@@ -109,6 +114,24 @@ def load_good(
         dataset, job.seed, name, item_keys(job), times=times, screen=screen, carry=passthrough_keys(job)
     )
     return times.waiting(on_device(make(job, samples, quarantine, work, device, pick), device, times.clock))
+
+
+def load_steps(
+    batches: Iterator[Batch], work: Work, without_set_aside: ShardFilter, what: str = ""
+) -> Iterator[LoadedStep]:
+    """Yield the steps of `work`, each with this worker's shards of `batches`."""
+    for step, shards in work:
+        first = [
+            located_batch(batches, what + location(one)) for one in shards[:1]
+        ]  # now the step's bad samples are known
+        good = [without_set_aside(shard) for shard in shards]
+        rest = itertools.chain(first, (located_batch(batches, what + location(one)) for one in shards[1:]))
+        yield LoadedStep(
+            step,
+            good,
+            (LoadedShard(shard, *one) for shard, one in zip(good, rest, strict=True)),
+            without_set_aside(work.split.whole(step)),
+        )
 
 
 def _shards(

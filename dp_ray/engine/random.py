@@ -73,9 +73,10 @@ class ForwardSeeds:
         self._device = device
         self._own = own_generators(model) + own_generators(after)
 
-    def begin(self, shard: Shard) -> None:
-        """Seed the generators for the forward of `shard`."""
-        number = derive_seed(self._seed, "forward", shard.epoch, shard.step, shard.shard)
+    def begin(self, shard: Shard, of_pass: int = 0) -> None:
+        """Seed the generators for the forward of `shard`, in the step's first pass or another one."""
+        more = (of_pass,) if of_pass else ()
+        number = derive_seed(self._seed, "forward", shard.epoch, shard.step, shard.shard, *more)
         seed_all(number, self._device)
         seed_own(self._own, number)
 

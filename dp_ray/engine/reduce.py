@@ -1,7 +1,7 @@
 """Sum the shards' gradients to the whole batch's gradient, with the same bits on any number of workers.
 
-`Reduction` is what a step calls; `DdpReduction` is the one of several workers. DDP passes each bucket to a
-communication hook, a `Reducer`, as soon as its gradients are ready.
+`Reduction` is what a pass over a step's shards calls; `DdpReduction` is the one of several workers. DDP passes each
+bucket to a communication hook, a `Reducer`, as soon as its gradients are ready.
 
 With `bitwise`, every shard's gradient is a leaf of the fixed tree of `plan.tree`. A worker adds its own shards in
 tree order while it runs them (`ShardSums`). The hook continues the same tree over the workers (`TreeReducer`):
@@ -31,6 +31,9 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from dp_ray.engine.buffers import Buffers
+from dp_ray.engine.clock import Part, StepClock
+from dp_ray.engine.loading import OverlappedRead
 from dp_ray.engine.model import autocast
 from dp_ray.engine.step import Metrics, Row, Step, StepOutput, row_of, run_step
 from dp_ray.engine.world import World, begin_sum, is_gpu, new_group
@@ -46,6 +49,8 @@ Gradients = list[torch.Tensor | None]
 Sums = torch.futures.Future[torch.Tensor]
 Begun = dist.Work | Sums  # a bucket's sum, which can be waited for
 Work = dist.Work | None
+NOTHING: AbstractContextManager[Any] = nullcontext()
+GRADIENTS = "the other workers' gradients"
 
 
 @dataclass
@@ -67,7 +72,7 @@ class ShardLoss(nn.Module):
         self.model = model
         self._step = step
         self._measures = measures
-        self._precision = job.precision
+        self._autocast = None if job.precision == "fp32" else (job.precision, device)
         self._device = device
         self.stats_bucket: StatsBucket | None = None
         self.stats_parameter: nn.Parameter | None = None  # the bucket's, where DDP finds it
@@ -98,19 +103,19 @@ class ShardLoss(nn.Module):
             zero = torch.zeros((), device=self._device)
             if self._reduced:
                 zero = ZeroLoss.apply(*self._reduced)  # type: ignore[no-untyped-call]
-            return self._with_stats(zero)
-        with autocast(self._precision, self._device):
+            return zero if self.stats_bucket is None else self.stats_bucket.attach(zero)
+        with NOTHING if self._autocast is None else autocast(*self._autocast):
             step_output = run_step(self._step, self.model, batch)
             loss = self._measures.loss(step_output, rows)
-        with torch.no_grad():
-            self.result.row = row_of([loss, *self._measures(step_output, rows)], self._device)
+        measured = [loss]
+        if self._measures.functions:
+            with torch.no_grad():
+                measured += self._measures(step_output, rows)
+        self.result.row = row_of(measured, self._device)
         self.result.step_output = step_output
         if not loss.sum.requires_grad:
             raise ModelError("the loss does not depend on any parameter that is trained")
-        return self._with_stats(loss.sum)
-
-    def _with_stats(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss if self.stats_bucket is None else self.stats_bucket.attach(loss)
+        return loss.sum if self.stats_bucket is None else self.stats_bucket.attach(loss.sum)
 
 
 class ZeroLoss(torch.autograd.Function):
@@ -174,62 +179,71 @@ class ShardSums:
         self.held = {}
 
 
-class Reduction:
-    """The reduction on a single worker: autograd adds the shards' gradients, or with `sums` the fixed tree does.
+@dataclass(frozen=True)
+class Trained:
+    """What a pass trains, and what goes beside its gradients.
 
-    A step calls `begin`; `shard` and `after` for each shard; `finish`. Around its last backward, which a worker
-    without rows runs too, it calls `before_last`, `exchange`, `backward`, `check` and `summed`.
+    `parameters` are those of the loss's model that require a gradient, by name; of these `sparse` have sparse ones.
+    `sums` add the shards by the fixed tree; without them autograd does. `ahead` reads a batch while others are waited
+    for.
     """
 
-    has_peers = False  # whether gradients come from other workers too
-    waits_later = False  # whether the last backward does not wait for the other workers' gradients
+    loss: ShardLoss
+    parameters: dict[str, nn.Parameter]
+    sparse: list[nn.Parameter]
+    sums: ShardSums | None
+    buffers: Buffers
+    clock: StepClock
+    ahead: OverlappedRead | None = None
 
-    def __init__(self, loss: ShardLoss, sums: ShardSums | None, sparse: Sequence[nn.Parameter]) -> None:
-        self.replica: nn.Module = loss
-        self.loss = loss
-        self.sums = sums
-        self.sparse = sparse
+
+class Reduction:
+    """The reduction on a single worker: autograd adds the shards' gradients, or the fixed tree does.
+
+    A pass calls `begin`; for each shard it runs forward and backward within `shard`, the last of them by
+    `last_backward`, which a worker without rows calls too; then it reads `summed` to its end.
+    """
+
+    def __init__(self, trained: Trained) -> None:
+        self.replica: Callable[[Any, int], torch.Tensor] = trained.loss
+        self.trained = trained
+        self.sums = trained.sums
         self._leaves: Sequence[Node] = ()
 
-    def begin(self, shards: Sequence[int], filled: int) -> None:
-        """Begin a step in which the first `filled` shards have rows and this worker runs `shards`."""
-        self._leaves = self.sums.leaves(shards) if self.sums else []
+    def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
+        """Begin step `step`, in which the first `filled` shards have rows and this worker runs `shards`."""
+        if self.sums is not None:
+            self._leaves = self.sums.leaves(shards)
 
-    def shard(self, is_last: bool) -> AbstractContextManager[object]:
-        """Return the context of a shard's forward and backward."""
-        return nullcontext()
+    def shard(self, shard: int | None, is_last: bool) -> AbstractContextManager[object]:
+        """Return the context of a shard's forward and backward; None for the shard of a round without rows.
 
-    def after(self, shard: int, is_last: bool) -> None:
-        """Take a shard's gradients, after its backward, unless autograd is to add the next shard's to them."""
-        if self.sums is None:
-            return
+        After it, the shard's gradients are taken, unless autograd is to add the next shard's to them.
+        """
+        return NOTHING if self.sums is None or shard is None else self._taking(shard)
+
+    @contextmanager
+    def _taking(self, shard: int) -> Iterator[None]:
+        yield
+        self._take(shard)
+
+    def _take(self, shard: int) -> None:
+        assert self.sums is not None
         for node in self._leaves:
             if node[1] == shard + 1:
                 self.sums.take(node)
 
-    def before_last(self, stats: torch.Tensor) -> None:
-        """Prepare for the last backward; `stats` go with its gradients, if they can."""
+    def last_backward(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
+        """Run the pass's last backward; the sum over the workers of the gradients and of `stats` begins in it."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
-    def exchange(self, stats: torch.Tensor) -> Work:
-        """Start to sum `stats` over the workers, in place; None if they go with the gradients, or for one worker."""
-        return None
-
-    def backward(self) -> AbstractContextManager[object]:
-        """Return the context of the step's last backward, and of what waits for the other workers after it."""
-        return waiting("the other workers' gradients") if self.has_peers else nullcontext()
-
-    def check(self, step: int) -> None:
-        """Raise ModelError if a gradient was not reduced, so that the other workers would wait for it."""
-
-    def summed(self) -> Iterator[list[torch.Tensor]]:
-        """Wait for the other workers' gradients, after the last backward; yield parameters as theirs are summed."""
-        return iter(())
-
-    def finish(self) -> None:
-        """Set the parameters' gradients to the sums over all shards."""
-        sum_over_workers(self.sparse)
+    def summed(self, stats: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """Wait for the sums over the workers; yield parameters as theirs are there, then set all gradients."""
+        if self.trained.sparse:
+            sum_over_workers(self.trained.sparse)
         if self.sums is not None:
             self.sums.finish()
+        return iter(())
 
     def close(self) -> None:
         """Stop the threads."""
@@ -238,91 +252,95 @@ class Reduction:
 class DdpReduction(Reduction):
     """The reduction over several workers: DDP reduces each bucket as soon as the step's last backward fills it.
 
-    It calls `on_last` with the last bucket. `num_stats` numbers are to be summed beside the gradients.
+    `num_stats` numbers are to be summed beside the gradients.
     """
 
-    has_peers = True
-
-    def __init__(
-        self,
-        loss: ShardLoss,
-        sums: ShardSums | None,
-        world: World,
-        parameters: dict[str, nn.Parameter],
-        sparse: Sequence[nn.Parameter],
-        finds_unused: bool,
-        num_stats: int,
-        on_last: Callable[[], object] = lambda: None,
-    ) -> None:
-        super().__init__(loss, sums, sparse)
+    def __init__(self, trained: Trained, world: World, finds_unused: bool, num_stats: int) -> None:
+        super().__init__(trained)
         # In the tree of three workers and more, one without rows sends nothing; but it may vote to stop.
-        self._sends_stats_along = sums is None or world.world_size == 2
-        # On CPUs the time until the sums are there is used, and to start a collective takes 0.3 ms of it.
-        self.waits_later = not is_gpu(world.device)
-        self._parameters = parameters
-        self._ddp = wrapped(loss, sparse, finds_unused, num_stats if self._sends_stats_along else 0)
+        self._sends_stats_along = trained.sums is None or world.world_size == 2
+        # On CPUs the time until the sums are there is used, and to start a collective takes 0.3 ms of it. Elsewhere
+        # the backward itself waits for the other workers, and what is sent later would wait for it.
+        self._waits_later = not is_gpu(world.device)
+        self._ddp = wrapped(trained.loss, trained.sparse, finds_unused, num_stats if self._sends_stats_along else 0)
         self._finds_unused = finds_unused
         self.replica = self._ddp
         self._reducer = (
-            Reducer(on_last, self.waits_later)
-            if sums is None
-            else TreeReducer(sums, world.world_size, world.rank, on_last, self.waits_later)
+            Reducer(trained.clock, self._waits_later)
+            if trained.sums is None
+            else TreeReducer(trained, world.world_size, world.rank, self._waits_later)
         )
         self._ddp.register_comm_hook(None, self._reducer.hook)
-        left_out = {id(one) for one in sparse}
-        for one in parameters.values():
+        self._step = 0
+        self._work: Work = None
+        left_out = {id(one) for one in trained.sparse}
+        for one in trained.parameters.values():
             if id(one) not in left_out and 1 in one.size():
                 hook = functools.partial(_set_strides, *_layout(one))
                 one.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def begin(self, shards: Sequence[int], filled: int) -> None:
+    def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
         """Begin a step, in the hook too."""
-        super().begin(shards, filled)
+        super().begin(step, shards, filled)
+        self._step = step
         self._reducer.begin(filled, self._leaves[-1] if self._leaves else None)
 
-    def shard(self, is_last: bool) -> AbstractContextManager[object]:
-        """Return the context of a shard: DDP reduces in the last shard's backward only."""
-        return nullcontext() if is_last else self._ddp.no_sync()
+    def shard(self, shard: int | None, is_last: bool) -> AbstractContextManager[object]:
+        """Return the context of a shard: DDP reduces in the last one's backward only, and takes its gradients."""
+        return NOTHING if is_last else self._apart(shard)
 
-    def after(self, shard: int, is_last: bool) -> None:
-        """Take a shard's gradients, but leave the last shard's to DDP."""
-        if not is_last:
-            super().after(shard, is_last)
+    @contextmanager
+    def _apart(self, shard: int | None) -> Iterator[None]:
+        with self._ddp.no_sync():
+            yield
+        if self.sums is not None and shard is not None:
+            self._take(shard)
 
-    def before_last(self, stats: torch.Tensor) -> None:
-        """Fill in for the parameters that only earlier shards used, and load the stats' bucket."""
+    def last_backward(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
+        """Run the last backward, in which DDP reduces; `stats` and buffers go with it, beside it, or after it.
+
+        Raises ModelError, naming the unused parameters, if DDP did not reduce the last bucket.
+        """
         if self.sums is not None and self._finds_unused:
-            # DDP remembers that they were used, and fails if it finds no gradient in the last shard's backward.
+            # DDP remembers that only earlier shards used them, and fails if it finds no gradient in this backward.
             for number, parameter in enumerate(self.sums.parameters):
                 if parameter.grad is None and any(sums[number] is not None for sums in self.sums.held.values()):
                     parameter.grad = zeros_that_add_nothing(parameter.detach())
-        if self._sends_stats_along and self.loss.stats_bucket is not None:
-            self.loss.stats_bucket.load(stats)
-
-    def exchange(self, stats: torch.Tensor) -> Work:
-        """Start the all-reduce of `stats`, in place, unless they go with the gradients."""
-        return None if self._sends_stats_along else begin_sum(stats)
-
-    def check(self, step: int) -> None:
-        """Raise ModelError, naming the unused parameters, if DDP did not reduce the last bucket."""
+        if self._sends_stats_along and self.trained.loss.stats_bucket is not None:
+            self.trained.loss.stats_bucket.load(stats)
+        if not self._waits_later:
+            self._send(stats)
+        with waiting(GRADIENTS):
+            loss.backward()  # type: ignore[no-untyped-call]
         if not self._reducer.saw_last:
-            unused = [name for name, one in self._parameters.items() if one.grad is None]
+            unused = [name for name, one in self.trained.parameters.items() if one.grad is None]
             raise ModelError(
-                f"step {step}: parameters were not used, so the workers would wait for their gradients for ever: "
-                f"{listed(unused)}; set find_unused_parameters: true"
+                f"step {self._step}: parameters were not used, so the workers would wait for their gradients for "
+                f"ever: {listed(unused)}; set find_unused_parameters: true"
             )
+        if self._waits_later:
+            self._send(stats)
+            if self.trained.ahead is not None:
+                self.trained.ahead.read()
 
-    def summed(self) -> Iterator[list[torch.Tensor]]:
-        """Yield the parameters of each bucket in turn; then unload the stats' bucket."""
-        for parameters in self._reducer.summed():
-            yield [one for one in parameters if one is not self.loss.stats_parameter]
-        if self.loss.stats_bucket is not None:
-            self.loss.stats_bucket.unload()
+    def _send(self, stats: torch.Tensor) -> None:
+        """Start to sum the stats over the workers, unless they go with the gradients, and to share the buffers."""
+        self._work = None if self._sends_stats_along else begin_sum(stats)
+        self.trained.buffers.share()
 
-    def finish(self) -> None:
-        """Sum the sparse gradients; DDP has reduced the others."""
-        with waiting("the other workers' sparse gradients"):
-            sum_over_workers(self.sparse)
+    def summed(self, stats: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """Yield the parameters of each bucket in turn; then unload the stats' bucket, and sum sparse gradients."""
+        loss = self.trained.loss
+        with waiting(GRADIENTS):
+            for parameters in self._reducer.summed():
+                yield [one for one in parameters if one is not loss.stats_parameter]
+            if loss.stats_bucket is not None:
+                loss.stats_bucket.unload()
+            if self._work is not None:
+                self._work.wait()
+        if self.trained.sparse:
+            with waiting("the other workers' sparse gradients"):
+                sum_over_workers(self.trained.sparse)
         if self.sums is not None:
             self.sums.held = {}
 
@@ -372,10 +390,10 @@ class Reducer:
     DDP's own hook averages over the workers. Here each loss is already divided by the rows of the whole batch.
 
     DDP's backward waits for the sums; or with `waits_later` the worker does after it, and can do something else
-    before. `on_last` is called once all gradients of a step are there.
+    before. The step's exchange begins on `clock` once all of its gradients are there.
     """
 
-    on_last: Callable[[], object]
+    clock: StepClock
     waits_later: bool
     saw_last: bool = False
     _begun: list[tuple[Begun, list[torch.Tensor]]] = field(default_factory=list)
@@ -393,7 +411,7 @@ class Reducer:
         begun = self._begin(bucket)
         if bucket.is_last():
             self.saw_last = True
-            self.on_last()
+            self.clock.enter(Part.EXCHANGE)
         if not self.waits_later:
             if isinstance(begun, torch.futures.Future):
                 return begun
@@ -420,16 +438,10 @@ class Reducer:
 class TreeReducer(Reducer):
     """Sums buckets in the order of the tree."""
 
-    def __init__(
-        self,
-        sums: ShardSums,
-        world_size: int,
-        rank: int,
-        on_last: Callable[[], object],
-        waits_later: bool,
-    ) -> None:
-        super().__init__(on_last, waits_later)
-        self._sums = sums
+    def __init__(self, trained: Trained, world_size: int, rank: int, waits_later: bool) -> None:
+        super().__init__(trained.clock, waits_later)
+        assert trained.sums is not None
+        self._sums = sums = trained.sums
         self._root = sums.root
         self._world_size = world_size
         self._rank = rank

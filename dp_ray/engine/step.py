@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ from dp_ray.engine.user_code import (
     OF_SHARDS,
     describe_compared,
     describe_input,
+    raise_as,
     reraise_as,
     shards_hint,
 )
@@ -76,23 +78,34 @@ def build_step(job: Job, world: World) -> Step:
     loss = None if job.loss is None else build_loss(job.loss, world.devices[-1], job.batch_dim)
     has_several = len(world.devices) > 1
 
+    calls_with_one, gives_first = job.call in ("auto", "one"), job.gives_first
+
     def plain_step(model: nn.Module, batch: Any) -> StepOutput:
-        inputs, target = model_inputs(job, batch), batch[1]
+        if type(batch) not in (tuple, list) or len(batch) != 2:
+            _check_pair(job, batch)
+        inputs, target = batch[0] if gives_first else batch, batch[1]
+        try:
+            if calls_with_one and type(inputs) is torch.Tensor:
+                outputs = model(inputs)
+            else:
+                outputs = call_model(model, inputs, job.call)
+        except (Exception, SystemExit) as error:
 
-        def hint(error: BaseException) -> str:
-            known = mixed_devices(model, error) or shards_hint(error)
-            if not known and "Expected more than 1 value per channel" in str(error):  # of a BatchNorm
-                known = "; this shard has one row: choose batch_size and shards so that each has two"
-            return known or keywords_hint(model, inputs, job.call, error) + describe_input(inputs)
+            def hint(error: BaseException) -> str:
+                known = mixed_devices(model, error) or shards_hint(error)
+                if not known and "Expected more than 1 value per channel" in str(error):  # of a BatchNorm
+                    known = "; this shard has one row: choose batch_size and shards so that each has two"
+                return known or keywords_hint(model, inputs, job.call, error) + describe_input(inputs)
 
-        with reraise_as("model", hint):
-            outputs = call_model(model, inputs, job.call)
+            raise_as(error, "model", hint)
         if has_several:
             target = beside(outputs, target)
         if loss is None:
             return StepOutput(None, outputs, target)
-        with reraise_as("loss", lambda _: describe_compared(outputs, target)):
+        try:
             return StepOutput(loss(outputs, target), outputs, target, loss)
+        except (Exception, SystemExit) as error:
+            raise_as(error, "loss", lambda _: describe_compared(outputs, target))
 
     return plain_step
 
@@ -102,10 +115,12 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
 
     Raises ModelError if the step raises, or if its mapping has no loss or other keys.
     """
-    with reraise_as(
-        "step", lambda error: mixed_devices(model, error) or shards_hint(error) or batch_hint(error, batch)
-    ):
+    try:
         returned = step(model, batch)
+    except (Exception, SystemExit) as error:
+        raise_as(
+            error, "step", lambda error: mixed_devices(model, error) or shards_hint(error) or batch_hint(error, batch)
+        )
     if isinstance(returned, StepOutput):
         return returned
     if not isinstance(returned, Mapping):
@@ -148,6 +163,7 @@ class Metrics:
         self.functions = dict(functions)
         self._batch_dim = batch_dim
         self._tried: set[str] = set()  # what a trial has counted the numbers of
+        self._of_rows: set[Any] = set()  # the sizes of values, outputs and targets that are known to be of rows
 
     def names(self, has_loss: bool) -> list[str]:
         """Return the names of the measures, the loss first."""
@@ -178,10 +194,17 @@ class Metrics:
     ) -> Weighted:
         """Return a value's sum and weight; if its size may not come from its rows, a trial tells, once."""
         weighed = weighted_sum(value, rows, what)
-        if function is None or what in self._tried:
+        if function is None or what in self._tried or weighed is value:
             return weighed
         outputs, target = step_output.outputs, step_output.target
-        if _may_not_be_of_rows(value, rows, outputs, target, self._batch_dim):
+        are_tensors = type(value) is type(outputs) is type(target) is torch.Tensor
+        sizes = (rows, value.shape, outputs.shape, target.shape) if are_tensors else None
+        if sizes in self._of_rows:
+            return weighed
+        if not _may_not_be_of_rows(value, rows, outputs, target, self._batch_dim):
+            if sizes is not None:
+                self._of_rows.add(sizes)
+        else:
             self._tried.add(what)
             counts = _count_numbers(function, outputs, target, self._batch_dim)
             if counts is not None:
@@ -285,7 +308,9 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
 
 def total_of(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor; half-precision numbers are summed in fp32, since fp16 overflows at 65,504."""
-    return values.sum(dtype=torch.float32) if _is_half(values) else values.sum()
+    if values.dtype is torch.float32 or not _is_half(values):
+        return values.sum()
+    return values.sum(dtype=torch.float32)
 
 
 def _is_half(values: torch.Tensor) -> bool:
@@ -304,13 +329,18 @@ def _kind(value: Any) -> str:
 
 def row_of(measured: list[Weighted], device: torch.device) -> Row:
     """Return sums and weights, 2 * names of them: sum, weight, sum, weight ... Those on a GPU stay there."""
-    numbers = [number for one in measured for number in one]
-    # Only what is on the CPU is read at once: a GPU would be waited for, and a fake tensor has no number.
-    can_be_read = (
-        number.is_cpu if type(number) is torch.Tensor else not isinstance(number, torch.Tensor) for number in numbers
-    )
-    if not is_gpu(device) and all(can_be_read):
-        return [number.item() if isinstance(number, torch.Tensor) else number for number in numbers]
+    numbers = list(chain.from_iterable(measured))
+    read: list[float] = []
+    for number in () if is_gpu(device) else numbers:
+        # Only what is on the CPU is read at once: a GPU would be waited for, and a fake tensor has no number.
+        if type(number) is torch.Tensor and number.is_cpu:
+            read.append(number.item())
+        elif isinstance(number, torch.Tensor):
+            break
+        else:
+            read.append(number)
+    if len(read) == len(numbers):
+        return read
     return torch.stack(
         [
             number.detach().to(device, torch.float64).reshape(())

@@ -12,26 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from dp_ray.engine.buffers import Buffers
+from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loading import Batch
 from dp_ray.engine.model import (
     autocast,
-    build_model,
-    compiled,
     evaluating,
     free_memory,
-    input_device,
     is_out_of_memory,
 )
+from dp_ray.engine.placement import Forwards, Placement, ShardedPlacement, place
 from dp_ray.engine.prediction import predict
 from dp_ray.engine.quarantine import Quarantine, ShardFilter, find_reference, keep_all, load_good
-from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.reduce import Reduction, ShardLoss, ShardSums, make_gradients_dense
-from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
-from dp_ray.engine.sharded.rounds import Forwards, sharded_model
-from dp_ray.engine.sharded.state import Sharded
+from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, make_gradients_dense
 from dp_ray.engine.step import PredictInputs, build_step, run_step
-from dp_ray.engine.update import OptimizerStep, average_of
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.job import Job
@@ -71,21 +66,22 @@ def why_not(job: Job, world: World, data: Data, evaluated: Data | None) -> str:
 
 
 def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
-    sharded = sharded_model(job, world, lambda text: None)
-    if sharded is not None:
-        sharded.round.is_alone = True
-    model = (
-        recompute_blocks(job, build_model(job, world.devices), world.devices) if sharded is None else sharded.model
+    if job.task == "train":
+        job = with_schedule(job, data.split)
+    placement = place(
+        job.model_copy(update={"sync_batchnorm": False, "on_error": None, "skip": None}), world, lambda text: None
     )
-    world = world.with_inputs_on(input_device(job, model, world.devices))
-    called, forwards = compiled(model, job), LocalForwards(sharded)
+    if isinstance(placement, ShardedPlacement):
+        placement.sharded.round.is_alone = True
+    world, model, called = placement.world, placement.model, placement.called
+    forwards = LocalForwards(placement)
     kept_free = []
     for device in world.devices:
         if device.type == "cuda":
             size = int(HEADROOM * torch.cuda.get_device_properties(device).total_memory)
             kept_free.append(torch.empty(size, dtype=torch.uint8, device=device))
     if job.task == "train":
-        training = TrialTraining(with_schedule(job, data.split), world, model, called, sharded)
+        training = TrialTraining(placement)
         for most in (1, None):  # the first pass makes the optimizer's state
             training.step(data, most)
     elif job.task == "predict":
@@ -131,24 +127,23 @@ def _loaded(world: World, data: Data, most: int | None = None) -> Generator[tupl
 class TrialTraining:
     """The steps of a training, without other workers."""
 
-    def __init__(self, job: Job, world: World, model: nn.Module, called: nn.Module, sharded: Sharded | None) -> None:
-        self._world = world
+    def __init__(self, placement: Placement) -> None:
+        job, model, self._world = placement.job, placement.model, placement.world
         if job.bitwise:
             make_gradients_dense(model)
-        self._optimizer_step = OptimizerStep(job, model, world.device, sharded)
-        self._average = average_of(job, model, sharded, self._optimizer_step.aligned)  # it takes memory
+        self._optimizer_step = placement.optimizer_step()
+        self._average = placement.average(self._optimizer_step)  # it takes memory
         if not model.training:
             model.train()
-        loss = ShardLoss(called, build_step(job, world), build_metrics(job)[0], job, world.device)
-        self._trained = [one for one in model.parameters() if one.requires_grad]
-        self._has_buckets = sharded is None and world.world_size > 1
-        self._reduction: Reduction
-        if sharded is None:
-            self._reduction = Reduction(loss, ShardSums(self._trained, job.num_shards) if job.bitwise else None, ())
-        elif job.bitwise:
-            self._reduction = TreeShardedReduction(loss, sharded, False, job.num_shards, False)
-        else:
-            self._reduction = ShardedReduction(loss, sharded, False)
+        loss = ShardLoss(
+            placement.called, build_step(job, self._world), build_metrics(job)[0], job, self._world.device
+        )
+        trained = self._optimizer_step.trained
+        self._trained = list(trained.values())
+        self._has_buckets = not placement.is_sharded and self._world.world_size > 1
+        self._is_sharded = placement.is_sharded
+        parts = Trained(loss, trained, [], placement.sums(self._trained), Buffers(model), SilentClock())
+        self._reduction = placement.reduction(parts, False, 0) if placement.is_sharded else Reduction(parts)
 
     def step(self, data: Data, most: int | None) -> None:
         """Run forward and backward of at most so many of this worker's shards, and the optimizer's step."""
@@ -159,15 +154,14 @@ class TrialTraining:
             for one, bucket in zip(self._trained, buckets, strict=True):
                 one.grad = bucket
         filled = num_filled(data.split.largest_batch, data.split.shards)
-        self._reduction.begin([shard.shard for shard in planned], filled)
+        self._reduction.begin(0, [shard.shard for shard in planned], filled)
         with closing(_loaded(self._world, data, most)) as loaded:
             for shard, batch, is_last in loaded:
-                with self._reduction.shard(is_last):
+                with self._reduction.shard(shard.shard, is_last):
                     loss = self._reduction.replica(batch, shard.rows) / data.split.largest_batch
-                    loss.backward()
-                self._reduction.after(shard.shard, is_last)
-        if not isinstance(self._reduction, ShardedReduction):
-            self._reduction.finish()
+                    loss.backward()  # type: ignore[no-untyped-call]
+        if not self._is_sharded:
+            list(self._reduction.summed(torch.empty(0)))
         self._optimizer_step.rehearse()
         del buckets
 
@@ -176,17 +170,15 @@ class TrialTraining:
 class LocalForwards(Forwards):
     """The forwards of a worker that is alone, whether its model is whole or sharded."""
 
-    sharded: Sharded | None
+    placement: Placement
 
     def run(self, function: Run, *args: Any) -> Any:
         """Call a function that runs the model."""
-        return function(*args) if self.sharded is None else self.sharded.run(function, *args)
+        return self.placement.run(function, *args)
 
     def end(self) -> bool:
         """Free what the last forward has left gathered."""
-        if self.sharded is not None:
-            self.sharded.root.reshard()  # a forward without a backward leaves parameters gathered
-        return True
+        return self.placement.forwards().end()
 
 
 def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:

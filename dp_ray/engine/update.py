@@ -3,6 +3,7 @@
 `ShardedAverage` is the moving average of a sharded model's weights: each worker averages its own part of them.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from torch import nn
 
 from dp_ray.engine.buffers import copy_all
 from dp_ray.engine.optimizer import (
+    HALVES,
     INNER,
-    Average,
     Schedule,
     averaged_model,
     build_optimizer,
@@ -25,7 +26,7 @@ from dp_ray.engine.optimizer import (
     total_norm,
     weights_of_average,
 )
-from dp_ray.engine.reduce import numbers_of
+from dp_ray.engine.reduce import numbers_of, sparse_parameters
 from dp_ray.engine.sharded.state import (
     ELEMENTWISE,
     AlignedParts,
@@ -35,65 +36,65 @@ from dp_ray.engine.sharded.state import (
     sharded_as,
     whole_tensors,
 )
-from dp_ray.engine.user_code import reraise_as, shards_hint
+from dp_ray.engine.user_code import raise_as, reraise_as, shards_hint
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import is_sharded, local
 from dp_ray.text import listed
 
+PARAMETERS = operator.itemgetter("params")
+
 
 class OptimizerStep:
-    """A job's optimizer, scheduler and fp16 scaler, and their step.
+    """A job's optimizer, scheduler and fp16 scaler, and their step, on a model that each worker holds whole.
 
     Norm and clipping are over what the optimizer updates. `left_out` are the parameters that require a gradient and
     that it does not hold: their gradients are dropped in each step, or they would grow from step to step.
     """
 
-    def __init__(self, job: Job, model: nn.Module, device: torch.device, sharded: Sharded | None = None) -> None:
-        trained = [one for one in model.parameters() if one.requires_grad]
-        self._is_exact = job.bitwise and job.is_sharded
-        self.aligned = AlignedParts(trained, sharded.world) if sharded is not None and self._is_exact else None
+    aligned: AlignedParts | None = None
+
+    def __init__(self, job: Job, model: nn.Module, device: torch.device) -> None:
+        self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         instead = {} if self.aligned is None else self.aligned.flats
         self.optimizer = build_optimizer(job.optimizer, model, instead)
         # The update of a part must be the part of the update.
+        self._is_exact = job.bitwise and job.is_sharded
         if self._is_exact and type(self.optimizer) not in ELEMENTWISE:
             names = listed([one.__name__ for one in ELEMENTWISE])
             raise JobError(
                 f"optimizer: {type(self.optimizer).__qualname__} may use all of a parameter to update a part of it, "
                 "so with strategy: fsdp it cannot be bitwise; "
-                f"take one of torch.optim's {names}, or leave bitwise out"
+                f"take one of torch.optim's {names}, or leave bitwise or strategy out"
             )
-        if sharded is not None and self.aligned is None:
-            for kind, reason in UNSHARDED.items():
-                if isinstance(self.optimizer, kind):
-                    raise JobError(f"optimizer: {kind.__name__} {reason}; take another one, like torch.optim:AdamW")
-        if self.aligned is not None:
-            self.aligned.optimizer = self.optimizer
-        self._sharded = sharded
         self.schedule = Schedule(job.scheduler, self.optimizer)
         # The scaler checks the reduced gradients, so all ranks skip the same steps.
         self.scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
-        self._unscaled: Any = self.optimizer if sharded is None else UnscaledParts(self.optimizer, sharded)
+        self._unscaled: Any = self.optimizer
         self._grad_clip = job.grad_clip
         self.has_skipped = False  # whether the last step has left the parameters as they were
         self._names = {id(one): name for name, one in model.named_parameters()}
-        self._of_model = [(one, instead.get(id(one), one)) for one in trained]
+        self._of_model = [(one, instead.get(id(one), one)) for one in self.trained.values()]
         self._parameters: list[nn.Parameter] = []
         self.left_out: list[nn.Parameter] = []
         self._num_held = 0
         self._find_left_out()
+        # Of such parameters all gradients are alike, so that no step has to look at each.
+        kinds = {(one.device, one.dtype) for one in self._parameters}
+        self._is_plain = not any(map(is_sharded, self._parameters)) and not sparse_parameters(model)
+        self._is_alike = self._is_plain and len(kinds) == 1 and not any(dtype in HALVES for _, dtype in kinds)
+        self._is_bare = self.scaler is None and not job.is_sharded  # an update is that of the optimizer alone
+        self._knows_early = self.scaler is None
         self._known: dict[int, torch.Tensor] = {}  # norms of gradients, by the parameter's id, before `apply`
         self._has_weighed = False
 
     def _find_left_out(self) -> None:
         """Sort the parameters into those that the optimizer updates and the others; its groups may have grown."""
-        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if count != self._num_held:
-            held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
-            self._num_held = count
-            self._parameters = [mine for _, mine in self._of_model if id(mine) in held]
-            self.left_out = [one for one, mine in self._of_model if id(mine) not in held]
+        self._num_held = sum(map(len, map(PARAMETERS, self.optimizer.param_groups)))
+        held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        self._parameters = [mine for _, mine in self._of_model if id(mine) in held]
+        self.left_out = [one for one, mine in self._of_model if id(mine) not in held]
 
     @property
     def learning_rate(self) -> float:
@@ -103,8 +104,6 @@ class OptimizerStep:
     @property
     def names(self) -> list[str]:
         """The names of the parameters that the optimizer updates, in the order of its groups."""
-        if self.aligned is not None:
-            return [self._names[id(one)] for one in self.aligned.originals()]
         return [self._names[id(one)] for group in self.optimizer.param_groups for one in group["params"]]
 
     @property
@@ -121,8 +120,7 @@ class OptimizerStep:
     @property
     def parts(self) -> dict[str, Any]:
         """The objects with a state, by their names in a checkpoint; None for one that the job does not have."""
-        optimizer = self.optimizer if self.aligned is None else self.aligned
-        return {"optimizer": optimizer, "scheduler": self.schedule.scheduler, "scaler": self.scaler}
+        return {"optimizer": self.optimizer, "scheduler": self.schedule.scheduler, "scaler": self.scaler}
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call backward on: for fp16 the scaled one."""
@@ -134,7 +132,7 @@ class OptimizerStep:
         Called while this worker waits for the others' gradients. Where the last step's were weighed, it does
         nothing: the next ones will be too.
         """
-        if self.scaler is None and self._sharded is None and not self._has_weighed:
+        if self._knows_early and not self._has_weighed:
             gradients = [numbers_of(one.grad) for one in parameters if one.grad is not None]
             if gradients and len(gradients) == len(parameters):
                 self._known.update(zip(map(id, parameters), norms_of(gradients), strict=True))
@@ -145,13 +143,7 @@ class OptimizerStep:
         The gradients must be those of (sum of losses) / `rows`. `weight` is the weight of the losses of the whole
         batch, which has `rows` rows. `step` names the step in errors.
         """
-        self._find_left_out()
-        if self.aligned is not None:
-            self.aligned.take()
-        if self.scaler is not None:
-            self.scaler.unscale_(self._unscaled)
-        with_gradient = [one for one in self._parameters if one.grad is not None]
-        gradients = [numbers_of(one.grad) for one in with_gradient if one.grad is not None]
+        gradients = self._gradients()
         # From sum / rows to sum / weight; with a weight of 0 they become 0. A tensor is not read: it is on a GPU, for
         # which this would wait.
         self._has_weighed = isinstance(weight, torch.Tensor) or weight != rows
@@ -161,35 +153,47 @@ class OptimizerStep:
             torch._foreach_mul_(gradients, rows / weight if weight > 0 else 0.0)
         if self._has_weighed:
             self._known.clear()
-        if self._sharded is None or not gradients:
-            norm = total_norm(gradients, [self._known.get(id(one)) for one in with_gradient] if self._known else ())
-        elif self.aligned is None:
-            norm = self._sharded.total_norm(gradients, with_gradient)
-        else:
-            norm = self.aligned.total_norm(gradients, with_gradient, comm_device(gradients[0].device))
+        norm = self._norm(gradients)
         if self._grad_clip is not None:
             scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
-        with reraise_as(f"step {step}: optimizer", shards_hint), self._updating():
-            self.has_skipped = self._step()
-        if not self.has_skipped:
+        try:
+            self.has_skipped = self._update()
+        except (Exception, SystemExit) as error:
+            raise_as(error, f"step {step}: optimizer", shards_hint)
+        if self.schedule.per_step and not self.has_skipped:
             with reraise_as(f"step {step}: scheduler"):
-                self.schedule.after_step()
+                self.schedule.scheduler.step()
         self.drop_gradients()
+        return norm
+
+    def _gradients(self) -> list[Any]:
+        """Return the numbers of the gradients, without the scale of fp16."""
+        if sum(map(len, map(PARAMETERS, self.optimizer.param_groups))) != self._num_held:
+            self._find_left_out()
+        if self.scaler is not None:
+            self.scaler.unscale_(self._unscaled)
+        gradients: list[Any] = [one.grad for one in self._parameters if one.grad is not None]
+        return gradients if self._is_plain else list(map(numbers_of, gradients))
+
+    def _norm(self, gradients: list[Any]) -> torch.Tensor:
+        """Return the norm of all gradients together, before clipping."""
+        if self._known:
+            known = [self._known.get(id(one)) for one in self._parameters if one.grad is not None]
+            return total_norm(gradients, known)
+        if not self._is_alike or not gradients:
+            return total_norm(gradients)
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # as `total_norm`
         return norm
 
     def rehearse(self) -> None:
         """Update the parameters by the gradients as they are, without other workers, to make the state."""
-        if self.aligned is not None:
-            self.aligned.take()
         with reraise_as("optimizer", shards_hint), self._updating():
             self.optimizer.step()
         self.drop_gradients()
 
     def _updating(self) -> AbstractContextManager[object]:
         """Return the context of an update."""
-        if self._is_exact:
-            return one_thread(self._parameters[0])
-        return nullcontext() if self._sharded is None else one_at_a_time(self.optimizer)
+        return one_thread(self._parameters[0]) if self._is_exact else nullcontext()
 
     def drop_gradients(self) -> None:
         """Drop all gradients: those that the optimizer has used, and those of parameters that it never updates."""
@@ -197,8 +201,6 @@ class OptimizerStep:
         self.optimizer.zero_grad()
         for one in self.left_out:
             one.grad = None
-        if self.aligned is not None:
-            self.aligned.give()
 
     def skip(self) -> torch.Tensor:
         """Change nothing in a step without rows, and return the norm of its gradient, which is 0."""
@@ -206,16 +208,79 @@ class OptimizerStep:
         self.has_skipped = True
         return torch.zeros((), device=self._parameters[0].device)
 
-    def _step(self) -> bool:
+    def _update(self) -> bool:
         """Update the parameters; True if the scaler skipped the update because fp16 overflowed."""
-        if self.scaler is None:
+        if self._is_bare:
             self.optimizer.step()
             return False
-        with waiting("the GPU, which may be in a collective"):  # the scaler reads whether the gradients are finite
-            scale = self.scaler.get_scale()
-            self.scaler.step(self._unscaled)
-            self.scaler.update()
-            return bool(self.scaler.get_scale() < scale)
+        with self._updating():
+            if self.scaler is None:
+                self.optimizer.step()
+                return False
+            with waiting("the GPU, which may be in a collective"):  # the scaler reads if the gradients are finite
+                scale = self.scaler.get_scale()
+                self.scaler.step(self._unscaled)
+                self.scaler.update()
+                return bool(self.scaler.get_scale() < scale)
+
+
+class ShardedOptimizerStep(OptimizerStep):
+    """The same on a sharded model. With `bitwise` the optimizer gets parts of whole vectors (`aligned`)."""
+
+    def __init__(self, job: Job, sharded: Sharded, device: torch.device) -> None:
+        if job.bitwise:
+            trained = [one for one in sharded.model.parameters() if one.requires_grad]
+            self.aligned = AlignedParts(trained, sharded.world)
+        super().__init__(job, sharded.model, device)
+        if self.aligned is not None:
+            self.aligned.optimizer = self.optimizer
+        else:
+            for kind, reason in UNSHARDED.items():
+                if isinstance(self.optimizer, kind):
+                    raise JobError(f"optimizer: {kind.__name__} {reason}; take another one, like torch.optim:AdamW")
+        self._sharded = sharded
+        self._unscaled = UnscaledParts(self.optimizer, sharded)
+        self._knows_early = False  # a norm takes a collective
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters that the optimizer updates, in the order of its groups."""
+        if self.aligned is None:
+            return super().names
+        return [self._names[id(one)] for one in self.aligned.originals()]
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The objects with a state, by their names in a checkpoint; None for one that the job does not have."""
+        return super().parts if self.aligned is None else {**super().parts, "optimizer": self.aligned}
+
+    def _gradients(self) -> list[Any]:
+        if self.aligned is not None:
+            self.aligned.take()
+        return super()._gradients()
+
+    def _norm(self, gradients: list[Any]) -> torch.Tensor:
+        if not gradients:
+            return super()._norm(gradients)
+        parameters = [one for one in self._parameters if one.grad is not None]
+        if self.aligned is None:
+            return self._sharded.total_norm(gradients, parameters)
+        return self.aligned.total_norm(gradients, parameters, comm_device(gradients[0].device))
+
+    def rehearse(self) -> None:
+        """Update the parameters by the gradients as they are, without other workers, to make the state."""
+        if self.aligned is not None:
+            self.aligned.take()
+        super().rehearse()
+
+    def _updating(self) -> AbstractContextManager[object]:
+        return super()._updating() if self._is_exact else one_at_a_time(self.optimizer)
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients, and give the updated parts back."""
+        super().drop_gradients()
+        if self.aligned is not None:
+            self.aligned.give()
 
 
 SHAPED = "keeps state of another shape than its parameters, of which strategy: fsdp cannot give each worker a part"
@@ -377,12 +442,3 @@ class _Parts(nn.Module):
         self.parts = nn.ParameterList(nn.Parameter(one, requires_grad=False) for one in parameters)
         for number, one in enumerate(buffers):
             self.register_buffer(f"buffer_{number}", one)
-
-
-def average_of(
-    job: Job, model: nn.Module, sharded: Sharded | None, aligned: AlignedParts | None
-) -> Average | ShardedAverage | None:
-    """Return the average of the weights, if the job keeps one."""
-    if job.ema is None:
-        return None
-    return Average(job, model) if sharded is None else ShardedAverage(job, sharded, aligned)

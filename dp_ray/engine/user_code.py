@@ -6,7 +6,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -32,15 +32,23 @@ def reraise_as(
     """
     try:
         yield
-    except Error:
-        raise
     except (Exception, SystemExit) as error:
-        if kind is ModelError and passes(error):
-            raise
-        ended = _loader_error(error)
-        if ended is not None:
-            raise ended from None
-        raise kind(error_text(what, error, hint(error))) from error
+        raise_as(error, what, hint, kind)
+
+
+def raise_as(
+    error: BaseException,
+    what: str,
+    hint: Callable[[BaseException], str] = lambda error: "",
+    kind: type[Error] = ModelError,
+) -> NoReturn:
+    """Raise what `reraise_as` raises for an exception: for the code of each step, where a block costs time."""
+    if isinstance(error, Error) or (kind is ModelError and passes(error)):
+        raise error
+    ended = _loader_error(error)
+    if ended is not None:
+        raise ended from None
+    raise kind(error_text(what, error, hint(error))) from error
 
 
 @contextmanager
@@ -48,20 +56,25 @@ def locating(where: str) -> Iterator[None]:
     """Put a location, like `step 3, shard 1`, before the block's error; a JobError is about no step, and passes."""
     try:
         yield
-    except JobError:
-        raise
-    except Error as error:
+    except (Exception, SystemExit) as error:
+        raise_located(error, where)
+
+
+def raise_located(error: BaseException, where: str) -> NoReturn:
+    """Raise what `locating` raises for an exception: for the code of each step, where a block costs time."""
+    if isinstance(error, JobError):
+        raise error
+    if isinstance(error, Error):
         located = type(error)(f"{where}: {error}")
         for note in getattr(error, "__notes__", ()):  # the user's frames in a loader process
             located.add_note(note)
         raise located from error
-    except (Exception, SystemExit) as error:
-        if passes(error):
-            raise
-        ended = _loader_error(error)
-        if ended is not None:
-            raise DataError(f"{where}: {ended}") from None
-        raise ModelError(error_text(where, error)) from error
+    if passes(error):
+        raise error
+    ended = _loader_error(error)
+    if ended is not None:
+        raise DataError(f"{where}: {ended}") from None
+    raise ModelError(error_text(where, error)) from error
 
 
 def _loader_error(error: BaseException) -> DataError | None:

@@ -31,13 +31,19 @@ class Stats:
     """
 
     def __init__(self, shards: int, measures: int, world: World) -> None:
-        size = shards, 2 * measures + 2
+        self._size = shards, 2 * measures + 2
         self._own = worker_shards(shards, world.world_size, world.rank).start
+        self._device = world.device
+        self._is_on_gpu = is_gpu(world.device)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step with zeros, in memory of their own: a GPU may still be summing the last step's."""
         self._cells: Any
-        if is_gpu(world.device):
-            self._cells = self.numbers = torch.zeros(size, dtype=torch.float64, device=world.device)
+        if self._is_on_gpu:
+            self._cells = self.numbers = torch.zeros(self._size, dtype=torch.float64, device=self._device)
         else:  # numpy sets a few cells of the same memory sooner than torch
-            self._cells = np.zeros(size)
+            self._cells = np.zeros(self._size)
             self.numbers = torch.from_numpy(self._cells)
 
     def put(self, shard: int, row: Row) -> None:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
@@ -302,17 +302,22 @@ class Losses:
         self._printed_at = 0.0
         self._unprinted = ""  # the newest line, if it was left out
 
-    def say(self, row: dict[str, Any]) -> None:
-        """Print the values of interest in a row of the history, if there are any."""
+    def say(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Print the values of interest in some rows of the history, if there are any."""
+        for row in rows:
+            if "epoch_loss" in row or " eval_" in f" {' '.join(row)}":
+                self._say(row)
+            self._last = row["step"]
+            if not math.isfinite(row["loss"]) and row["rows"] and self._not_finite is None:
+                self._not_finite = row["step"], row["loss"]
+                self._warn()
+
+    def _say(self, row: dict[str, Any]) -> None:
         texts = measured({name: one for name, one in row.items() if name == "epoch_loss" or name.startswith("eval_")})
         if texts:
             line = f"epoch {row['epoch']}, step {row['step']}: "
             line += ", ".join(f"{name} {value}" for name, value in texts.items())
             self._print(line)
-        self._last = row["step"]
-        if not math.isfinite(row["loss"]) and row["rows"] and self._not_finite is None:
-            self._not_finite = row["step"], row["loss"]
-            self._warn()
 
     def end(self) -> None:
         """Print the last line if it was left out; repeat the warning of a loss, unless no line came after it."""

@@ -349,8 +349,7 @@ class TaskMessages:
                 self.progress.last = rows[-1]
                 for writer in self.writers:
                     writer.add(rows)
-                for row in rows:
-                    self.losses.say(row)
+                self.losses.say(rows)
 
     def end_of(self, steps: int) -> int:
         """Return how many steps a finished training has: all `steps`, or fewer if it stopped early."""

@@ -28,11 +28,11 @@ class Due:
 
     def recurs(self, split: Split, step: int) -> bool:
         """Return whether it is due after `step` by its steps or epochs, even if the training goes on."""
-        return any((step + 1) % period == 0 for period in self._periods(split))
+        return any((step + 1) % period == 0 for period in self.periods(split))
 
     def times(self, split: Split) -> int:
         """Return how many times it is due in the whole training."""
-        total, periods = split.total_steps, self._periods(split)
+        total, periods = split.total_steps, self.periods(split)
         both = total // math.lcm(*periods) if len(periods) == 2 else 0  # due for two reasons, and done once
         regular = sum(total // period for period in periods) - both
         return regular + (total > 0 and not self.recurs(split, total - 1))
@@ -41,7 +41,7 @@ class Due:
         """Return the keys that are set, and `times`."""
         return {**_known(asdict(self)), "times": self.times(split)}
 
-    def _periods(self, split: Split) -> list[int]:
+    def periods(self, split: Split) -> list[int]:
         """Return its periods in steps: at most two."""
         periods = (self.every_steps, self.every_epochs and self.every_epochs * split.steps)
         return [period for period in periods if period]

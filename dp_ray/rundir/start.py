@@ -17,13 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from dp_ray.engine.buffers import make_room
-from dp_ray.engine.model import loaded_of, other_sizes, tensors_of
 from dp_ray.engine.optimizer import weights_of_average
 from dp_ray.engine.world import World, broadcast, gathered, is_rank_0, new_group
-from dp_ray.errors import JobError, ModelError, StorageError
+from dp_ray.errors import JobError, StorageError
 from dp_ray.records import Record
 from dp_ray.rundir.checkpoint import (
     CHECKPOINTS,
@@ -306,29 +303,6 @@ def _describe_best(storage: Storage, name: str) -> str:
     text = TensorFile(storage, name).text
     best = json.loads(text) if text else None
     return f" ({best['metric']} {best['value']:.6g} after step {best['step']})" if best else ""
-
-
-def load_weights(model: nn.Module, weights: dict[str, Any], where: str, is_strict: bool = True) -> str:
-    """Load weights into the bare module; returns what was loaded and what not, in words, if not `is_strict`.
-
-    Raises ModelError, which names missing, unexpected and mis-sized tensors, or if nothing fits.
-    """
-    make_room(model, weights)
-    own = tensors_of(model)
-    sizes = {} if is_strict else other_sizes(own, weights)
-    try:
-        keys = model.load_state_dict({key: one for key, one in weights.items() if key not in sizes}, is_strict)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        mappings = {key: list(one.values()) for key, one in weights.items() if isinstance(one, Mapping) and one}
-        inner = [key for key, values in mappings.items() if all(isinstance(one, torch.Tensor) for one in values)]
-        advice = NEW_HEAD if is_strict else ""
-        if inner:  # a checkpoint of the user's own, of which one value holds the weights
-            advice = f"; it holds weights in {inner[0]!r}: save that alone, torch.save(found[{inner[0]!r}], file)"
-        raise ModelError(f"the weights of {where} are not this model's: {str(error).rstrip('.')}{advice}") from None
-    if is_strict or keys is None:
-        return ""
-    missing = [key for key in keys.missing_keys if key not in sizes]
-    return loaded_of(where, own.keys(), missing, keys.unexpected_keys, sizes)
 
 
 def _split_location(location: str) -> tuple[Storage, str]:

@@ -102,14 +102,14 @@ class Probe:
         for handle in self._handles:
             handle.remove()
 
-    @property
-    def has_seen(self) -> bool:
-        """Whether there was a forward since the last `take`."""
-        return self._seen is not None
+    def last(self) -> tuple[Sizes | None, float]:
+        """Return the sizes and milliseconds of the forward since the last call; no sizes if there was none."""
+        seen, self._seen = self._seen, None
+        return seen, self._milliseconds
 
     def take(self) -> tuple[Sizes, float]:
-        """Return the last forward's sizes and milliseconds; raise ModelError if the module was not called."""
-        seen, self._seen = self._seen, None
+        """Return what `last` does; raise ModelError if the module was not called."""
+        seen, _ = self.last()
         if seen is None:
             raise ModelError("the model's forward was not called, so there are no shapes to report")
         return seen, self._milliseconds

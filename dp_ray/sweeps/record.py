@@ -1,6 +1,6 @@
 """A sweep's directory, STORAGE/NAME: `sweep.json` keeps the sweep's definition and the state of its trials.
 
-`open_record` reads it, a `Record` writes it. Below them: the trials as a table and as JSON.
+`open_record` reads it, a `SweepRecord` writes it. Below them: the trials as a table and as JSON.
 """
 
 import json
@@ -46,7 +46,7 @@ class Trial:
         return value if value is not None and math.isfinite(value) else None
 
 
-class Record:
+class SweepRecord:
     """The content of `sweep.json`; within `held`, this driver is the one that may write it."""
 
     def __init__(self, folder: Storage, definition: Definition, trials: Sequence[Trial]) -> None:
@@ -108,7 +108,7 @@ class Record:
         SWEEP_JSON.write(self.folder, Sweep(self._token, self._described, trials))
 
 
-def open_record(definition: Definition, base: Storage, is_new: bool = False) -> Record:
+def open_record(definition: Definition, base: Storage, is_new: bool = False) -> SweepRecord:
     """Return the record of a sweep in STORAGE/NAME: as an earlier driver left it, or with the trials of a new sweep.
 
     `is_new` says that an earlier sweep will be removed. Nothing is written.
@@ -116,17 +116,17 @@ def open_record(definition: Definition, base: Storage, is_new: bool = False) -> 
     """
     folder = base.child(definition.name)
     if folder.exists(SWEEP) and is_new:
-        return Record(folder, definition, _new_trials(definition))
+        return SweepRecord(folder, definition, _new_trials(definition))
     if not folder.exists(SWEEP):
         if folder.exists(RUN):
             raise JobError(f"{folder} holds a run; give the sweep another name (--name)")
         if set(folder.names()) - {LEASE}:
             raise JobError(f"{folder} holds files that are no sweep; choose another --name or --storage")
-        return Record(folder, definition, _new_trials(definition))
+        return SweepRecord(folder, definition, _new_trials(definition))
     with damage_told(f"{folder}/{SWEEP}"):
         kept_sweep = SWEEP_JSON.read(folder)
         if all(one.state == "waiting" for one in kept_sweep.trials):  # nothing has run that could be lost
-            return Record(folder, definition, _new_trials(definition))
+            return SweepRecord(folder, definition, _new_trials(definition))
         first = kept_sweep.trials[0].run
         if first != definition.run_name(1):
             raise JobError(
@@ -144,7 +144,7 @@ def open_record(definition: Definition, base: Storage, is_new: bool = False) -> 
             f"{folder} holds a different sweep ({changes}); give this one another name (--name), or replace that "
             "one, with the runs of its trials (--overwrite)"
         )
-    return Record(folder, definition, trials)
+    return SweepRecord(folder, definition, trials)
 
 
 def _new_trials(definition: Definition) -> list[Trial]:
@@ -209,7 +209,7 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
 NAMED = 40  # characters of a value in a trial's name
 
 
-def best_first(record: Record) -> list[Trial]:
+def best_first(record: SweepRecord) -> list[Trial]:
     """Return the trials: the best value of the metric first, at the end those without a value, by their numbers."""
     metric, mode = record.definition.metric, record.definition.mode
     sign = 1 if mode == "min" else -1
@@ -219,13 +219,13 @@ def best_first(record: Record) -> list[Trial]:
     return [*(trial for _, trial in ranked), *(trial for trial in record.trials if trial.number not in known)]
 
 
-def table(record: Record, base: Storage) -> str:
+def table(record: SweepRecord, base: Storage) -> str:
     """Return the trials as a table, best first: number, values, metric, state, run."""
     head, rows = trial_rows(record, base)
     return aligned([[printable(cell) for cell in row] for row in [head, *rows]])
 
 
-def trial_rows(record: Record, base: Storage) -> tuple[list[str], list[list[str]]]:
+def trial_rows(record: SweepRecord, base: Storage) -> tuple[list[str], list[list[str]]]:
     """Return the head of the table and a row for each trial, best first."""
     definition, metric = record.definition, record.definition.metric
     measured = [] if metric is None else [metric]
@@ -239,7 +239,7 @@ def trial_rows(record: Record, base: Storage) -> tuple[list[str], list[list[str]
     return ["trial", *(axis.key for axis in definition.axes), *measured, "state", "run"], rows
 
 
-def has_best(record: Record) -> bool:
+def has_best(record: SweepRecord) -> bool:
     """Return whether the first trial, of those with the best first, has a value of the metric."""
     return any(trial.value(record.definition.metric) is not None for trial in record.trials)
 
@@ -269,7 +269,7 @@ def space(definition: Definition) -> list[str]:
     return lines
 
 
-def to_json(record: Record, base: Storage) -> dict[str, Any]:
+def to_json(record: SweepRecord, base: Storage) -> dict[str, Any]:
     """Return the sweep as JSON values: its trials, best first."""
     definition, ordered = record.definition, best_first(record)
     return {

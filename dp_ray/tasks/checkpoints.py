@@ -10,15 +10,16 @@ the job's (`Updates`): their state is the checkpoint's.
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, TypeAlias
 
 from dp_ray.engine.clock import Part
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
-from dp_ray.engine.world import World, broadcast, is_rank_0
+from dp_ray.engine.world import broadcast, is_rank_0
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.files import differences, same
 from dp_ray.job.job import Job
@@ -43,14 +44,12 @@ from dp_ray.rundir.start import (
     ShardedWriter,
     describe_start,
     first_step,
-    load_weights,
     newest_open,
     open_start,
     read_start,
 )
 from dp_ray.steps.times import History
-from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note, Send, notifier
+from dp_ray.tasks.setup import Context
 
 SHARE = 0.01  # of the training's time may go into checkpoints
 LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any cost
@@ -61,13 +60,9 @@ Updates: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A training on this worker, as its parts share it: the job, where it runs, and how its steps are cut."""
+    """A training on this worker, as its parts share it: what it was given, and how its steps are cut."""
 
-    job: Job
-    world: World
-    run: Storage
-    send: Send
-    attempt: str
+    context: Context
     split: Split
     layout: TrainingLayout
 
@@ -75,8 +70,10 @@ class Training:
 class Keeper:
     """The writing of a training's checkpoints, or of this worker's part of them, by a `writer`."""
 
-    def __init__(self, trainer: Trainer, train_state: TrainState, writer: CheckpointWriter) -> None:
-        self.before_commit: Callable[[], None] = lambda: None
+    def __init__(
+        self, trainer: Trainer, train_state: TrainState, writer: CheckpointWriter, before: Callable[[], None]
+    ) -> None:
+        self._before = before  # called in the writer's thread, before a checkpoint counts
         self._trainer = trainer
         self._train_state = train_state
         self._writer = writer
@@ -114,9 +111,11 @@ class Checkpointer(Keeper):
         train_state: TrainState,
         times: StepTimes,
         writer: CheckpointWriter,
+        before: Callable[[], None],
     ) -> None:
-        super().__init__(trainer, train_state, writer)
-        job, run, split = training.job, training.run, training.split
+        super().__init__(trainer, train_state, writer, before)
+        context, split = training.context, training.split
+        job, run = context.job, context.run
         self._training = training
         self._clock = times.clock
         for folder in (HISTORY, CHECKPOINTS):
@@ -125,7 +124,7 @@ class Checkpointer(Keeper):
         names = ["loss", *trainer.measure_names]
         extra = ["epoch_loss", *job.eval_names]
         self._history = History(
-            run.child(HISTORY), split, names, extra, train_state.step, training.send, times.new_data_wait
+            run.child(HISTORY), split, names, extra, train_state.step, context.send, times.new_data_wait
         )
         pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
         self._first = train_state.step
@@ -136,7 +135,8 @@ class Checkpointer(Keeper):
         if train_state.best_by != by or train_state.best_step not in kept:
             train_state.best = train_state.best_step = None
         train_state.best_by = by
-        self._due = checkpoints_of(job).due
+        self._periods = checkpoints_of(job).due.periods(split)
+        self._all_agree = trainer.placement.is_sharded
         self._pace = CheckpointPace(job.checkpoint)
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
@@ -145,14 +145,17 @@ class Checkpointer(Keeper):
             _, tensors = pack(self._trainer.state_dict())
             self._pace.expect(sum(tensor.nbytes for tensor in tensors.values()))
         self._history.add(step, update, measured)
-        is_best = self._note_best(measured)
+        is_due = must_save
         if measured:
+            is_due = self._note_best(measured) or is_due
             self._history.resume_clock()
-        by_step = self._due.recurs(self._training.split, step)
-        by_clock = self._pace.is_due(self._writer.seconds, self._writer.is_writing)
+        for period in self._periods:
+            is_due = is_due or (step + 1) % period == 0
+        if self._pace.clock() >= self._pace.not_before:
+            is_due = self._pace.is_due(self._writer.seconds, self._writer.is_writing) or is_due
         watch = self._trainer.watch  # with `stop_on_nan`: no state is kept after a loss that is not finite
-        is_due = must_save or is_best or by_clock or by_step
-        if self._writer.agree(is_due and (watch is None or watch.is_finite())):
+        is_due = is_due and (watch is None or watch.is_finite())
+        if self._writer.agree(is_due) if self._all_agree else is_due:
             self.save()
 
     def log(self, step: int, update: Update) -> None:
@@ -163,15 +166,15 @@ class Checkpointer(Keeper):
         before_save = self._clock.enter(Part.CHECKPOINT)
         with self._pace.saving():
             training, train_state = self._training, self._train_state
-            about = describe(training.job, self._trainer, training.split, training.layout, train_state)
+            about = describe(training, self._trainer, train_state)
             state = self._trainer.state_dict()
             write_history = self._history.take()
 
             def before_commit() -> None:
                 """Write, in the writer's thread, what has to be there before the checkpoint counts."""
-                check_newest(training.run, training.attempt)
+                check_newest(training.context.run, training.context.attempt)
                 write_history()
-                self.before_commit()
+                self._before()
 
             self._writer.save(train_state.step, about, state, train_state.best_step, before_commit)
             self._saved = train_state.step
@@ -205,41 +208,45 @@ class PieceKeeper(Keeper):
 
     def save(self) -> None:
         """Save this worker's piece of the current state."""
-        self._writer.save(self._train_state.step, {}, self._trainer.state_dict(), before=self.before_commit)
+        self._writer.save(self._train_state.step, {}, self._trainer.state_dict(), before=self._before)
         self._saved = self._train_state.step
 
 
-def checkpointer_of(
-    training: Training, trainer: Trainer, train_state: TrainState, times: StepTimes
-) -> Checkpointer | PieceKeeper | None:
-    """Return what keeps this worker's share of the training's state: all of it on rank 0, unless it is sharded.
+@contextmanager
+def checkpointing(
+    training: Training, trainer: Trainer, train_state: TrainState, times: StepTimes, before: Callable[[], None]
+) -> Iterator[Checkpointer | PieceKeeper | None]:
+    """Give what keeps this worker's share of the training's state: all of it on rank 0, unless it is sharded.
 
-    Every rank calls this.
+    `before` is called, in the writer's thread, before a checkpoint counts. Every rank calls this.
     """
-    job, world = training.job, training.world
-    if world.rank != 0 and trainer.sharded is None:
-        return None
-    checkpoints = training.run.child(CHECKPOINTS)
+    job, world = training.context.job, training.context.world
+    if world.rank != 0 and not trainer.placement.is_sharded:
+        yield None
+        return
+    checkpoints = training.context.run.child(CHECKPOINTS)
     passed_over = [one for one in steps_of(checkpoints) if one > train_state.step]
-    if trainer.sharded is None:
+    if not trainer.placement.is_sharded:
         writer = CheckpointWriter(checkpoints, job.checkpoint.keep, passed_over)
     else:
         writer = ShardedWriter(checkpoints, job.checkpoint.keep, world, passed_over)
-    if world.rank != 0:
-        return PieceKeeper(trainer, train_state, writer)
-    return Checkpointer(training, trainer, train_state, times, writer)
+    keeper = (
+        PieceKeeper(trainer, train_state, writer, before)
+        if world.rank != 0
+        else Checkpointer(training, trainer, train_state, times, writer, before)
+    )
+    with closing(keeper):
+        yield keeper
 
 
-def describe(
-    job: Job, trainer: Trainer, split: Split, layout: TrainingLayout, train_state: TrainState
-) -> dict[str, Any]:
+def describe(training: Training, trainer: Trainer, train_state: TrainState) -> dict[str, Any]:
     """Describe a checkpoint: the job's fingerprint, layout and updates, parameters, steps and running values."""
     return {
-        "fingerprint": job.fingerprint(),
-        "cut": layout,
-        "updates": updates_of(job),
+        "fingerprint": training.context.job.fingerprint(),
+        "cut": training.layout,
+        "updates": updates_of(training.context.job),
         "parameters": trainer.optimizer_step.names,
-        "steps": split.total_steps,
+        "steps": training.split.total_steps,
         "running": train_state.to_json(),
     }
 
@@ -251,25 +258,29 @@ class CheckpointPace:
     """
 
     def __init__(self, when: Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self.is_auto = when.every_seconds == "auto" and when.every_steps is None
         self._seconds = LATEST if when.every_seconds == "auto" else when.every_seconds
         self._began = self._saved_at = clock()
         self._saves = 0
         self._in_loop = 0.0
         self._expected = 0.0
+        self.not_before = 0.0  # no checkpoint is due before this moment of the clock, so that no step has to ask
+        self._put_off(0.0)
 
     def expect(self, num_bytes: int) -> None:
         """Estimate the first checkpoint's cost from the state's size, before one is measured."""
         fixed, bytes_per_second = EXPECTED
         self._expected = fixed + num_bytes / bytes_per_second
+        self._put_off(0.0)
 
     def is_due(self, written: float, is_writing: bool) -> bool:
         """Return whether to save now.
 
         `written` is the seconds spent on writes in the background so far; `is_writing` says that one is under way.
         """
-        now = self._clock()
+        self._put_off(written)
+        now = self.clock()
         since = now - self._saved_at
         if self._seconds is not None and since >= self._seconds:
             return True
@@ -282,37 +293,42 @@ class CheckpointPace:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Measure how long the loop waits for a checkpoint."""
-        began = self._clock()
+        began = self.clock()
         yield
-        self._saved_at = self._clock()
+        self._saved_at = self.clock()
         self._in_loop += self._saved_at - began
         self._saves += 1
+        self._put_off(0.0)
+
+    def _put_off(self, written: float) -> None:
+        """Compute `not_before` by what was spent so far, which may be more by then."""
+        spent = self._in_loop + written
+        next_cost = spent / self._saves if self._saves else self._expected
+        by_share = max(
+            (self._saved_at - SHARE * self._began) / (1 - SHARE), self._began + (spent + next_cost) / SHARE
+        )
+        by_seconds = math.inf if self._seconds is None else self._saved_at + self._seconds
+        # A moment earlier: the sums are not those of `is_due` to the bit.
+        self.not_before = min(by_share if self.is_auto else math.inf, by_seconds) - 1e-3
 
 
-def restore(
-    job: Job,
-    trainer: Trainer,
-    split: Split,
-    layout: TrainingLayout,
-    run: Storage,
-    send: Send,
-    until: int | None = None,
-) -> TrainState:
+def restore(training: Training, trainer: Trainer, until: int | None = None) -> TrainState:
     """Load the training's state: of its newest checkpoint, else of `init_from`, else that of step 0.
 
     With `until`, of the newest checkpoint of so many steps or fewer; only a model that is not sharded takes it.
     Raises JobError if a checkpoint's steps hold other samples than this job's, or if the scheduler ends too soon.
     """
+    context, job, run = training.context, training.context.job, training.context.run
     checkpoints = run.child(CHECKPOINTS)
 
     def fits(about: dict[str, Any]) -> str | None:
         return None if job.has_fingerprint(about.get("fingerprint")) else "it is of a different job"
 
-    if trainer.sharded is not None:  # each worker reads its part
-        opened = newest_open(checkpoints, fits, notifier(trainer.sharded.world, send), trainer.sharded.world)
+    if trainer.placement.is_sharded:  # each worker reads its part
+        opened = newest_open(checkpoints, fits, context.notify, context.world)
         checkpoint = None if opened is None else (opened[0], opened[1].about, opened[1].state)
     elif is_rank_0():
-        checkpoint = newest(checkpoints, fits, lambda text: send(Note(text)), until)
+        checkpoint = newest(checkpoints, fits, context.notify, until)
         name = broadcast(checkpoint[0] if checkpoint else "")
     else:  # rank 0 chooses: another rank may find another one by now
         name = broadcast("")
@@ -320,41 +336,37 @@ def restore(
     if checkpoint:
         name, about, state = checkpoint
         advice = f"start anew {replacing(run)}" if until is None else "the dataset or its blocks have changed since"
-        check_layout(f"the steps of {checkpoints}/{name}", about, layout, advice)
-        train_state = resume(job, trainer, about, state, split, send, plans=until is None)
+        check_layout(f"the steps of {checkpoints}/{name}", about, training.layout, advice)
+        train_state = resume(training, trainer, about, state, plans=until is None)
     elif job.init_from is None:
         train_state = TrainState()
     else:
-        train_state = start_from(job, trainer, split, layout, run, job.init_from, send)
-    trainer.schedule.check_lasts(split, train_state.step)
+        train_state = start_from(training, trainer, job.init_from)
+    trainer.schedule.check_lasts(training.split, train_state.step)
     return train_state
 
 
-def start_from(
-    job: Job, trainer: Trainer, split: Split, layout: TrainingLayout, run: Storage, location: str, send: Send
-) -> TrainState:
+def start_from(training: Training, trainer: Trainer, location: str) -> TrainState:
     """Start at step 0 from weights, or continue another run's checkpoint from its step; a note says from which file.
 
     Without `strict` only the weights of a checkpoint are taken. Raises ModelError if they are not the model's, and
     JobError if the checkpoint's steps or optimizer differ from this job's, or if it leaves no step to run.
     """
-    read: Callable[..., Any] = read_start if trainer.sharded is None else open_start
+    context, job, run = training.context, training.context.job, training.context.run
+    read: Callable[..., Any] = open_start if trainer.placement.is_sharded else read_start
     weights, checkpoint = read(run, location, job.strict)
     if checkpoint is None or not job.strict:
-        if trainer.sharded is None:
-            loaded = load_weights(trainer.model, weights, location, job.strict)
-        else:
-            loaded = trainer.sharded.load_weights(weights, location, job.strict, NEW_HEAD)
-        if is_rank_0():
-            send(Note(describe_start(run, location) + loaded))
+        loaded = trainer.placement.load_weights(weights, location, job.strict, NEW_HEAD)
+        if context.world.rank == 0:
+            context.notify(describe_start(run, location) + loaded)
         return TrainState()
     about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file, or set strict: false"
-    check_layout(f"init_from: the steps of {location}", about, layout, advice)
+    check_layout(f"init_from: the steps of {location}", about, training.layout, advice)
     says = check_updates(f"init_from: {location}", about.get("updates"), job, advice)
-    if says is not None and is_rank_0():
-        send(Note(says))
+    if says is not None:
+        context.notify(says)
     try:
-        train_state = resume(job, trainer, about, checkpoint["state"], split, send)
+        train_state = resume(training, trainer, about, checkpoint["state"])
     except ModelError as error:
         raise ModelError(f"init_from: {location}: {error}{NEW_HEAD}") from None
     named = first_step(run)
@@ -362,19 +374,18 @@ def start_from(
         raise JobError(
             f"init_from: {location} holds step {train_state.step}, but its name says {named}: rename it back"
         )
-    if train_state.step >= split.total_steps:
+    steps = training.split.total_steps
+    if train_state.step >= steps:
         raise JobError(
-            f"init_from: {location} has done {train_state.step} steps, and this job has {split.total_steps}: "
+            f"init_from: {location} has done {train_state.step} steps, and this job has {steps}: "
             f"set epochs above {job.epochs}; {advice}"
         )
-    if is_rank_0():
-        send(Note(describe_start(run, location)))
+    if context.world.rank == 0:
+        context.notify(describe_start(run, location))
     return dataclasses.replace(train_state, best=None, best_step=None, stopping={})
 
 
-def resume(
-    job: Job, trainer: Trainer, about: dict[str, Any], state: Any, split: Split, send: Send, plans: bool = True
-) -> TrainState:
+def resume(training: Training, trainer: Trainer, about: dict[str, Any], state: Any, plans: bool = True) -> TrainState:
     """Load a checkpoint into the trainer; if the training has another length now, send a note on the scheduler.
 
     A scheduler that is made for the training's length is planned anew for that, if it `plans`: a replay goes the way
@@ -383,18 +394,19 @@ def resume(
     if about["parameters"] != trainer.optimizer_step.names:
         raise ModelError("the checkpoint's parameters are not this model's")
     trainer.load_state_dict(state)
-    steps, before = split.total_steps, about.get("steps", split.total_steps)
+    scheduler, steps = training.context.job.scheduler, training.split.total_steps
+    before = about.get("steps", steps)
     if steps != before:
         schedule, rate = trainer.schedule, trainer.optimizer_step.learning_rate
-        is_planned = plans and isinstance(job.scheduler, Scheduler) and job.scheduler.is_planned
+        is_planned = plans and isinstance(scheduler, Scheduler) and scheduler.is_planned
         says = ""
         if is_planned and schedule.begin_anew():
             now = trainer.optimizer_step.learning_rate
             says = f"the scheduler is planned anew: the learning rate goes on at {now:.4g}, not {rate:.4g}"
         elif schedule.lengths:
             says = f"the scheduler stays as it was built ({schedule.lengths})"
-        if says and is_rank_0():
-            send(Note(f"{steps} steps now, {before} before: {says}"))
+        if says:
+            training.context.notify(f"{steps} steps now, {before} before: {says}")
     return TrainState(**about["running"])
 
 

@@ -1,41 +1,32 @@
 """The task `evaluate` on one worker: measure a model over a dataset."""
 
-from collections.abc import Mapping
 from contextlib import closing
 
 from dp_ray.engine.clock import clock_on
 from dp_ray.engine.evaluation import Evaluation, build_metrics
-from dp_ray.engine.model import compiled, input_device
 from dp_ray.engine.quarantine import keep_all, load_good
-from dp_ray.engine.sharded.rounds import forwards_of
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World
-from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
 from dp_ray.plan.split import Work
 from dp_ray.steps.shapes import Probe, Recorder
-from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Measured, Send, WorkerTimes, shape_reporter, slow_forward
+from dp_ray.tasks.hooks import Measured, WorkerTimes, shape_reporter, slow_forward
 from dp_ray.tasks.profiling import StepProfiler
-from dp_ray.tasks.setup import forget_from, load_dataset, model_to_run, quarantine_of, set_aside
+from dp_ray.tasks.setup import Context, forget_from, load_dataset, model_to_run, quarantine_of, set_aside
 
 
-def evaluate(
-    job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
-) -> None:
+def evaluate(context: Context) -> None:
     """Run this worker's shards of every step; rank 0 sends the metrics over the whole dataset."""
-    dataset = load_dataset(job, world, run, rows_on_driver)
-    model, sharded = model_to_run(job, world, run, send)
-    world = world.with_inputs_on(input_device(job, model, world.devices))
-    called = compiled(model, job)
+    job, world, run, send, control = context.job, context.world, context.run, context.send, context.control
+    dataset = load_dataset(context)
+    placement = model_to_run(context)
+    world, called = placement.world, placement.called
     work = Work(split_of(job, len(dataset)), world.world_size, world.rank)
     measures, states = build_metrics(job)
-    clock, forwards = clock_on(world.device), forwards_of(sharded, world)
+    clock, forwards = clock_on(world.device), placement.forwards()
     evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, clock, forwards)
     forget_from(run, lambda *_: False)
-    quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send))
+    quarantine = quarantine_of(set_aside(context, "dataset", dataset))
     times = StepTimes(clock)
     with (
         closing(load_good(job, dataset, work, world.device, quarantine, times=times)) as batches,

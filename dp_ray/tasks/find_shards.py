@@ -1,35 +1,30 @@
 """Find the number of shards of a job with `shards: auto`: the first with which a step fits on all workers."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from dp_ray.engine.loading import seeded_dataset
 from dp_ray.engine.model import ShardSize, advice
 from dp_ray.engine.trial import Data, why_not
-from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World, check_rows, gathered
+from dp_ray.engine.world import check_rows, gathered
 from dp_ray.errors import JobError
-from dp_ray.job.job import Job
 from dp_ray.job.plan import evaluations_of, has_evaluations, split_of
 from dp_ray.plan.costs import shard_counts
 from dp_ray.plan.split import chunk_sizes
-from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Send, ShardsFound, notifier
-from dp_ray.tasks.setup import load_dataset
+from dp_ray.tasks.hooks import ShardsFound
+from dp_ray.tasks.setup import Context, load_dataset
 from dp_ray.text import counted
 
 
-def find_shards(
-    job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
-) -> None:
+def find_shards(context: Context) -> None:
     """Try a step with more and more shards; rank 0 sends the first number that fits on all workers.
 
     Each worker tries by itself, and all of them agree after each number. The numbers depend on the job alone, not on
     how many workers there are now. Raises JobError if a shard of a single row does not fit.
     """
-    data, evaluated = _data(job, world, run, rows_on_driver)
+    job, world = context.job, context.world
+    data, evaluated = _data(context)
     rows = data.split.largest_batch
-    worst, notify = "", notifier(world, send)
+    worst = ""
     for count in shard_counts(rows, job.max_workers):
         trial = _with_shards(data, count)
         trial_evaluated = None if evaluated is None else _with_shards(evaluated, count)
@@ -39,26 +34,26 @@ def find_shards(
         if worst:
             fits = f"{'does' if count == 1 else 'do'} not fit: {worst}"
         shard_rows = counted(chunk_sizes(rows, count)[0], "row")
-        notify(f"shards: auto: {counted(count, 'shard')} of at most {shard_rows} {fits}")
+        context.notify(f"shards: auto: {counted(count, 'shard')} of at most {shard_rows} {fits}")
         if not worst:
             if world.rank == 0:
-                send(ShardsFound(count))
-            control.end()
+                context.send(ShardsFound(count))
+            context.control.end()
             return
     raise JobError(
         f"shards: auto: a shard of a single row does not fit: {worst}; {advice(job, ShardSize(1, rows, count))}"
     )
 
 
-def _data(job: Job, world: World, run: Storage, rows_on_driver: Mapping[str, int]) -> tuple[Data, Data | None]:
+def _data(context: Context) -> tuple[Data, Data | None]:
     """Return the task's data, and that of a training's evaluations."""
-    dataset = load_dataset(job, world, run, rows_on_driver)
+    job, dataset = context.job, load_dataset(context)
     data = Data(job, dataset, split_of(job, len(dataset)), job.dataset_key)
     if not has_evaluations(job):
         return data, None
     over_eval = job.over_eval()
     evaluated = seeded_dataset(over_eval, "eval.dataset")
-    check_rows("eval.dataset", len(evaluated), rows_on_driver)
+    check_rows("eval.dataset", len(evaluated), context.rows_on_driver)
     return data, Data(over_eval, evaluated, evaluations_of(job, len(evaluated)).split, "eval.dataset")
 
 

@@ -91,11 +91,6 @@ class ShardsFound(NamedTuple):
     shards: int
 
 
-def notifier(world: World, send: Send) -> Callable[[str], None]:
-    """Return what sends a line for the user, on rank 0 alone: the other ranks would repeat it."""
-    return lambda text: send(Note(text)) if world.rank == 0 else None
-
-
 @dataclass(frozen=True)
 class TrainingView:
     """A training after a step, as a hook sees it. Nothing in it changes the training.
@@ -144,7 +139,7 @@ class TrainingView:
         return None if average is None else self._copied(average.tensors())
 
     def _copied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self._trainer.sharded is not None:
+        if self._trainer.placement.is_sharded:
             raise ModelError("hooks: with strategy: fsdp rank 0 has only a part of the weights; read a checkpoint")
         return {name: one.detach().clone() for name, one in tensors.items()}
 
@@ -225,11 +220,10 @@ def shape_reporter(recorder: Recorder, probe: Probe) -> OnShard:
     """Return a function that records each shard with the sizes that the model saw, and its milliseconds."""
 
     def on_shard(shard: Shard, batch: Any, step_output: StepOutput) -> None:
-        if probe.has_seen:
-            recorder.on_shard(shard, *probe.take())
-            return
-        # The user's step bypassed the model's forward: the sizes of the step's batch and loss, and no time.
-        recorder.on_shard(shard, Sizes(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0)
+        seen, milliseconds = probe.last()
+        if seen is None:  # the user's step bypassed the model's forward
+            seen, milliseconds = Sizes(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0
+        recorder.on_shard(shard, seen, milliseconds)
 
     return on_shard
 

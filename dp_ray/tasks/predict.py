@@ -1,23 +1,19 @@
 """The task `predict` on one worker: run a model over a dataset and write its outputs."""
 
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dp_ray.engine.clock import Part, StepClock, clock_on
 from dp_ray.engine.items import Plain
-from dp_ray.engine.model import compiled, input_device
 from dp_ray.engine.prediction import predict
 from dp_ray.engine.quarantine import keep_all, load_good
-from dp_ray.engine.sharded.rounds import forwards_of
 from dp_ray.engine.step import PredictInputs
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.user_code import location
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
-from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
 from dp_ray.job.samples import Indices
 from dp_ray.outputs.files import OUTPUTS, forget_lost
@@ -31,29 +27,27 @@ from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
 from dp_ray.rundir.quarantine import Missing
 from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note, Send, WorkerTimes, notifier, slow_forward
+from dp_ray.tasks.hooks import Note, WorkerTimes, slow_forward
 from dp_ray.tasks.profiling import StepProfiler
-from dp_ray.tasks.setup import forget_from, load_dataset, model_to_run, quarantine_of, set_aside
+from dp_ray.tasks.setup import Context, forget_from, load_dataset, model_to_run, quarantine_of, set_aside
 
 
-def predict_outputs(
-    job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
-) -> None:
+def predict_outputs(context: Context) -> None:
     """Run this worker's shards of every step and write their outputs; committed shards are skipped."""
-    dataset = load_dataset(job, world, run, rows_on_driver)
-    bare, sharded = model_to_run(job, world, run, send)
-    world = world.with_inputs_on(input_device(job, bare, world.devices))
-    model = compiled(bare, job)
+    job, world, run, send, control = context.job, context.world, context.run, context.send, context.control
+    dataset = load_dataset(context)
+    placement = model_to_run(context)
+    world, bare, model = placement.world, placement.model, placement.called
     begun = _begin(run, world)
     split = split_of(job, len(dataset))
     done = Done(ledger.done_ranges(begun.parts))
     work = Work(split, world.world_size, world.rank, done)
     forget_from(run, lambda step, shard: Shard(step, int(shard), 0, 0) in done)
-    quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, begun.attempt))
+    quarantine = quarantine_of(set_aside(replace(context, attempt=begun.attempt), "dataset", dataset))
     missing = Missing(run, grows=quarantine is not None)
     plan = AgreedFilePlan(run, begun, split, job.outputs.file_bytes, world, lambda: control.wants_stop)
     order = Order(split.rows, job.seed, 0, job.is_shuffled)
-    parts, note = run.child(PARTS), notifier(world, send)  # rank 0 has a shard of every batch
+    parts, note = run.child(PARTS), context.notify  # rank 0 has a shard of every batch
     with Merger(run, begun, split, order, plan, world, missing) as merger:
         with (
             Recorder(world, send) as recorder,
@@ -82,8 +76,8 @@ def predict_outputs(
                     tell=lambda text: send(Note(text)),
                     clock=times.clock,
                     on_inputs=previews.on_inputs,
-                    on_flops=send if job.flops and world.rank == 0 and sharded is None else None,
-                    forwards=forwards_of(sharded, world),
+                    on_flops=send if job.flops and world.rank == 0 and not placement.is_sharded else None,
+                    forwards=placement.forwards(),
                 )
             keeper.close()
             control.through()

@@ -47,10 +47,10 @@ class StepProfiler:
         if traced is not None:
             traced.stop()
 
-    def on_times(self, timed: Sequence[TimedStep]) -> None:
-        """Take in how long the parts of this worker's steps took."""
-        if self._wanted is not None:
-            self._own += sum(sum(one.seconds) - sum(one.seconds[part] for part in NOT_OWN) for one in timed)
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the job asks for a trace."""
+        return self._wanted is not None
 
     def before(self, step: int) -> None:
         """Begin to trace, if `step` is the first one to trace that this worker runs."""
@@ -71,8 +71,9 @@ class StepProfiler:
             self._mark = record_function(f"dp_ray step {step}")
             self._mark.__enter__()  # type: ignore[no-untyped-call]
 
-    def after(self, step: int) -> None:
-        """End the trace, if `step` is the last one to trace."""
+    def after(self, step: int, timed: Sequence[TimedStep] = ()) -> None:
+        """Take in how long the parts of earlier steps took; end the trace, if `step` is the last one to trace."""
+        self._own += sum(sum(one.seconds) - sum(one.seconds[part] for part in NOT_OWN) for one in timed)
         self._unmark()
         if self._wanted is not None and step >= self._wanted.last:
             self.close()

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.inspect_step import Findings, Loaded, Place, StepInspection
-from dp_ray.engine.loading import Skipping
-from dp_ray.engine.model import compiled, input_device, synchronise
-from dp_ray.engine.quarantine import load_good
+from dp_ray.engine.inspect_step import Findings, Place, StepInspection
+from dp_ray.engine.loading import LoadedShard, LoadedStep, Skipping
+from dp_ray.engine.model import synchronise
+from dp_ray.engine.placement import place_whole
+from dp_ray.engine.quarantine import load_good, load_steps
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer
@@ -31,11 +32,10 @@ from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.history import StepRows
 from dp_ray.steps.shapes import Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.checkpoints import layout_of, restore
+from dp_ray.tasks.checkpoints import Training, layout_of, restore
 from dp_ray.tasks.hooks import Note
-from dp_ray.tasks.profiling import StepProfiler
-from dp_ray.tasks.setup import load_dataset, unkept_quarantine
-from dp_ray.tasks.train import EarlyStopping, TrainingLoop, whole_model
+from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
+from dp_ray.tasks.train import TrainingLoop
 from dp_ray.tensors.tree import copied
 from dp_ray.text import counted
 
@@ -199,22 +199,17 @@ def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
     shard.
     """
     job, world, run = context.job, context.world, context.run
-    dataset = load_dataset(job, world, run, {})
+    task = Context(job, world, run, send=lambda message: _show(context.say, message))
+    dataset = load_dataset(task)
     split = split_of(job, len(dataset))
     check(choice, split)
-    model = whole_model(job, world)
-    world = world.with_inputs_on(input_device(job, model, world.devices))
+    # On one worker, whole: a sharded model's shards are run one by one too.
+    alone = with_schedule(job, split)
+    placement = place_whole(alone, world)
+    world, model = placement.world, placement.model
     step, (measures, _) = build_step(job, world), build_metrics(job)
-    with closing(Trainer(with_schedule(job, split), model, compiled(model, job), step, measures, world)) as trainer:
-        state = restore(
-            job,
-            trainer,
-            split,
-            layout_of(job, split, dataset),
-            run,
-            send=lambda message: context.say(message.text) if isinstance(message, Note) else None,
-            until=choice.step,
-        )
+    with closing(Trainer(placement, step, measures, split)) as trainer:
+        state = restore(Training(task, split, layout_of(job, split, dataset)), trainer, until=choice.step)
         synchronise(model)
         begun = state.step
         if begun > choice.step:
@@ -225,12 +220,17 @@ def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
         loss = None
         if choice.shard is None:
             with look.unchanged():
-                copies = iter([(one.samples, copied(one.batch)) for one in loaded])
-                total, weight, *_ = trainer.sums_of(split, choice.step, [one.shard for one in loaded], copies)
+                copies = [LoadedShard(one.shard, one.indices, copied(one.batch)) for one in loaded.loaded]
+                total, weight, *_ = trainer.sums_of(loaded._replace(loaded=iter(copies)))
                 loss = total / weight if weight else float("nan")
-        filled = [one for one in loaded if one.shard.rows and choice.shard in (None, one.shard.shard)]
+        filled = [one for one in loaded.loaded if one.shard.rows and choice.shard in (None, one.shard.shard)]
         findings = look.find(filled, split, choice.step)
         yield Rerun(_replayed(context, split, choice, begun, loss, findings), findings, look)
+
+
+def _show(say: Say, message: object) -> None:
+    if isinstance(message, Note):
+        say(message.text)
 
 
 def check(choice: StepChoice, split: Split) -> None:
@@ -291,29 +291,35 @@ class ProgressLines(StepControl):
 
 def _run_steps_before(
     context: ReplayContext, trainer: Trainer, split: Split, state: TrainState, dataset: Any, wanted: int
-) -> list[Loaded]:
-    """Run the steps from the restored one up to the wanted one again; return the shards of that one, loaded."""
+) -> LoadedStep:
+    """Run the steps from the restored one up to the wanted one again; return that one, loaded."""
     job, world, run, history, say = context
     _check_watched(trainer, state.step, wanted, history)
     quarantine = unkept_quarantine(job, "dataset", dataset, run)
-    trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
+    without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
     say(f"from the state after {counted(state.step, 'step')}: {counted(wanted - state.step, 'step')} to run again")
     times = StepTimes()
     until = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step)
-    before = Work(dataclasses.replace(split, max_steps=wanted), start=state.step)
-    control = ProgressLines(wanted, say)
-    profiler = StepProfiler(job, world, run, split.total_steps, lambda _: None)
-    never_stops = EarlyStopping(job.model_copy(update={"early_stopping": None}), state, split.total_steps)
     loop = TrainingLoop(
-        trainer, split, state, RecordedEvaluations(history), never_stops, None, None, control, times, profiler
+        context=Context(job, world, run, send=lambda _: None, control=ProgressLines(wanted, say)),
+        trainer=trainer,
+        split=split,
+        train_state=state,
+        evaluator=RecordedEvaluations(history),
+        early_stopping=None,
+        hooks=None,
+        checkpointer=None,
+        times=times,
+        profiler=None,
     )
     with (
         closing(load_good(job, dataset, until, world.device, quarantine, times=times)) as batches,
         Recorder(world, lambda _: None) as recorder,
     ):
-        loop.run(before, batches, world, recorder, lambda *_: None)
-        loaded = [(shard, *next(batches)) for shard in split.worker(1, 0, wanted)]
-    return [Loaded(trainer.without_set_aside(shard), samples, batch) for shard, samples, batch in loaded]
+        steps = load_steps(batches, until, without_set_aside)
+        loop.run(steps, state.step, wanted, recorder, lambda *_: None)
+        loaded = next(steps)
+        return loaded._replace(loaded=list(loaded.loaded))
 
 
 def _replayed(
@@ -323,7 +329,7 @@ def _replayed(
     rows = [
         Row(losses.values[at] if losses.values else None, sample, one.shard.shard, position)
         for one, losses in findings.rows
-        for at, (sample, position) in enumerate(zip(one.samples.tolist(), one.shard.positions, strict=True))
+        for at, (sample, position) in enumerate(zip(one.indices.tolist(), one.shard.positions, strict=True))
     ]
     return Replayed(
         run_dir=str(run),

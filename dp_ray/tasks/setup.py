@@ -6,18 +6,16 @@ A run reads the same files of a dataset to its end, however often it is resumed:
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-from torch import nn
 
 from dp_ray.engine.bad_samples import Reference
 from dp_ray.engine.loading import Skipping, seeded_dataset
-from dp_ray.engine.model import build_model, synchronise
+from dp_ray.engine.model import synchronise
+from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.quarantine import Quarantine, find_reference
 from dp_ray.engine.random import has_drawn
-from dp_ray.engine.sharded.rounds import sharded_model
-from dp_ray.engine.sharded.state import Sharded
+from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, broadcast, check_rows, gathered, is_rank_0
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
@@ -25,9 +23,9 @@ from dp_ray.job.keys import Target
 from dp_ray.job.samples import describe_blocks
 from dp_ray.records import Record
 from dp_ray.rundir.quarantine import QuarantineFiles, forget
-from dp_ray.rundir.start import NEW_HEAD, describe_start, load_weights, open_start, read_start
+from dp_ray.rundir.start import NEW_HEAD, describe_start, open_start, read_start
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note, Send, notifier
+from dp_ray.tasks.hooks import Note, Send
 from dp_ray.text import hide_in, listed
 
 PINS = "files-of-{}.json"
@@ -37,20 +35,42 @@ PINS_JSON = Record[dict[str, str | None]](dict[str, str | None], missing={}, ind
 REFERENCE_JSON = Record[Reference](Reference, hides=False, indent=2)
 
 
-def load_dataset(job: Job, world: World, run: Storage, rows_on_driver: Mapping[str, int]) -> Any:
+@dataclass(frozen=True)
+class Context:
+    """All that a task is given on its worker.
+
+    `send` takes the reports for the driver. `rows_on_driver` has the lengths of the datasets, by their keys, as the
+    driver found them. `attempt` names the attempt of a task that writes parts or checkpoints.
+    """
+
+    job: Job
+    world: World
+    run: Storage
+    send: Send
+    control: StepControl = field(default_factory=StepControl)
+    rows_on_driver: Mapping[str, int] = field(default_factory=dict)
+    attempt: str = ""
+
+    def notify(self, text: str) -> None:
+        """Send a line for the user, from rank 0 alone: the other ranks would repeat it."""
+        if self.world.rank == 0:
+            self.send(Note(text))
+
+
+def load_dataset(context: Context) -> Any:
     """Build the task's dataset; every rank calls this.
 
     Raises DataError, on every rank, unless all ranks and the driver have a dataset of the same length, of the files
     with which the run began.
     """
-    dataset = seeded_dataset(job, job.dataset_key)
-    check_rows("dataset", len(dataset), rows_on_driver)
-    check_unchanged(run, "dataset", dataset, world)
-    check_blocks(job, dataset)
+    dataset = seeded_dataset(context.job, context.job.dataset_key)
+    check_rows("dataset", len(dataset), context.rows_on_driver)
+    check_unchanged(context, "dataset", dataset)
+    check_blocks(context.job, dataset)
     return dataset
 
 
-def check_unchanged(run: Storage, key: str, dataset: Any, world: World) -> None:
+def check_unchanged(context: Context, key: str, dataset: Any) -> None:
     """Raise DataError, which names the files, if the dataset of `key` reads others than when the run began.
 
     Every rank calls this. Rank 0 writes what the run began with, and of a retry what the files are now. Datasets
@@ -60,7 +80,7 @@ def check_unchanged(run: Storage, key: str, dataset: Any, world: World) -> None:
     if not isinstance(pins, dict):
         return
     pins = hide_in(pins)  # as they are kept
-    name = PINS.format(key)
+    run, name = context.run, PINS.format(key)
     digest = hashlib.sha256(json.dumps(sorted(pins.items())).encode()).hexdigest()
     if len(set(gathered(digest))) > 1:
         raise DataError(f"{key}: its files are not the same on all workers; see what each node holds")
@@ -72,7 +92,7 @@ def check_unchanged(run: Storage, key: str, dataset: Any, world: World) -> None:
     is_of_retry = None in there.values()
     if is_of_retry:
         gathered(None)  # all have read what rank 0 replaces now
-    if world.rank == 0 and (is_of_retry or not there):
+    if context.world.rank == 0 and (is_of_retry or not there):
         PINS_JSON.write(run, pins, name)
 
 
@@ -111,27 +131,20 @@ def check_blocks(job: Job, dataset: Any) -> None:
         raise DataError(f"dataset: its blocks are not the same on all workers: {'; '.join(map(str, blocks))}")
 
 
-def model_to_run(job: Job, world: World, run: Storage, send: Send) -> tuple[nn.Module, Sharded | None]:
-    """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights.
-
-    Returns also how it is sharded over the workers; None if each worker holds it whole.
-    """
-    sharded = sharded_model(job, world, notifier(world, send))
-    model = build_model(job, world.devices) if sharded is None else sharded.model
+def model_to_run(context: Context) -> Placement:
+    """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights."""
+    job, world, run = context.job, context.world, context.run
+    placement = place(job, world, context.notify)
     if job.init_from is not None:
-        if sharded is None:
-            weights = read_start(run, job.init_from, job.strict)[0]
-            loaded = load_weights(model, weights, job.init_from, job.strict)
-        else:
-            opened = open_start(run, job.init_from, job.strict)[0]
-            loaded = sharded.load_weights(opened, job.init_from, job.strict, NEW_HEAD)
+        weights, _ = (open_start if placement.is_sharded else read_start)(run, job.init_from, job.strict)
+        loaded = placement.load_weights(weights, job.init_from, job.strict, NEW_HEAD)
         if world.rank == 0:
-            send(Note(describe_start(run, job.init_from) + loaded))
+            context.notify(describe_start(run, job.init_from) + loaded)
     elif world.rank == 0 and isinstance(job.model, Target) and has_drawn(job.seed):
         untrained = f"init_from is not set (unless {job.model.label} loads trained ones itself)"
-        send(Note(f"untrained weights: {untrained}"))
-    synchronise(model)
-    return model, sharded
+        context.notify(f"untrained weights: {untrained}")
+    synchronise(placement.model)
+    return placement
 
 
 @dataclass(frozen=True)
@@ -142,14 +155,15 @@ class SetAside:
     files: QuarantineFiles
 
 
-def set_aside(
-    job: Job, key: str, dataset: Any, run: Storage, send: Send, attempt: str | None = None
-) -> SetAside | None:
+def set_aside(context: Context, key: str, dataset: Any) -> SetAside | None:
     """Begin to set bad samples of the dataset of `key` aside; None if the job does not. Every rank calls this."""
+    job, run = context.job, context.run
     if job.on_error is None:
         return None
     reference = _reference(job, key, dataset, run)
-    files = QuarantineFiles(run, key, job.on_error.quarantine, attempt, lambda text: send(Note(text)))
+    files = QuarantineFiles(
+        run, key, job.on_error.quarantine, context.attempt or None, lambda text: context.send(Note(text))
+    )
     return SetAside(Quarantine(reference, files.keep, Skipping(job, dataset)), files)
 
 

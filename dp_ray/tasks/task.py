@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from dp_ray.engine.placement import group_of_one
 from dp_ray.engine.random import preserved
-from dp_ray.engine.sharded.rounds import group_of_one
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, error_of, failed_in_group
 from dp_ray.job.job import Job
@@ -22,6 +22,7 @@ from dp_ray.tasks.evaluate import evaluate
 from dp_ray.tasks.find_shards import find_shards
 from dp_ray.tasks.hooks import Send
 from dp_ray.tasks.predict import predict_outputs
+from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
 
 COMPILER = "torch._inductor.config"
@@ -49,7 +50,7 @@ def run_task(
     task = find_shards if job.finds_shards else tasks[job.task]
     with settings_of(job, world):
         try:
-            task(job.for_task(), world, run, send, control or StepControl(), rows_on_driver or {})
+            task(Context(job.for_task(), world, run, send, control or StepControl(), rows_on_driver or {}))
         except RuntimeError as error:
             failed = failed_in_group(error)
             if failed is None:

@@ -5,111 +5,110 @@
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
-
-from torch import nn
 
 from dp_ray.engine.clock import Part, clock_on
 from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
-from dp_ray.engine.loading import OverlappedRead, Skipping, seeded_dataset
-from dp_ray.engine.model import build_model, check_all_tensors, compiled, input_device, tensors_of
-from dp_ray.engine.quarantine import Quarantine, keep_all, load_good
-from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.sharded.rounds import forwards_of, sharded_model
+from dp_ray.engine.loading import LoadedStep, OverlappedRead, Skipping, seeded_dataset
+from dp_ray.engine.model import check_all_tensors, tensors_of
+from dp_ray.engine.placement import place
+from dp_ray.engine.quarantine import Quarantine, keep_all, load_good, load_steps
 from dp_ray.engine.step import OnShard, build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
 from dp_ray.engine.user_code import reraise_as
-from dp_ray.engine.votes import LossWatch, NotFinite, StepControl
-from dp_ray.engine.world import World, broadcast, check_rows, gathered
+from dp_ray.engine.votes import LossWatch, NotFinite
+from dp_ray.engine.world import broadcast, check_rows, gathered
 from dp_ray.errors import JobError, StorageError
+from dp_ray.job import keys
 from dp_ray.job.job import Job
 from dp_ray.job.plan import evaluations_of, split_of, with_schedule
-from dp_ray.job.samples import Indices
-from dp_ray.plan.costs import Evaluations
 from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.ledger import begin_attempt, check_newest
 from dp_ray.rundir.start import BEST, EMA, parts_of, write_best, write_weights
 from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.checkpoints import Checkpointer, PieceKeeper, Training, checkpointer_of, layout_of, restore
+from dp_ray.tasks.checkpoints import Checkpointer, PieceKeeper, Training, checkpointing, layout_of, restore
 from dp_ray.tasks.hooks import (
     Hooks,
-    Note,
-    Send,
     StoppedEarly,
     WorkerTimes,
-    notifier,
     shape_reporter,
     slow_forward,
     with_loss_check,
 )
 from dp_ray.tasks.profiling import StepProfiler
-from dp_ray.tasks.setup import SetAside, check_unchanged, forget_from, load_dataset, quarantine_of, set_aside
+from dp_ray.tasks.setup import Context, check_unchanged, forget_from, load_dataset, quarantine_of, set_aside
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
 
 
-def train(
-    job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
-) -> None:
+def train(context: Context) -> None:
     """Train from the newest checkpoint, or from the start, to the end; rank 0 writes the weights.
 
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
-    notify = notifier(world, send)
-    dataset = load_dataset(job, world, run, rows_on_driver)
+    job, run, send, control = context.job, context.run, context.send, context.control
+    dataset = load_dataset(context)
     split = split_of(job, len(dataset))
-    sharded = sharded_model(job, world, notify)
-    model = whole_model(job, world) if sharded is None else sharded.model
-    check_all_tensors(model)
-    world = world.with_inputs_on(input_device(job, model, world.devices))
+    placement = place(with_schedule(job, split), context.world, context.notify)
+    check_all_tensors(placement.model)
+    world = placement.world
     measures, states = build_metrics(job)
     check_watched(job, states)
-    step, called = build_step(job, world), compiled(model, job)
-    planned = with_schedule(job, split)
-    times, ahead = StepTimes(clock_on(world.device)), OverlappedRead()
-    with closing(Trainer(planned, model, called, step, measures, world, times.clock, sharded, ahead.read)) as trainer:
+    step, times, ahead = build_step(job, world), StepTimes(clock_on(world.device)), OverlappedRead()
+    watch = LossWatch(str(run)) if job.stop_on_nan else None
+    with closing(Trainer(placement, step, measures, split, times.clock, ahead, watch)) as trainer:
         if trainer.optimizer_step.says_left_out is not None:
-            notify(trainer.optimizer_step.says_left_out)
-        training = Training(job, world, run, send, begin_attempt(run).attempt, split, layout_of(job, split, dataset))
-        train_state = restore(job, trainer, split, training.layout, run, send)
+            context.notify(trainer.optimizer_step.says_left_out)
+        context = replace(context, world=world, attempt=begin_attempt(run).attempt)
+        training = Training(context, split, layout_of(job, split, dataset))
+        train_state = restore(training, trainer)
         trainer.synchronise()
-        evaluation = Evaluation(job, step, measures, states, world.device, forwards=forwards_of(sharded, world))
-        forget_from(run, lambda step, _: step < train_state.step)
-        quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, training.attempt))
-        trainer.watch = LossWatch(str(run)) if job.stop_on_nan else None
-        trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
-        evaluator = Evaluator(training, trainer, evaluation, control, rows_on_driver)
-        stopping = EarlyStopping(job, train_state, split.total_steps)
         hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
-        checkpointer = checkpointer_of(training, trainer, train_state, times)
-        work = Work(split, world.world_size, world.rank, start=stopping.next_step)
+        evaluation = Evaluation(job, step, measures, states, world.device, forwards=placement.forwards())
+        forget_from(run, lambda step, _: step < train_state.step)
+        quarantine = quarantine_of(set_aside(context, "dataset", dataset))
+        without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
+        stopping = EarlyStopping.of(job, train_state)
+        start = split.total_steps if stopping is not None and stopping.has_stopped else train_state.step
+        work = Work(split, world.world_size, world.rank, start=start)
         with (
             closing(ahead.passing(load_good(job, dataset, work, world.device, quarantine, times=times))) as batches,
-            closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
-            Probe(called, job.batch_dim) as probe,
-            slow_forward(called, control, world),
+            checkpointing(training, trainer, train_state, times, recorder.keep) as checkpointer,
+            Probe(placement.called, job.batch_dim) as probe,
+            slow_forward(placement.called, control, world),
             StepProfiler(job, world, run, split.total_steps, send) as profiler,
         ):
             loop = TrainingLoop(
-                trainer, split, train_state, evaluator, stopping, hooks, checkpointer, control, times, profiler
+                context=context,
+                trainer=trainer,
+                split=split,
+                train_state=train_state,
+                evaluator=None if job.eval is None else Evaluator(context, trainer, evaluation),
+                early_stopping=stopping,
+                hooks=hooks,
+                checkpointer=checkpointer,
+                times=times,
+                profiler=profiler if profiler.is_wanted else None,
             )
-            on_shard = with_loss_check(job, stopping.next_step, world, shape_reporter(recorder, probe), notify)
-            loop.run(work, batches, world, recorder, on_shard)
+            on_shard = shape_reporter(recorder, probe)
+            on_shard = with_loss_check(job, start, world, on_shard, context.notify)
+            loop.run(load_steps(batches, work, without_set_aside), start, split.total_steps, recorder, on_shard)
             send(WorkerTimes(world.rank, times.to_json()))
             if trainer.gradient.flops is not None:
                 send(trainer.gradient.flops)
     forget_ahead(run, quarantine, train_state.step, split)
-    if stopping.next_step < split.total_steps:
+    has_stopped = stopping is not None and stopping.has_stopped
+    if train_state.step < split.total_steps and not has_stopped:
         control.leave()
     control.end()
     keep_weights(training, trainer, train_state)
-    if stopping.has_stopped and train_state.step < split.total_steps and world.rank == 0:
+    if stopping is not None and has_stopped and train_state.step < split.total_steps and world.rank == 0:
         send(stopping.stopped())
     if hooks is not None:
         hooks.at_end()
@@ -120,21 +119,6 @@ def forget_ahead(run: Storage, quarantine: Quarantine | None, steps: int, split:
     if quarantine is not None and steps < split.total_steps:
         gathered(None)  # all have read what they read ahead
         forget_from(run, lambda step, _: step < steps)
-
-
-def whole_model(job: Job, world: World) -> nn.Module:
-    """Build the job's model, all of it on this worker.
-
-    BatchNorm layers become SyncBatchNorm if the job asks for it and has several workers. Raises JobError on CPUs,
-    where SyncBatchNorm does not run.
-    """
-    model = recompute_blocks(job, build_model(job, world.devices), world.devices)
-    if not job.sync_batchnorm or world.world_size == 1:
-        return model
-    if world.device.type == "cpu":
-        raise JobError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
-    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    return synced
 
 
 class Evaluates(Protocol):
@@ -153,41 +137,27 @@ class Evaluator:
     They evaluate the average of the weights if the job says so.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        trainer: Trainer,
-        evaluation: Evaluation,
-        control: StepControl,
-        rows_on_driver: Mapping[str, int],
-    ) -> None:
-        job, world, run = training.job, training.world, training.run
+    def __init__(self, context: Context, trainer: Trainer, evaluation: Evaluation) -> None:
+        job = context.job
         average = trainer.average if job.ema is not None and job.ema.evaluate else None
         self._model = trainer.called if average is None else average.called(trainer.called)
         self._in_place = nullcontext if average is None else average.in_place
-        self._control = control
+        self._control = context.control
         self._evaluation = evaluation
-        self._world = world
-        self._planned: Evaluations | None = None
-        self._set_aside: SetAside | None = None
-        if job.eval is not None:
-            self._job = job.over_eval()
-            self._dataset = seeded_dataset(self._job, "eval.dataset")
-            check_rows("eval.dataset", len(self._dataset), rows_on_driver)
-            check_unchanged(run, "eval.dataset", self._dataset, world)
-            self._planned = evaluations_of(job, len(self._dataset))
-            self._set_aside = set_aside(
-                self._job, "eval.dataset", self._dataset, run, training.send, training.attempt
-            )
+        self._world = context.world
+        self._job = job.over_eval()
+        self._dataset = seeded_dataset(self._job, "eval.dataset")
+        check_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
+        check_unchanged(context, "eval.dataset", self._dataset)
+        self._planned = evaluations_of(job, len(self._dataset))
+        self._set_aside = set_aside(replace(context, job=self._job), "eval.dataset", self._dataset)
 
     def is_due(self, split: Split, step: int) -> bool:
         """Return whether to evaluate after `step`."""
-        return self._planned is not None and self._planned.due.after(split, step)
+        return self._planned.due.after(split, step)
 
     def measure(self, step: int) -> dict[str, float]:
-        """Evaluate after `step`; return the metrics by their names in the history, nothing if the job has no eval."""
-        if self._planned is None:
-            return {}
+        """Evaluate after `step`; return the metrics by their names in the history."""
         work = Work(self._planned.split, self._world.world_size, self._world.rank)
         device = self._world.device
         if self._set_aside is not None:
@@ -208,41 +178,42 @@ class Evaluator:
         return measured
 
 
+@dataclass(frozen=True)
 class EarlyStopping:
     """The step after which a training stops early. The counts are in the training's state, so a resume keeps them.
 
     All workers decide by rank 0's numbers, and so stop after the same step.
     """
 
-    def __init__(self, job: Job, train_state: TrainState, total_steps: int) -> None:
-        self._wanted = job.early_stopping
-        self._train_state = train_state
-        self._total_steps = total_steps
-        by = [] if self._wanted is None else [self._wanted.column, self._wanted.mode, self._wanted.min_delta]
-        if self._wanted is None:
+    wanted: keys.EarlyStopping
+    train_state: TrainState
+
+    @staticmethod
+    def of(job: Job, train_state: TrainState) -> "EarlyStopping | None":
+        """Return the job's, or None; counts of another metric, or of an earlier `early_stopping`, begin anew."""
+        wanted = job.early_stopping
+        by = [] if wanted is None else [wanted.column, wanted.mode, wanted.min_delta]
+        if wanted is None:
             train_state.stopping = {}
-        elif train_state.stopping.get("by") != by:
+            return None
+        if train_state.stopping.get("by") != by:
             train_state.stopping = {"by": by, "best": None, "times": 0}
+        return EarlyStopping(wanted, train_state)
 
     @property
     def has_stopped(self) -> bool:
         """Whether the training ends here, as the metric has not improved for too long."""
-        return self._wanted is not None and self._train_state.stopping["times"] >= self._wanted.patience
-
-    @property
-    def next_step(self) -> int:
-        """The step to run next, counted from 0; the number of all steps if there is none."""
-        return self._total_steps if self.has_stopped else self._train_state.step
+        return bool(self.train_state.stopping["times"] >= self.wanted.patience)
 
     def take(self, measured: dict[str, float]) -> bool:
         """Take in what was measured after a step; return whether the training stops. Every rank calls this."""
-        if self._wanted is None or self._wanted.column not in measured:
+        if self.wanted.column not in measured:
             return False
-        value = float(json.loads(broadcast(json.dumps(measured[self._wanted.column]))))
-        counts = self._train_state.stopping
+        value = float(json.loads(broadcast(json.dumps(measured[self.wanted.column]))))
+        counts = self.train_state.stopping
         best = counts["best"]
-        gain = 0.0 if best is None else best - value if self._wanted.mode == "min" else value - best
-        if value == value and (best is None or gain > self._wanted.min_delta):  # NaN never improves
+        gain = 0.0 if best is None else best - value if self.wanted.mode == "min" else value - best
+        if value == value and (best is None or gain > self.wanted.min_delta):  # NaN never improves
             counts |= {"best": value, "times": 0}
         else:
             counts["times"] += 1
@@ -250,73 +221,72 @@ class EarlyStopping:
 
     def stopped(self) -> StoppedEarly:
         """Return why the training has stopped."""
-        counts: dict[str, Any] = self._train_state.stopping
+        counts: dict[str, Any] = self.train_state.stopping
         column, mode, min_delta = counts["by"]
-        return StoppedEarly(self._train_state.step, column, mode, min_delta, counts["best"], counts["times"])
+        return StoppedEarly(self.train_state.step, column, mode, min_delta, counts["best"], counts["times"])
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingLoop:
-    """The steps of a training. After each it counts, evaluates, runs the scheduler, and keeps the state."""
+    """The steps of a training. After each it counts, evaluates, runs the scheduler, and keeps the state.
 
+    What a job does not use is None, and no step asks for it.
+    """
+
+    context: Context
     trainer: Trainer
     split: Split
     train_state: TrainState
-    evaluator: Evaluates
-    early_stopping: EarlyStopping
+    evaluator: Evaluates | None
+    early_stopping: EarlyStopping | None
     hooks: Hooks | None
     checkpointer: Checkpointer | PieceKeeper | None
-    control: StepControl
     times: StepTimes
-    profiler: StepProfiler
+    profiler: StepProfiler | None
 
-    def run(
-        self, work: Work, batches: Iterator[tuple[Indices, Any]], world: World, recorder: Recorder, on_shard: OnShard
-    ) -> None:
-        """Run the steps of `work` to the last, or to the one after which the workers stop; keep the state."""
-        if self.checkpointer:
-            self.checkpointer.before_commit = recorder.keep
+    def run(self, steps: Iterator[LoadedStep], start: int, end: int, recorder: Recorder, on_shard: OnShard) -> None:
+        """Run the steps from `start` to before `end`, or to the one after which all workers stop; keep the state."""
+        trainer, control, clock, checkpointer = (
+            self.trainer,
+            self.context.control,
+            self.times.clock,
+            self.checkpointer,
+        )
+        is_alone = self.context.world.world_size == 1  # it stops as soon as it is asked; several agree on a step
         self.times.begin()
-        for step, shards in work:
-            self.control.before(step)
-            self.profiler.before(step)
-            update = self.trainer.step(self.split, step, shards, batches, on_shard, self.control.wants_stop)
+        for step in range(start, end):
+            control.before(step)
+            if self.profiler is not None:
+                self.profiler.before(step)
+            update = trainer.step(step, steps, on_shard, control.wants_stop)
             recorder.on_step(step)
-            stops = self._after(step, update, is_alone=world.world_size == 1)
-            self.profiler.after(step)
-            timed = self.times.clock.end_step(step, recorder.take_rows())
-            self.profiler.on_times(timed)
+            if trainer.watch is not None and trainer.watch.not_finite is not None:
+                # With `stop_on_nan`, end before any evaluation, with the step logged.
+                if checkpointer is not None:
+                    checkpointer.log(step, update)
+                self._end_at_loss(trainer.watch.check)
+            measured = self._measure(step, update)
+            if self.hooks is not None:
+                self.hooks.after_step(step, update, measured)
+            stops = update.stops or (is_alone and control.wants_stop)
+            stops = stops or (self.early_stopping is not None and self.early_stopping.has_stopped)
+            stops = stops and step + 1 < self.split.total_steps
+            if checkpointer is not None:
+                checkpointer.after_step(step, update, measured, stops or control.take_save())
+            timed = clock.end_step(step, recorder.take_rows())
             recorder.on_times(timed)
+            if self.profiler is not None:
+                self.profiler.after(step, timed)
             if stops:
                 break
-        if self.trainer.watch is not None:
-            self._end_at_loss(self.trainer.watch.check_all)
-        self.profiler.close()
-        recorder.on_times(self.times.clock.rest())
-        self.control.through()
-        if self.checkpointer:
-            self.checkpointer.finish()
-
-    def _after(self, step: int, update: Update, is_alone: bool) -> bool:
-        """Process a finished `step`; return whether the training stops here, in which case its state is kept.
-
-        A worker that `is_alone` stops as soon as it is asked; several stop after the step on which they agree.
-        """
-        watch = self.trainer.watch
-        # With `stop_on_nan`, end before any evaluation, with the step logged.
-        if watch is not None and watch.not_finite is not None:
-            if self.checkpointer:
-                self.checkpointer.log(step, update)
-            self._end_at_loss(watch.check)
-        measured = self._measure(step, update)
-        if self.hooks is not None:
-            self.hooks.after_step(step, update, measured)
-        is_asked = update.stops or (is_alone and self.control.wants_stop)
-        stops = (is_asked or self.early_stopping.has_stopped) and step + 1 < self.split.total_steps
-        if self.checkpointer:
-            must_save = stops or self.control.take_save()
-            self.checkpointer.after_step(step, update, measured, must_save)
-        return stops
+        if trainer.watch is not None:
+            self._end_at_loss(trainer.watch.check_all)
+        if self.profiler is not None:
+            self.profiler.close()
+        recorder.on_times(clock.rest())
+        control.through()
+        if checkpointer is not None:
+            checkpointer.finish()
 
     def _end_at_loss(self, check: Callable[[], None]) -> None:
         """Let a `check` raise NotFinite only once all workers have written what they keep: the first to end ends all.
@@ -326,7 +296,7 @@ class TrainingLoop:
         try:
             check()
         except NotFinite:
-            if self.checkpointer:
+            if self.checkpointer is not None:
                 self.checkpointer.wait()
             gathered(None)
             raise
@@ -336,17 +306,19 @@ class TrainingLoop:
         train_state = self.train_state
         train_state.step = step + 1
         train_state.add(update.sums)
-        is_evaluated = self.evaluator.is_due(self.split, step)
+        is_evaluated = self.evaluator is not None and self.evaluator.is_due(self.split, step)
         measured = self._evaluate(step) if is_evaluated else {}
         if (step + 1) % self.split.steps == 0:
             measured = {**measured, "epoch_loss": train_state.end_epoch()}
             with reraise_as(f"step {step}: scheduler"):
                 self.trainer.schedule.after_epoch({**train_state.measured, "loss": measured["epoch_loss"]})
-        if self.early_stopping.take(measured) and not is_evaluated:
+        if self.early_stopping is not None and self.early_stopping.take(measured) and not is_evaluated:
             measured |= self._evaluate(step)  # as after the last step
         return measured
 
     def _evaluate(self, step: int) -> dict[str, float]:
+        if self.evaluator is None:
+            return {}
         self.times.clock.enter(Part.EVALUATION)
         measured = self.evaluator.measure(step)
         self.times.clock.enter(Part.OTHER)
@@ -359,26 +331,27 @@ def keep_weights(training: Training, trainer: Trainer, train_state: TrainState) 
 
     Raises StorageError on rank 0 if a later attempt than this one has begun.
     """
-    job, run = training.job, training.run
+    context, job, run = training.context, training.context.job, training.context.run
     tensors = tensors_of(trainer.model)
     average = {} if trainer.average is None else trainer.average.tensors()
-    if training.world.rank != 0:
+    if context.world.rank != 0:
         for part in (*parts_of(tensors), average):
             attend_writing(part)
         return
-    check_newest(run, training.attempt)
+    check_newest(run, context.attempt)
     write_weights(run, tensors, whole=on_rank_0)
     if job.ema is not None:
         text = json.dumps({"decay": job.ema.decay, "step": train_state.step})
         write_tensors(run, EMA, average, text, whole=on_rank_0)
-    keep_best(job, run, train_state, training.send)
+    keep_best(context, train_state)
 
 
-def keep_best(job: Job, run: Storage, train_state: TrainState, send: Send) -> None:
+def keep_best(context: Context, train_state: TrainState) -> None:
     """Write the best weights, if there are any; a failure is only reported, since the training is done.
 
     They are those that were evaluated: the average, if the job says so.
     """
+    job, run = context.job, context.run
     run.delete(BEST)
     if train_state.best is None or train_state.best_step is None:
         return
@@ -386,4 +359,4 @@ def keep_best(job: Job, run: Storage, train_state: TrainState, send: Send) -> No
     try:
         write_best(run, train_state.best_by[0], train_state.best, train_state.best_step, is_averaged)
     except StorageError as error:
-        send(Note(f"the best weights, those after step {train_state.best_step}, cannot be kept: {error}"))
+        context.notify(f"the best weights, those after step {train_state.best_step}, cannot be kept: {error}")

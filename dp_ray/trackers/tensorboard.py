@@ -43,25 +43,23 @@ class TensorBoardWriter:
         """Write the scalars of some rows of the history."""
         if self._is_broken:
             return
-        summary_of = tensorboardX.proto.summary_pb2.Summary
+        event, summary_of = tensorboardX.proto.event_pb2.Event, tensorboardX.proto.summary_pb2.Summary
         try:
             for row in rows:
                 step = row["step"]
                 if self._writer is None or step < self._next:
                     self._open(step)
                 self._next = step + 1
-                drawn = {name: value for name, value in row.items() if name not in NOT_SCALARS and value is not None}
-                values = [summary_of.Value(tag=_tag(name), simple_value=float(one)) for name, one in drawn.items()]
-                self._write(step, summary=summary_of(value=values))
+                summary = summary_of()
+                for name, value in row.items():
+                    if name not in NOT_SCALARS and value is not None:
+                        summary.value.add(tag=_tag(name), simple_value=float(value))
+                self._writer.write_event(event(wall_time=time.time(), step=step, summary=summary))
             if self._writer is not None and time.monotonic() >= self._flushed + FLUSH_SECONDS:
                 self._writer.flush()
                 self._flushed = time.monotonic()
         except OSError:
             self._is_broken = True
-
-    def _write(self, step: int, **content: Any) -> None:
-        event = tensorboardX.proto.event_pb2.Event
-        self._writer.write_event(event(wall_time=time.time(), step=step, **content))
 
     def close(self) -> None:
         """Write the remaining scalars; an object store gets the files only now."""
@@ -84,7 +82,9 @@ class TensorBoardWriter:
         self._path.mkdir(parents=True, exist_ok=True)
         self._writer = tensorboardX.event_file_writer.EventsWriter(str(self._path / "events"), suffix)
         log = tensorboardX.proto.event_pb2.SessionLog
-        self._write(step, session_log=log(status=log.START))  # replaces what was written from this step on
+        # It replaces what was written from this step on.
+        event = tensorboardX.proto.event_pb2.Event
+        self._writer.write_event(event(wall_time=time.time(), step=step, session_log=log(status=log.START)))
 
 
 @functools.cache

@@ -20,17 +20,17 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.engine import loading
 from dp_ray.engine.buffers import EARLY
 from dp_ray.engine.clock import Part, StepClock, TimedStep, clock_on
-from dp_ray.engine.loading import load_shards, on_device
-from dp_ray.engine.model import build_model, free_memory
-from dp_ray.engine.reduce import DdpReduction, ShardSums
-from dp_ray.engine.step import Metrics, build_step
-from dp_ray.engine.trainer import BatchGradient, Trainer
-from dp_ray.engine.votes import LossWatch, NotFinite, Stats, StopVote
+from dp_ray.engine.loading import on_device
+from dp_ray.engine.model import free_memory
+from dp_ray.engine.placement import Placement
+from dp_ray.engine.trainer import Trainer
+from dp_ray.engine.votes import LossWatch, NotFinite, StopVote
 from dp_ray.engine.world import TIMEOUT, World, form_group, new_group
 from dp_ray.job.plan import split_of
 from dp_ray.plan.split import Split, Work
 from dp_ray.tasks.hooks import Measured
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
+from tests.support.builders import ddp_reduction_of, steps_of, trainer_of
 from tests.support.group import history_of
 from tests.support.training import Pairs
 
@@ -79,14 +79,6 @@ def test_a_training_of_a_thousand_steps_is_that_of_one_stream(
     assert bits(tmp_path / "streams") == bits(tmp_path / "one stream")
 
 
-def reduced_by_ddp(self: BatchGradient, shards: Any, batches: Any, stats: Stats) -> DdpReduction:
-    """The reduction of several workers, for a group of one: the hook, its thread and its stream."""
-    parameters = list(self._parameters.values())
-    sums = ShardSums(parameters, self._job.num_shards) if self._job.bitwise else None
-    given = self._loss, sums, self._world, self._parameters, self._sparse
-    return DdpReduction(*given, False, stats.numbers.numel())
-
-
 @pytest.mark.parametrize("bitwise", [True, False])
 @pytest.mark.parametrize("kind", ["MLP", "GPT", "RESNET"])
 def test_a_thousand_steps_through_the_reducers_stream_are_those_without_it(
@@ -101,7 +93,7 @@ def test_a_thousand_steps_through_the_reducers_stream_are_those_without_it(
     keys = {**{"MLP": MLP, "GPT": GPT, "RESNET": RESNET}[kind], "bitwise": bitwise, "shards": 3}
     keys = {**keys, "max_steps": steps, "epochs": steps, "batch_size": 12}
     run_here(job_on(device, **keys), tmp_path / "plain")
-    monkeypatch.setattr(BatchGradient, "_build_reduction", reduced_by_ddp)
+    monkeypatch.setattr(Placement, "reduction", ddp_reduction_of)
     run_here(job_on(device, **keys), tmp_path / "reduced")
     if bitwise:
         assert bits(tmp_path / "reduced") == bits(tmp_path / "plain")
@@ -118,7 +110,7 @@ def test_ddp_says_nothing_of_strides_that_reach_no_element(
         device, {"target": "tests.test_gradient_strides:Depthwise"}, dataset=IMAGES, bitwise=bitwise, shards=3
     )
     run_here(job, tmp_path / "plain")
-    monkeypatch.setattr(BatchGradient, "_build_reduction", reduced_by_ddp)
+    monkeypatch.setattr(Placement, "reduction", ddp_reduction_of)
     run_here(job, tmp_path / "reduced")
     ours, theirs = (history_of(tmp_path / name)[10]["loss"] for name in ("reduced", "plain"))
     assert ours == pytest.approx(theirs, rel=1e-3)
@@ -135,7 +127,7 @@ def test_a_training_through_the_reducer_gives_back_what_it_took(
         models = sum(issubclass(type(one), torch.nn.Module) for one in gc.get_objects())
         return models, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
-    monkeypatch.setattr(BatchGradient, "_build_reduction", reduced_by_ddp)
+    monkeypatch.setattr(Placement, "reduction", ddp_reduction_of)
     found = []
     for number in range(3):
         run_here(job_on(device, **MLP, bitwise=bitwise, shards=3), tmp_path / str(number))
@@ -184,11 +176,9 @@ def of_run(sent: list[Any], folder: Path) -> Any:
 def small_trainer(device: torch.device, **keys: Any) -> tuple[Trainer, Any, Split]:
     """A trainer on the device, its batches and its split."""
     job = job_on(device, **{**MLP, "shards": 2, "batch_size": 20, "epochs": 40, **keys})
-    model, dataset = build_model(job, [device]), Pairs()
-    world = World(device=device)
+    dataset = Pairs()
     split = split_of(job, len(dataset))
-    made = Trainer(job, model, model, build_step(job, world), Metrics({}), world)
-    return made, load_shards(job, dataset, Work(split, 1, 0), device), split
+    return trainer_of(job, World(device=device), split), steps_of(job, dataset, device=device), split
 
 
 @contextmanager
@@ -206,11 +196,11 @@ def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> 
     made, loaded, split = small_trainer(cuda, **keys)
     work = itertools.islice(Work(split, 1, 0), StopVote.LAG)  # the vote after them waits for a step long past
     early, others = itertools.islice(work, EARLY), work  # in early steps the parameters are compared on the CPU
-    for step, shards in early:
-        made.step(split, step, shards, loaded, lambda *_: None)
+    for step, _ in early:
+        made.step(step, loaded, lambda *_: None)
     with no_waits():
-        for step, shards in others:
-            made.step(split, step, shards, loaded, lambda *_: None)
+        for step, _ in others:
+            made.step(step, loaded, lambda *_: None)
         with pytest.raises(RuntimeError, match="synchron"):
             torch.ones((), device=cuda).item()
     assert step == StopVote.LAG - 1
@@ -266,8 +256,8 @@ class Long(nn.Module):
 def test_memory_is_flat_over_a_thousand_steps(cuda: torch.device) -> None:
     made, loaded, split = small_trainer(cuda, model={"target": "tests.gpu.test_streams:Long"}, epochs=STEPS)
     held = []
-    for step, shards in Work(split, 1, 0):
-        made.step(split, step, shards, loaded, lambda *_: None)
+    for step, _ in Work(split, 1, 0):
+        made.step(step, loaded, lambda *_: None)
         if step in (100, STEPS):
             torch.cuda.synchronize(cuda)
             held.append(torch.cuda.memory_allocated(cuda))

@@ -4,13 +4,14 @@ from pathlib import Path
 
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
-from dp_ray.outputs.files import OUTPUTS, FileMerge, prove_outputs
+from dp_ray.outputs.files import OUTPUTS, prove_outputs
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import FilePlan, Split
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS
 from dp_ray.storage import Storage
+from tests.support.builders import file_merge_of
 
 
 def begin(run: Storage, files: int = 1) -> Storage:
@@ -27,7 +28,7 @@ def merge(run: Storage, split: Split, order: Order) -> Merged:
     names = ledger.committed(run)
     cut = FilePlan(ledger.files_in(names) or 1, split.total_steps)
     for number in sorted(set(range(cut.files)) - ledger.records_in(names).keys()):
-        file = FileMerge(run, ledger.read(run), cut, number, split, order)
+        file = file_merge_of(run, split, order, cut, number)
         try:
             if not file.advance():
                 file.refuse()

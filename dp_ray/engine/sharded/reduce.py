@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.engine.reduce import Gradients, Reduction, ShardLoss, ShardSums, Work, add, zeros_that_add_nothing
+from dp_ray.engine.reduce import GRADIENTS, Gradients, Reduction, Trained, Work, add, zeros_that_add_nothing
 from dp_ray.engine.sharded.state import Sharded
 from dp_ray.engine.world import gathered
 from dp_ray.plan.split import worker_shards
@@ -29,54 +29,54 @@ class ShardedReduction(Reduction):
     process. `looks_for_unused` says whether the workers ask each other in each step: True and "auto" do.
     """
 
-    has_peers = True
-
-    def __init__(self, loss: ShardLoss, sharded: Sharded, looks_for_unused: bool | str) -> None:
-        super().__init__(loss, None, ())
+    def __init__(self, trained: Trained, sharded: Sharded, looks_for_unused: bool | str) -> None:
+        super().__init__(trained)
         self._sharded = sharded
         self._looks = bool(looks_for_unused)
         self._used: set[int] = set()
         self._units = list(sharded.units)
         self._unwatched = self._units
-        self._is_dummy_round = False
+        self._is_dummy = False
         self._exchanges = True
-        self.replica = self._forward  # type: ignore[assignment]
+        self._work: Work = None
+        self.replica = self._forward
         for one in sharded.replicated.values():
             self._watch(one, one)
 
-    def begin(self, shards: Any, filled: int) -> None:
+    def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
         """Begin a step; without shards with rows, this worker's gradients count nothing."""
+        super().begin(step, shards, filled)
         self._used = set()
+        self._work = None
         self._sharded.round.is_silent = not shards
 
     @contextmanager
-    def shard(self, is_last: bool) -> Iterator[None]:
-        """Run a round, of which only the last one's backward exchanges gradients."""
+    def shard(self, shard: int | None, is_last: bool) -> Iterator[None]:
+        """Run a round, of which only the last one's backward exchanges gradients; FSDP keeps those before it."""
         if is_last != self._exchanges:  # both walk through all modules
             self._sharded.root.set_requires_gradient_sync(is_last)
             self._sharded.root.set_is_last_backward(is_last)
         self._exchanges = is_last
+        self._is_dummy = shard is None
         yield
 
-    @contextmanager
-    def dummy_round(self) -> Iterator[None]:
-        """Run a round in which this worker's gradients count nothing."""
-        self._is_dummy_round = True
-        try:
-            yield
-        finally:
-            self._is_dummy_round = False
+    def last_backward(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
+        """Run the last round's backward, after a start of the sum of `stats`, in place."""
+        self._send(stats)
+        with waiting(GRADIENTS):
+            super().last_backward(loss, stats)
 
-    def exchange(self, stats: torch.Tensor) -> Work:
-        """Start the all-reduce of `stats`, in place."""
-        work: Work = dist.all_reduce(stats, async_op=True)
-        return work
+    def _send(self, stats: torch.Tensor) -> None:
+        self._work = dist.all_reduce(stats, async_op=True)
+        self.trained.buffers.share()
 
-    def after(self, shard: int, is_last: bool) -> None:
-        """Do nothing: FSDP keeps the gradients until the last round."""
-
-    def finish(self) -> None:
-        """Sum the gradients of replicated parameters, and drop the gradients of unused ones."""
+    def summed(self, stats: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """Wait for the stats' sums; sum gradients of replicated parameters, and drop those of unused ones."""
+        if self._work is None:  # all samples of the step are set aside, so no worker has run a round
+            self._send(stats)
+        with waiting(GRADIENTS):
+            assert self._work is not None
+            self._work.wait()
         unused = self._unused()
         self._sum_replicated(
             [one for one in self._sharded.replicated.values() if one.requires_grad and id(one) not in unused]
@@ -87,10 +87,11 @@ class ShardedReduction(Reduction):
         for one in self._sharded.replicated.values():
             if id(one) in unused:
                 one.grad = None
+        return iter(())
 
     def _forward(self, batch: Any, rows: int) -> torch.Tensor:
         # In memory of its own: torch warns of hooks on views.
-        loss: torch.Tensor = self._sharded.run(lambda *args: self.loss(*args).clone(), batch, rows)
+        loss: torch.Tensor = self._sharded.run(lambda *args: self.trained.loss(*args).clone(), batch, rows)
         for unit in self._unwatched:  # FSDP gathers a parameter into the same tensor each time
             if (gathered := getattr(unit, "_unsharded_param", None)) is not None:
                 self._watch(gathered, unit.sharded_param)
@@ -134,7 +135,7 @@ class ShardedReduction(Reduction):
 def _note(reduction: "weakref.ref[ShardedReduction]", number: int, _: torch.Tensor) -> None:
     """Note that the parameter of this id got a gradient."""
     one = reduction()
-    if one is not None and not one._is_dummy_round:
+    if one is not None and not one._is_dummy:
         one._used.add(number)
         one._sharded.round.used.add(number)
 
@@ -145,20 +146,18 @@ class TreeShardedReduction(ShardedReduction):
     `may_lose` says whether samples are set aside: then the workers tell each other which shards have rows left.
     """
 
-    def __init__(self, loss: ShardLoss, sharded: Sharded, looks: bool | str, shards: int, may_lose: bool) -> None:
-        super().__init__(loss, sharded, looks)
-        self.sums = ShardSums(list(sharded.replicated.values()), shards)
-        self._shards = shards
+    def __init__(self, trained: Trained, sharded: Sharded, looks: bool | str, may_lose: bool) -> None:
+        super().__init__(trained, sharded, looks)
+        assert trained.sums is not None, "of the parameters that each worker holds whole"
+        self._shards = trained.sums.root[1]
         self._may_lose = may_lose
         self._ran = 0
         self._filled = 0
         self._by_rank: list[Sequence[int]] = []
 
-    def begin(self, shards: Sequence[int], filled: int) -> None:
+    def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
         """Begin a step, and find out which shards each worker runs."""
-        super().begin(shards, filled)
-        assert self.sums is not None
-        self._leaves = self.sums.leaves(shards)
+        super().begin(step, shards, filled)
         self._ran, self._filled = 0, filled
         size = self._sharded.world.world_size
         self._by_rank = (
@@ -168,31 +167,24 @@ class TreeShardedReduction(ShardedReduction):
         )
 
     @contextmanager
-    def shard(self, is_last: bool) -> Iterator[None]:
-        """Run a round, in which all gradients are exchanged."""
+    def shard(self, shard: int | None, is_last: bool) -> Iterator[None]:
+        """Run a round, in which all gradients are exchanged; a dummy batch's count nothing."""
         current = self._sharded.round
         current.number += 1
         current.is_last = is_last
         current.used = set()
         current.shards = [theirs[self._ran] if self._ran < len(theirs) else None for theirs in self._by_rank]
         self._ran += 1
-        with super().shard(True):
+        with super().shard(shard, True):
             yield
+        if shard is not None:
+            self._take(shard)  # of the parameters that each worker holds whole
+        else:
+            for one in self._sharded.replicated.values():
+                one.grad = None
         if not is_last:
             for unit in self._units:
                 unit.sharded_param.grad = None
-
-    @contextmanager
-    def dummy_round(self) -> Iterator[None]:
-        """Run a round in which this worker's gradients count nothing."""
-        with super().dummy_round():
-            yield
-        for one in self._sharded.replicated.values():
-            one.grad = None
-
-    def after(self, shard: int, is_last: bool) -> None:
-        """Take a shard's gradients of the parameters that each worker holds whole."""
-        super(ShardedReduction, self).after(shard, is_last)
 
     def _sum_replicated(self, parameters: Sequence[nn.Parameter]) -> None:
         assert self.sums is not None

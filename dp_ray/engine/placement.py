@@ -1,0 +1,288 @@
+"""Where a job's model is: whole on each worker (`Placement`), or a part of it on each (`ShardedPlacement`, `fsdp`).
+
+Begin at `place`, which builds the model. A placement makes what depends on where the model is: the sum of gradients,
+the optimizer's step, the average of the weights, and the forwards of an evaluation or a prediction.
+
+Workers that hold parts of a model cannot gather its parameters without each other. So they run it in rounds: in each,
+all run one shard. One that has fewer shards with rows than another runs a dummy batch in the other rounds: its own
+first batch, or else that of another worker. Its loss counts nothing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_ray.engine.buffers import Blocks, make_room
+from dp_ray.engine.items import PassthroughBatch
+from dp_ray.engine.loading import LoadedStep
+from dp_ray.engine.model import build_model, compiled, input_device, load_weights
+from dp_ray.engine.optimizer import Average
+from dp_ray.engine.recompute import recompute_blocks
+from dp_ray.engine.reduce import DdpReduction, Reduction, ShardSums, Trained
+from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
+from dp_ray.engine.sharded.state import Sharded
+from dp_ray.engine.update import OptimizerStep, ShardedAverage, ShardedOptimizerStep, load_part
+from dp_ray.engine.world import CPU, World, gathered
+from dp_ray.errors import JobError
+from dp_ray.job.job import Job
+from dp_ray.plan.split import Done, Split, Work
+from dp_ray.tensors.files import Stored, moved
+from dp_ray.tensors.tree import map_leaves
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A model that each worker holds whole; `called` is the module to call. The world's device is that of inputs."""
+
+    job: Job
+    model: nn.Module
+    called: nn.Module
+    world: World
+
+    is_sharded = False  # whether each worker holds a part: files are then read and written by all of them
+
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks of which each worker gathers the parameters, with torch's records of them."""
+        return ()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that runs the model."""
+        return function(*args)
+
+    def forwards(self) -> "Forwards":
+        """Return the forwards of an evaluation, a prediction or a training's passes."""
+        return Forwards()
+
+    def sums(self, parameters: list[nn.Parameter]) -> ShardSums | None:
+        """Return the sums of a worker's shards by the fixed tree, if the job is bitwise."""
+        return ShardSums(parameters, self.job.num_shards) if self.job.bitwise else None
+
+    def reduction(self, trained: Trained, finds_unused: bool, num_stats: int) -> Reduction:
+        """Return how a pass's gradients are summed over the workers, beside `num_stats` numbers."""
+        if self.world.world_size == 1:
+            return Reduction(trained)
+        return DdpReduction(trained, self.world, finds_unused, num_stats)
+
+    def optimizer_step(self) -> OptimizerStep:
+        """Return the step of the job's optimizer; raises JobError for one that cannot train this model."""
+        return OptimizerStep(self.job, self.model, self.world.device)
+
+    def average(self, optimizer_step: OptimizerStep) -> Average | ShardedAverage | None:
+        """Return the average of the weights, if the job keeps one."""
+        return None if self.job.ema is None else Average(self.job, self.model)
+
+    def load_weights(self, weights: Mapping[str, Any], where: str, is_strict: bool = True, advice: str = "") -> str:
+        """Load weights into the model; returns what was loaded and what not, in words, if not `is_strict`.
+
+        Raises ModelError, which names missing, unexpected and mis-sized tensors and ends with the advice, or if
+        nothing fits.
+        """
+        make_room(self.model, weights)
+        return load_weights(self.model, weights, where, is_strict, advice)
+
+    def load_state(self, name: str, part: Any, state: Any) -> None:
+        """Load a part of a training's state; raises ModelError if it belongs to another model or optimizer."""
+        load_part(name, part, state)
+
+
+@dataclass(frozen=True)
+class ShardedPlacement(Placement):
+    """A model of which each worker holds a part."""
+
+    sharded: Sharded
+
+    is_sharded = True
+
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks of which each worker gathers the parameters, with torch's records of them."""
+        return self.sharded.blocks
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that runs the model, with the parameters outside its blocks gathered."""
+        return self.sharded.run(function, *args)
+
+    def forwards(self) -> "Forwards":
+        """Return the forwards of an evaluation, a prediction or a training's passes, each with a dummy batch."""
+        return CollectiveForwards(self.sharded, self.world)
+
+    def sums(self, parameters: list[nn.Parameter]) -> ShardSums | None:
+        """Return the sums by the fixed tree of what each worker holds whole, if the job is bitwise."""
+        return super().sums(list(self.sharded.replicated.values()))
+
+    def reduction(self, trained: Trained, finds_unused: bool, num_stats: int) -> Reduction:
+        """Return how a pass's gradients are summed over the workers, in rounds."""
+        if trained.sums is None:
+            return ShardedReduction(trained, self.sharded, finds_unused)
+        return TreeShardedReduction(trained, self.sharded, finds_unused, self.job.may_lose_rows)
+
+    def optimizer_step(self) -> OptimizerStep:
+        """Return the step of the job's optimizer; raises JobError for one that cannot train this model."""
+        return ShardedOptimizerStep(self.job, self.sharded, self.world.device)
+
+    def average(self, optimizer_step: OptimizerStep) -> Average | ShardedAverage | None:
+        """Return the average of the weights, if the job keeps one: of this worker's part of them."""
+        return None if self.job.ema is None else ShardedAverage(self.job, self.sharded, optimizer_step.aligned)
+
+    def load_weights(
+        self, weights: Mapping[str, Stored], where: str, is_strict: bool = True, advice: str = ""
+    ) -> str:
+        """Load this worker's rows of the weights; returns and raises what a whole model's does."""
+        return self.sharded.load_weights(weights, where, is_strict, advice)
+
+    def load_state(self, name: str, part: Any, state: Any) -> None:
+        """Load this worker's rows of a part of a training's state, which is stored."""
+        if name == "model":
+            self.load_weights(state, "the checkpoint")
+        elif name == "ema":
+            part.load_state_dict(state)
+        else:
+            load_part(name, part, self.sharded.rows_of(part, state))
+
+
+def place(job: Job, world: World, note: Callable[[str], None]) -> Placement:
+    """Build the job's model, sharded over the workers if the job says so. Every rank calls this.
+
+    A single worker holds it whole, unless `fsdp.mixed_precision` changes the numbers. `note` gets lines for the user.
+    BatchNorm layers become SyncBatchNorm if the job asks for it and has several workers. Raises JobError on CPUs,
+    where SyncBatchNorm does not run.
+    """
+    if shards_over(job, world):
+        from dp_ray.engine.sharded.build import build_sharded  # here: its imports take seconds
+
+        if job.flops:
+            note("flops: not counted: with strategy: fsdp no worker can run a shard alone")
+        sharded = build_sharded(job, world, note)
+        world = world.with_inputs_on(input_device(job, sharded.model, world.devices))
+        return ShardedPlacement(job, sharded.model, compiled(sharded.model, job), world, sharded)
+    return place_whole(job, world)
+
+
+def place_whole(job: Job, world: World) -> Placement:
+    """Build the job's model whole on this worker; raises what `place` raises."""
+    model = recompute_blocks(job, build_model(job, world.devices), world.devices)
+    if job.sync_batchnorm and world.world_size > 1:
+        if world.device.type == "cpu":
+            raise JobError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    world = world.with_inputs_on(input_device(job, model, world.devices))
+    return Placement(job, model, compiled(model, job), world)
+
+
+def shards_over(job: Job, world: World) -> bool:
+    """Return whether torch's FSDP runs the model: on several workers, or if it computes in other dtypes."""
+    return job.is_sharded and (world.world_size > 1 or job.fsdp.mixed_precision is not None)
+
+
+@contextmanager
+def group_of_one(job: Job, world: World) -> Iterator[None]:
+    """Have a process group while a job runs, which FSDP needs, on a worker that is alone and has none."""
+    if dist.is_initialized() or not shards_over(job, world) or world.world_size > 1:
+        yield
+        return
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class DummyBatch(NamedTuple):
+    """A batch and its number of rows."""
+
+    batch: Any
+    rows: int
+
+
+class Forwards:
+    """The forwards of workers that hold the whole model: no worker waits for another."""
+
+    def begin(self, loaded: LoadedStep) -> LoadedStep:
+        """Return the step to go on with; all ranks call this before a step."""
+        return loaded
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that runs the model."""
+        return function(*args)
+
+    def dummies(self, split: Split, step: int, ran: int, done: Done | None = None) -> list[DummyBatch]:
+        """Return a dummy batch for each round that this worker, with `ran` shards to run, runs without rows."""
+        return []
+
+    def agree(self, goes_on: bool) -> bool:
+        """Return whether to run the next step: this worker's own decision."""
+        return goes_on
+
+    def end(self) -> bool:
+        """End an evaluation or a prediction, and say that it ran to its end: True."""
+        return True
+
+
+class CollectiveForwards(Forwards):
+    """The forwards of workers that hold a part of the model each: in each round all of them run it."""
+
+    def __init__(self, sharded: Sharded, world: World) -> None:
+        self._sharded = sharded
+        self._world = world
+        self._dummy: DummyBatch | None = None
+        self._is_agreed = False
+
+    def begin(self, loaded: LoadedStep) -> LoadedStep:
+        """Return the same step, once the workers have agreed on a dummy batch. Every rank calls this each step.
+
+        Until all have one, it loads the whole step, since the first samples may be set aside.
+        """
+        if self._is_agreed:
+            return loaded
+        first = list(loaded.loaded)
+        filled = [
+            DummyBatch(batch.batch if isinstance(batch, PassthroughBatch) else batch, shard.rows)
+            for shard, _, batch in first
+            if shard.rows
+        ]
+        mine = filled[0] if filled else None
+        have = gathered(mine is not None)
+        self._is_agreed = any(have)
+        self._dummy = mine
+        if self._is_agreed and not all(have):  # one without rows takes the batch of the first rank that has one
+            sender = have.index(True)
+            sent = gathered(_moved(mine, CPU) if self._world.rank == sender else None)[sender]
+            self._dummy = mine or _moved(sent, self._world.device)
+        return loaded._replace(loaded=chain(first))
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that runs the model, with the parameters outside its blocks gathered."""
+        return self._sharded.run(function, *args)
+
+    def dummies(self, split: Split, step: int, ran: int, done: Done | None = None) -> list[DummyBatch]:
+        """Return the dummy batch, for each round of the step in which this worker has no rows.
+
+        There are as many rounds as the worker has that has most shards with rows by the plan, without those `done`.
+        A model may change its inputs in place: run a copy.
+        """
+        if self._dummy is None:
+            return []
+        size = self._world.world_size
+        work = (Work(split, size, rank, done or Done(), step) for rank in range(size))
+        return [self._dummy] * (max(len(next(iter(one))[1]) for one in work) - ran)
+
+    def agree(self, goes_on: bool) -> bool:
+        """Return whether all workers go on; every rank calls this before each step."""
+        return all(gathered(goes_on))
+
+    def end(self) -> bool:
+        """Free what the last forward has left gathered, and say that it ran to its end: True."""
+        self._sharded.root.reshard()  # a forward without a backward leaves parameters gathered
+        return True
+
+
+def _moved(one: DummyBatch | None, device: torch.device) -> DummyBatch | None:
+    return None if one is None else DummyBatch(map_leaves(lambda leaf: moved(leaf, device), one.batch), one.rows)

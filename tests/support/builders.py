@@ -1,0 +1,207 @@
+"""Builders: the only places in the tests that call the constructors of `CONSTRUCTORS`.
+
+A change of one of these constructors needs a change of its builder alone; `tests/test_house.py` enforces it.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_ray.engine.loading import Batches, LoadedStep, OverlappedRead
+from dp_ray.engine.model import build_model
+from dp_ray.engine.placement import Placement
+from dp_ray.engine.prediction import predict
+from dp_ray.engine.quarantine import Quarantine, keep_all, load_good, load_steps
+from dp_ray.engine.reduce import DdpReduction, Trained
+from dp_ray.engine.step import Metrics, build_step
+from dp_ray.engine.timed_loader import StepTimes
+from dp_ray.engine.trainer import Trainer
+from dp_ray.engine.update import OptimizerStep
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
+from dp_ray.job.plan import split_of
+from dp_ray.monitor.attempts import Attempts, NodeControl
+from dp_ray.monitor.console import Console
+from dp_ray.monitor.messages import Message
+from dp_ray.monitor.monitor import Monitor
+from dp_ray.outputs.files import FileMerge
+from dp_ray.outputs.merging import AgreedFilePlan, Merger
+from dp_ray.outputs.parts import PartWriter
+from dp_ray.plan.order import Order
+from dp_ray.plan.split import FilePlan, Shard, Split, Work
+from dp_ray.rundir import ledger
+from dp_ray.rundir.claim import RunDir, claim
+from dp_ray.rundir.ledger import Ledger
+from dp_ray.steps.reports import ReportFile
+from dp_ray.storage import Storage
+from dp_ray.trackers.tensorboard import TensorBoardWriter
+
+CPU = torch.device("cpu")
+PREDICTION: dict[str, Any] = {"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2}
+CONSTRUCTORS = {
+    "dp_ray.engine.loading.OverlappedRead",
+    "dp_ray.engine.loading.load_shards",
+    "dp_ray.engine.loading.make_loader",
+    "dp_ray.engine.prediction.predict",
+    "dp_ray.engine.quarantine.load_good",
+    "dp_ray.engine.reduce.DdpReduction",
+    "dp_ray.engine.reduce.Reduction",
+    "dp_ray.engine.reduce.ShardSums",
+    "dp_ray.engine.sharded.reduce.ShardedReduction",
+    "dp_ray.engine.sharded.reduce.TreeShardedReduction",
+    "dp_ray.engine.placement.Placement",
+    "dp_ray.engine.trainer.Pass",
+    "dp_ray.engine.trainer.Trainer",
+    "dp_ray.engine.update.OptimizerStep",
+    "dp_ray.monitor.attempts.Attempts",
+    "dp_ray.monitor.monitor.Monitor",
+    "dp_ray.outputs.files.FileMerge",
+    "dp_ray.outputs.files.OpenFile",
+    "dp_ray.outputs.merging.AgreedFilePlan",
+    "dp_ray.outputs.merging.Merger",
+    "dp_ray.outputs.parts.PartFile",
+    "dp_ray.outputs.parts.PartWriter",
+    "dp_ray.rundir.claim.claim",
+}
+
+
+def run_dir_of(
+    folder: Path | str | Storage,
+    job: Job | None = None,
+    *,
+    overwrite: bool = False,
+    rows: Mapping[str, int] | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+) -> RunDir:
+    """Claim the job's run directory in a folder; without a job, that of a small prediction named `run`."""
+    job = job or Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1}, "run")
+    base = folder if isinstance(folder, Storage) else Storage(str(folder))
+    return claim(job, base, overwrite=overwrite, rows=rows, steps=steps, resume=resume)
+
+
+def monitor_of(
+    *messages: Message,
+    job: Mapping[str, Any] | None = None,
+    shapes: bool = False,
+    quiet: bool = False,
+    nodes: NodeControl | None = None,
+) -> Monitor:
+    """Build the monitor of two workers without a run directory; it has taken in the messages."""
+    made = Job.make({**PREDICTION, **(job or {})}, "job")
+    writers = [TensorBoardWriter(Storage("nowhere"))]
+    monitor = Monitor(made, Split(20, 10, 2), ReportFile(io.BytesIO()), writers, Console("job", quiet), shapes)
+    if nodes is not None:
+        monitor.node_control = nodes
+    for message in messages:
+        monitor.take(message)
+    return monitor
+
+
+def attempts_of() -> Attempts:
+    """Build attempts of which no worker is known yet."""
+    return Attempts()
+
+
+def trainer_of(job: Job, world: World, split: Split, model: nn.Module | None = None) -> Trainer:
+    """Build the trainer of the job's model, or of `model`, on one worker, without metrics."""
+    model = model or build_model(job, [world.device])
+    placement = Placement(job, model, model, world)
+    return Trainer(placement, build_step(job, world), Metrics({}), split)
+
+
+def optimizer_step_of(job: Job, model: nn.Module, device: torch.device = CPU) -> OptimizerStep:
+    """Build the step of the job's optimizer, on whole parameters."""
+    return OptimizerStep(job, model, device)
+
+
+def ddp_reduction_of(placement: Placement, trained: Trained, finds_unused: bool, num_stats: int) -> DdpReduction:
+    """Build the reduction of several workers, for a group of one: the hook, its thread and its stream."""
+    return DdpReduction(trained, placement.world, False, num_stats)
+
+
+def loader_of(
+    job: Job,
+    dataset: Any,
+    work: Work | None = None,
+    device: torch.device = CPU,
+    *,
+    quarantine: Quarantine | None = None,
+    times: StepTimes | None = None,
+) -> Batches:
+    """Load the shards of `work`, by default all; with a quarantine, without the bad samples."""
+    work = work or Work(split_of(job, len(dataset)))
+    return load_good(job, dataset, work, device, quarantine, times=times)
+
+
+def steps_of(job: Job, dataset: Any, work: Work | None = None, device: torch.device = CPU) -> Iterator[LoadedStep]:
+    """Load the steps of `work`, by default all."""
+    work = work or Work(split_of(job, len(dataset)))
+    return load_steps(loader_of(job, dataset, work, device), work, keep_all)
+
+
+def read_ahead_of(batches: Batches) -> tuple[OverlappedRead, Batches]:
+    """Build a read of one batch ahead, and the batches that pass through it."""
+    ahead = OverlappedRead()
+    return ahead, ahead.passing(batches)
+
+
+def predictions_of(
+    job: Job, model: nn.Module, work: Work, batches: Iterator[tuple[Any, Any]]
+) -> dict[tuple[int, int], torch.Tensor]:
+    """Run a prediction on the CPU; return copies of the outputs by step and shard."""
+    found = {}
+
+    def keep(shard: Shard, indices: Any, outputs: Any, carried: Any) -> None:
+        found[shard.step, shard.shard] = outputs.clone()
+
+    predict(model, job, CPU, work, batches, keep, lambda step: None)
+    return found
+
+
+def writer_of(
+    parts: Storage,
+    shards: int | range = 1,
+    plan: FilePlan | Callable[[float], FilePlan | None] | None = None,
+    *,
+    batch_dim: int = 0,
+    before_commit: Callable[[], None] = lambda: None,
+    attempt: str = "",
+    num_workers: int = 1,
+) -> PartWriter:
+    """Build the writer of a worker's parts: by default of one shard, in one file of 100 steps."""
+    plan = plan or FilePlan(1, 100)
+    return PartWriter(
+        parts,
+        range(shards) if isinstance(shards, int) else shards,
+        (lambda row_bytes: plan) if isinstance(plan, FilePlan) else plan,
+        batch_dim,
+        before_commit,
+        attempt,
+        num_workers=num_workers,
+    )
+
+
+def file_merge_of(
+    run: Storage,
+    split: Split,
+    order: Order,
+    plan: FilePlan | None = None,
+    number: int = 0,
+    begun: Ledger | None = None,
+) -> FileMerge:
+    """Build the merging of one file: by default of the only one, by the run's newest attempt."""
+    plan = plan or FilePlan(1, split.total_steps)
+    return FileMerge(run, begun or ledger.read(run), plan, number, split, order)
+
+
+def merger_of(
+    run: Storage, begun: Ledger, split: Split, order: Order, world: World, is_stopped: Callable[[], bool]
+) -> tuple[AgreedFilePlan, Merger]:
+    """Build the merging of a worker's share of the files, and the plan on which the workers agree."""
+    plan = AgreedFilePlan(run, begun, split, 1, world, is_stopped)
+    return plan, Merger(run, begun, split, order, plan, world)
