@@ -81,7 +81,10 @@ def hide_in(value: Any) -> Any:
                 HIDDEN if is_secret else hide_in(inner)
             )
         return hidden
-    return [hide_in(inner) for inner in value] if isinstance(value, list | tuple) else value
+    if not isinstance(value, list | tuple):
+        return value
+    # A list may hold a number for each step of a run.
+    return [inner if type(inner) in (int, float) else hide_in(inner) for inner in value]
 
 
 def _unused(key: str, taken: Mapping[Any, Any]) -> str:

@@ -121,7 +121,7 @@ def test_a_terminal_shows_the_newest_of_many_epochs_in_one_line(monkeypatch: pyt
         losses = Losses(console, "runs/job")
         with console.live(progressed()):
             for epoch in range(2000):
-                losses.say({"step": epoch, "epoch": epoch, "loss": 1.0, "epoch_loss": 0.5, "rows": 7})
+                losses.say([{"step": epoch, "epoch": epoch, "loss": 1.0, "epoch_loss": 0.5, "rows": 7}])
                 if epoch % 500 == 499:
                     time.sleep(0.25)  # the display is drawn five times a second
         losses.end()
@@ -178,7 +178,7 @@ def test_a_log_has_lines_with_the_name(capsys: pytest.CaptureFixture[str]) -> No
 def test_many_short_epochs_have_few_lines_and_the_last_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     losses = Losses(Console("run"), "runs/run")
     for epoch in range(400):
-        losses.say({"step": epoch, "epoch": epoch, "loss": 1.0, "epoch_loss": 0.5, "rows": 7})
+        losses.say([{"step": epoch, "epoch": epoch, "loss": 1.0, "epoch_loss": 0.5, "rows": 7}])
     losses.end()
     told = capsys.readouterr().err.splitlines()
     assert told[:20] == [f"run: epoch {epoch}, step {epoch}: epoch_loss 0.5" for epoch in range(20)]
@@ -195,7 +195,7 @@ def test_a_log_has_every_tenth_of_many_long_epochs(
     losses = Losses(Console("run", is_brief=is_brief), "runs/run")
     for epoch in range(105):
         now[0] += 20
-        losses.say({"step": epoch, "epoch": epoch, "loss": 1.0, "epoch_loss": 0.5, "rows": 7})
+        losses.say([{"step": epoch, "epoch": epoch, "loss": 1.0, "epoch_loss": 0.5, "rows": 7}])
     losses.end()
     epochs = [int(one) for one in re.findall(r"epoch (\d+),", capsys.readouterr().err)]
     assert epochs == [*range(first), *range(first + 9, 105, 10), 104]

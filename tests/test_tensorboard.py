@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from dp_ray.storage import Storage
@@ -72,7 +73,7 @@ def test_a_full_disk_ends_only_the_writer(tmp_path: Path, monkeypatch: pytest.Mo
 
     writer = TensorBoardWriter(Storage(str(tmp_path)))
     writer.add([row(0)])
-    monkeypatch.setattr(TensorBoardWriter, "_write", fails)
+    monkeypatch.setattr(EventsWriter, "write_event", fails)
     writer.add([row(1)])
     writer.add([row(2)])
     writer.close()

@@ -56,7 +56,7 @@ REPORT_SECONDS = 0.1  # between two reports of a step that begins
 
 @dataclass(eq=False)
 class DriverStepControl(StepControl):
-    """Step control in the driver's own process: it reports the step that begins to the monitor, ten times a second."""
+    """Step control in the driver's own process: it tells the monitor, ten times a second, which step begins."""
 
     monitor: Monitor
     _reported: float = field(default=0.0, init=False)

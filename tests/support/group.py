@@ -24,7 +24,8 @@ from dp_ray.rundir.history import CLOCKED
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.hooks import Measured
-from dp_ray.tasks.task import run_task
+from dp_ray.tasks.setup import Context
+from dp_ray.tasks.task import run_task, settings_of
 from tests.support.forked import fork_from_this, new_process
 from tests.support.forked_python import FORKED
 
@@ -63,7 +64,7 @@ def run_group(job: Job, folder: Path | str, control: StepControl | None = None) 
 
     Each worker has a copy of `control`, if there is one. Raises ProcessExit with the traceback of what one raised. If
     the control `hears_times`, the shape reports of all workers that tell the times of steps are among what they sent;
-    if it has a `storage`, that makes the run directory of a folder.
+    if it has a `storage`, that makes the run directory of a folder; a `task` of its own runs in place of the job's.
     """
     run = Storage(str(folder))
     run.child(PARTS).create()
@@ -177,7 +178,12 @@ def _work(
         devices = tuple(torch.device(name) for name in job.devices or ["cpu"])
         with suppress(Stopped):
             run = getattr(control, "storage", Storage)(folder)
-            run_task(job, World(rank, size, all_devices=devices), run, send, control)
+            world = World(rank, size, all_devices=devices)
+            if (task := getattr(control, "task", None)) is None:
+                run_task(job, world, run, send, control)
+            else:
+                with settings_of(job, world):
+                    task(Context(job, world, run, send, control or StepControl()))
         free_memory()  # as a worker does
         if size > 1:
             dist.barrier()
