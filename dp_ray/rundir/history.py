@@ -41,6 +41,13 @@ def forget(folder: Storage, step: int) -> None:
             folder.delete(name)
 
 
+def write_piece(folder: Storage, rows: pa.Table) -> None:
+    """Write rows of consecutive steps as a piece, if there are any."""
+    if len(rows):
+        steps = rows.column("step")
+        write_table(folder, SEGMENT.format(steps[0].as_py(), steps[-1].as_py() + 1), rows)
+
+
 def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> None:
     """Merge all pieces into `metrics.parquet`; raises StorageError unless they hold each step from `start` on once.
 
@@ -73,7 +80,7 @@ def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
     folder = run.child(HISTORY)
     folder.create()
     for first, end in pairwise([start, *ends, last]):
-        write_table(folder, SEGMENT.format(first, end), table.slice(first - start, end - first))
+        write_piece(folder, table.slice(first - start, end - first))
 
 
 def history_so_far(run: Storage) -> pa.Table | None:

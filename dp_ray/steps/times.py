@@ -24,10 +24,10 @@ from dp_ray.engine.clock import PARTS, TimedStep
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.world import World
 from dp_ray.plan.split import Split
-from dp_ray.rundir.history import CLOCKED, SEGMENT, forget
+from dp_ray.rundir.history import CLOCKED, forget
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
-from dp_ray.tables import PartTable, array_of, array_of_texts, numbers, read_table, table_of_rows, write_table
+from dp_ray.tables import PartTable, array_of, array_of_texts, numbers, read_table, table_of_rows
 from dp_ray.text import listed, percent
 
 TIMES = "times"
@@ -520,15 +520,11 @@ class History:
         if rows:
             self._send(Logged(tuple(rows)))
 
-    def take(self) -> Callable[[], None]:
-        """Return a function that writes the rows added since the last call as one piece."""
+    def take(self) -> pa.Table:
+        """Return the rows added since the last call, for `write_piece`."""
         self.flush()
         rows, self._rows = self._rows, []
-        if not rows:
-            return lambda: None
-        name = SEGMENT.format(rows[0]["step"], rows[-1]["step"] + 1)
-        table = table_of_rows(rows, history_schema(self._names, list(self._extra)))
-        return lambda: write_table(self._folder, name, table)
+        return table_of_rows(rows, history_schema(self._names, list(self._extra)))
 
     def _row(self, finished: _Step, totals: list[float], norm: float, missing: float) -> dict[str, Any]:
         rows, seconds = finished.rows - int(missing), finished.seconds
