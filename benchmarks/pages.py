@@ -25,9 +25,10 @@ from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.report.page import page_of, write_page
 from dp_ray.results.result import Result
-from dp_ray.rundir.history import METRICS, write_piece
+from dp_ray.rundir.history import METRICS
 from dp_ray.steps.times import StepTimeWriter, TimedSteps
 from dp_ray.storage import Storage
+from dp_ray.tables import write_table
 
 STEPS, FEW = 1_000_000, 1_000
 WORKERS = 2
@@ -65,7 +66,7 @@ def _run(folder: Path, steps: int) -> Storage:
     columns: dict[str, Any] = {"step": step, "epoch": step * 4 // steps, "loss": drawn.normal(0, 1, steps)}
     columns |= {name: drawn.random(steps) for name in ("right", "learning_rate", "gradient_norm")}
     columns |= {"rows": np.full(steps, 4), "rows_per_second": drawn.random(steps), "data_wait_seconds": step * 1e-9}
-    write_piece(run, METRICS, pa.table(columns))
+    write_table(run, METRICS, pa.table(columns))
     _write_times(run, steps, drawn)
     return run
 

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import os
 import posixpath
+import re
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -136,6 +137,13 @@ class Storage:
         with self._named("cannot be listed"):
             files = [info for info in with_names(self.fs.get_file_info(selector)) if info.is_file]
         return sorted(info.base_name for info in files if not info.base_name.startswith(TEMPORARY))
+
+    def numbered(self, template: str) -> dict[str, tuple[int, ...]]:
+        """Return the files whose names are `template` with a number for each {}: these numbers by name, in order."""
+        pattern = re.compile(r"(\d+)".join(map(re.escape, template.split("{}"))))
+        matches = [match for match in map(pattern.fullmatch, self.names()) if match]
+        numbers = {match[0]: tuple(map(int, match.groups())) for match in matches}
+        return dict(sorted(numbers.items(), key=lambda one: one[1]))
 
     def entries(self) -> set[str]:
         """Return the names of the files in the folder, and of the folders in it that hold files at any depth.

@@ -1,15 +1,23 @@
-"""Convert between Arrow's columns and numpy arrays without pandas.
+"""Arrow's tables: as numpy arrays, and in files; all without pandas.
 
+`PartTable` is a table in numbered files that grows while a run goes on.
 Some functions of pyarrow import pandas if it is installed, which takes half a second: `to_numpy`, `pa.array` and
 `pa.table` of lists, `pq.read_table` and `group_by`. `pa.Array.from_buffers`, `pa.Table.from_arrays` of Arrow's arrays
 and `pq.ParquetFile` do not.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dp_ray.errors import StorageError
+from dp_ray.storage import Storage
+
+READ_BYTES = 256 << 10
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
@@ -71,3 +79,70 @@ def table_of_rows(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Ta
     """Return rows of numbers as a table; what a row does not have is missing."""
     columns = [array_of_some([row.get(field.name) for row in rows], field.type) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
+
+
+@contextmanager
+def undamaged(storage: Storage, name: str) -> Iterator[None]:
+    """Raise StorageError, which names the file, if its reading in the block fails."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise StorageError(f"{storage.child(name)}: is damaged: {error}") from None
+
+
+@contextmanager
+def reading(storage: Storage, name: str) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file to read it one row group at a time; raises StorageError if it is damaged."""
+    with undamaged(storage, name), storage.open(name) as stream:
+        # By default pyarrow holds all that it will read of the file in memory at once.
+        yield pq.ParquetFile(stream, pre_buffer=False, buffer_size=READ_BYTES)
+
+
+def read_table(storage: Storage, name: str, schema: pa.Schema | None = None) -> pa.Table:
+    """Read a Parquet file, with the columns of `schema`; raises StorageError if it is damaged."""
+    data = storage.read_bytes(name)  # in one piece: a run that goes on may replace the file
+    with undamaged(storage, name):
+        table = pq.ParquetFile(pa.BufferReader(data)).read()
+        return table if schema is None else table.cast(schema)
+
+
+def write_table(storage: Storage, name: str, table: pa.Table, **options: Any) -> None:
+    """Write a table as a Parquet file; the options are those of `pq.write_table`."""
+    with storage.writing(name) as stream:
+        pq.write_table(table, stream, **options)
+
+
+class PartTable:
+    """A table in files `part-0.parquet`, `part-1.parquet` ... (`name`), written while a run goes on.
+
+    Each `write` replaces the last file, until that has `full` rows; the next driver begins a new one. Rows may be
+    added while another thread writes. Which rows count, if a later attempt repeats some, the reader decides.
+    """
+
+    def __init__(self, folder: Storage, name: str, full: int, **options: Any) -> None:
+        self._folder, self._name, self._full, self._options = folder, name, full, options
+        self._number = max((number for (number,) in folder.numbered(name).values()), default=-1) + 1
+        self._tables: list[pa.Table] = []  # of the last file
+        self._written = 0
+
+    @property
+    def num_new(self) -> int:
+        """The number of rows that no file holds."""
+        return sum(map(len, self._tables)) - self._written
+
+    def add(self, table: pa.Table) -> None:
+        """Add rows, for the next `write`."""
+        self._tables.append(table)
+
+    def write(self) -> None:
+        """Write the rows that are new; a storage that fails is left to what must be written."""
+        if not self.num_new:
+            return
+        count = len(self._tables)
+        table = pa.concat_tables(self._tables[:count]).unify_dictionaries().combine_chunks()
+        with suppress(StorageError):
+            self._folder.create()
+            write_table(self._folder, self._name.format(self._number), table, **self._options)
+            is_full = len(table) >= self._full
+            self._tables[:count] = [] if is_full else [table]
+            self._number, self._written = self._number + is_full, 0 if is_full else len(table)

@@ -14,7 +14,9 @@ from dp_ray.errors import Error, StorageError
 from dp_ray.results.compare import comparison_text, comparison_values, read_compared_run
 from dp_ray.results.text import BLOCKS, sparkline
 from dp_ray.rundir.claim import held
+from dp_ray.rundir.history import HISTORY, METRICS, SEGMENT
 from dp_ray.storage import Storage
+from dp_ray.tables import read_table, write_table
 from tests.support import training
 from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
@@ -69,6 +71,15 @@ def test_runs_of_one_job_differ_in_nothing(here: Path) -> None:
     assert told_of(first, train(here, "three", seed=1)).splitlines()[0] == "different jobs, different weights"
     kept = train(here, "four", checkpoint={"keep": 7})
     assert told_of(first, kept).splitlines()[0] == "the same job (but for checkpoint.keep), the same weights"
+
+
+def test_a_run_whose_driver_was_killed_as_it_removed_the_pieces_of_its_history_has_all_steps(here: Path) -> None:
+    result = train(here, "one", epochs=1)
+    folder = result.storage().child(HISTORY)
+    folder.create()
+    write_table(folder, SEGMENT.format(0, 2), read_table(result.storage(), METRICS).slice(0, 2))
+    losses = read_compared_run(result.storage()).curve("loss")
+    assert losses == [row["loss"] for row in result.history] and len(losses) > 2
 
 
 def test_what_came_from_python_is_not_called_the_same(here: Path) -> None:

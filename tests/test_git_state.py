@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dp_ray.rundir.files import command_of, read_about, recorded_about
+from dp_ray.rundir.files import ABOUT_JSON, command_of, recorded_about
 from dp_ray.storage import Storage
 from dp_ray.system.process import git_state
 
@@ -56,5 +56,5 @@ def test_nothing_that_may_fork_runs_while_git_is_asked(
     monkeypatch.setattr("dp_ray.rundir.files.git_state", slow)
     with recorded_about(Storage(str(tmp_path)), "plan", is_forked):
         assert asked.is_set() == is_forked
-    (driver,) = read_about(Storage(str(tmp_path)))
+    (driver,) = ABOUT_JSON.read(Storage(str(tmp_path))).drivers
     assert (driver["git"], driver["plan"]) == (None, "plan")

@@ -13,7 +13,7 @@ import dp_ray
 from dp_ray.errors import JobError, StorageError
 from dp_ray.rundir import claim
 from dp_ray.rundir.claim import held, wait_until_free
-from dp_ray.rundir.lease import LEASE, read_lease
+from dp_ray.rundir.lease import LEASE
 from dp_ray.storage import Storage
 from dp_ray.system.process import OWNER, Process, is_dead, own_folder, remove_orphans, this_process
 from tests.support import forked, models
@@ -58,12 +58,6 @@ def test_a_killed_driver_of_this_host_holds_nobody_up(tmp_path: Path) -> None:
         remove_orphans(tmp_path)
         assert Path(mine).exists()
     assert not Path(mine).exists()
-
-
-@pytest.mark.parametrize("text", ["null", "3", '"x"', "[]", "{", '{"driver": null}'])
-def test_a_lease_that_is_no_lease_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / LEASE).write_text(text)
-    assert read_lease(Storage(str(tmp_path))) is None
 
 
 def test_folders_whose_owner_is_unknown_stay(tmp_path: Path) -> None:

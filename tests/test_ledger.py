@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.job.job import Job
 from dp_ray.outputs import files, merging
-from dp_ray.outputs.files import prove_outputs, write_record
+from dp_ray.outputs.files import FILE_JSON, prove_outputs
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Range, Split
@@ -106,12 +107,12 @@ def test_parts_stay_if_the_record_of_their_file_comes_too_late_to_count(
     monkeypatch.setattr(merging, "LOOK_SECONDS", 100.0)
     run_until(run, 6)
 
-    def late(_: Storage, name: str, record: Any) -> None:
+    def late(folder: Storage, record: Any, name: str) -> None:
         """It passed the check just before the newer attempt began."""
         ledger.begin(run, "b" * 32)
-        write_record(run, name, record)
+        FILE_JSON.write(folder, record, name)
 
-    monkeypatch.setattr(files, "write_record", late)
+    monkeypatch.setattr(files, "FILE_JSON", SimpleNamespace(write=late))
     merge = file_merge_of(run, Split(60, 10, 2), Order(60, shuffle=False))
     parts = run.child(ledger.PARTS).names()
     with pytest.raises(StorageError, match="a newer attempt of the job has begun"):
@@ -146,8 +147,7 @@ def test_a_worker_of_an_attempt_that_is_over_is_refused_what_it_keeps(tmp_path: 
         ledger.check_newest(run, "a" * 32)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"attempt": 1}', '{"attempt": "a", "parts": 7}'])
-def test_a_damaged_ledger_is_told(tmp_path: Path, text: str) -> None:
-    (tmp_path / ledger.LEDGER).write_text(text)
-    with pytest.raises(StorageError, match=r"attempt\.json: is damaged"):
+def test_a_damaged_ledger_is_told_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / ledger.LEDGER).write_text('{"attempt": "a", "parts": 7}')
+    with pytest.raises(StorageError, match=r"attempt\.json: is damaged: .*; start anew \(--overwrite"):
         ledger.committed(Storage(str(tmp_path)))

@@ -107,7 +107,7 @@ def test_what_holds_no_runs_is_named(tmp_path: Path, given: str, says: str) -> N
     ("name", "text", "says"),
     [
         ("run.json", "{", "run.json: is damaged"),
-        ("run.json", "[]", "KeyError"),
+        ("run.json", "[]", "run.json: is damaged"),
         ("run.json", '{"rows": {"dataset": "many"}, "job": {"task": "train"}}', "KeyError"),
         ("run.json", '{"rows": {"dataset": 3}, "job": 5}', "TypeError"),
         ("run.json", "\udcff", "run.json"),

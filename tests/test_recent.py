@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from dp_ray.rundir.history import HISTORY, RecentHistory, history_so_far, write_piece
+from dp_ray.rundir.history import HISTORY, RecentHistory, history_so_far
 from dp_ray.storage import Storage
+from dp_ray.tables import write_table
 from tests.support.reported import history
 
 
@@ -25,7 +26,7 @@ def test_only_what_no_piece_holds_is_kept(tmp_path: Path) -> None:
     run = Storage(str(tmp_path))
     assert history_so_far(run) is None
     run.child(HISTORY).create()
-    write_piece(run.child(HISTORY), "steps-0-4.parquet", history(4).select(["step", "epoch", "loss"]))
+    write_table(run.child(HISTORY), "steps-0-4.parquet", history(4).select(["step", "epoch", "loss"]))
     recent = RecentHistory(run)
     recent.add(rows(0, 6, 1.0))
     recent.save()
@@ -53,6 +54,6 @@ def test_a_step_that_runs_again_replaces_what_was_there(tmp_path: Path) -> None:
     first.add(rows(3, 5, 2.0))
     first.save()
     assert losses(run) == [(step, 1.0 if step < 3 else 2.0) for step in range(5)]
-    write_piece(run.child(""), "recent.parquet", history(2))
+    write_table(run.child(""), "recent.parquet", history(2))
     second.save()
     assert len(losses(run)) == 2, "nothing is written where there is nothing"

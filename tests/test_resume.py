@@ -14,7 +14,7 @@ from torch import nn
 from dp_ray.engine.trainer import Update
 from dp_ray.errors import StorageError
 from dp_ray.plan.split import Split
-from dp_ray.rundir.history import best_of, merge_history, read_history, summary
+from dp_ray.rundir.history import best_of, merge_history, read_history, summary, write_piece
 from dp_ray.steps.times import History
 from dp_ray.storage import Storage
 from dp_ray.tasks.hooks import Note
@@ -182,15 +182,15 @@ def test_pieces_of_the_history_become_one_and_holes_are_refused(tmp_path: Path) 
     sent: list[Any] = []
     history = History(folder, split, ["loss"], ["eval_loss"], 0, sent.append)
     add_steps(history, split, 0, 4)
-    history.take()()
+    write_piece(folder, history.take())
     add_steps(history, split, 4, 7)
-    history.take()()
+    write_piece(folder, history.take())
     with pytest.raises(StorageError, match="ends at step 7 of 10"):
         merge_history(folder, run, 10)
     again = History(folder, split, ["loss"], ["eval_loss"], 4, sent.append)  # steps 4 to 6 are run again
     assert folder.names() == ["steps-0-4.parquet"]
     add_steps(again, split, 4, 10)
-    again.take()()
+    write_piece(folder, again.take())
     merge_history(folder, run, 10)
     rows = list(read_history(run))
     assert [row["step"] for row in rows] == list(range(10))

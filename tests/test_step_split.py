@@ -17,7 +17,6 @@ from dp_ray.driver.in_process import run_in_process
 from dp_ray.driver.run import Options, Prepared
 from dp_ray.engine.clock import PARTS, DeviceClock, Part, SilentClock, StepClock
 from dp_ray.engine.world import World
-from dp_ray.errors import StorageError
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
@@ -283,11 +282,3 @@ def test_the_files_are_written_while_the_run_goes_on(tmp_path: Path, monkeypatch
     assert names == ["part-0.parquet", "part-1.parquet"]
     assert [pq.read_table(tmp_path / TIMES / name).num_rows for name in names] == [6, 2]
     assert pq.read_schema(tmp_path / TIMES / "part-0.parquet").equals(SCHEMA)
-
-
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    run = Storage(str(tmp_path))
-    written(run, {World(): steps(0, 3)})
-    (tmp_path / TIMES / "part-0.parquet").write_bytes(b"no")
-    with pytest.raises(StorageError, match=r"times/part-0.parquet: is damaged"):
-        read_step_times(run)

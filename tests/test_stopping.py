@@ -15,8 +15,8 @@ import torch
 
 import dp_ray
 from dp_ray.errors import Error, JobError, RunInterrupted
-from dp_ray.rundir.claim import read_claim
-from dp_ray.rundir.lease import REQUEST, leave_request, read_lease, stop_run, take_request
+from dp_ray.rundir.files import RUN_JSON
+from dp_ray.rundir.lease import LEASE_JSON, REQUEST, leave_request, stop_run, take_request
 from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
@@ -169,7 +169,7 @@ def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path) -> None:
         with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
             try:
                 assert within(
-                    120, lambda: (lease := read_lease(sweep)) is not None and lease.driver.pid == process.pid
+                    120, lambda: (lease := LEASE_JSON.read(sweep)) is not None and lease.driver.pid == process.pid
                 )
                 told = stop_run(sweep.location, waits, said.append)
                 _, errors = process.communicate(timeout=120)
@@ -192,7 +192,7 @@ class AsksAtItsEnd(SlowPairs):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if index == len(self) - 1:
-            lease = read_lease(self.run)
+            lease = LEASE_JSON.read(self.run)
             assert lease is not None
             leave_request(self.run, lease.token)
         return super().__getitem__(index)
@@ -228,7 +228,9 @@ def test_a_run_on_an_object_store_is_stopped_too(
     run = Storage(url).child("run")
 
     def stop() -> None:
-        assert within(60, lambda: read_lease(run) is not None and bool(server.objects("stopped/run/checkpoints")))
+        assert within(
+            60, lambda: LEASE_JSON.read(run) is not None and bool(server.objects("stopped/run/checkpoints"))
+        )
         states.append(stop_run(run.location, True, said.append))
 
     said: list[str] = []
@@ -240,6 +242,6 @@ def test_a_run_on_an_object_store_is_stopped_too(
     stopping.join(90)
     assert states
     assert states[0].startswith("interrupted after step ")
-    assert read_claim(run)
+    assert RUN_JSON.read(run)
     result = dp_ray.run(**KEYS, storage=url, quiet=True)
     assert result.weights_sha256 == undisturbed.weights_sha256

@@ -24,7 +24,7 @@ from dp_ray.rundir.lease import LEASE
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Definition, parse_axis
-from dp_ray.sweeps.record import Record, Trial, open_record
+from dp_ray.sweeps.record import SweepRecord, Trial, open_record
 from dp_ray.sweeps.run import Lane, Stop, run_side_by_side, suggested
 from dp_ray.system.threads import planned_stops
 from tests.support import sweeps
@@ -427,7 +427,7 @@ def test_a_search_draws_the_same_from_infinite_losses_after_it_was_stopped(tmp_p
     trials = [
         Trial(at, {"model.args.x": (at * 5 % 16) / 2}, "done", {"loss": losses[at * 5 % 16]}) for at in range(1, 16)
     ]
-    record = Record(Storage(str(tmp_path / "s")), sweep, trials)
+    record = SweepRecord(Storage(str(tmp_path / "s")), sweep, trials)
     with record.held(print):
         pass
     again = open_record(sweep, Storage(str(tmp_path))).trials
@@ -509,18 +509,18 @@ def test_ctrl_c_stops_the_trials_of_all_lanes_and_a_second_one_ends_them(is_stub
 def test_a_signal_between_two_trials_ends_the_sweep_and_loses_no_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    job, base, put = evaluation_job(tmp_path), Storage(str(tmp_path / "runs")), Record.put
+    job, base, put = evaluation_job(tmp_path), Storage(str(tmp_path / "runs")), SweepRecord.put
 
-    def signalled(record: Record, trial: Trial) -> None:
+    def signalled(record: SweepRecord, trial: Trial) -> None:
         if trial.state == "done" and trial.number == 2:
             signal.raise_signal(number)
         put(record, trial)
 
-    monkeypatch.setattr(Record, "put", signalled)
+    monkeypatch.setattr(SweepRecord, "put", signalled)
     assert status_of(monkeypatch, "sweep", job, "--over", "model.args.x=1.0,2.0,3.0,4.0") == 130
     assert states(base) == ["done", "done", "waiting", "waiting"]
     assert not base.child("job-sweep").exists(LEASE)
-    monkeypatch.setattr(Record, "put", put)
+    monkeypatch.setattr(SweepRecord, "put", put)
     assert status_of(monkeypatch, "sweep", job, "--over", "model.args.x=1.0,2.0,3.0,4.0") == 0
     assert drivers(base) == [1] * 4
 

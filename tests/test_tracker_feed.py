@@ -11,12 +11,13 @@ import pytest
 import dp_ray
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
-from dp_ray.rundir.history import HISTORY, METRICS, write_piece
+from dp_ray.rundir.history import HISTORY, METRICS
 from dp_ray.storage import Storage
+from dp_ray.tables import write_table
 from dp_ray.trackers import feed as feeds
 from dp_ray.trackers import feed as run_trackers
 from dp_ray.trackers import process
-from dp_ray.trackers.feed import Ending, Feed, Memory, about_run, read_memory, write_memory
+from dp_ray.trackers.feed import MEMORY_JSON, TRACKERS, Ending, Feed, Memory, about_run
 from tests.support.trackers import FakeTracker, wait_until
 from tests.support.trainings import keys_of
 
@@ -41,7 +42,7 @@ def rows(first: int, end: int) -> list[dict[str, Any]]:
 
 
 def in_files(run: Storage, first: int, end: int) -> None:
-    write_piece(run.child(HISTORY), f"steps-{first}-{end}.parquet", pa.Table.from_pylist(rows(first, end)))
+    write_table(run.child(HISTORY), f"steps-{first}-{end}.parquet", pa.Table.from_pylist(rows(first, end)))
 
 
 def fed(tracker: FakeTracker, run: Storage, said: list[str] | None = None) -> Feed:
@@ -65,7 +66,7 @@ def test_a_tracker_gets_each_row_once_and_the_end(run: Storage) -> None:
     ended(feed)
     assert tracker.rows == rows(0, 30)
     assert tracker.ended == [("done", {"loss": 0.5})]
-    assert read_memory(run, "fake") == Memory("run-1", 30, "done")
+    assert MEMORY_JSON.read(run.child(TRACKERS), "fake.json") == Memory("run-1", 30, "done")
 
 
 def test_a_tracker_that_is_down_for_a_while_misses_nothing(run: Storage) -> None:
@@ -145,9 +146,14 @@ def test_what_the_queue_cannot_hold_is_read_from_the_files(run: Storage, monkeyp
     assert tracker.rows == rows(0, 42)
 
 
+def remember(run: Storage, memory: Memory) -> None:
+    run.child(TRACKERS).create()
+    assert MEMORY_JSON.write(run.child(TRACKERS), memory, "fake.json")
+
+
 def test_a_resumed_run_sends_exactly_the_steps_that_are_lacking(run: Storage) -> None:
     """Its driver was killed after step 12; the tracker has 10 steps, and the checkpoint is of step 8."""
-    write_memory(run, "fake", Memory("theirs", 10))
+    remember(run, Memory("theirs", 10))
     in_files(run, 0, 8)
     tracker = FakeTracker()
     feed = fed(tracker, run)
@@ -160,7 +166,7 @@ def test_a_resumed_run_sends_exactly_the_steps_that_are_lacking(run: Storage) ->
 
 
 def test_a_resumed_run_whose_tracker_was_down_sends_what_was_before(run: Storage) -> None:
-    write_memory(run, "fake", Memory("theirs", 3))
+    remember(run, Memory("theirs", 3))
     in_files(run, 0, 8)
     tracker = FakeTracker()
     feed = fed(tracker, run)
@@ -191,13 +197,6 @@ def test_a_run_that_begins_at_a_later_step_waits_for_no_earlier_ones(run: Storag
     feed.add(rows(100, 103))
     wait_until(lambda: tracker.steps == [100, 101, 102])
     ended(feed)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"run_id": 1}'])
-def test_a_damaged_memory_is_none(run: Storage, text: str) -> None:
-    run.child("trackers").create()
-    run.child("trackers").write_text("fake.json", text)
-    assert read_memory(run, "fake") == Memory()
 
 
 def test_a_package_that_is_missing_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

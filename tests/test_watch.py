@@ -23,10 +23,11 @@ from dp_ray.report import server as servers
 from dp_ray.report.server import LivePage, WatchServer
 from dp_ray.report.terminal import Snapshot, Watched, headline, screen, watch_plain
 from dp_ray.rundir.claim import RunDir, held
-from dp_ray.rundir.history import HISTORY, write_piece
+from dp_ray.rundir.history import HISTORY
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.listing import ListedRun
 from dp_ray.storage import Storage
+from dp_ray.tables import write_table
 from tests.support.builders import run_dir_of
 from tests.support.cluster import ROOT
 from tests.support.fresh import loaded_by
@@ -92,7 +93,7 @@ def in_files(run: Storage, first: int, end: int) -> None:
     clocks = {"rows": 1, "rows_per_second": 5.0, "data_wait_seconds": 0.01}
     both = {"epoch": 0, "learning_rate": 0.1, "gradient_norm": 1.0, **clocks}
     rows = [{"step": step, "loss": 6.0 - step, **both} for step in range(first, end)]
-    write_piece(run.child(HISTORY), f"steps-{first}-{end}.parquet", pa.Table.from_pylist(rows))
+    write_table(run.child(HISTORY), f"steps-{first}-{end}.parquet", pa.Table.from_pylist(rows))
 
 
 def claimed(folder: Path) -> RunDir:

@@ -34,7 +34,7 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | N
             raise click.UsageError(f"--shapes takes one RUN_DIR, got {len(run_dirs)}")
         _compare(run_dirs, as_json)
         return
-    from dp_ray.rundir.files import damage_told
+    from dp_ray.records import damage_told
 
     with damage_told(run_dirs[0]):
         lines = list(_reported(run_dirs[0], shapes, as_json))
@@ -83,8 +83,8 @@ def compare(run_dirs: tuple[str, ...], as_json: bool, html: str | None) -> None:
 
 
 def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
+    from dp_ray.records import damage_told
     from dp_ray.results.compare import comparison_text, comparison_values, read_compared_run
-    from dp_ray.rundir.files import damage_told
     from dp_ray.storage import Storage
 
     runs = []
@@ -104,7 +104,7 @@ def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
 def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> None:
     """Watch a run: its page on localhost while it goes on, or its state in the terminal."""
     from dp_ray.job.files import located_at
-    from dp_ray.rundir.files import damage_told
+    from dp_ray.records import damage_told
     from dp_ray.storage import Storage
 
     run = Storage(located_at(run_dir))
@@ -123,7 +123,7 @@ def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> N
 @click.argument("run_dir", metavar="RUN_DIR")
 def track(run_dir: str) -> None:
     """Send to the trackers of a run that has ended what they lack of it."""
-    from dp_ray.rundir.files import damage_told
+    from dp_ray.records import damage_told
     from dp_ray.trackers.feed import send_late
 
     with damage_told(run_dir):

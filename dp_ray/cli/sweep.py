@@ -28,7 +28,7 @@ from dp_ray.text import harmless, json_text
 if TYPE_CHECKING:
     from dp_ray.storage import Storage
     from dp_ray.sweeps.define import Definition, Mode
-    from dp_ray.sweeps.record import Record
+    from dp_ray.sweeps.record import SweepRecord
 
 POSITIVE = click.IntRange(1)
 
@@ -130,7 +130,7 @@ def _defined(
     return replace(sweep, name=name or f"{first.run_name}-sweep", metric=metric, mode=mode)
 
 
-def _show(record: "Record", base: "Storage", dry_run: bool, as_json: bool) -> None:
+def _show(record: "SweepRecord", base: "Storage", dry_run: bool, as_json: bool) -> None:
     """Print the trials, best first, and exit with status 1 if one has failed."""
     from dp_ray.sweeps.record import space, table, to_json
 

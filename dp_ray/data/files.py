@@ -7,15 +7,13 @@ import base64
 import errno
 import fnmatch
 import glob
-import json
 import os
 import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
@@ -23,6 +21,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from dp_ray.errors import DataError, StorageError
+from dp_ray.records import IGNORE, Record
 from dp_ray.storage import Storage, is_text
 from dp_ray.text import hide, listed
 
@@ -298,6 +297,10 @@ class Index:
         return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema)))
 
 
+# An index that cannot be used is built anew.
+INDEX_JSON = Record[Index | None](Index, missing=None, damaged=IGNORE, unreachable=IGNORE, hides=False, end="")
+
+
 def index_of(file: File, kind: str, build: Callable[[], tuple[list[Stretch], pa.Schema | None]]) -> Index:
     """Return the file's index: the one kept beside it, if the file has not changed since, else what `build` gives.
 
@@ -305,16 +308,13 @@ def index_of(file: File, kind: str, build: Callable[[], tuple[list[Stretch], pa.
     """
     folder, _, base = file.name.rpartition("/")
     name = f"{folder}/.{base}.{kind}.json".lstrip("/")
-    with suppress(StorageError, OSError, ValueError, TypeError):  # an index that cannot be used is built anew
-        values = json.loads(file.folder.read_text(name))
-        index = Index(**{**values, "stretches": [Stretch(*one) for one in values["stretches"]]})
-        if (index.size, index.version, index.form) == (file.size, file.version, VERSION):
-            return index
+    index = INDEX_JSON.read(file.folder, name)
+    if index is not None and (index.size, index.version, index.form) == (file.size, file.version, VERSION):
+        return index
     stretches, schema = retried(build, str(file), file.is_local)
     text = "" if schema is None else base64.b64encode(schema.serialize().to_pybytes()).decode()
     built = Index(file.size, file.version, stretches, text)
-    with suppress(StorageError, OSError):
-        file.folder.write_text(name, json.dumps(asdict(built)))
+    INDEX_JSON.write(file.folder, built, name)
     return built
 
 

@@ -21,7 +21,7 @@ from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir, kept_steps
 from dp_ray.rundir.files import BEFORE_RETRY
 from dp_ray.rundir.history import best_of, is_of_many, summary
-from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
+from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.quarantine import count_quarantined, has_set_aside, merge_quarantine, still_missing
 from dp_ray.rundir.start import EMA, weights_path, weights_sha256
 from dp_ray.steps.times import (
@@ -82,7 +82,7 @@ def result_of(
         workers=[_worker_values(worker, times) for worker in attempts[-1].workers] if attempts else [],
         data_wait_share=share_of_wait(list(times.values())),
         restarts=len(incidents.interruptions),
-        interruptions=incidents.to_json()["interruptions"],
+        interruptions=[one.to_json() for one in incidents.interruptions],
         metrics=summary(storage) if trained else monitor.task_messages.metrics if monitor else {},
         quarantined=count_quarantined(storage),
         seconds=seconds,
@@ -190,7 +190,8 @@ def save_unfinished(
                 if monitor.planned_stop.is_asked:  # which keeps the step after which it stops
                     step = kept
                 text = f"stopped by {monitor.planned_stop.by or 'an interrupt'} after step {step}"
-            monitor.incidents.log.interrupted(Interruption(IncidentKind.DRIVER, text, step)).save(run)
+            end = Interruption(IncidentKind.DRIVER, text, step)
+            INCIDENTS_JSON.write(run, monitor.incidents.log.interrupted(end))
         run.remove_unfinished(recursive=True)
 
 

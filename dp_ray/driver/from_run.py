@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from dp_ray.errors import JobError
-from dp_ray.job.errors import renamed
 from dp_ray.job.files import dotted, job_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import object_in
 from dp_ray.outputs.read import reopen
 from dp_ray.plan.split import Split
-from dp_ray.rundir.claim import base_storage, located, read_claim
-from dp_ray.rundir.files import BEFORE_RETRY, RESULT, RUN, is_finished, read_json
+from dp_ray.rundir.claim import base_storage, located
+from dp_ray.rundir.files import BEFORE_RETRY, RUN, RUN_JSON, is_finished, kept_job
 from dp_ray.rundir.quarantine import merged_positions
 from dp_ray.rundir.start import BEST, EMA, goes_on, weights_name
 from dp_ray.storage import Storage
@@ -67,9 +66,7 @@ def follow_up(
 
 def _job_kept(run: Storage) -> dict[str, Any]:
     """Return the job in a training's run.json."""
-    if not run.exists(RUN):
-        raise JobError(f"{run} holds no {RUN}: name the run directory of a training")
-    kept = renamed(read_json(run, RUN)["job"])
+    kept = kept_job(run, "a training")
     if kept["task"] != "train":
         raise JobError(f"{run} is a run of task {kept['task']}, not of a training")
     return kept
@@ -157,8 +154,7 @@ def _free_name(job: Job, default: str) -> str:
         if not run.exists(RUN):
             is_free = run.is_empty()
         else:
-            is_done = run.exists(RESULT) and read_json(run, RESULT).get("status") == "done"
-            is_free = not is_done and asked.has_fingerprint(read_json(run, RUN).get("fingerprint"))
+            is_free = not is_finished(run) and asked.has_fingerprint(RUN_JSON.read(run).get("fingerprint"))
         if is_free:
             return name
     raise AssertionError("the names have no end")
@@ -190,9 +186,7 @@ def retried(run_dir: str, overrides: Mapping[str, Any]) -> Job:
     Raises JobError if `run_dir` holds no prediction, if it has set nothing aside, or if its job had Python objects.
     """
     run = located(run_dir)
-    if not run.exists(RUN):
-        raise JobError(f"{run} holds no {RUN}: name the run directory of a prediction")
-    kept = renamed(read_claim(run)["job"])
+    kept = kept_job(run, "a prediction")
     if kept["task"] != "predict":
         raise JobError(f"retry: {run} is a run of task {kept['task']}; {NOT_A_PREDICTION[kept['task']]}")
     check_no_objects(run, "predict", {**kept, "eval": None}, {})

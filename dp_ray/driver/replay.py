@@ -13,13 +13,12 @@ import torch
 from dp_ray.engine.model import devices_here
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError, StorageError, cause_of
-from dp_ray.job.errors import renamed
 from dp_ray.job.files import job_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import object_in
-from dp_ray.rundir.claim import located, read_claim
-from dp_ray.rundir.files import RESULT, RUN, read_json
-from dp_ray.rundir.history import StepRows, history_so_far
+from dp_ray.rundir.claim import located
+from dp_ray.rundir.files import RESULT_JSON, kept_job
+from dp_ray.rundir.history import StepRows, history_of
 from dp_ray.storage import Storage
 from dp_ray.tasks.replay import ReplayContext, Replayed, Rerun, StepChoice, run_again
 from dp_ray.tasks.task import settings_of
@@ -46,14 +45,14 @@ def replay(
     with contextlib.redirect_stdout(sys.stderr):
         job, devices = _placed(job)
         world = World(device=devices[0], all_devices=devices)
-        workers = read_json(run, RESULT).get("workers", []) if run.exists(RESULT) else []
+        workers = RESULT_JSON.read(run).get("workers", [])
         types = {str(one["device"]).partition(":")[0] for one in workers}
         if types and types != {world.device.type}:
             say(
                 f"the run was on {', '.join(sorted(types))}, and this is on {world.device.type}: the last bits differ"
             )
         try:
-            context = ReplayContext(job, world, run, StepRows(history_so_far(run)), say)
+            context = ReplayContext(job, world, run, StepRows(history_of(run)), say)
             with settings_of(job, world), run_again(context, choice) as rerun:
                 show(rerun.replayed)
                 if debugs:
@@ -71,9 +70,7 @@ def _refuse() -> None:
 
 def _job_kept(run: Storage, say: Callable[[str], None]) -> Job:
     """Return the job of a training's run.json, to be run in this process."""
-    if not run.exists(RUN):
-        raise JobError(f"{run} holds no {RUN}: name the run directory of a training")
-    kept = renamed(read_claim(run)["job"])
+    kept = kept_job(run, "a training")
     if kept["task"] != "train":
         raise JobError(f"replay: {run} is a run of task {kept['task']}; only a training has steps to replay")
     _check_objects(run, kept)

@@ -29,7 +29,6 @@ from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
 from dp_ray.outputs.files import prove_outputs
-from dp_ray.outputs.parts import reading
 from dp_ray.plan.costs import Plan, table
 from dp_ray.plan.split import Done, Range, Split
 from dp_ray.results.result import Result
@@ -67,6 +66,7 @@ from dp_ray.steps.shapes import ShardSpan, Sizes
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.system.threads import planned_stops, repeated
+from dp_ray.tables import reading
 
 if TYPE_CHECKING:
     from dp_ray.trackers.feed import RunTrackers

@@ -49,7 +49,8 @@ class BadSample(NamedTuple):
     carried: dict[str, Plain] | None = None
 
 
-class Reference(NamedTuple):
+@dataclass(frozen=True)
+class Reference:
     """The sample with which the others are compared: its index, and its form."""
 
     sample: int

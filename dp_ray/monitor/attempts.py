@@ -7,15 +7,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
-from dp_ray.errors import StorageError, WorkerError
+from dp_ray.errors import WorkerError
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.messages import Finished, GaveUp, Interrupted, Shapes, WorkerReady
 from dp_ray.monitor.watchdog import Hang, Watchdog
-from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
+from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.storage import Storage
 
 
@@ -248,8 +247,7 @@ class Incidents:
 
     def _save(self) -> None:
         if self.run is not None:
-            with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
-                self.log.save(self.run)
+            INCIDENTS_JSON.write(self.run, self.log)
 
 
 def interruption_of(

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
@@ -20,7 +20,6 @@ import numpy as np
 
 from dp_ray.engine.clock import Flops
 from dp_ray.engine.world import World
-from dp_ray.errors import StorageError
 from dp_ray.job.job import Job
 from dp_ray.monitor.attempts import (
     Attempts,
@@ -53,15 +52,15 @@ from dp_ray.monitor.messages import (
 from dp_ray.plan.split import Split
 from dp_ray.results.text import relative
 from dp_ray.rundir.claim import RunDir
-from dp_ray.rundir.incidents import IncidentLog, read_incidents
-from dp_ray.rundir.listing import PROGRESS
+from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog
+from dp_ray.rundir.listing import PROGRESS_JSON
 from dp_ray.steps.reports import REPORTS, Collector, Journal, ReportColumns, ReportFile
 from dp_ray.steps.shapes import Keep, Report, ShardSpan, Sizes, decode_sizes, shape_lines
 from dp_ray.steps.times import TIMES, Logged, StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.system.threads import repeated
 from dp_ray.tasks.hooks import Measured, Note, ShardsFound, StoppedEarly, WorkerTimes
-from dp_ray.text import counted, json_text
+from dp_ray.text import counted
 
 
 class Writer(Protocol):
@@ -98,7 +97,7 @@ class Monitor:
         self.progress = Progress(job.run_name, split.total_steps, split.total_rows)
         self.planned_stop = PlannedStop(job.task != "evaluate", console)  # an evaluation keeps nothing
         storage = run.storage if run else None
-        log = read_incidents(run.storage) if run and run.is_resumed else IncidentLog()
+        log = INCIDENTS_JSON.read(run.storage) if run and run.is_resumed else IncidentLog()
         self.incidents = Incidents(log, console, storage)
         self._console = console
         self.waits = LongWaits(job, self.attempts, self.progress, console.say)
@@ -446,10 +445,8 @@ def progress_noted(run: Storage, progress: Progress) -> Iterator[None]:
     def write() -> None:
         nonlocal written
         values = progress_values(progress)
-        with suppress(StorageError):  # it only informs: what must be written raises the error
-            if values != written:
-                run.write_text(PROGRESS, json_text({**values, "at": time.time()}) + "\n")
-                written = values
+        if values != written and PROGRESS_JSON.write(run, {**values, "at": time.time()}):
+            written = values
 
     try:
         with repeated("progress", WRITE_SECONDS[run.is_atomic], write):

@@ -11,7 +11,6 @@ hold the outputs of a run, in order, with their rows, bytes and hashes.
 
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -29,8 +28,8 @@ from dp_ray.outputs.columns import METADATA, SAMPLE_INDEX, WIDENED, Layout, from
 from dp_ray.outputs.parts import POSITION, RUN_AGAIN, PartReader, RowsInOrder
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import FilePlan, Frontier, Range, Shard, Split
+from dp_ray.records import Record, damage_told
 from dp_ray.rundir import ledger
-from dp_ray.rundir.files import read_json, write_json
 from dp_ray.rundir.ledger import FILES, PART_NAME, PARTS, Ledger, check_newest, fenced, range_of, record_name
 from dp_ray.storage import Storage, UnfinishedFile
 from dp_ray.tables import numbers, plain_values
@@ -92,6 +91,10 @@ class Outputs:
     def position(self, step: int) -> int:
         """Return the first position of a step, or the end of all of them."""
         return min(self.split.rows_kept, step * self.split.batch_size)
+
+
+FILE_JSON = Record[FileRecord](FileRecord, hides=False)  # once there is one, the file counts
+MANIFEST_JSON = Record[dict[str, Any]](dict, MANIFEST, indent=2)
 
 
 class FileMerge:
@@ -204,7 +207,7 @@ class FileMerge:
         done = Range(self._steps.start, self._steps.stop, 0, self._outputs.split.shards)
         # Killed before the record, the file is merged again from its parts, and replaced. Killed after it, the parts
         # that are left are not read again.
-        write_record(self._run, record_name(self._number, done, self._outputs.ledger.attempt), record)
+        FILE_JSON.write(self._run.child(FILES), record, record_name(self._number, done, self._outputs.ledger.attempt))
         check_newest(self._run, self._outputs.ledger.attempt)  # a newer attempt may need these parts
         for name in self._names:
             self._parts.delete(name)
@@ -436,29 +439,16 @@ def hash_of_steps(records: Iterable[FileRecord]) -> str:
     return digest.hexdigest()
 
 
-def write_record(run: Storage, name: str, record: FileRecord) -> None:
-    """Write the record of a file that is whole: from now on the file counts."""
-    run.child(FILES).write_text(name, json.dumps(asdict(record)) + "\n")
-
-
 def read_records(run: Storage, names: Iterable[str]) -> list[FileRecord]:
     """Read the records among these names, in the order of their files; raise StorageError if one is damaged."""
-    return [_read_record(run.child(FILES), name) for _, name in sorted(ledger.records_in(names).items())]
-
-
-def _read_record(folder: Storage, name: str) -> FileRecord:
-    values = read_json(folder, name)
-    try:
-        return FileRecord(**{**values, "steps": tuple(values["steps"])})
-    except (KeyError, TypeError) as error:
-        raise StorageError(f"{folder}/{name}: is damaged: {error!r}") from None
+    return [FILE_JSON.read(run.child(FILES), name) for _, name in sorted(ledger.records_in(names).items())]
 
 
 def forget_lost(run: Storage) -> None:
     """Remove the records of files that are gone or have another size: their steps run again."""
     folder = run.child(FILES)
     for name in ledger.records_in(ledger.committed(run)).values():
-        record = _read_record(folder, name)
+        record = FILE_JSON.read(folder, name)
         if record.rows and run.size(record.path) != record.bytes:
             folder.delete(name)
 
@@ -476,7 +466,7 @@ def prove_outputs(run: Storage, rows: int, missing: Collection[int] = ()) -> Non
     if not any(record.rows for record in records):
         raise DataError(f"{run}: there are no outputs: all samples were set aside, see quarantine/")
     values = {"rows": sum(one.rows for one in records), "outputs_sha256": hash_of_steps(records)}
-    write_json(run, MANIFEST, {**values, "files": [one.described() for one in records if one.rows]})
+    MANIFEST_JSON.write(run, {**values, "files": [one.described() for one in records if one.rows]})
     run.delete(EARLIER_MANIFEST)
 
 
@@ -535,10 +525,8 @@ def file_names(run: Storage) -> list[str]:
     manifest = _manifest_of(run)
     if manifest is None:
         return [MERGED]
-    try:
-        return [f"{OUTPUTS}/{one['name']}" for one in read_json(run, manifest)["files"]]
-    except (KeyError, TypeError) as error:
-        raise StorageError(f"{run}/{manifest}: is damaged: {error!r}") from None
+    with damage_told(f"{run}/{manifest}"):
+        return [f"{OUTPUTS}/{one['name']}" for one in MANIFEST_JSON.read(run, manifest)["files"]]
 
 
 def outputs_path(run: Storage) -> str:
@@ -548,7 +536,7 @@ def outputs_path(run: Storage) -> str:
 
 def outputs_sha256(run: Storage) -> str:
     """Return the hash of a finished run's outputs, as its manifest has it."""
-    return str(read_json(run, _manifest_of(run) or MANIFEST)["outputs_sha256"])
+    return str(MANIFEST_JSON.read(run, _manifest_of(run) or MANIFEST)["outputs_sha256"])
 
 
 def _manifest_of(run: Storage) -> str | None:

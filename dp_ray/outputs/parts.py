@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dp_ray.errors import StorageError
 from dp_ray.outputs.columns import (
@@ -32,13 +31,12 @@ from dp_ray.outputs.columns import (
 from dp_ray.plan.split import FilePlan, Range, Shard
 from dp_ray.rundir.ledger import part_name
 from dp_ray.storage import Storage
-from dp_ray.tables import array_of, numbers
+from dp_ray.tables import array_of, numbers, undamaged
 
 POSITION = "position"
 RUN_AGAIN = (
     "run the job again, which makes what is missing; if the error comes back, use another name (--name, name=)"
 )
-READ_BYTES = 256 << 10
 LONG_RUN = 64  # rows
 GROUP_BYTES = 8 << 20  # written at once
 TENSOR_BYTES = 1 << 10  # a tensor's overhead beside its numbers
@@ -332,23 +330,7 @@ def _sorted(table: pa.Table) -> pa.Table:
 
 
 @contextmanager
-def reading(storage: Storage, name: str) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file to read it one row group at a time; raises StorageError if it is damaged."""
-    with _undamaged(storage, name), storage.open(name) as stream:
-        # By default pyarrow holds all that it will read of the file in memory at once.
-        yield pq.ParquetFile(stream, pre_buffer=False, buffer_size=READ_BYTES)
-
-
-@contextmanager
 def reading_part(parts: Storage, name: str) -> Iterator[pa.RecordBatchFileReader]:
     """Open a part to read it one batch at a time; raises StorageError if it is damaged."""
-    with _undamaged(parts, name), parts.open(name) as stream:
+    with undamaged(parts, name), parts.open(name) as stream:
         yield pa.ipc.open_file(stream)
-
-
-@contextmanager
-def _undamaged(storage: Storage, name: str) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowInvalid, OSError) as error:
-        raise StorageError(f"{storage.child(name)}: is damaged: {error}") from None

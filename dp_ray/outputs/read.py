@@ -7,14 +7,13 @@ again: the rows of a file that lacks some become parts again, as workers write t
 
 import base64
 import functools
-import json
 import math
 import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,13 +24,14 @@ import torch
 from dp_ray.errors import StorageError
 from dp_ray.outputs.columns import SAMPLE_INDEX, Column, Layout, from_arrow, rebuild
 from dp_ray.outputs.files import FileRecord, file_names, read_records
-from dp_ray.outputs.parts import POSITION, lay_out, part_schema, reading
+from dp_ray.outputs.parts import POSITION, lay_out, part_schema
 from dp_ray.plan.split import Range, Shard, Split
+from dp_ray.records import IGNORE, Record
 from dp_ray.rundir import ledger
 from dp_ray.rundir.files import BEFORE_RETRY, RESULT
-from dp_ray.rundir.ledger import PARTS, Ledger
+from dp_ray.rundir.ledger import LEDGER_JSON, PARTS, Ledger
 from dp_ray.storage import Storage
-from dp_ray.text import json_text
+from dp_ray.tables import reading
 
 PREVIEWS = "previews"
 ROWS = 8  # at the start, and as many at the end
@@ -161,7 +161,7 @@ def reopen(run: Storage, split: Split, missing: Iterable[int]) -> None:
             names += _write_parts(run, split, record, here)
     run.write_text(BEFORE_RETRY, run.read_text(RESULT))
     # Killed before the ledger is written, the new parts do not count: the run is as it was.
-    run.write_text(ledger.LEDGER, Ledger("", names).to_json())
+    LEDGER_JSON.write(run, Ledger("", names))
     run.delete(RESULT)
 
 
@@ -232,6 +232,9 @@ class Preview:
     text: str = ""
 
 
+PREVIEWS_JSON = Record[list[Preview]](list[Preview], missing=[], damaged=IGNORE, unreachable=IGNORE, end="")
+
+
 class Previews:
     """The inputs of a prediction's first rows and of its last, written from the shards that hold them."""
 
@@ -250,18 +253,13 @@ class Previews:
         with suppress(StorageError, OSError, RuntimeError, TypeError, ValueError, OverflowError):
             previews = list(_previews(indices, inputs, self._batch_dim, rows))
             self._run.child(PREVIEWS).create()
-            text = json_text([asdict(one) for one in previews])
-            self._run.child(PREVIEWS).write_text(f"rows-{shard.start}.json", text)
+            PREVIEWS_JSON.write(self._run.child(PREVIEWS), previews, f"rows-{shard.start}.json")
 
 
 def read_previews(run: Storage) -> list[Preview]:
     """Read the previews of a run; files that are damaged are passed over."""
     folder = run.child(PREVIEWS)
-    previews: list[Preview] = []
-    for name in folder.names():
-        with suppress(StorageError, ValueError, TypeError):
-            previews += [Preview(**one) for one in json.loads(folder.read_text(name))]
-    return previews
+    return [one for name in folder.names() for one in PREVIEWS_JSON.read(folder, name)]
 
 
 def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) -> Iterator[Preview]:

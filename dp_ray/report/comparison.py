@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from dp_ray.errors import StorageError
 from dp_ray.job.files import dotted
+from dp_ray.records import damage_told
 from dp_ray.report.charts import WHOLE, Chart, charts_of
 from dp_ray.report.page import (
     REPORT,
@@ -24,7 +25,7 @@ from dp_ray.report.page import (
 )
 from dp_ray.report.run_data import RunData, as_text, read_run
 from dp_ray.results.compare import NO_DIFFERENCE
-from dp_ray.rundir.files import RESULT, RUN, damage_told
+from dp_ray.rundir.files import RESULT, RUN
 from dp_ray.storage import Storage
 
 ENVIRONMENT = ("command", "folder", "python", "packages", "host", "platform", "cpus", "gpus")

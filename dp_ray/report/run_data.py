@@ -16,25 +16,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from dp_ray.engine.clock import PARTS
 from dp_ray.job.errors import renamed
 from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, from_arrow
 from dp_ray.outputs.files import names_so_far
-from dp_ray.outputs.parts import reading
 from dp_ray.outputs.read import read_previews
 from dp_ray.results.text import relative
-from dp_ray.rundir.claim import UnfinishedRun, read_claim, unfinished
-from dp_ray.rundir.files import RESULT, SHAPES, is_finished, read_about, read_json
+from dp_ray.rundir.claim import UnfinishedRun, unfinished
+from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON, SHAPES, is_finished
 from dp_ray.rundir.history import history_of
-from dp_ray.rundir.incidents import INCIDENTS, IncidentLog, read_incidents
-from dp_ray.rundir.quarantine import QUARANTINE, QUARANTINED, Record, read_records, record_files
-from dp_ray.steps.reports import PENDING, PIECE, REPORTS
-from dp_ray.steps.times import TIMES, facts_of, part_numbers, read_step_times, steady, time_split, verdict_of
+from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentLog
+from dp_ray.rundir.quarantine import QUARANTINE, QUARANTINED, RECORDS_JSON, BadRecord, record_files
+from dp_ray.steps.reports import REPORTS, journal_files
+from dp_ray.steps.times import PART, TIMES, facts_of, read_step_times, steady, time_split, verdict_of
 from dp_ray.storage import Storage
-from dp_ray.tables import numbers
+from dp_ray.tables import numbers, read_table, reading
 from dp_ray.text import hide_in
 
 CELLS = 24_000  # of a heat map: more are slow to draw
@@ -81,7 +79,7 @@ class RunData:
     grid: WorkerGrid | None = None
     time_split: dict[str, Any] | None = None
     verdict: str | None = None
-    quarantined: list[Record] = field(default_factory=list)
+    quarantined: list[BadRecord] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     written: datetime = field(default_factory=lambda: datetime.now(UTC))
     problems: list[str] = field(default_factory=list)
@@ -129,15 +127,15 @@ def read_run(run: Storage) -> RunData:
     with _problem_noted(data, "the result"):
         is_done = is_finished(run)
     with _problem_noted(data, "the job"):
-        data.job = hide_in(renamed(read_claim(run).get("job", {})))
+        data.job = hide_in(renamed(RUN_JSON.read(run).get("job", {})))
     with _problem_noted(data, "the result"):
-        data.result = hide_in(read_json(run, RESULT)) if run.exists(RESULT) else {}
+        data.result = hide_in(RESULT_JSON.read(run))
     with _problem_noted(data, "the state"):
         data.state = unfinished(run.location)
     with _problem_noted(data, "about.json"):
-        data.drivers = read_about(run)
+        data.drivers = ABOUT_JSON.read(run).drivers
     with _problem_noted(data, "the interruptions"):
-        data.incidents = read_incidents(run, RESULT if is_done else INCIDENTS)
+        data.incidents = INCIDENTS_JSON.read(run, RESULT if is_done else INCIDENTS)
     with _problem_noted(data, "the history"):
         data.history = history_of(run)
     with _problem_noted(data, "the times of the steps"):
@@ -165,15 +163,14 @@ def _problem_noted(data: RunData, name: str) -> Iterator[None]:
         data.problems.append(f"{name} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}")
 
 
-def _quarantined(run: Storage) -> list[Record]:
+def _quarantined(run: Storage) -> list[BadRecord]:
     """Return the first samples that were set aside."""
     folder = run.child(QUARANTINE)
-    records: list[Record] = []
+    records: list[BadRecord] = []
     for name in record_files(folder)[:SET_ASIDE]:
-        records += read_records(folder, name)
+        records += RECORDS_JSON.read(folder, name)
     if not records and run.exists(QUARANTINED):
-        with run.open(QUARANTINED) as stream:
-            records = pq.ParquetFile(stream).read().slice(0, SET_ASIDE).to_pylist()
+        records = read_table(run, QUARANTINED).slice(0, SET_ASIDE).to_pylist()
     return records[:SET_ASIDE]
 
 
@@ -248,18 +245,13 @@ class Reports(NamedTuple):
 def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
     """Return the grid of a run with this many steps, from the files that there are by now; None without a report."""
     times = run.child(TIMES)
-    files = [(times, f"part-{number}.parquet") for number in part_numbers(times)]
+    files = [(times, name) for name in times.numbered(PART)]
     is_timed = bool(files)
     if not is_timed:
         # The file of a run's shape reports, then the pieces of a run that goes on.
         folder = run.child(REPORTS)
-        pieces = sorted(
-            (name for name in folder.names() if PIECE.fullmatch(name)), key=lambda name: (len(name), name)
-        )
-        if folder.exists(PENDING):
-            pieces.append(PENDING)
         files = [(run, SHAPES)] if run.exists(SHAPES) else []
-        files += [(folder, name) for name in pieces]
+        files += [(folder, name) for name in journal_files(folder)]
     nodes = {rank: node for file in files for rank, node in _nodes_of(file)}
     if not nodes or steps <= 0:
         return None

@@ -12,10 +12,10 @@ from typing import Any, TextIO
 
 from dp_ray.errors import StorageError
 from dp_ray.results.text import measured, sparkline, time_span
-from dp_ray.rundir.files import RESULT, RUN, read_json
-from dp_ray.rundir.history import history_so_far
-from dp_ray.rundir.incidents import INCIDENTS, IncidentLog, read_incidents
-from dp_ray.rundir.listing import NO_RUN, PROGRESS, ListedRun, listed_run, read_progress
+from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN
+from dp_ray.rundir.history import history_of
+from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentLog
+from dp_ray.rundir.listing import NO_RUN, PROGRESS_JSON, ListedRun, listed_run
 from dp_ray.storage import Storage
 from dp_ray.text import counted, printable
 
@@ -64,15 +64,15 @@ class Watched:
             return Snapshot(ListedRun(name, NO_RUN))
         row = listed_run(run, name)
         try:
-            progress = read_progress(run) if run.exists(PROGRESS) else {}
+            progress = PROGRESS_JSON.read(run)
             began = time.monotonic()
             if row.status in ENDED or began >= self._due:
-                table = history_so_far(run)
+                table = history_of(run)
                 has_losses = table is not None and "loss" in table.column_names
                 self._losses = table.column("loss").to_pylist() if table is not None and has_losses else []
                 self._due = time.monotonic() + 20 * (time.monotonic() - began)
-            incidents = read_incidents(run, RESULT if row.status == "done" else INCIDENTS)
-            error = str(read_json(run, RESULT).get("error") or "") if row.status == "failed" else ""
+            incidents = INCIDENTS_JSON.read(run, RESULT if row.status == "done" else INCIDENTS)
+            error = str(RESULT_JSON.read(run).get("error") or "") if row.status == "failed" else ""
             return Snapshot(row, progress, self._losses, incidents, error)
         except Exception:  # files of any content, which may be whole at the next look
             return Snapshot(row, losses=self._losses)

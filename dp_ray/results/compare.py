@@ -14,8 +14,8 @@ from dp_ray.job.errors import renamed
 from dp_ray.job.files import dotted, same
 from dp_ray.job.job import Job
 from dp_ray.results.text import aligned, measured, relative, sparkline
-from dp_ray.rundir.files import RESULT, RUN, read_about, read_json
-from dp_ray.rundir.history import history_so_far, is_inner
+from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON
+from dp_ray.rundir.history import history_of, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
 from dp_ray.storage import Storage
 from dp_ray.text import hide_in, listed, printable
@@ -74,14 +74,14 @@ def read_compared_run(run: Storage) -> ComparedRun:
         raise StorageError(f"{run}: holds no {RUN}: not a run directory")
     if row.status == DAMAGED:
         raise StorageError(f"{run}: is damaged: {row.note}")
-    drivers = read_about(run)
+    drivers = ABOUT_JSON.read(run).drivers
     return ComparedRun(
         where=relative(str(run)),
         row=row,
-        job=hide_in(renamed(read_json(run, RUN).get("job", {}))),
-        result=hide_in(read_json(run, RESULT)) if run.exists(RESULT) else {},
+        job=hide_in(renamed(RUN_JSON.read(run).get("job", {}))),
+        result=hide_in(RESULT_JSON.read(run)),
         environment=dict(dotted(hide_in(drivers[-1]) if drivers else {})),
-        history=history_so_far(run),
+        history=history_of(run),
     )
 
 

@@ -3,7 +3,6 @@
 `Result` is what `dp_ray.run` returns and `load` reads. The rest formats one as text, for `dp-ray report`.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -17,11 +16,11 @@ import torch
 
 from dp_ray.errors import StorageError
 from dp_ray.outputs.files import names_so_far, outputs_path
-from dp_ray.outputs.parts import reading
 from dp_ray.outputs.read import Merged
+from dp_ray.records import damage_told
 from dp_ray.results.text import Table, measured, relative
 from dp_ray.rundir.claim import unfinished
-from dp_ray.rundir.files import RESULT, RUN, SHAPES, write_json
+from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, SHAPES
 from dp_ray.rundir.history import read_history
 from dp_ray.rundir.incidents import read_interruption
 from dp_ray.rundir.quarantine import merged_positions
@@ -30,6 +29,7 @@ from dp_ray.steps.reports import read_reports
 from dp_ray.steps.shapes import ShardReport, shape_lines
 from dp_ray.steps.times import split_line
 from dp_ray.storage import Storage
+from dp_ray.tables import reading
 from dp_ray.tensors.files import read_tensors
 
 PATHS = ("run_dir", "outputs", "weights")
@@ -199,7 +199,7 @@ class Result:
 
     def save(self, run: Storage) -> None:
         """Write `result.json` to a run directory."""
-        write_json(run, RESULT, self.to_json())
+        RESULT_JSON.write(run, self.to_json())
 
     def storage(self) -> Storage:
         """Return the run directory."""
@@ -228,8 +228,8 @@ def load(run_dir: str | Path) -> Result:
         if storage.exists(RUN):
             why = f"the run has not finished (dp-ray report {run_dir} says how far it is)"
         raise StorageError(f"{run_dir}: holds no {RESULT}: {why}")
-    try:
-        values = json.loads(storage.read_text(RESULT))
+    with damage_told(f"{run_dir}/{RESULT}"):
+        values = RESULT_JSON.read(storage)
         values["outputs_path"] = outputs_path(storage) if values.pop("outputs") else None
         values["weights_path"] = weights_path(storage) if values.pop("weights", None) else None
         values["best"] = with_best_weights(values.get("best"), storage)
@@ -240,8 +240,6 @@ def load(run_dir: str | Path) -> Result:
         names = {one.name for one in fields(Result)}  # a later version may have written more
         known = {key: value for key, value in values.items() if key in names}
         return Result(**{**known, "run_dir": str(storage), "location": storage.location})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{run_dir}/{RESULT}: is damaged: {error}") from None
 
 
 def _unfinished_prediction(run: Storage) -> Result | None:

@@ -25,16 +25,25 @@ from dp_ray.job.keys import Elastic, Target
 from dp_ray.plan.split import Done, Split, num_filled, split_of
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
-from dp_ray.rundir.files import RESULT, RUN, has_kept_nothing, holds_work, is_finished, read_json, replacing
+from dp_ray.rundir.files import (
+    RESULT,
+    RESULT_JSON,
+    RUN,
+    RUN_JSON,
+    has_kept_nothing,
+    holds_work,
+    is_finished,
+    replacing,
+)
 from dp_ray.rundir.history import METRICS, unmerge_history
-from dp_ray.rundir.incidents import IncidentKind, Interruption, read_incidents
-from dp_ray.rundir.lease import EXPIRE_SECONDS, LEASE, Lease, last_alive, read_lease, take_request, write_lease
+from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, Interruption
+from dp_ray.rundir.lease import EXPIRE_SECONDS, LEASE, LEASE_JSON, Lease, last_alive, take_request
 from dp_ray.rundir.quarantine import unmerge_quarantine
 from dp_ray.rundir.start import check_start, files_of_start, find_start, first_step
 from dp_ray.storage import Storage
 from dp_ray.system.process import is_dead, machine, this_process
 from dp_ray.system.threads import has_begun, repeated
-from dp_ray.text import SHOWN, hide, json_text, listed
+from dp_ray.text import SHOWN, hide, listed
 
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 NAMED_BY_TIME = re.compile(r"run-\d{8}-\d{6}-\d{6}")
@@ -82,7 +91,7 @@ def claim(
     """
     storage = base.child(job.run_name)
     token = uuid.uuid4().hex
-    text = _text({"token": token, "rows": rows or {}}, job)
+    contents = _contents({"token": token, "rows": rows or {}}, job)
     if overwrite:
         _check_is_run(storage)
     is_resumed = not overwrite and check_resumable(job, storage, rows or {}, steps, resume, reopen is not None)
@@ -93,14 +102,14 @@ def claim(
     if overwrite:
         check_reads_nothing_of(storage, job)
     has_begun()
-    lengths = _changed_lengths(read_claim(storage), job) if is_resumed else ""
+    lengths = _changed_lengths(RUN_JSON.read(storage), job) if is_resumed else ""
     if is_resumed and reopen is not None:
         reopen(storage)
     elif is_resumed and is_finished(storage):  # a training that goes on from its last checkpoint
         # Before the result is deleted: a driver killed here leaves a finished run, for which all this is done anew.
         unmerge_history(storage, steps_of(storage.child(CHECKPOINTS)))
         unmerge_quarantine(storage)
-        read_incidents(storage, RESULT).save(storage)
+        INCIDENTS_JSON.write(storage, INCIDENTS_JSON.read(storage, RESULT))
     if is_resumed:
         storage.delete(RESULT)  # if this driver is killed, the last driver's result must not pass for its own
     replaces = not overwrite and not is_resumed and storage.exists(RUN)
@@ -109,7 +118,7 @@ def claim(
     is_replacing = overwrite and move_aside(storage)
     try:
         storage.create()
-        storage.write_text(RUN, text)
+        RUN_JSON.write(storage, contents)
         storage.child("parts").create()
     except BaseException:
         if is_replacing:
@@ -117,11 +126,6 @@ def claim(
         raise
     claimed = RunDir(storage, token, is_resumed, lengths, replaces, is_replacing)
     return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
-
-
-def read_claim(storage: Storage) -> dict[str, Any]:
-    """Return what the newest driver wrote when it claimed the run directory; empty if there is no run."""
-    return read_json(storage, RUN) if storage.exists(RUN) else {}
 
 
 def check_resumable(
@@ -137,7 +141,7 @@ def check_resumable(
     The arguments are those of `claim`; `is_reopened` says that a finished prediction may be resumed.
     Raises JobError if the directory holds another run, or no run but other files.
     """
-    claimed = read_claim(storage)
+    claimed = RUN_JSON.read(storage)
     if not claimed:
         _check_is_run(storage)
         return False
@@ -168,7 +172,7 @@ def _obstacle(job: Job, storage: Storage, lengths: str, steps: int | None) -> st
     if not is_finished(storage):
         return ""
     load = f"load its result (dp_ray.load({str(storage)!r})), "
-    early, wanted = read_json(storage, RESULT).get("stopped_early"), job.early_stopping
+    early, wanted = RESULT_JSON.read(storage).get("stopped_early"), job.early_stopping
     if early and wanted is not None:  # it would stop there again at any length
         same = (wanted.column, wanted.mode, wanted.min_delta) == (early["metric"], early["mode"], early["min_delta"])
         if same and wanted.patience <= early["times"] and early["text"]:
@@ -256,14 +260,14 @@ def _locations(values: Any) -> Iterator[str]:
 
 def keep_shards(claimed: RunDir, job: Job) -> None:
     """Write the job into the run directory that was claimed with `shards: auto`, now that its number is found."""
-    kept = read_claim(claimed.storage)
-    claimed.storage.write_text(RUN, _text({key: kept[key] for key in ("token", "rows")}, job))
+    kept = RUN_JSON.read(claimed.storage)
+    RUN_JSON.write(claimed.storage, _contents({key: kept[key] for key in ("token", "rows")}, job))
 
 
-def _text(values: dict[str, Any], job: Job) -> str:
-    """Return the text of a claim: the values, and the job without its secrets."""
+def _contents(values: dict[str, Any], job: Job) -> dict[str, Any]:
+    """Return what a claim holds: the values, and the job without its secrets."""
     described = {**job.describe(), "env": dict.fromkeys(job.env, "(not kept)")}
-    return json_text({**values, "fingerprint": job.fingerprint(), "job": described}, indent=2, default=str) + "\n"
+    return {**values, "fingerprint": job.fingerprint(), "job": described}
 
 
 def with_shards_of_run(job: Job, base: Storage) -> Job:
@@ -273,7 +277,7 @@ def with_shards_of_run(job: Job, base: Storage) -> Job:
     before it had found its number has none, and one that kept nothing binds no other job.
     """
     storage = base.child(job.run_name)
-    shards = read_claim(storage).get("job", {}).get("shards")
+    shards = RUN_JSON.read(storage).get("job", {}).get("shards")
     if isinstance(job.shards, int) or not isinstance(shards, int):
         return job
     if not job.finds_shards and shards == job.num_shards:
@@ -282,13 +286,13 @@ def with_shards_of_run(job: Job, base: Storage) -> Job:
     if isinstance(job.workers, Elastic):
         workers = Elastic(min=min(job.min_workers, shards), max=workers)
     resumed = Job.make({**dict(job), "shards": shards, "workers": workers}, job.run_name)
-    is_replaced = has_kept_nothing(storage) and (not job.finds_shards or _other_job(read_claim(storage), resumed))
+    is_replaced = has_kept_nothing(storage) and (not job.finds_shards or _other_job(RUN_JSON.read(storage), resumed))
     return job if is_replaced else resumed
 
 
 def is_ours(claimed: RunDir) -> bool:
     """Return whether no other driver has claimed the run directory since."""
-    return read_claim(claimed.storage).get("token") == claimed.token
+    return RUN_JSON.read(claimed.storage).get("token") == claimed.token
 
 
 def check_ours(claimed: RunDir) -> None:
@@ -309,7 +313,7 @@ def lost(folder: Storage, name: str) -> str:
 
 def check_shared(run: Storage, token: str, who: str) -> None:
     """Raise StorageError unless this process sees the same directory that the driver claimed."""
-    seen = read_claim(run).get("token")
+    seen = RUN_JSON.read(run).get("token")
     if seen != token:
         what = "cannot see" if seen is None else "sees another run's in place of"
         raise StorageError(
@@ -413,7 +417,7 @@ def wait_until_free(run: Storage, say: Callable[[str], None]) -> Lease | None:
     Raises JobError as soon as another driver is known to be alive: at once on the same host, else when it renews its
     lease.
     """
-    seen = read_lease(run)
+    seen = LEASE_JSON.read(run)
     if seen is None or is_dead(seen.driver):
         return seen
     if seen.driver.machine == machine():
@@ -422,7 +426,7 @@ def wait_until_free(run: Storage, say: Callable[[str], None]) -> Lease | None:
     until = time.monotonic() + EXPIRE_SECONDS
     while time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
-        now = read_lease(run)
+        now = LEASE_JSON.read(run)
         if now is None:
             return None
         if now != seen:
@@ -451,7 +455,7 @@ def kept(
     """Hold the lease of a folder while the block runs, as long as the folder is this driver's."""
     has_begun()
     lease, due = Lease(this_process(), token), time.monotonic() + RENEW_SECONDS
-    write_lease(folder, lease)
+    LEASE_JSON.write(folder, lease)
     looks = RENEW_SECONDS if folder.is_atomic else min(TELL_SECONDS, RENEW_SECONDS)
 
     def renew() -> None:
@@ -463,7 +467,7 @@ def kept(
         lease = replace(lease, renewals=lease.renewals + 1, step=step)
         with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
             if is_still_ours():
-                write_lease(folder, lease)
+                LEASE_JSON.write(folder, lease)
 
     try:
         with repeated("lease", looks, renew):
@@ -520,7 +524,7 @@ class UnfinishedRun:
 def unfinished(location: str) -> UnfinishedRun | None:
     """Return the unfinished run in a directory; None if the run is finished, or if no claim records its rows."""
     run = Storage(location)
-    claimed = read_claim(run)
+    claimed = RUN_JSON.read(run)
     rows = claimed.get("rows", {}).get("dataset")
     if rows is None or is_finished(run):
         return None
@@ -559,12 +563,12 @@ def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Inte
 
     A killed driver could not record its end, so it is recorded here, from the lease that it left.
     """
-    incidents = read_incidents(run)
+    incidents = INCIDENTS_JSON.read(run)
     if killed and incidents.world_sizes and not incidents.driver_end:
         step = max(killed.step, kept_steps(run, job.task, split), first_step(run))
         what = f"killed, or its machine lost, after step {step} (the last it reported)"
         incidents = incidents.interrupted(Interruption(IncidentKind.DRIVER, what, step))
-        incidents.save(run)
+        INCIDENTS_JSON.write(run, incidents)
     return incidents.driver_end
 
 

@@ -5,7 +5,6 @@ commit, versions, hardware and plan.
 """
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -14,17 +13,20 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
-from dp_ray.errors import Error, StorageError
+from dp_ray.errors import JobError, StorageError
+from dp_ray.job.errors import renamed
+from dp_ray.records import IGNORE, Damaged, Record, T
 from dp_ray.storage import Storage
 from dp_ray.system.process import git_state, without_values
-from dp_ray.text import hide, json_text
+from dp_ray.text import hide
 
 RUN = "run.json"  # the job, and which driver runs it
 RESULT = "result.json"
@@ -61,12 +63,59 @@ PACKAGES = ("dp-ray", "torch", "ray", "numpy", "pyarrow", "torchvision", "transf
 KEPT = 20  # drivers of a run that was resumed often
 
 
-def read_json(run: Storage, name: str) -> dict[str, Any]:
-    """Return the mapping in a JSON file; raises StorageError if the file is damaged."""
+@dataclass(frozen=True)
+class About:
+    """The drivers of a run, in order: of each its command, code, versions, hardware and plan."""
+
+    drivers: list[dict[str, Any]] = field(default_factory=list)
+
+
+State = Literal["waiting", "running", "done", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class SweepTrial:
+    """A trial as `sweep.json` keeps it; `values` are for people, `picked` tells what to run again."""
+
+    number: int
+    values: dict[str, Any]
+    run: str
+    state: State
+    metric: float | None
+    metrics: dict[str, float | None]
+    error: str
+    picked: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The contents of `sweep.json`; `token` identifies the driver that may write it."""
+
+    token: str
+    definition: dict[str, Any]
+    trials: list[SweepTrial]
+
+
+RUN_JSON = Record[dict[str, Any]](dict, RUN, missing={}, indent=2)
+RESULT_JSON = Record[dict[str, Any]](dict, RESULT, missing={}, indent=2)
+ABOUT_JSON = Record[About](About, ABOUT, missing=About(), damaged=IGNORE, unreachable=IGNORE, indent=2)
+SWEEP_JSON = Record[Sweep](Sweep, SWEEP, indent=2)
+
+
+def kept_job(run: Storage, noun: str) -> dict[str, Any]:
+    """Return the job of a run, with the keys' names of this version; raises JobError if there is no run."""
+    claimed = RUN_JSON.read(run)
+    if not claimed:
+        raise JobError(f"{run} holds no {RUN}: name the run directory of {noun}")
+    return renamed(claimed["job"])
+
+
+def read_or_advise(record: Record[T], run: Storage) -> T:
+    """Read a file without which a run cannot go on: if it is damaged, the error says how to start anew."""
     try:
-        return dict(json.loads(run.read_text(name)))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise StorageError(f"{run}/{name}: is damaged: {error}") from None
+        return record.read(run)
+    except Damaged as error:
+        raise StorageError(f"{error}; start anew {replacing(run)}") from None
 
 
 def steps_of(checkpoints: Storage) -> list[int]:
@@ -77,31 +126,12 @@ def steps_of(checkpoints: Storage) -> list[int]:
 
 def is_finished(run: Storage) -> bool:
     """Return whether a run directory holds a finished run."""
-    return run.exists(RESULT) and read_json(run, RESULT).get("status") == "done"
-
-
-@contextmanager
-def damage_told(run: object) -> Iterator[None]:
-    """Raise StorageError for whatever a foreign or damaged file of a run makes the block raise."""
-    try:
-        yield
-    except Error:
-        raise
-    except Exception as error:  # files of any content: each raises what it likes
-        first = next(iter(str(error).splitlines()), "")
-        raise StorageError(f"{run}: is damaged: {type(error).__name__}: {first}") from error
-
-
-def write_json(run: Storage, name: str, values: dict[str, Any]) -> None:
-    """Write a mapping as a JSON file without secrets, in lines that people can read."""
-    run.write_text(name, json_text(values, indent=2) + "\n")
+    return RESULT_JSON.read(run).get("status") == "done"
 
 
 def has_kept_nothing(run: Storage) -> bool:
     """Return whether a run failed, or was interrupted, before it kept a step: then another job may take its place."""
-    if not run.exists(RESULT) or read_json(run, RESULT).get("status") not in ("failed", "interrupted"):
-        return False
-    return run.entries() <= TRACES
+    return RESULT_JSON.read(run).get("status") in ("failed", "interrupted") and run.entries() <= TRACES
 
 
 def replacing(run: Storage) -> str:
@@ -131,9 +161,9 @@ def recorded_about(run: Storage, plan: str, is_forked: bool) -> Iterator[None]:
         git()
 
     def record() -> None:
-        with suppress(StorageError, OSError):
-            earlier = read_about(run)
-            write_json(run, ABOUT, {"drivers": [*earlier, {**_this_driver(now, git()), "plan": plan}][-KEPT:]})
+        with suppress(OSError):
+            drivers = [*ABOUT_JSON.read(run).drivers, {**_this_driver(now, git()), "plan": plan}]
+            ABOUT_JSON.write(run, About(drivers[-KEPT:]))
 
     thread = threading.Thread(target=record, name="about", daemon=True)
     thread.start()
@@ -141,14 +171,6 @@ def recorded_about(run: Storage, plan: str, is_forked: bool) -> Iterator[None]:
         yield
     finally:
         thread.join()
-
-
-def read_about(run: Storage) -> list[dict[str, Any]]:
-    """Return the drivers of a run, in order; empty if the file is missing or damaged."""
-    with suppress(StorageError):
-        drivers = read_json(run, ABOUT).get("drivers", []) if run.exists(ABOUT) else []
-        return [one for one in drivers if isinstance(one, dict)] if isinstance(drivers, list) else []
-    return []
 
 
 def _this_driver(started: datetime, git: dict[str, Any] | None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ A training writes a piece with each checkpoint. The rows after the last one only
 `recent.parquet`, so that running and failed runs show them.
 """
 
-import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -14,19 +13,18 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dp_ray.errors import StorageError
 from dp_ray.rundir.files import is_finished, replacing
 from dp_ray.storage import Storage
-from dp_ray.tables import table_of_rows
+from dp_ray.tables import read_table, table_of_rows, write_table
 
 METRICS = "metrics.parquet"
 HISTORY = "history"
 RECENT = "recent.parquet"  # of an unfinished run: the rows after the last piece
 CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
 DIGEST = "outputs_digest"  # the metric that `verify` adds
-SEGMENT = re.compile(r"steps-(\d+)-(\d+)\.parquet")
+SEGMENT = "steps-{}-{}.parquet"  # of the steps from the first number to before the second
 SECONDS = 2.0  # between two writes of the recent rows
 SHARE = 0.01  # of the time, for writing them
 
@@ -38,9 +36,16 @@ def is_inner(name: str) -> bool:
 
 def forget(folder: Storage, step: int) -> None:
     """Remove the pieces with `step` or later steps, which an earlier attempt wrote and which are run again."""
-    for name, _, end in _segments(folder):
+    for name, (_, end) in folder.numbered(SEGMENT).items():
         if end > step:
             folder.delete(name)
+
+
+def write_piece(folder: Storage, rows: pa.Table) -> None:
+    """Write rows of consecutive steps as a piece, if there are any."""
+    if len(rows):
+        steps = rows.column("step")
+        write_table(folder, SEGMENT.format(steps[0].as_py(), steps[-1].as_py() + 1), rows)
 
 
 def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> None:
@@ -50,17 +55,17 @@ def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> 
     no column then.
     """
     tables, at = [], start
-    for name, first, end in _segments(folder):
+    for name, (first, end) in folder.numbered(SEGMENT).items():
         if first != at:
             break
-        tables.append(_read(folder, name))
+        tables.append(read_table(folder, name))
         at = end
     if at != steps:
         raise StorageError(f"{folder}: the history ends at step {at} of {steps}; start anew {replacing(run)}")
     merged = pa.concat_tables(tables, promote_options="default")
     evaluated = [name for name in merged.column_names if name.startswith("eval_")]
     never = [name for name in evaluated if merged.column(name).null_count == len(merged)]
-    write_piece(run, METRICS, merged.drop_columns(never))
+    write_table(run, METRICS, merged.drop_columns(never))
 
 
 def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
@@ -68,14 +73,14 @@ def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
 
     This undoes `merge_history`; the merged file stays.
     """
-    table = _read(run, METRICS)
+    table = read_table(run, METRICS)
     steps = table.column("step")
     start, last = steps[0].as_py(), steps[-1].as_py() + 1
     ends = [step for step in sorted(checkpoints) if start < step < last]
     folder = run.child(HISTORY)
     folder.create()
     for first, end in pairwise([start, *ends, last]):
-        write_piece(folder, f"steps-{first}-{end}.parquet", table.slice(first - start, end - first))
+        write_piece(folder, table.slice(first - start, end - first))
 
 
 def history_so_far(run: Storage) -> pa.Table | None:
@@ -84,11 +89,9 @@ def history_so_far(run: Storage) -> pa.Table | None:
     Of a step that was run again, the newest row counts.
     """
     folder = run.child(HISTORY)
-    tables = [_read(folder, name) for name, _, _ in _segments(folder)]
-    if not tables and run.exists(METRICS):
-        tables.append(_read(run, METRICS))
-    if run.exists(RECENT):
-        tables.append(_read(run, RECENT))
+    tables = [read_table(folder, name) for name in folder.numbered(SEGMENT)]
+    names = [*([] if tables else [METRICS]), RECENT]
+    tables += [read_table(run, name) for name in names if run.exists(name)]
     if not tables:
         return None
     table = pa.concat_tables(tables, promote_options="permissive")
@@ -119,7 +122,7 @@ class StepRows:
 
 def end_of_pieces(folder: Storage) -> int:
     """Return the step after the last that a piece holds; 0 if there is none."""
-    return max((end for _, _, end in _segments(folder)), default=0)
+    return max((end for _, end in folder.numbered(SEGMENT).values()), default=0)
 
 
 def history_of(run: Storage) -> pa.Table | None:
@@ -129,18 +132,10 @@ def history_of(run: Storage) -> pa.Table | None:
     """
     if not run.exists(METRICS):
         return history_so_far(run)
-    merged = _read(run, METRICS)
+    merged = read_table(run, METRICS)
     end = merged.column("step")[-1].as_py() + 1
     has_more = run.exists(RECENT) or end_of_pieces(run.child(HISTORY)) > end
     return history_so_far(run) if has_more and not is_finished(run) else merged
-
-
-def _read(folder: Storage, name: str) -> pa.Table:
-    with folder.open(name) as stream:
-        try:
-            return pq.ParquetFile(stream).read()  # pq.read_table would import pandas, which takes most of a second
-        except (pa.ArrowException, OSError) as error:
-            raise StorageError(f"{folder}/{name}: cannot be read: {error}") from None
 
 
 def read_history(run: Storage) -> Iterator[dict[str, Any]]:
@@ -151,7 +146,7 @@ def read_history(run: Storage) -> Iterator[dict[str, Any]]:
 
 def summary(run: Storage) -> dict[str, float]:
     """Return the last value of each measured column, like loss and epoch_loss; a batch without rows has none."""
-    table = _read(run, METRICS)
+    table = read_table(run, METRICS)
     with_rows = np.flatnonzero(np.from_dlpack(table.column("rows").combine_chunks()))
     until_rows = table.slice(0, int(with_rows[-1]) + 1 if len(with_rows) else 0)
     not_measured = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
@@ -173,17 +168,6 @@ def best_of(run: Storage, metric: str, mode: str, kept: Collection[int]) -> dict
         return None
     value = (min if mode == "min" else max)(value for value, _ in measured)
     return {"metric": metric, "value": value, "step": next(step for one, step in measured if one == value)}
-
-
-def _segments(folder: Storage) -> list[tuple[str, int, int]]:
-    matches = [match for name in folder.names() if (match := SEGMENT.fullmatch(name))]
-    return sorted(((match[0], int(match[1]), int(match[2])) for match in matches), key=lambda segment: segment[1:])
-
-
-def write_piece(storage: Storage, name: str, table: pa.Table) -> None:
-    """Write a table as a Parquet file, atomically."""
-    with storage.writing(name) as stream:
-        pq.write_table(table, stream)
 
 
 @dataclass(eq=False)
@@ -214,7 +198,7 @@ class RecentHistory:
                 values = [(name, value) for row in self._rows for name, value in row.items()]
                 have_fractions = {name for name, value in values if not isinstance(value, int | None)}
                 kinds = [(name, pa.float64() if name in have_fractions else pa.int64()) for name in names]
-                write_piece(self.run, RECENT, table_of_rows(self._rows, pa.schema(kinds)))
+                write_table(self.run, RECENT, table_of_rows(self._rows, pa.schema(kinds)))
         ended = time.monotonic()
         self._due = ended + max(SECONDS, (ended - began) / SHARE)
 

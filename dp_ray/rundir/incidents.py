@@ -1,15 +1,12 @@
 """The interruptions of a run, kept in its directory while it runs, so that the next driver knows them too."""
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from dp_ray.errors import StorageError
-from dp_ray.rundir.files import write_json
-from dp_ray.storage import Storage
+from dp_ray.records import IGNORE, Record
 from dp_ray.text import counted
 
 INCIDENTS = "story.json"
@@ -77,7 +74,7 @@ class IncidentLog:
     """The number of workers of each attempt so far, in order, and the interruptions between them."""
 
     world_sizes: tuple[int, ...] = ()
-    interruptions: tuple[Interruption, ...] = field(default=())
+    interruptions: tuple[Interruption, ...] = ()
 
     def begun(self, world_size: int) -> "IncidentLog":
         """Return the log after an attempt with this many workers has begun."""
@@ -105,25 +102,8 @@ class IncidentLog:
         """Whether the run has not resumed since its last interruption."""
         return bool(self.interruptions) and self.interruptions[-1].resumed_step is None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the log as JSON values."""
-        return {"world_sizes": list(self.world_sizes), "interruptions": [one.to_json() for one in self.interruptions]}
 
-    def save(self, run: Storage) -> None:
-        """Write the log to the run directory."""
-        write_json(run, INCIDENTS, self.to_json())
-
-
-def read_incidents(run: Storage, name: str = INCIDENTS) -> IncidentLog:
-    """Return the incidents that earlier drivers recorded, in the run's log or in its result (`name`).
-
-    The log is empty if the file is missing or damaged: it only informs, so it stops no run.
-    """
-    try:
-        if not run.exists(name):
-            return IncidentLog()
-        values = json.loads(run.read_text(name))
-        interruptions = tuple(map(read_interruption, values["interruptions"]))
-        return IncidentLog(tuple(map(int, values["world_sizes"])), interruptions)
-    except (StorageError, ValueError, KeyError, TypeError):
-        return IncidentLog()
+# A result holds the same two keys, so it can be read as a log too.
+INCIDENTS_JSON = Record[IncidentLog](
+    IncidentLog, INCIDENTS, missing=IncidentLog(), damaged=IGNORE, unreachable=IGNORE, indent=2
+)

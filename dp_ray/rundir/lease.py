@@ -4,16 +4,15 @@
 step's border, and keeps it.
 """
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from dp_ray.errors import Error, JobError, RunInterrupted, StorageError
-from dp_ray.rundir.files import RESULT, RUN, SWEEP, damage_told, read_json
+from dp_ray.records import IGNORE, Record
+from dp_ray.rundir.files import RESULT_JSON, RUN, SWEEP, SWEEP_JSON
 from dp_ray.storage import Storage
 from dp_ray.system.process import Process, is_dead, machine, this_process
 from dp_ray.text import counted
@@ -35,9 +34,22 @@ class Lease:
     step: int = 0
 
 
+@dataclass(frozen=True)
+class StopRequest:
+    """A request to the driver whose claim has this token, and who asks."""
+
+    token: str
+    by: str
+
+
+# A driver that is killed while it writes leaves the last lease, and a damaged one is nobody's.
+LEASE_JSON = Record[Lease | None](Lease, LEASE, missing=None, damaged=IGNORE, hides=False)
+REQUEST_JSON = Record[StopRequest | None](StopRequest, REQUEST, missing=None, damaged=IGNORE, hides=False)
+
+
 def last_alive(run: Storage) -> tuple[bool, datetime | None]:
     """Return whether a driver seems to be active in the run directory, and when it last wrote its lease."""
-    lease, heard = read_lease(run), run.modified(LEASE)
+    lease, heard = LEASE_JSON.read(run), run.modified(LEASE)
     return is_alive(lease, heard), heard
 
 
@@ -48,38 +60,17 @@ def is_alive(lease: Lease | None, heard: datetime | None) -> bool:
     return lease.driver.machine == machine() or datetime.now(UTC) - heard < timedelta(seconds=EXPIRE_SECONDS)
 
 
-def read_lease(run: Storage) -> Lease | None:
-    """Read the run's lease; None if it is missing or damaged."""
-    if not run.exists(LEASE):
-        return None
-    try:
-        values: dict[str, Any] = json.loads(run.read_text(LEASE))
-        return Lease(Process(**values.pop("driver")), **values)
-    except (StorageError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def write_lease(run: Storage, lease: Lease) -> None:
-    """Write the run's lease."""
-    run.write_text(LEASE, json.dumps(asdict(lease)) + "\n")
-
-
 def leave_request(run: Storage, token: str) -> None:
-    """Ask the driver whose claim has this token to stop; another driver of the run does not heed it.
-
-    Raises StorageError if the directory cannot be written to.
-    """
-    run.write_text(REQUEST, json.dumps({"token": token, "by": str(this_process())}) + "\n")
+    """Ask the driver whose claim has this token to stop; another driver of the run does not heed it."""
+    REQUEST_JSON.write(run, StopRequest(token, str(this_process())))
 
 
 def take_request(run: Storage, token: str) -> str | None:
     """Return who asks the driver of this token to stop, None if nobody does; the request is removed."""
-    with suppress(StorageError, ValueError, KeyError, TypeError):
-        if run.exists(REQUEST):
-            request = json.loads(run.read_text(REQUEST))
+    with suppress(StorageError):
+        if request := REQUEST_JSON.read(run):
             run.delete(REQUEST)
-            if request["token"] == token:
-                return str(request["by"])
+            return request.by if request.token == token else None
     return None
 
 
@@ -90,7 +81,7 @@ def stop_run(run_dir: str, waits: bool, say: Callable[[str], None]) -> str:
     directory cannot be read or written to.
     """
     run = Storage(run_dir)
-    lease = read_lease(run)
+    lease = LEASE_JSON.read(run)
     if lease is None or not _is_heard(run, lease):
         raise JobError(f"{run} is not running: {_state(run)}")
     if run.exists(SWEEP) and not run.exists(RUN):
@@ -114,10 +105,9 @@ def _stop_sweep(sweep: Storage, lease: Lease, waits: bool, say: Callable[[str], 
     """
     asked: set[str] = set()
     while _is_held(sweep, lease):
-        with damage_told(f"{sweep}/{SWEEP}"):
-            names = [one["run"] for one in read_json(sweep, SWEEP)["trials"] if one["state"] == "running"]
-        for run in map(sweep.parent.child, names):
-            now = read_lease(run)
+        trials = SWEEP_JSON.read(sweep).trials
+        for run in (sweep.parent.child(trial.run) for trial in trials if trial.state == "running"):
+            now = LEASE_JSON.read(run)
             if now is not None and now.token not in asked and _is_heard(run, now):
                 leave_request(run, now.token)
                 say(f"asked {now.driver} to stop {run} after its current step")
@@ -130,7 +120,7 @@ def _stop_sweep(sweep: Storage, lease: Lease, waits: bool, say: Callable[[str], 
 
 def _is_held(run: Storage, lease: Lease) -> bool:
     """Return whether the driver still holds its lease; raises Error if it has ended without giving it back."""
-    now = read_lease(run)
+    now = LEASE_JSON.read(run)
     if now is None or now.token != lease.token:
         return False
     if not _is_heard(run, now):
@@ -146,14 +136,13 @@ def _is_heard(run: Storage, lease: Lease) -> bool:
 def _state(run: Storage) -> str:
     """Return what became of a run or a sweep that nobody runs now."""
     if run.exists(SWEEP) and not run.exists(RUN):
-        with damage_told(f"{run}/{SWEEP}"):
-            states = [one["state"] for one in read_json(run, SWEEP)["trials"]]
+        states = [trial.state for trial in SWEEP_JSON.read(run).trials]
         done = states.count("done")
         text = f"{done} of its {counted(len(states), 'trial')} are done"
         return text if done == len(states) else f"{text}; the same command goes on"
     if not run.exists(RUN):
         return "there is no run"
-    result = read_json(run, RESULT) if run.exists(RESULT) else {}
+    result = RESULT_JSON.read(run)
     status, error = result.get("status"), str(result.get("error"))
     if status == "interrupted":
         return error.removeprefix(f"{RunInterrupted.__name__}: ")

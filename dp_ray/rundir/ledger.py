@@ -8,16 +8,16 @@ outputs are cut into, a record of each of these that is whole, and which workers
 each holds its attempt, and all that the ledger needs to know of it.
 """
 
-import json
 import re
 import uuid
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from dp_ray.engine.world import broadcast, is_rank_0
 from dp_ray.errors import StorageError
 from dp_ray.plan.split import Range
-from dp_ray.rundir.files import replacing
+from dp_ray.records import Record
+from dp_ray.rundir.files import read_or_advise
 from dp_ray.storage import Storage
 
 LEDGER = "attempt.json"
@@ -32,15 +32,12 @@ ENDED_NAME = re.compile(rf"ended-(?P<rank>\d+){_OF}")
 COUNTED = (PART_NAME, RECORD_NAME, CUT_NAME, ENDED_NAME)
 
 
-class Ledger(NamedTuple):
+@dataclass(frozen=True)
+class Ledger:
     """The newest attempt, and the files of earlier ones that count."""
 
     attempt: str
     parts: list[str]
-
-    def to_json(self) -> str:
-        """Return the contents of `attempt.json`."""
-        return json.dumps(self._asdict()) + "\n"
 
     def found(self, folder: Storage) -> list[str]:
         """Return the names of the files in a folder that count."""
@@ -52,6 +49,9 @@ class Ledger(NamedTuple):
         # A set of the earlier names costs more than the look through new ones: most calls need none.
         earlier = frozenset(self.parts) if any(of not in (None, self.attempt) for _, of in attempts) else ()
         return [name for name, of in attempts if of == self.attempt or (of is not None and name in earlier)]
+
+
+LEDGER_JSON = Record[Ledger](Ledger, LEDGER, missing=Ledger("", []), hides=False)
 
 
 def _attempt_of(name: str) -> str | None:
@@ -85,19 +85,13 @@ def begin(run: Storage, attempt: str) -> Ledger:
     """
     names = [name for name in committed(run) if not ENDED_NAME.fullmatch(name)]
     ledger = Ledger(attempt, names if files_in(names) else [])
-    run.write_text(LEDGER, ledger.to_json())
+    LEDGER_JSON.write(run, ledger)
     return ledger
 
 
 def read(run: Storage) -> Ledger:
     """Read the newest attempt's ledger, empty if there is none; raises StorageError if it is damaged."""
-    if not run.exists(LEDGER):
-        return Ledger("", [])
-    try:
-        values = json.loads(run.read_text(LEDGER))
-        return Ledger(str(values["attempt"]), [str(name) for name in values["parts"]])
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{run}/{LEDGER}: is damaged: {error!r}; start anew {replacing(run)}") from None
+    return read_or_advise(LEDGER_JSON, run)
 
 
 def committed(run: Storage) -> list[str]:
@@ -165,5 +159,4 @@ def fenced(run: Storage, attempt: str) -> Storage:
 
 def begin_attempt(run: Storage) -> Ledger:
     """Begin an attempt on rank 0; return its ledger on every rank."""
-    begun = begin(run, uuid.uuid4().hex) if is_rank_0() else None
-    return Ledger(*json.loads(broadcast(json.dumps(begun))))
+    return LEDGER_JSON.parse(broadcast(LEDGER_JSON.text(begin(run, uuid.uuid4().hex)) if is_rank_0() else ""))

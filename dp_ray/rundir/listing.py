@@ -3,7 +3,6 @@
 A damaged run, or a folder that holds no run, is a row that says so.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +14,15 @@ from pyarrow import fs as pafs
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.plan.split import split_of
-from dp_ray.rundir.files import CHECKPOINTS, RESULT, RUN, SWEEP, read_json, steps_of
+from dp_ray.records import IGNORE, Record
+from dp_ray.rundir.files import CHECKPOINTS, RESULT, RESULT_JSON, RUN, RUN_JSON, SWEEP, SWEEP_JSON, steps_of
 from dp_ray.rundir.history import is_inner
-from dp_ray.rundir.lease import LEASE, is_alive, read_lease
+from dp_ray.rundir.lease import LEASE, LEASE_JSON, is_alive
 from dp_ray.storage import Storage, with_names
 from dp_ray.text import did_you_mean
 
 PROGRESS = "progress.json"  # where the driver notes a run's progress, for `dp-ray watch` and `dp-ray list`
+PROGRESS_JSON = Record[dict[str, Any]](dict, PROGRESS, missing={}, damaged=IGNORE, unreachable=IGNORE)
 THREADS = 32  # for object stores, where each file is a request
 NO_RUN, DAMAGED, OF_RUNS = "no run", "damaged", "sweep"
 SORTABLE = ("name", "task", "status", "age", "step", "steps", "seconds")
@@ -104,7 +105,7 @@ def listed_run(run: Storage, name: str, now: datetime | None = None) -> ListedRu
         infos = with_names(run.fs.get_file_info(pafs.FileSelector(run.path)))
         written = {info.base_name: info.mtime for info in infos if info.is_file}
         if RUN not in written and SWEEP in written:  # its trials are runs of their own, with rows of their own
-            states = [trial["state"] for trial in read_json(run, SWEEP)["trials"]]
+            states = [trial.state for trial in SWEEP_JSON.read(run).trials]
             note = f"{states.count('done')} of {len(states)} trials are done"
             return ListedRun(name, OF_RUNS, age=_age(written[SWEEP], now), note=note)
         if RUN not in written:
@@ -118,10 +119,11 @@ def listed_run(run: Storage, name: str, now: datetime | None = None) -> ListedRu
 
 def _run(run: Storage, name: str, written: dict[str, datetime | None], now: datetime) -> ListedRun:
     """Return the row of a run directory; `written` tells when each of its files was written."""
-    claimed = read_json(run, RUN)
-    result = read_json(run, RESULT) if RESULT in written else {}
-    lease = read_lease(run) if LEASE in written else None
-    progress = read_progress(run) if PROGRESS in written else {}
+    claimed = RUN_JSON.read(run)
+    # The folder is listed already: on an object store, each read of what is not there would be a request.
+    result = RESULT_JSON.read(run) if RESULT in written else {}
+    lease = LEASE_JSON.read(run) if LEASE in written else None
+    progress = PROGRESS_JSON.read(run) if PROGRESS in written else {}
     is_done = result.get("status") == "done"
     is_driven = not is_done and is_alive(lease, written.get(LEASE))
     early = result.get("stopped_early") or {}
@@ -158,12 +160,3 @@ def _age(heard: datetime | None, now: datetime) -> float | None:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
-
-
-def read_progress(run: Storage) -> dict[str, Any]:
-    """Return the progress that the driver noted last; empty if the file is missing or damaged: it only informs."""
-    try:
-        values = json.loads(run.read_text(PROGRESS))
-    except (StorageError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -7,7 +7,6 @@ again.
 
 import functools
 import itertools
-import json
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +19,10 @@ import pyarrow.parquet as pq
 from dp_ray.engine.bad_samples import BadSample
 from dp_ray.errors import DataError
 from dp_ray.plan.split import Done, Shard, Split
+from dp_ray.records import Record
 from dp_ray.rundir.ledger import check_newest, committed, done_ranges
 from dp_ray.storage import Storage
+from dp_ray.tables import read_table
 from dp_ray.text import counted, encodable, hide
 
 QUARANTINE = "quarantine"
@@ -36,7 +37,8 @@ SCHEMA = pa.schema(
 CARRIED = "carried."  # before a key that the job carries, in the name of its column
 SHOWN = 20  # bad samples that an error lists
 
-Record = dict[str, Any]
+BadRecord = dict[str, Any]
+RECORDS_JSON = Record[list[BadRecord]](list[BadRecord], hides=False, end="")
 
 
 class QuarantineFull(DataError):
@@ -72,7 +74,7 @@ class QuarantineFiles:
             else f"{self._dataset}-{after}-{step}.{shard.shard}"
         )
         records = [self._record(shard, position, one) for position, one in sorted(bad.items())]
-        self._folder.write_text(f"{name}.json", json.dumps(records))
+        RECORDS_JSON.write(self._folder, records, f"{name}.json")
         # Counted after the write, so that of workers that pass the limit together the last one sees it.
         files = self._files.look()
         known = distinct(others for one, others in files.items() if one != f"{name}.json")
@@ -87,7 +89,7 @@ class QuarantineFiles:
             advice = "mend them, or set on_error.quarantine higher and run the job again"
             raise QuarantineFull(f"{limit}; {advice}:{''.join(lines)}")
 
-    def _record(self, shard: Shard, position: int, bad: BadSample) -> Record:
+    def _record(self, shard: Shard, position: int, bad: BadSample) -> BadRecord:
         step = shard.step if self.after is None else self.after
         where = {"sample_index": bad.sample, "epoch": shard.epoch, "step": step, "position": position}
         beside = {} if bad.carried is None else {"carried": bad.carried}
@@ -101,7 +103,7 @@ class QuarantineFiles:
         }
 
 
-def _line(record: Record) -> str:
+def _line(record: BadRecord) -> str:
     """Return a bad sample in a line: `sample 17 of dataset, step 3: ValueError: no such image`."""
     text = " ".join(record["message"].split())[:200]
     return f"sample {record['sample_index']} of {record['dataset']}, step {record['step']}: {record['type']}: {text}"
@@ -120,12 +122,6 @@ def record_files(folder: Storage) -> list[str]:
             numbers = () if match[3] == "again" else tuple(float(one) for one in match[3].split("."))
             placed.append(((int(match[2]), match[1], numbers), name))
     return [name for _, name in sorted(placed)]
-
-
-def read_records(folder: Storage, name: str) -> list[Record]:
-    """Return the records in a file."""
-    records: list[Record] = json.loads(folder.read_text(name))
-    return records
 
 
 def forget(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
@@ -149,11 +145,8 @@ def count_quarantined(run: Storage) -> int:
     """Return how many samples the run has set aside: each once, in however many epochs."""
     folder = run.child(QUARANTINE)
     if names := record_files(folder):
-        return len(distinct(read_records(folder, name) for name in names))
-    if not run.exists(QUARANTINED):
-        return 0
-    with run.open(QUARANTINED) as stream:
-        return len(distinct([pq.read_table(stream, columns=["dataset", "sample_index"]).to_pylist()]))
+        return len(distinct(RECORDS_JSON.read(folder, name) for name in names))
+    return len(distinct([_merged(run)]))
 
 
 @dataclass(eq=False)
@@ -161,12 +154,12 @@ class RecordFiles:
     """The files of records in a folder, each of which is read once."""
 
     folder: Storage
-    _read: dict[str, list[Record]] = field(default_factory=dict, init=False)
+    _read: dict[str, list[BadRecord]] = field(default_factory=dict, init=False)
 
-    def look(self) -> dict[str, list[Record]]:
+    def look(self) -> dict[str, list[BadRecord]]:
         """Return the records of each file that is there by now, in the order of steps and shards."""
         names = record_files(self.folder)
-        self._read = {name: self._read.get(name) or read_records(self.folder, name) for name in names}
+        self._read = {name: self._read.get(name) or RECORDS_JSON.read(self.folder, name) for name in names}
         return self._read
 
 
@@ -192,7 +185,7 @@ def positions_set_aside(run: Storage) -> list[int]:
     return Missing(run, grows=False)()
 
 
-def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[Record] = ()) -> None:
+def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[BadRecord] = ()) -> None:
     """Merge the files of records into `quarantine.parquet`, one after another, with a column for each carried key.
 
     `more` are records that are in no file any more.
@@ -200,8 +193,8 @@ def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[Rec
     folder = run.child(QUARANTINE)
     names = record_files(folder)
 
-    def together() -> Iterator[Sequence[Record]]:
-        yield from (read_records(folder, name) for name in names)
+    def together() -> Iterator[Sequence[BadRecord]]:
+        yield from (RECORDS_JSON.read(folder, name) for name in names)
         if more:
             yield more
 
@@ -222,7 +215,7 @@ def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[Rec
             writer.write_table(pa.table(columns, schema=schema))
 
 
-def _carried(record: Record, key: str) -> Any:
+def _carried(record: BadRecord, key: str) -> Any:
     return (record.get("carried") or {}).get(key)
 
 
@@ -236,14 +229,10 @@ def _kind(values: list[Any]) -> pa.DataType:
 
 def merged_positions(run: Storage) -> list[int]:
     """Return the positions of a finished prediction that have no outputs."""
-    if not run.exists(QUARANTINED):
-        return []
-    with run.open(QUARANTINED) as stream:
-        positions: list[int] = pq.read_table(stream, columns=["position"]).column(0).to_pylist()
-    return positions
+    return [record["position"] for record in _merged(run)]
 
 
-def still_missing(run: Storage, split: Split) -> list[Record]:
+def still_missing(run: Storage, split: Split) -> list[BadRecord]:
     """Return the records in `quarantine.parquet` of the shards of a retried prediction that still have to run."""
     done, shards = Done(done_ranges(committed(run))), functools.cache(lambda step: split.worker(1, 0, step))
     known = distinct(RecordFiles(run.child(QUARANTINE)).look().values())
@@ -255,14 +244,12 @@ def still_missing(run: Storage, split: Split) -> list[Record]:
     return records
 
 
-def _merged(run: Storage) -> list[Record]:
+def _merged(run: Storage) -> list[BadRecord]:
     """Return the records in `quarantine.parquet`, as they were before `merge_quarantine`; none if it is not there."""
     if not run.exists(QUARANTINED):
         return []
-    with run.open(QUARANTINED) as stream:
-        rows = pq.read_table(stream).to_pylist()
     records = []
-    for row in rows:
+    for row in read_table(run, QUARANTINED).to_pylist():
         carried = {name.removeprefix(CARRIED): value for name, value in row.items() if name.startswith(CARRIED)}
         record = {name: value for name, value in row.items() if not name.startswith(CARRIED)}
         records.append({**record, "carried": carried} if carried else record)
@@ -278,4 +265,4 @@ def unmerge_quarantine(run: Storage) -> None:
     folder.create()
     step_of = operator.itemgetter("dataset", "step")
     for (dataset, step), together in itertools.groupby(sorted(records, key=step_of), key=step_of):
-        folder.write_text(f"{dataset}-{step}-again.json", json.dumps(list(together)))
+        RECORDS_JSON.write(folder, list(together), f"{dataset}-{step}-again.json")

@@ -12,7 +12,7 @@ import json
 import pickle
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from dp_ray.engine.optimizer import weights_of_average
 from dp_ray.engine.world import World, broadcast, gathered, is_rank_0, new_group
 from dp_ray.errors import JobError, StorageError
+from dp_ray.records import Record
 from dp_ray.rundir.checkpoint import (
     CHECKPOINTS,
     NAME,
@@ -35,7 +36,7 @@ from dp_ray.rundir.checkpoint import (
     stored_in,
     unpack,
 )
-from dp_ray.rundir.files import is_finished, replacing, write_json
+from dp_ray.rundir.files import is_finished, read_or_advise, replacing
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import (
@@ -48,7 +49,6 @@ from dp_ray.tensors.files import (
     made_dense,
     parse_tensors,
     read_tensors,
-    read_text,
     sha256_of,
     write_tensors,
 )
@@ -63,6 +63,17 @@ EMA = "ema.safetensors"
 TORCH_FILES = (".pt", ".pth", ".bin")
 PIN = "init_from.json"
 LINKS = "init_from"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsIndex:
+    """The index of weights in several files: the file of each tensor. Of our own, `metadata` has their checksums."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    weight_map: dict[str, str]
+
+
+INDEX_JSON = Record[WeightsIndex](WeightsIndex, INDEX, indent=2)
 NEW_HEAD = "; to load the weights that fit, and leave the rest as the model is built, set strict: false"
 
 
@@ -84,7 +95,8 @@ def write_weights(
     }
     weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
     size = sum(one.nbytes for one in tensors.values())
-    write_json(run, INDEX, {"metadata": {"total_size": size, "sha256": checksums}, "weight_map": weight_map})
+    metadata = {"total_size": size, "sha256": checksums}
+    INDEX_JSON.write(run, WeightsIndex(metadata=metadata, weight_map=weight_map))
     run.delete(WEIGHTS)
 
 
@@ -130,32 +142,28 @@ def weights_sha256(storage: Storage) -> str:
 
 def files_of(storage: Storage, index: str) -> list[str]:
     """Return the files that an index names; raises StorageError if it is damaged."""
-    return sorted(set(_read_index(storage, index)["weight_map"].values()))
+    return sorted(set(_read_index(storage, index).weight_map.values()))
 
 
 def open_index(storage: Storage, index: str) -> dict[str, Stored]:
     """Return the tensors that an index names, to be read when needed; the files' checksums are verified first."""
     read = _read_index(storage, index)
-    checksums = read.get("metadata", {}).get("sha256", {})
-    files = {name: TensorFile(storage, name) for name in sorted(set(read["weight_map"].values()))}
+    checksums = read.metadata.get("sha256", {})
+    files = {name: TensorFile(storage, name) for name in sorted(set(read.weight_map.values()))}
     for name, one in files.items():
         if checksums and one.digest != checksums.get(name):
             raise StorageError(f"{one.where}: is not the file that was written with {index}")
         one.check()
     tensors = {name: one.tensors() for name, one in files.items()}
     try:
-        return {key: tensors[name][key] for key, name in read["weight_map"].items()}
+        return {key: tensors[name][key] for key, name in read.weight_map.items()}
     except KeyError as error:
         raise StorageError(f"{storage}/{index}: names the tensor {error}, which its file does not hold") from None
 
 
-def _read_index(storage: Storage, index: str) -> dict[str, Any]:
-    try:
-        read = dict(json.loads(storage.read_text(index)))
-        names = list(read["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{storage}/{index}: is damaged, or no index of safetensors files: {error!r}") from None
-    if bad := [name for name in names if not isinstance(name, str) or "/" in name or "\\" in name]:
+def _read_index(storage: Storage, index: str) -> WeightsIndex:
+    read = INDEX_JSON.read(storage, index)
+    if bad := [name for name in read.weight_map.values() if "/" in name or "\\" in name]:
         raise StorageError(f"{storage}/{index}: names a file that is not beside it: {bad[0]!r}")
     return read
 
@@ -178,6 +186,9 @@ class Start:
         """The steps done in a checkpoint; 0 for weights alone."""
         match = NAME.fullmatch(self.name) if self.is_strict else None
         return int(match[1]) if match else 0
+
+
+PIN_JSON = Record[Start](Start, PIN, indent=2)
 
 
 def find_start(location: str) -> tuple[Storage, str, str]:
@@ -222,12 +233,7 @@ def files_of_start(location: str) -> list[str]:
 
 def pinned(run: Storage) -> Start | None:
     """Return the file with which a run began; None if none is pinned yet."""
-    if not run.exists(PIN):
-        return None
-    try:
-        return Start(**json.loads(run.read_text(PIN)))
-    except (ValueError, TypeError) as error:
-        raise StorageError(f"{run}/{PIN}: is damaged: {error}; start anew {replacing(run)}") from None
+    return read_or_advise(PIN_JSON, run) if run.exists(PIN) else None
 
 
 def check_start(run: Storage, location: str) -> None:
@@ -247,8 +253,8 @@ def first_step(run: Storage) -> int:
 
 def pin_start(run: Storage, location: str, is_strict: bool = True) -> Start:
     """Return the file with which the run began, the same on every rank; the first attempt's rank 0 pins it."""
-    start = (pinned(run) or _pin(run, location, is_strict)) if is_rank_0() else None
-    return Start(**json.loads(broadcast(json.dumps(start and asdict(start)))))
+    text = PIN_JSON.text(pinned(run) or _pin(run, location, is_strict)) if is_rank_0() else ""
+    return PIN_JSON.parse(broadcast(text))
 
 
 def read_start(run: Storage, location: str, is_strict: bool = True) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -294,7 +300,7 @@ def describe_start(run: Storage, location: str) -> str:
 
 
 def _describe_best(storage: Storage, name: str) -> str:
-    text = read_text(storage, name)
+    text = TensorFile(storage, name).text
     best = json.loads(text) if text else None
     return f" ({best['metric']} {best['value']:.6g} after step {best['step']})" if best else ""
 
@@ -320,13 +326,13 @@ def _pin(run: Storage, location: str, is_strict: bool) -> Start:
             links.link(one, source)
     # The hash of the link where there is one: the other name may stand for a newer file by now.
     start = Start(folder, name, (links if is_linked else source).sha256(name), is_strict)
-    write_json(run, PIN, asdict(start))  # last: what a crash before it leaves is linked again
+    PIN_JSON.write(run, start)  # last: what a crash before it leaves is linked again
     return start
 
 
 def _pieces_of(source: Storage, name: str) -> list[str]:
     try:
-        return piece_names(json.loads(read_text(source, name) or "{}").get(PIECES))
+        return piece_names(json.loads(TensorFile(source, name).text or "{}").get(PIECES))
     except (StorageError, ValueError):  # whoever loads it raises the error
         return []
 

@@ -5,7 +5,6 @@ number of steps. `ReportFile` is the table of a whole run; `Journal` keeps the r
 run goes on, so that they survive a killed driver.
 """
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,17 +18,16 @@ import torch
 
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
-from dp_ray.outputs.parts import reading
 from dp_ray.plan.split import Done, Shard
 from dp_ray.steps.shapes import Report, ShardReport, ShardSpan, Sizes, decode_sizes
-from dp_ray.steps.times import part_numbers
 from dp_ray.storage import Storage
-from dp_ray.tables import array_of, array_of_texts
+from dp_ray.tables import PartTable, array_of, array_of_texts, reading, write_table
 
 ROWS_IN_A_GROUP = 1 << 16
 PENDING_SPANS = 1 << 12  # of one worker; beyond that, times are averaged
 REPORTS = "reports"
-PIECE = re.compile(r"piece-(\d+)\.parquet")
+PIECE = "piece-{}.parquet"
+ROWS_IN_A_PIECE = 1 << 12  # it is written again with each commit, until it is full
 PENDING = "pending.parquet"
 
 
@@ -321,49 +319,40 @@ def read_spans(file: pq.ParquetFile, done: Done) -> list[tuple[World, Sizes, Sha
 
 
 class Journal:
-    """The reports of committed steps on disk while a run goes on: those since the last piece become a new one.
+    """The reports of committed steps on disk while a run goes on.
 
     Workers may be ahead of others: their reports cannot be ordered yet, and go to a file that is replaced each time.
     """
 
     def __init__(self, folder: Storage) -> None:
         self._folder = folder
-        self._next = max(part_numbers(folder, PIECE), default=-1) + 1
-        self._blocks: list[pa.Table] = []
+        self._pieces = PartTable(folder, PIECE, ROWS_IN_A_PIECE)
 
     def add(self, block: pa.Table) -> None:
-        """Take a block of ordered reports; write a piece once there are enough."""
-        self._blocks.append(block)
-        if sum(map(len, self._blocks)) >= ROWS_IN_A_GROUP:
-            self._write_piece()
+        """Take a block of ordered reports; write them once there are enough."""
+        self._pieces.add(block)
+        if self._pieces.num_new >= ROWS_IN_A_GROUP:
+            self._pieces.write()
 
     def save(self, collector: Collector) -> None:
-        """Write all reports: the ordered ones as a piece, the collector's pending ones to their own file."""
-        self._write_piece()
+        """Write all reports: the ordered ones in pieces, the collector's pending ones to their own file."""
+        self._pieces.write()
         pending = collector.pending()
         if pending is not None:
-            self._write(PENDING, table_of(collector, pending))
+            with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
+                self._folder.create()
+                write_table(self._folder, PENDING, table_of(collector, pending))
 
-    def _write_piece(self) -> None:
-        blocks, self._blocks = self._blocks, []
-        if blocks:
-            self._write(f"piece-{self._next}.parquet", pa.concat_tables(blocks).unify_dictionaries())
-            self._next += 1
 
-    def _write(self, name: str, table: pa.Table) -> None:
-        with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
-            self._folder.create()
-            with self._folder.writing(name) as stream:
-                pq.write_table(table, stream)
+def journal_files(folder: Storage) -> list[str]:
+    """Return the names of a journal's files, the pending reports last."""
+    return [*folder.numbered(PIECE), *([PENDING] if folder.exists(PENDING) else [])]
 
 
 def read_journal(folder: Storage, done: Done) -> list[tuple[World, Sizes, ShardSpan]]:
     """Read the journal's reports of the steps and shards in `done`, as spans."""
-    names = [f"piece-{number}.parquet" for number in part_numbers(folder, PIECE)]
-    if folder.exists(PENDING):
-        names.append(PENDING)
     spans: list[tuple[World, Sizes, ShardSpan]] = []
-    for name in names:
+    for name in journal_files(folder):
         with reading(folder, name) as file:
             spans += read_spans(file, done)
     return spans

@@ -9,33 +9,29 @@ functions, each of which gives a Verdict with the share of the time that it woul
 """
 
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from dp_ray.engine.clock import PARTS, TimedStep
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.world import World
-from dp_ray.errors import StorageError
 from dp_ray.plan.split import Split
-from dp_ray.rundir.history import CLOCKED, forget, write_piece
+from dp_ray.rundir.history import CLOCKED, forget
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
-from dp_ray.tables import array_of, array_of_texts, numbers, table_of_rows
+from dp_ray.tables import PartTable, array_of, array_of_texts, numbers, read_table, table_of_rows
 from dp_ray.text import listed, percent
 
 TIMES = "times"
-PART_FILE = re.compile(r"part-(\d+)\.parquet")
+PART = "part-{}.parquet"
 ROWS_IN_A_PART = 1 << 16
 WRITE_SECONDS = 5.0
 SHARE_OF_WRITES = 0.02  # of the driver's time, at most
@@ -81,15 +77,11 @@ def packed(timed: Sequence[TimedStep]) -> TimedSteps:
 
 
 class StepTimeWriter:
-    """The steps' times on disk, written by a thread every few seconds; the last file is replaced until it is full."""
+    """The steps' times on disk, written by a thread every few seconds."""
 
     def __init__(self, folder: Storage) -> None:
-        self._folder = folder
-        self._number = max(part_numbers(folder), default=-1) + 1
+        self._table = PartTable(folder, PART, ROWS_IN_A_PART, compression="zstd", use_dictionary=["node"])
         self._attempt = 0
-        self._tables: list[pa.Table] = []
-        self._rows = 0
-        self._has_news = False
         self._written = time.monotonic()
         self._seconds = 0.0
         self._thread = ThreadPoolExecutor(1, "step-times")
@@ -106,42 +98,25 @@ class StepTimeWriter:
         node = pa.DictionaryArray.from_arrays(array_of(np.zeros(num, np.int32)), array_of_texts([world.node]))
         before = [array_of(one) for one in (timed.steps, *numbers)]
         after = [array_of(one) for one in (timed.rows, *timed.seconds.T)]
-        self._tables.append(pa.Table.from_arrays([*before, node, *after], schema=SCHEMA))
-        self._rows += num
-        self._has_news = True
+        self._table.add(pa.Table.from_arrays([*before, node, *after], schema=SCHEMA))
 
     def tick(self) -> None:
         """Begin to write what is new, if it is time for it."""
         pause = max(WRITE_SECONDS, self._seconds / SHARE_OF_WRITES)
         is_writing = self._writing is not None and not self._writing.done()
-        if self._has_news and not is_writing and time.monotonic() - self._written >= pause:
-            self._begin_to_write()
+        if not is_writing and time.monotonic() - self._written >= pause:
+            self._written = time.monotonic()
+            self._writing = self._thread.submit(self._write)
 
     def close(self) -> None:
         """Write what is new, and wait for it."""
-        if self._has_news:
-            self._begin_to_write()
+        self._thread.submit(self._write)
         self._thread.shutdown()
 
-    def _begin_to_write(self) -> None:
-        self._writing = self._thread.submit(self._write, f"part-{self._number}.parquet", list(self._tables))
-        self._has_news, self._written = False, time.monotonic()
-        if self._rows >= ROWS_IN_A_PART:
-            self._number, self._tables, self._rows = self._number + 1, [], 0
-
-    def _write(self, name: str, tables: list[pa.Table]) -> None:
+    def _write(self) -> None:
         began = time.monotonic()
-        with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
-            self._folder.create()
-            with self._folder.writing(name) as stream:
-                table = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
-                pq.write_table(table, stream, compression="zstd", use_dictionary=["node"])
+        self._table.write()
         self._seconds = time.monotonic() - began
-
-
-def part_numbers(folder: Storage, name: re.Pattern[str] = PART_FILE) -> list[int]:
-    """Return the numbers in the names of a folder's files, in order."""
-    return sorted(int(match[1]) for match in map(name.fullmatch, folder.names()) if match)
 
 
 def read_step_times(run: Storage, newest: int | None = None) -> pa.Table:
@@ -152,15 +127,8 @@ def read_step_times(run: Storage, newest: int | None = None) -> pa.Table:
     if a file is damaged.
     """
     folder = run.child(TIMES)
-    parts = part_numbers(folder)
-    tables: list[pa.Table] = []
-    for number in parts[-(newest or len(parts)) :]:
-        name = f"part-{number}.parquet"
-        try:  # read in one piece: a run that goes on replaces its last file
-            # pq.read_table would import pyarrow.dataset, and pandas with it
-            tables.append(pq.ParquetFile(pa.BufferReader(folder.read_bytes(name))).read().cast(SCHEMA))
-        except (pa.ArrowException, OSError) as error:
-            raise StorageError(f"{folder}/{name}: is damaged: {error}") from None
+    names = list(folder.numbered(PART))
+    tables = [read_table(folder, name, SCHEMA) for name in names[-(newest or len(names)) :]]
     whole = pa.concat_tables([pa.Table.from_batches([], SCHEMA), *tables]).unify_dictionaries()
     kept = _last_runs(*(numbers(whole.column(name)) for name in ("step", "attempt", "rank")))
     return _with_waiting(whole.take(array_of(kept)))
@@ -552,15 +520,11 @@ class History:
         if rows:
             self._send(Logged(tuple(rows)))
 
-    def take(self) -> Callable[[], None]:
-        """Return a function that writes the rows added since the last call as one piece."""
+    def take(self) -> pa.Table:
+        """Return the rows added since the last call, for `write_piece`."""
         self.flush()
         rows, self._rows = self._rows, []
-        if not rows:
-            return lambda: None
-        name = f"steps-{rows[0]['step']}-{rows[-1]['step'] + 1}.parquet"
-        table = table_of_rows(rows, history_schema(self._names, list(self._extra)))
-        return lambda: write_piece(self._folder, name, table)
+        return table_of_rows(rows, history_schema(self._names, list(self._extra)))
 
     def _row(self, finished: _Step, totals: list[float], norm: float, missing: float) -> dict[str, Any]:
         rows, seconds = finished.rows - int(missing), finished.seconds

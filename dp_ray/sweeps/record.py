@@ -1,6 +1,6 @@
 """A sweep's directory, STORAGE/NAME: `sweep.json` keeps the sweep's definition and the state of its trials.
 
-`open_record` reads it, a `Record` writes it. Below them: the trials as a table and as JSON.
+`open_record` reads it, a `SweepRecord` writes it. Below them: the trials as a table and as JSON.
 """
 
 import json
@@ -10,20 +10,19 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.files import differences
 from dp_ray.job.job import Job
+from dp_ray.records import damage_told
 from dp_ray.results.text import aligned, relative
 from dp_ray.rundir.claim import check_reads_nothing_of, kept, lost, wait_until_free, with_full_init_from
-from dp_ray.rundir.files import RUN, SWEEP, damage_told, read_json, write_json
+from dp_ray.rundir.files import RUN, SWEEP, SWEEP_JSON, State, Sweep, SweepTrial
 from dp_ray.rundir.lease import LEASE
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Choices, Definition, Picked, run_name
 from dp_ray.text import hide, hide_in, printable
-
-State = Literal["waiting", "running", "done", "failed", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Trial:
         return value if value is not None and math.isfinite(value) else None
 
 
-class Record:
+class SweepRecord:
     """The content of `sweep.json`; within `held`, this driver is the one that may write it."""
 
     def __init__(self, folder: Storage, definition: Definition, trials: Sequence[Trial]) -> None:
@@ -91,25 +90,25 @@ class Record:
             yield
 
     def _is_ours(self) -> bool:
-        return self.folder.exists(SWEEP) and read_json(self.folder, SWEEP).get("token") == self._token
+        return self.folder.exists(SWEEP) and SWEEP_JSON.read(self.folder).token == self._token
 
     def _write(self) -> None:
         trials = [
-            {
-                "number": trial.number,
-                "values": hide_in(json.loads(json.dumps(self.definition.values(trial.picked), default=str))),
-                "run": self.definition.run_name(trial.number),
-                "state": trial.state,
+            SweepTrial(
+                trial.number,
+                json.loads(json.dumps(self.definition.values(trial.picked), default=str)),
+                self.definition.run_name(trial.number),
+                trial.state,
                 **trial.to_json(self.definition.metric),
-                "error": hide(trial.error),
-                "picked": dict(trial.picked),
-            }
+                error=trial.error,
+                picked=dict(trial.picked),
+            )
             for trial in self.trials
         ]
-        write_json(self.folder, SWEEP, {"token": self._token, "definition": self._described, "trials": trials})
+        SWEEP_JSON.write(self.folder, Sweep(self._token, self._described, trials))
 
 
-def open_record(definition: Definition, base: Storage, is_new: bool = False) -> Record:
+def open_record(definition: Definition, base: Storage, is_new: bool = False) -> SweepRecord:
     """Return the record of a sweep in STORAGE/NAME: as an earlier driver left it, or with the trials of a new sweep.
 
     `is_new` says that an earlier sweep will be removed. Nothing is written.
@@ -117,35 +116,35 @@ def open_record(definition: Definition, base: Storage, is_new: bool = False) -> 
     """
     folder = base.child(definition.name)
     if folder.exists(SWEEP) and is_new:
-        return Record(folder, definition, _new_trials(definition))
+        return SweepRecord(folder, definition, _new_trials(definition))
     if not folder.exists(SWEEP):
         if folder.exists(RUN):
             raise JobError(f"{folder} holds a run; give the sweep another name (--name)")
         if set(folder.names()) - {LEASE}:
             raise JobError(f"{folder} holds files that are no sweep; choose another --name or --storage")
-        return Record(folder, definition, _new_trials(definition))
+        return SweepRecord(folder, definition, _new_trials(definition))
     with damage_told(f"{folder}/{SWEEP}"):
-        kept_sweep = read_json(folder, SWEEP)
-        if all(one["state"] == "waiting" for one in kept_sweep["trials"]):  # nothing has run that could be lost
-            return Record(folder, definition, _new_trials(definition))
-        first = str(kept_sweep["trials"][0]["run"])
+        kept_sweep = SWEEP_JSON.read(folder)
+        if all(one.state == "waiting" for one in kept_sweep.trials):  # nothing has run that could be lost
+            return SweepRecord(folder, definition, _new_trials(definition))
+        first = kept_sweep.trials[0].run
         if first != definition.run_name(1):
             raise JobError(
                 f"{folder} holds a sweep that was given another name: its first run is {first}; move it back there, "
                 "or choose another --name"
             )
-        keys = list(kept_sweep["definition"]["over"])
+        keys = list(kept_sweep.definition["over"])
         axes = {axis.key: axis for axis in definition.axes}
         if axes.keys() == set(keys):  # the trials are numbered by the order of the keys that the sweep began with
             definition = replace(definition, axes=tuple(axes[key] for key in keys))
-        changes = "; ".join(_changes(kept_sweep["definition"], definition.describe()))
-        trials = _trials(kept_sweep["trials"], definition) if not changes else []
+        changes = "; ".join(_changes(kept_sweep.definition, definition.describe()))
+        trials = _trials(kept_sweep.trials, definition) if not changes else []
     if changes:
         raise JobError(
             f"{folder} holds a different sweep ({changes}); give this one another name (--name), or replace that "
             "one, with the runs of its trials (--overwrite)"
         )
-    return Record(folder, definition, trials)
+    return SweepRecord(folder, definition, trials)
 
 
 def _new_trials(definition: Definition) -> list[Trial]:
@@ -154,13 +153,12 @@ def _new_trials(definition: Definition) -> list[Trial]:
     return [Trial(number, picked) for number, picked in enumerate(picks, start=1)]
 
 
-def _trials(rows: Sequence[Mapping[str, Any]], definition: Definition) -> list[Trial]:
+def _trials(rows: Sequence[SweepTrial], definition: Definition) -> list[Trial]:
     """Return the trials that a file tells; raise an error of any kind if it is damaged."""
     trials = []
     for row in rows:
-        definition.values(row["picked"])  # raises if the file is damaged
-        metrics = numbers(row["metrics"])
-        trials.append(Trial(int(row["number"]), dict(row["picked"]), row["state"], metrics, str(row["error"])))
+        definition.values(row.picked)  # raises if the file is damaged
+        trials.append(Trial(row.number, row.picked, row.state, numbers(row.metrics), row.error))
     of_grid = definition.search is not None or [one.picked for one in trials] == list(definition.grid())
     if not of_grid or [one.number for one in trials] != list(range(1, len(trials) + 1)):
         raise ValueError("its trials are not those of this sweep")
@@ -195,9 +193,8 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
         return
     wait_until_free(folder, say)
     name = folder.path.rpartition("/")[2]
-    with damage_told(f"{folder}/{SWEEP}"):
-        begun = [one for one in read_json(folder, SWEEP)["trials"] if one["state"] != "waiting"]
-        names = [one["run"] for one in begun if one["run"] == run_name(name, one["number"])]
+    begun = [one for one in SWEEP_JSON.read(folder).trials if one.state != "waiting"]
+    names = [one.run for one in begun if one.run == run_name(name, one.number)]
     # Nothing is removed before all are checked.
     runs = [run for run in map(base.child, names) if run.exists(RUN)]
     for run in runs:
@@ -212,7 +209,7 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
 NAMED = 40  # characters of a value in a trial's name
 
 
-def best_first(record: Record) -> list[Trial]:
+def best_first(record: SweepRecord) -> list[Trial]:
     """Return the trials: the best value of the metric first, at the end those without a value, by their numbers."""
     metric, mode = record.definition.metric, record.definition.mode
     sign = 1 if mode == "min" else -1
@@ -222,13 +219,13 @@ def best_first(record: Record) -> list[Trial]:
     return [*(trial for _, trial in ranked), *(trial for trial in record.trials if trial.number not in known)]
 
 
-def table(record: Record, base: Storage) -> str:
+def table(record: SweepRecord, base: Storage) -> str:
     """Return the trials as a table, best first: number, values, metric, state, run."""
     head, rows = trial_rows(record, base)
     return aligned([[printable(cell) for cell in row] for row in [head, *rows]])
 
 
-def trial_rows(record: Record, base: Storage) -> tuple[list[str], list[list[str]]]:
+def trial_rows(record: SweepRecord, base: Storage) -> tuple[list[str], list[list[str]]]:
     """Return the head of the table and a row for each trial, best first."""
     definition, metric = record.definition, record.definition.metric
     measured = [] if metric is None else [metric]
@@ -242,7 +239,7 @@ def trial_rows(record: Record, base: Storage) -> tuple[list[str], list[list[str]
     return ["trial", *(axis.key for axis in definition.axes), *measured, "state", "run"], rows
 
 
-def has_best(record: Record) -> bool:
+def has_best(record: SweepRecord) -> bool:
     """Return whether the first trial, of those with the best first, has a value of the metric."""
     return any(trial.value(record.definition.metric) is not None for trial in record.trials)
 
@@ -272,7 +269,7 @@ def space(definition: Definition) -> list[str]:
     return lines
 
 
-def to_json(record: Record, base: Storage) -> dict[str, Any]:
+def to_json(record: SweepRecord, base: Storage) -> dict[str, Any]:
     """Return the sweep as JSON values: its trials, best first."""
     definition, ordered = record.definition, best_first(record)
     return {

@@ -25,14 +25,15 @@ from dp_ray.errors import ClusterError, Error, JobError, RunInterrupted, error_r
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.plan.order import derive_seed
+from dp_ray.records import damage_told
 from dp_ray.results.result import Result
 from dp_ray.results.text import relative
-from dp_ray.rundir.claim import read_claim, with_full_init_from, with_shards_of_run
-from dp_ray.rundir.files import RESULT, RUN, damage_told, is_finished, read_json
+from dp_ray.rundir.claim import with_full_init_from, with_shards_of_run
+from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, RUN_JSON, is_finished
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
 from dp_ray.sweeps.record import (
-    Record,
+    SweepRecord,
     Trial,
     best_first,
     has_best,
@@ -198,7 +199,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
             check_targets(job.for_task())
 
 
-def check_places(record: Record, base: Storage) -> None:
+def check_places(record: SweepRecord, base: Storage) -> None:
     """Raise JobError if the place of a trial that has not begun holds something that is not this sweep's."""
     known = {trial.number for trial in record.trials if trial.state != "waiting"}
     for number in range(1, record.definition.count + 1):
@@ -212,7 +213,7 @@ def check_places(record: Record, base: Storage) -> None:
 class Sweep:
     """A sweep that runs: which trial is next, and what becomes of each; several threads may run trials."""
 
-    def __init__(self, record: Record, base: Storage, how: How, say: Say) -> None:
+    def __init__(self, record: SweepRecord, base: Storage, how: How, say: Say) -> None:
         self.stop = Stop()
         self._record = record
         self._base = base
@@ -270,10 +271,10 @@ class Sweep:
         """Return the metrics of a trial whose run has finished although the record does not say so; else None."""
         run = self._base.child(job.run_name)
         asked = with_shards_of_run(with_full_init_from(job.for_task()), self._base)
-        if not is_finished(run) or not asked.has_fingerprint(read_claim(run).get("fingerprint")):
+        if not is_finished(run) or not asked.has_fingerprint(RUN_JSON.read(run).get("fingerprint")):
             return None
         with damage_told(f"{run}/{RESULT}"):
-            return numbers(read_json(run, RESULT)["metrics"])
+            return numbers(RESULT_JSON.read(run)["metrics"])
 
     def _failed(self, trial: Trial, error: Error) -> None:
         if self.stop.is_at_once:
@@ -286,7 +287,7 @@ class Sweep:
             self.stop.is_asked = True
 
 
-def run_sweep(record: Record, base: Storage, how: How) -> None:
+def run_sweep(record: SweepRecord, base: Storage, how: How) -> None:
     """Run the trials of a sweep that are not done; those that fail are told, and the others go on.
 
     At the end, write the page that compares their runs. Raises RunInterrupted if Ctrl-C or SIGTERM stopped the sweep,
@@ -317,7 +318,7 @@ def run_sweep(record: Record, base: Storage, how: How) -> None:
         _write_page(record, base, say)
 
 
-def _write_page(record: Record, base: Storage, say: Say) -> None:
+def _write_page(record: SweepRecord, base: Storage, say: Say) -> None:
     """Write the page of the sweep; a page that cannot be made gets a line, and fails no sweep."""
     try:
         # Not before: a sweep does not wait for them at its start.

@@ -37,7 +37,7 @@ from dp_ray.rundir.checkpoint import (
     steps_of,
 )
 from dp_ray.rundir.files import replacing
-from dp_ray.rundir.history import HISTORY
+from dp_ray.rundir.history import HISTORY, write_piece
 from dp_ray.rundir.ledger import check_newest
 from dp_ray.rundir.start import (
     NEW_HEAD,
@@ -168,12 +168,12 @@ class Checkpointer(Keeper):
             training, train_state = self._training, self._train_state
             about = describe(training, self._trainer, train_state)
             state = self._trainer.state_dict()
-            write_history = self._history.take()
+            rows = self._history.take()
 
             def before_commit() -> None:
                 """Write, in the writer's thread, what has to be there before the checkpoint counts."""
                 check_newest(training.context.run, training.context.attempt)
-                write_history()
+                write_piece(training.context.run.child(HISTORY), rows)
                 self._before()
 
             self._writer.save(train_state.step, about, state, train_state.best_step, before_commit)

@@ -20,7 +20,7 @@ from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.samples import describe_blocks
-from dp_ray.rundir.files import read_json, write_json
+from dp_ray.records import Record
 from dp_ray.rundir.quarantine import QuarantineFiles, forget
 from dp_ray.rundir.start import NEW_HEAD, describe_start, open_start, read_start
 from dp_ray.storage import Storage
@@ -29,6 +29,9 @@ from dp_ray.text import hide_in, listed
 
 PINS = "files-of-{}.json"
 REFERENCE = "reference-of-{}.json"
+PINS_JSON = Record[dict[str, str | None]](dict[str, str | None], missing={}, indent=2)
+# As it is: else the form of a key that is called like a secret, such as `api_key`, would be hidden.
+REFERENCE_JSON = Record[Reference](Reference, hides=False, indent=2)
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def check_unchanged(context: Context, key: str, dataset: Any) -> None:
     digest = hashlib.sha256(json.dumps(sorted(pins.items())).encode()).hexdigest()
     if len(set(gathered(digest))) > 1:
         raise DataError(f"{key}: its files are not the same on all workers; see what each node holds")
-    there = read_json(run, name) if run.exists(name) else {}
+    there = PINS_JSON.read(run, name)
     changes = _changes(there, pins) if there else []
     if changes:
         says = f"its files changed since the run began: {listed(changes)}"
@@ -89,7 +92,7 @@ def check_unchanged(context: Context, key: str, dataset: Any) -> None:
     if is_of_retry:
         gathered(None)  # all have read what rank 0 replaces now
     if context.world.rank == 0 and (is_of_retry or not there):
-        write_json(run, name, pins)
+        PINS_JSON.write(run, pins, name)
 
 
 def _changes(there: dict[str, str | None], here: dict[str, str]) -> list[str]:
@@ -111,8 +114,8 @@ def _changes(there: dict[str, str | None], here: dict[str, str]) -> list[str]:
 def let_files_change(run: Storage, key: str) -> None:
     """Have the next attempt take the files of a dataset as they are now: they were mended. Their names stay."""
     name = PINS.format(key)
-    if run.exists(name):
-        write_json(run, name, dict.fromkeys(read_json(run, name)))
+    if pins := PINS_JSON.read(run, name):
+        PINS_JSON.write(run, dict.fromkeys(pins), name)
 
 
 def check_blocks(job: Job, dataset: Any) -> None:
@@ -179,15 +182,14 @@ def _reference(job: Job, key: str, dataset: Any, run: Storage) -> Reference:
     """Return the run's reference sample of a dataset, which rank 0 chooses when the run begins."""
     name = REFERENCE.format(key)
     if not is_rank_0():
-        return Reference(**json.loads(broadcast("")))
+        return REFERENCE_JSON.parse(broadcast(""))
     if run.exists(name):
-        chosen = Reference(**read_json(run, name))
+        reference = REFERENCE_JSON.read(run, name)
     else:
-        chosen = find_reference(job, dataset, key)
-        # As it is: write_json would hide the form of a key that is called like a secret, such as `api_key`.
-        run.write_text(name, json.dumps(chosen._asdict(), indent=2) + "\n")
-    broadcast(json.dumps(chosen._asdict()))
-    return chosen
+        reference = find_reference(job, dataset, key)
+        REFERENCE_JSON.write(run, reference, name)
+    broadcast(REFERENCE_JSON.text(reference))
+    return reference
 
 
 def forget_from(run: Storage, is_kept: Callable[[int, str], bool]) -> None:

@@ -145,19 +145,6 @@ def _tensor(body: memoryview, dtype: str, shape: list[int], data_offsets: list[i
     return made
 
 
-def read_text(storage: Storage, name: str) -> str:
-    """Return the text of a safetensors file, "" if another program wrote it; reads no tensor.
-
-    Raises StorageError if the file is not safetensors.
-    """
-    with storage.open(name) as stream:
-        try:
-            header = json.loads(stream.read(min(stream.size(), int.from_bytes(stream.read(8), "little"))))
-            return str(header.get("__metadata__", {}).get(TEXT, ""))
-        except (ValueError, AttributeError) as error:
-            raise StorageError(f"{storage}/{name}: is damaged, or no safetensors file: {error}") from None
-
-
 def sha256_of(storage: Storage, name: str) -> str:
     """Return the hash of the tensors' raw bytes, in the order of their names; raise what `read_tensors` does."""
     tensors, _ = read_tensors(storage, name)

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,12 @@ import pyarrow.compute as pc
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.files import dotted
 from dp_ray.job.job import Job
-from dp_ray.rundir.files import RESULT, RUN, read_json
-from dp_ray.rundir.history import history_so_far, is_inner
+from dp_ray.records import IGNORE, Record
+from dp_ray.rundir.files import RESULT_JSON, kept_job
+from dp_ray.rundir.history import history_of, is_inner
 from dp_ray.rundir.lease import last_alive
 from dp_ray.storage import Storage
-from dp_ray.text import counted, hide, hide_in, json_text
+from dp_ray.text import counted, hide, hide_in
 from dp_ray.trackers.process import PACKAGES, Tracker, TrackerError, TrackerProcess, TrackerRefused, check_installed
 
 TRACKERS = "trackers"
@@ -39,23 +40,8 @@ class Memory:
     status: str | None = None
 
 
-def read_memory(run: Storage, name: str) -> Memory:
-    """Return what is remembered of a tracker; nothing if the file is missing or damaged."""
-    try:
-        values: dict[str, Any] = json.loads(run.child(TRACKERS).read_text(f"{name}.json"))
-        return Memory(values["run_id"], int(values["next_step"]), values["status"])
-    except (StorageError, ValueError, KeyError, TypeError):
-        return Memory()
-
-
-def write_memory(run: Storage, name: str, memory: Memory) -> None:
-    """Remember it. What cannot be written is asked of the tracker again."""
-    with suppress(StorageError):
-        folder = run.child(TRACKERS)
-        folder.create()
-        folder.write_text(f"{name}.json", json_text(asdict(memory)) + "\n")
-
-
+# What is not remembered is asked of the tracker again.
+MEMORY_JSON = Record[Memory](Memory, missing=Memory(), damaged=IGNORE, unreachable=IGNORE)
 QUEUED_ROWS = 10_000  # more are forgotten, and read from the history's files later
 ROWS_AT_ONCE = 200
 SEND_SECONDS = 1.0
@@ -83,7 +69,7 @@ class Feed:
         self._connect = connect
         self._run = run
         self._say = say
-        self._memory = read_memory(run, name)
+        self._memory = MEMORY_JSON.read(run.child(TRACKERS), f"{name}.json")
         self._is_remembered = True
         self._remember_at = 0.0
         self._tracker: Tracker | None = None
@@ -192,7 +178,10 @@ class Feed:
     def _remember(self, memory: Memory, at_once: bool = False) -> None:
         self._memory, self._is_remembered = memory, False
         if at_once or time.monotonic() >= self._remember_at:
-            write_memory(self._run, self.name, memory)
+            folder = self._run.child(TRACKERS)
+            with suppress(StorageError):
+                folder.create()
+            MEMORY_JSON.write(folder, memory, f"{self.name}.json")
             self._is_remembered = True
             self._remember_at = time.monotonic() + REMEMBER_SECONDS[self._run.is_atomic]
 
@@ -222,7 +211,7 @@ class Feed:
 
     def _history(self) -> pa.Table:
         """Return the rows in the history's files that the tracker lacks."""
-        table = history_so_far(self._run)
+        table = history_of(self._run)
         if table is None:
             return pa.table({"step": pa.array([], pa.int64())})
         return table.filter(pc.field("step") >= self._memory.next_step)
@@ -289,7 +278,7 @@ def send_late(run_dir: str) -> Iterator[str]:
     Raises JobError if the run goes on, or has no trackers, and StorageError if they still do not answer.
     """
     run = Storage(run_dir)
-    job, result = read_json(run, RUN)["job"], read_json(run, RESULT) if run.exists(RESULT) else {}
+    job, result = kept_job(run, "a training"), RESULT_JSON.read(run)
     names = [name for name in job.get("trackers") or () if name in PACKAGES]
     if not names:
         raise JobError(f"{run}: the job has no trackers but TensorBoard's files")
@@ -304,4 +293,4 @@ def send_late(run_dir: str) -> Iterator[str]:
     if lacking := [feed.name for feed in feeds if not feed.is_done]:
         raise StorageError(f"{run}: {', '.join(lacking)} did not answer: {said[-1]}")
     for name in names:
-        yield f"{name} has all {read_memory(run, name).next_step} steps"
+        yield f"{name} has all {MEMORY_JSON.read(run.child(TRACKERS), f'{name}.json').next_step} steps"

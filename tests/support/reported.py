@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.results.result import Result
-from dp_ray.rundir.history import METRICS, write_piece
+from dp_ray.rundir.history import METRICS
 from dp_ray.steps.times import StepTimeWriter, TimedSteps
 from dp_ray.storage import Storage
+from dp_ray.tables import write_table
 
 EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>{{7*7}}$$x$$"
 
@@ -49,7 +50,7 @@ def history(steps: int, **columns: Any) -> pa.Table:
 
 def write_history(run: Storage, table: pa.Table) -> None:
     """`metrics.parquet`."""
-    write_piece(run, METRICS, table)
+    write_table(run, METRICS, table)
 
 
 def write_times(run: Storage, steps: int, workers: int, node: str = "10.0.0.7") -> None:

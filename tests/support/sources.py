@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # A module imports from its own package and from those before it. CONTRIBUTING.md draws it.
-ORDER = ["text", "tables", "errors", "plan", "storage", "system", "job", "tensors", "data", "engine", "rundir"]
+ORDER = ["text", "errors", "plan", "storage", "records", "tables", "system", "job", "tensors", "data", "engine"]
 ORDER += [
+    "rundir",
     "outputs",
     "trackers",
     "steps",

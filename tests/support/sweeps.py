@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from dp_ray.rundir.files import read_about
+from dp_ray.rundir.files import ABOUT_JSON
 from dp_ray.storage import Storage
 from tests.support import forked, training
 
@@ -111,4 +111,4 @@ def states(base: Storage, name: str = "job-sweep") -> list[str]:
 
 def drivers(base: Storage, name: str = "job-sweep") -> list[int]:
     """How many drivers each of the four runs has had, as the runs' own records tell."""
-    return [len(read_about(base.child(f"{name}-{number}"))) for number in NUMBERS]
+    return [len(ABOUT_JSON.read(base.child(f"{name}-{number}")).drivers) for number in NUMBERS]
