@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Three processes, each with whole files: some tests wait.
 FILES := -n 3 --dist loadfile --no-loadscope-reorder
 FUZZED := $(addprefix tests/test_,fuzz.py constructors.py damaged_data.py data_files.py bad_records.py)
-FUZZED += tests/test_data_jobs_on_s3.py::test_files_of_a_store_are_named_by_the_same_rule
+FUZZED += tests/test_data_on_s3.py::test_files_of_a_store_are_named_by_the_same_rule
 ANOTHER_RAY = ray[default,train]==$(RAY)
 ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
