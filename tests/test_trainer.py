@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from benchmarks.calls import calls_of_a_step
 from dp_ray.engine.optimizer import total_norm
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
@@ -355,3 +356,13 @@ def test_the_norm_of_the_gradients_is_torchs_to_the_bit(dtypes: list[torch.dtype
     draw = torch.Generator().manual_seed(0)
     gradients = [torch.randn(size, generator=draw).to(dtype) for dtype in dtypes for size in (3, 1000, 77)]
     assert torch.equal(total_norm(gradients), nn.utils.get_total_norm(gradients))
+
+
+@pytest.mark.slow
+def test_a_step_makes_few_calls_of_our_own() -> None:
+    """More than these are a sign that what most jobs do not use is asked for in each step."""
+    found = calls_of_a_step()
+    listing = "\n".join(f"{count:.1f} {call.file}: {call.function}" for call, count in found.items())
+    assert sum(found.values()) <= 120, listing
+    assert len(found) <= 90, listing
+    assert len({call.file for call in found}) <= 20, listing

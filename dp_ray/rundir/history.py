@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -194,9 +194,10 @@ class RecentHistory:
             self._rows = [row for row in self._rows if row["step"] >= kept]
             if self._rows:
                 # A table with the columns of all rows: only some have measured values.
-                names = dict.fromkeys(name for row in self._rows for name in row)
-                values = [(name, value) for row in self._rows for name, value in row.items()]
-                have_fractions = {name for name, value in values if not isinstance(value, int | None)}
+                names = dict.fromkeys(chain.from_iterable(self._rows))
+                have_fractions = {
+                    name for row in self._rows for name, value in row.items() if not isinstance(value, int | None)
+                }
                 kinds = [(name, pa.float64() if name in have_fractions else pa.int64()) for name in names]
                 write_table(self.run, RECENT, table_of_rows(self._rows, pa.schema(kinds)))
         ended = time.monotonic()

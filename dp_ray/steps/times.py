@@ -514,7 +514,16 @@ class History:
         """Read the numbers from the device and send them to the driver."""
         with waiting("the GPU, which may be in a collective"):
             numbers = _read_updates([one.update for one in self._pending])
-        rows = [self._row(one, *values) for one, values in zip(self._pending, numbers, strict=True)]
+        rows: list[dict[str, Any]] = []
+        for finished, (totals, norm, missing) in zip(self._pending, numbers, strict=True):
+            row: dict[str, Any] = {"step": finished.step, "epoch": finished.step // self._split.steps}
+            for name, total, weight in zip(self._names, totals[::2], totals[1::2], strict=True):
+                row[name] = total / weight if weight else float("nan")
+            num_rows, seconds = finished.rows - int(missing), finished.seconds
+            row |= {"learning_rate": finished.update.learning_rate, "gradient_norm": norm, "rows": num_rows}
+            row["rows_per_second"] = num_rows / seconds if seconds > 0 else 0.0
+            row["data_wait_seconds"] = finished.data_wait
+            rows.append(row | finished.measured)
         self._pending, self._sent = [], time.perf_counter()
         self._rows += rows
         if rows:
@@ -525,24 +534,6 @@ class History:
         self.flush()
         rows, self._rows = self._rows, []
         return table_of_rows(rows, history_schema(self._names, list(self._extra)))
-
-    def _row(self, finished: _Step, totals: list[float], norm: float, missing: float) -> dict[str, Any]:
-        rows, seconds = finished.rows - int(missing), finished.seconds
-        means = {
-            name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else float("nan")
-            for at, name in enumerate(self._names)
-        }
-        return {
-            "step": finished.step,
-            "epoch": self._split.cursor(finished.step)[0],
-            **means,
-            "learning_rate": finished.update.learning_rate,
-            "gradient_norm": norm,
-            "rows": rows,
-            "rows_per_second": rows / seconds if seconds > 0 else 0.0,
-            "data_wait_seconds": finished.data_wait,
-            **finished.measured,
-        }
 
 
 def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float, float]]:

@@ -1,0 +1,146 @@
+"""What a training step costs beside the bare loop: the CPU time that each library adds to a small model's step.
+
+One process, batches of 32, three layers, clipping on. Each library takes turns with the bare loop every few steps,
+in the same process. accelerate and Lightning Fabric do less in a step: dp_ray also seeds it, votes, checks that no
+forward writes what it may not, keeps the history, the shapes and the times of its parts. Fabric has a row where it is
+installed.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.compare import at_most, compared
+from benchmarks.measure import in_processes
+from benchmarks.table import Row, time_text
+from benchmarks.training import as_a_worker, ours
+from benchmarks.turns import take_turns
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
+
+ROWS, BATCH, WIDTH = 3200, 32, 64
+BLOCK, WARM, TURNS = 50, 4, 60  # steps in a turn; turns that are not measured, and that are
+STEPS = BLOCK * (WARM + TURNS) + 1
+EPOCHS = -(-STEPS * BATCH // ROWS)
+CLIP, RATE = 1.0, 1e-3
+KEYS: dict[str, Any] = {
+    "model": {"target": "benchmarks.tax:three_layers"},
+    "dataset": {"target": "benchmarks.tax:Rows"},
+    "batch_size": BATCH,
+    "epochs": EPOCHS,
+    "max_steps": STEPS,
+    "grad_clip": CLIP,
+    "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": RATE}},
+    "checkpoint": {"every_seconds": None, "every_steps": STEPS},
+}
+
+
+class Rows(Dataset[Any]):
+    """Rows of normal numbers and a class of 10."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(ROWS, WIDTH, generator=generator)
+        self.targets = torch.randint(10, (ROWS,), generator=generator)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.targets[index]
+
+
+def three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def bare(control: StepControl) -> None:
+    """The loop of torch's tutorials."""
+    _loop(control, *_parts(), torch.Tensor.backward, nn.utils.clip_grad_norm_)
+
+
+def accelerated(control: StepControl) -> None:
+    """accelerate's loop, as its documentation shows it."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(*_parts())
+    _loop(control, model, optimizer, loader, accelerator.backward, accelerator.clip_grad_norm_)
+
+
+def fabric(control: StepControl) -> None:
+    """Lightning Fabric's loop, as its documentation shows it."""
+    from lightning_fabric import Fabric
+
+    one = Fabric(accelerator="cpu", devices=1)
+    plain_model, plain_optimizer, plain_loader = _parts()
+    model, optimizer = one.setup(plain_model, plain_optimizer)
+    loader = one.setup_dataloaders(plain_loader)
+
+    def clip(_: Any, most: float) -> None:
+        one.clip_gradients(model, optimizer, max_norm=most)
+
+    _loop(control, model, optimizer, loader, one.backward, clip)
+
+
+def _parts() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = three_layers()
+    return model, torch.optim.AdamW(model.parameters(), lr=RATE), DataLoader(Rows(), BATCH, shuffle=True)
+
+
+def _loop(
+    control: StepControl,
+    model: Any,
+    optimizer: Any,
+    loader: Any,
+    backward: Callable[[torch.Tensor], object],
+    clip: Callable[[Any, float], object],
+) -> None:
+    loss, step = nn.CrossEntropyLoss(), 0
+    for _ in range(EPOCHS):
+        for inputs, targets in loader:
+            if step == STEPS:
+                return
+            control.before(step)
+            optimizer.zero_grad()
+            backward(loss(model(inputs), targets))
+            clip(model.parameters(), CLIP)
+            optimizer.step()
+            step += 1
+
+
+SIDES: dict[str, Callable[[StepControl], object]] = {
+    "dp_ray": partial(ours, "mlp", KEYS, World()),  # KEYS has a model of its own
+    "accelerate": accelerated,
+    "Lightning Fabric": fabric,
+}
+
+
+def taxes(name: str, found: Any) -> None:
+    """One process: what the library's step takes longer than the bare one, in seconds of CPU time, turn by turn."""
+    as_a_worker()
+    costs = take_turns(SIDES[name], bare, BLOCK)[WARM:]
+    found.put([one.cpu - other.cpu for one, other in costs])
+
+
+def measure() -> Iterator[Row]:
+    names = [name for name in SIDES if name != "Lightning Fabric" or find_spec("lightning_fabric")]
+    rounds: dict[str, list[float]] = {name: [] for name in names}
+    context = multiprocessing.get_context("spawn")
+    for _ in range(5):  # a process of each, in turns
+        for name in names:
+            rounds[name].append(median(in_processes(context, taxes, [(name,)])[0]))
+    what = (
+        f"tax: CPU time that a step adds to the bare loop's, one process, batches of {BATCH}, three layers, clipped"
+    )
+    for name in names[1:]:
+        pairs = list(zip(rounds["dp_ray"], rounds[name], strict=True))
+        yield compared(what, pairs, time_text, name, at_most(1.0))
