@@ -1,8 +1,8 @@
 """Count dp_ray's own Python calls in a training step of one process: `python -m benchmarks.calls` lists them.
 
 They are the call events of `sys.setprofile` in dp_ray's files, of a run of six epochs less one of two, by step: an
-MLP, no option on. What happens less than once in two steps is left out, and so are checkpoints by the clock: a run has
-the more of them, the longer it takes.
+MLP, no option on. What happens less than once in two steps is left out, and so are checkpoints by the clock: a run
+has the more of them, the longer it takes.
 """
 
 import os

@@ -20,7 +20,7 @@ from dp_ray.results.text import measured, relative
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir, kept_steps
 from dp_ray.rundir.files import BEFORE_RETRY
-from dp_ray.rundir.history import best_of, is_of_many, summary
+from dp_ray.rundir.history import RECENT, best_of, is_of_many, summary
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.quarantine import count_quarantined, has_set_aside, merge_quarantine, still_missing
 from dp_ray.rundir.start import EMA, weights_path, weights_sha256
@@ -176,10 +176,10 @@ def save_unfinished(
     result: Result, run: Storage, split: Split, monitor: Monitor | None, carry: Sequence[str] = ()
 ) -> None:
     """Save the result of an unfinished run and, if it had workers, how its driver ended."""
-    with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to raise
-        result.save(run)
-        if has_set_aside(run):
-            merge_quarantine(run, carry, still_missing(run, split) if run.exists(BEFORE_RETRY) else ())
+    # The storage may be what failed: the first error is the one to raise. On a full disk what is unfinished takes the
+    # room of what is to be told, of which the end of the driver is the shortest and the most needed.
+    with contextlib.suppress(StorageError):
+        run.remove_unfinished(recursive=True)
         if monitor is not None and monitor.attempts.begun:
             # How this driver ends; a killed driver cannot record its end.
             kept = kept_steps(run, result.task, split)
@@ -190,8 +190,13 @@ def save_unfinished(
                 if monitor.planned_stop.is_asked:  # which keeps the step after which it stops
                     step = kept
                 text = f"stopped by {monitor.planned_stop.by or 'an interrupt'} after step {step}"
-            end = Interruption(IncidentKind.DRIVER, text, step)
-            INCIDENTS_JSON.write(run, monitor.incidents.log.interrupted(end))
+            log = monitor.incidents.log.interrupted(Interruption(IncidentKind.DRIVER, text, step))
+            if not INCIDENTS_JSON.write(run, log):
+                run.delete(RECENT)  # rows that only inform: the resumed run has them again
+                INCIDENTS_JSON.write(run, log)
+        result.save(run)
+        if has_set_aside(run):
+            merge_quarantine(run, carry, still_missing(run, split) if run.exists(BEFORE_RETRY) else ())
         run.remove_unfinished(recursive=True)
 
 
