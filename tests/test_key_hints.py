@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from dp_ray.errors import JobError
-from dp_ray.job.errors import NESTED, TOP
+from dp_ray.job.errors import OTHER_NAMES
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 
@@ -105,6 +105,15 @@ def test_a_key_of_elsewhere_is_answered_with_the_key_here(name: str, key: str) -
         ({"model": {"target": "a:b", "params": {}}}, "model.params: is no key of a job; here it is model.args"),
         ({"timeouts": {"room": 4}}, "timeouts.room: is no key of a job; here it is timeouts.capacity: the new name"),
         ({"workers": {"min_workers": 1}}, "workers.min_workers: is no key of a job; here it is workers.min"),
+        ({"fsdp": {"block": "auto"}}, "fsdp.block: is no key of a job; did you mean fsdp.blocks?"),
+        (
+            {"fsdp": {"mixed_precision": {"grads": "fp32"}}},
+            "fsdp.mixed_precision.grads: is no key of a job; its keys are param, reduce",
+        ),
+        (
+            {"optimizer": {"target": "a:b", "groups": [{"match": "a", "args": {}, "lr": 1}]}},
+            "optimizer.groups.0.lr: is no key of a job; here it is optimizer.groups.0.args.lr",
+        ),
     ],
 )
 def test_a_nested_key_of_elsewhere_is_answered_too(keys: dict[str, Any], says: str) -> None:
@@ -130,10 +139,10 @@ def inner(annotation: Any) -> Any:
 
 
 def test_every_answer_is_a_key_of_a_job_and_no_question_is() -> None:
-    for answer in (*TOP.values(), *NESTED.values()):
+    for answer in OTHER_NAMES.values():
         owner_of(re.split(r"[ :]", answer)[0])
-    assert not TOP.keys() & Job.model_fields.keys()
-    for name in (name for name in NESTED if not name.startswith("scheduler.")):
+    assert not OTHER_NAMES.keys() & Job.model_fields.keys()
+    for name in (name for name in OTHER_NAMES if "." in name and not name.startswith("scheduler.")):
         with pytest.raises(KeyError):
             owner_of(name)
 
