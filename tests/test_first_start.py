@@ -152,8 +152,10 @@ def put_in(address, put, num_cpus=None):
     ray.init(address, num_cpus=num_cpus, include_dashboard=False, **quietly)
     return put("an object of this Ray"), ray.put("another")
 
-left = in_a_new_thread(put_in, "local", put_apart, 1)
-ray.shutdown()
+# The kernel ends a raylet when the thread that started it ends, so that one stays until the Ray is shut down.
+with ThreadPoolExecutor(1) as starter:
+    left = starter.submit(put_in, "local", put_apart, 1).result()
+    ray.shutdown()
 os.environ.clear()
 os.environ.update(before)
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
