@@ -39,7 +39,9 @@ def walked(
         if step == 0:
             pace.expect(num_bytes)
         done = clock.now >= busy_until
+        not_before = pace.not_before
         if pace.is_due(written, is_writing=not done):
+            assert clock.now >= not_before, "the loop would not have asked"
             with pace.saving():
                 clock.now += loop
             written, busy_until = written + writing, clock.now + writing

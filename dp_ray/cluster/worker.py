@@ -1,8 +1,8 @@
 """The function that Ray Train runs on every worker: it runs one job of the session after another.
 
-Begin at `train_loop_per_worker` and `run_job`. Around a job's task stand the process group, which is formed anew for
-each job, a heartbeat, which reports that the worker lives and brings requests, and a stream that sends the lines that
-user code prints to the driver. The heartbeat also injects faults: real signals to real processes at given steps.
+Begin at `train_loop_per_worker` and `run_job`. Three things stand around a job's task. The process group is formed
+anew for each job. A heartbeat reports that the worker lives, and brings requests. A stream sends to the driver what
+user code prints. The heartbeat also injects faults: real signals to real processes at given steps.
 """
 
 import io

@@ -52,10 +52,6 @@ class Placement:
         """The blocks of which each worker gathers the parameters, with torch's records of them."""
         return ()
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that runs the model."""
-        return function(*args)
-
     def forwards(self) -> "Forwards":
         """Return the forwards of an evaluation, a prediction or a training's passes."""
         return Forwards()
@@ -104,10 +100,6 @@ class ShardedPlacement(Placement):
     def blocks(self) -> Blocks:
         """The blocks of which each worker gathers the parameters, with torch's records of them."""
         return self.sharded.blocks
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that runs the model, with the parameters outside its blocks gathered."""
-        return self.sharded.run(function, *args)
 
     def forwards(self) -> "Forwards":
         """Return the forwards of an evaluation, a prediction or a training's passes, each with a dummy batch."""

@@ -112,7 +112,7 @@ class Trainer:
                 clock.enter(Part.BACKWARD)
                 shard.backward(loss)
                 del loss, shard  # before the next batch is loaded
-            has_sums = True
+            has_sums = True  # the pass has waited for the exchange at its end
             clock.enter(Part.UPDATE)
             return self._update(loaded, stats.numbers.sum(0))
         except (RuntimeError, ModelError) as error:
@@ -252,9 +252,7 @@ class RunningShard:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the loss's gradient; in a worker's last shard of the pass, begin the sum over the workers."""
         of = self._pass
-        loss = loss / of.rows
-        if of.optimizer_step.scaler is not None:
-            loss = of.optimizer_step.scaled(loss)
+        loss = of.optimizer_step.scaled(loss / of.rows)
         try:
             if self.is_last:
                 of.reduction.last_backward(loss, of.stats.numbers)
@@ -309,8 +307,8 @@ class Pass:
     def over(self, loaded: LoadedStep, stats: Stats, adds: bool = False, number: int = 0) -> Iterator[RunningShard]:
         """Yield the shards of the step to run, and then what the other workers wait for; every rank calls this.
 
-        At the end, `stats` and gradients are summed over the workers. `number` tells the passes of a step apart, for
-        their random numbers.
+        Take all of them: at its end it waits until `stats` and gradients are summed over the workers. `number` tells
+        the passes of a step apart, for their random numbers.
         """
         earlier = self._set_apart() if adds else None
         if self._forwards is not None:
@@ -332,7 +330,7 @@ class Pass:
             buffers.keep()  # without shard 0, the step leaves the buffers as they are
         left = len(filled)
         for shard, _, batch in loaded.loaded:
-            if not shard.rows:
+            if not shard.rows:  # all of its samples are skipped or set aside
                 continue
             if left < len(filled):
                 buffers.restore()
@@ -341,6 +339,7 @@ class Pass:
             with reduction.shard(shard.shard, not left and not dummies):
                 yield RunningShard(self, shard, batch, shard.rows, not left and not dummies)
             self.running = None
+        # DDP of the others waits for this worker's gradients; FSDP waits for its rounds, which the dummies are.
         if not filled and not dummies and self._world.world_size > 1 and not self._placement.is_sharded:
             dummies = [DummyBatch(None, 0)]
         while dummies:

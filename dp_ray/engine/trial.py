@@ -73,7 +73,7 @@ def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
     if isinstance(placement, ShardedPlacement):
         placement.sharded.round.is_alone = True
     world, model, called = placement.world, placement.model, placement.called
-    forwards = LocalForwards(placement)
+    forwards = LocalForwards(placement.forwards())
     kept_free = []
     for device in world.devices:
         if device.type == "cuda":
@@ -156,15 +156,15 @@ class TrialTraining:
 class LocalForwards(Forwards):
     """The forwards of a worker that is alone, whether its model is whole or sharded."""
 
-    placement: Placement
+    of_all: Forwards
 
     def run(self, function: Run, *args: Any) -> Any:
         """Call a function that runs the model."""
-        return self.placement.run(function, *args)
+        return self.of_all.run(function, *args)
 
     def end(self) -> bool:
         """Free what the last forward has left gathered."""
-        return self.placement.forwards().end()
+        return self.of_all.end()
 
 
 def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:

@@ -66,7 +66,7 @@ class OptimizerStep:
             raise JobError(
                 f"optimizer: {type(self.optimizer).__qualname__} may use all of a parameter to update a part of it, "
                 "so with strategy: fsdp it cannot be bitwise; "
-                f"take one of torch.optim's {names}, or leave bitwise or strategy out"
+                f"take one of torch.optim's {names}, or leave bitwise out"
             )
         self.schedule = Schedule(job.scheduler, self.optimizer)
         # The scaler checks the reduced gradients, so all ranks skip the same steps.
@@ -81,8 +81,9 @@ class OptimizerStep:
         self._num_held = 0
         self._find_left_out()
         # Of such parameters all gradients are alike, so that no step has to look at each.
-        kinds = {(one.device, one.dtype) for one in self._parameters}
-        self._is_plain = not any(map(is_sharded, self._parameters)) and not sparse_parameters(model)
+        trained = [mine for _, mine in self._of_model]  # all of them: the groups may grow
+        kinds = {(one.device, one.dtype) for one in trained}
+        self._is_plain = not any(map(is_sharded, trained)) and not sparse_parameters(model)
         self._is_alike = self._is_plain and len(kinds) == 1 and not any(dtype in HALVES for _, dtype in kinds)
         self._is_bare = self.scaler is None and not job.is_sharded  # an update is that of the optimizer alone
         self._knows_early = self.scaler is None

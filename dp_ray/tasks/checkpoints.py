@@ -137,6 +137,13 @@ class Checkpointer(Keeper):
         train_state.best_by = by
         self._periods = checkpoints_of(job).due.periods(split)
         self._all_agree = trainer.placement.is_sharded
+        # What each checkpoint tells of the job.
+        self._about = {
+            "fingerprint": job.fingerprint(),
+            "cut": training.layout,
+            "updates": updates_of(job),
+            "steps": split.total_steps,
+        }
         self._pace = CheckpointPace(job.checkpoint)
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
@@ -166,7 +173,9 @@ class Checkpointer(Keeper):
         before_save = self._clock.enter(Part.CHECKPOINT)
         with self._pace.saving():
             training, train_state = self._training, self._train_state
-            about = describe(training, self._trainer, train_state)
+            # The optimizer's groups may have grown.
+            own = {"parameters": self._trainer.optimizer_step.names, "running": train_state.to_json()}
+            about = {**self._about, **own}
             state = self._trainer.state_dict()
             rows = self._history.take()
 
@@ -237,18 +246,6 @@ def checkpointing(
     )
     with closing(keeper):
         yield keeper
-
-
-def describe(training: Training, trainer: Trainer, train_state: TrainState) -> dict[str, Any]:
-    """Describe a checkpoint: the job's fingerprint, layout and updates, parameters, steps and running values."""
-    return {
-        "fingerprint": training.context.job.fingerprint(),
-        "cut": training.layout,
-        "updates": updates_of(training.context.job),
-        "parameters": trainer.optimizer_step.names,
-        "steps": training.split.total_steps,
-        "running": train_state.to_json(),
-    }
 
 
 class CheckpointPace:
