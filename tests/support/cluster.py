@@ -65,7 +65,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
             one.terminate()
     _, alive = psutil.wait_procs(family, timeout=2)
     for one in alive:
-        one.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            one.kill()
     _, alive = psutil.wait_procs(alive, timeout=15)
     assert not alive, f"these processes stay: {alive}"
 
