@@ -29,9 +29,9 @@ from dp_ray.cluster.workers import exports_metrics, gauged
 from dp_ray.engine.clock import PARTS, Part, StepClock, TimedStep
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
+from dp_ray.messages import Logged, Report
 from dp_ray.monitor.console import Progress
-from dp_ray.steps.shapes import Report
-from dp_ray.steps.times import Logged, packed
+from dp_ray.steps.times import packed
 from dp_ray.storage import Storage
 from dp_ray.trackers.feed import Feed, about_run, end_all
 from dp_ray.trackers.process import TrackerProcess

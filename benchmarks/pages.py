@@ -23,10 +23,11 @@ from benchmarks.table import Row, time_text
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import TimedSteps
 from dp_ray.report.page import page_of, write_page
 from dp_ray.results.result import Result
 from dp_ray.rundir.history import METRICS
-from dp_ray.steps.times import StepTimeWriter, TimedSteps
+from dp_ray.steps.times import StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from dp_ray.engine.world import World
-from dp_ray.monitor.messages import Message, Shapes, WorkerReady
-from dp_ray.steps.shapes import Report, ShardSpan, Sizes, report_interval
+from dp_ray.messages import Message, Report, ShardSpan, Sizes, WorkerReady
+from dp_ray.steps.shapes import report_interval
 
 MANY = 4_096  # workers
 STEPS_A_SECOND = 50
@@ -25,9 +25,7 @@ class Replay:
         self.in_flight = min(IN_FLIGHT, len(ranks))  # a worker waits for its message before it sends the next
         self.ready_messages = [_packed(WorkerReady(ATTEMPT, world, 0, ())) for world in worlds]
         self.reports = [
-            _packed(Shapes(ATTEMPT, _report(world, first)))
-            for first in range(0, steps, STEPS_IN_A_REPORT)
-            for world in worlds
+            _packed(_report(world, first)) for first in range(0, steps, STEPS_IN_A_REPORT) for world in worlds
         ]
 
     async def ready(self, channel: Any) -> None:
@@ -50,4 +48,4 @@ def _report(world: World, first_step: int) -> Report:
     seen = {0: Sizes("[4, 5]", "[4, 2]", 4)} if first_step == 0 else {}
     times = np.full(STEPS_IN_A_REPORT, 0.1, np.float32)
     span = ShardSpan(first_step, STEPS_IN_A_REPORT, world.rank, 0, times)
-    return Report(world, first_step + STEPS_IN_A_REPORT - 1, seen, [span])
+    return Report(world, first_step + STEPS_IN_A_REPORT - 1, seen, [span], attempt=ATTEMPT)

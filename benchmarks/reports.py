@@ -22,7 +22,6 @@ from benchmarks.measure import alternate, seconds
 from benchmarks.table import Row, time_text
 from dp_ray.cluster.channel import open_channel, send
 from dp_ray.engine.world import World
-from dp_ray.monitor.messages import Shapes
 from dp_ray.plan.split import Shard
 from dp_ray.steps.shapes import Probe, Recorder
 from jobs.tutorial import Model
@@ -56,7 +55,7 @@ def _silent() -> None:
 def _told(channel: Any) -> None:
     model, batch = Model(5, 2), torch.randn(ROWS, 5)
     with (
-        Recorder(World(world_size=2), lambda report: send(channel, Shapes("", report))) as recorder,
+        Recorder(World(world_size=2), lambda report: send(channel, report)) as recorder,
         Probe(model) as probe,
     ):
         for step in range(STEPS):

@@ -20,10 +20,10 @@ from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import CPU, World
 from dp_ray.job.job import Job
+from dp_ray.messages import Send
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
 from dp_ray.system.process import keep_freed_memory
-from dp_ray.tasks.hooks import Send
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
 

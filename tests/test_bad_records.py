@@ -410,14 +410,15 @@ class Failing(Broken):
 def kept_of(errors: dict[int, Exception], names: list[Any], folder: Path) -> tuple[list[int], list[Any], list[str]]:
     """The samples that a prediction uses, its quarantine, and what it says of it."""
     job = prediction({}, on_error={"quarantine": 15}, inputs=["x"], outputs={"carry": ["name"]})
-    dataset, run, said = Failing(errors, names), Storage(str(folder)), []
+    dataset, run = Failing(errors, names), Storage(str(folder))
     run.child("quarantine").create()
-    aside = begin_to_set_aside(Context(job, World(), run, lambda note: said.append(note.text)), "dataset", dataset)
+    notes: list[Any] = []
+    aside = begin_to_set_aside(Context(job, World(), run, notes.append), "dataset", dataset)
     assert aside is not None
     loaded = loader_of(job, dataset, quarantine=aside.quarantine)
     used = [index for indices, _ in loaded for index in indices.tolist()]
     merge_quarantine(run, ["name"])
-    return used, pq.read_table(folder / "quarantine.parquet").to_pylist(), said
+    return used, pq.read_table(folder / "quarantine.parquet").to_pylist(), [note.text for note in notes]
 
 
 @given(

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import logging
 import os
 import pty
 import re
@@ -11,10 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from rich.console import Console as RichConsole
 
+import dp_ray
 from dp_ray.engine.world import World
 from dp_ray.monitor import console as status_line
 from dp_ray.monitor.console import Console, Losses, Progress, StatusLine, _display, rewritten
@@ -211,3 +214,58 @@ def test_a_log_of_a_day_has_few_lines_of_progress(
         now[0] = float(second)
         console.progress(progress)
     assert 1000 < len(capsys.readouterr().err.splitlines()) < 2000
+
+
+class Kept(logging.Handler):
+    """A handler of a program that embeds runs: it keeps the lines, with their level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+@contextmanager
+def handler_on(name: str) -> Iterator[Kept]:
+    handler = Kept()
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+        logging.getLogger("dp_ray").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_program_that_sets_up_the_logger_gets_the_lines_instead_of_stderr(
+    is_own: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with handler_on("dp_ray" if is_own else "") as kept:
+        if not is_own:
+            logging.getLogger("dp_ray").setLevel(logging.INFO)
+        Console("job").say("50 % done")
+        Console("job", quiet=True).say("not said")
+        Console("job", quiet=True).printed(World(1), "by user code")
+    assert kept.lines == [("INFO", "job: 50 % done"), ("INFO", "[rank 1] by user code")]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_handler_of_the_root_alone_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """A program that logs its own things has not asked for the lines."""
+    with handler_on("") as kept:
+        Console("job").say("50 % done")
+    assert (kept.lines, capsys.readouterr().err) == ([], "job: 50 % done\n")
+
+
+def test_a_whole_run_can_be_routed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(storage: str) -> str:
+        dp_ray.run("jobs/tutorial.yaml", workers=0, storage=str(tmp_path / storage))
+        return re.sub(r"\d+\.\d+|\d+ rows/s", "N", capsys.readouterr().err.replace(f"/{storage}/", "/STORAGE/"))
+
+    on_stderr = run("plain")
+    with handler_on("dp_ray") as kept:
+        assert run("routed") == ""
+    lines = "".join(f"{line}\n" for _, line in kept.lines).replace("/routed/", "/STORAGE/")
+    assert re.sub(r"\d+\.\d+|\d+ rows/s", "N", lines) == on_stderr != ""

@@ -30,9 +30,9 @@ from dp_ray.driver.run import Prepared
 from dp_ray.errors import DataError, JobError, RunInterrupted, StorageError
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
+from dp_ray.messages import Interrupted
 from dp_ray.monitor.attempts import interruption_of
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.messages import Interrupted
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs import merging, parts
 from dp_ray.outputs.files import FileMerge, prove_outputs

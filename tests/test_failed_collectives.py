@@ -36,7 +36,7 @@ from dp_ray.engine.world import (
     passes,
 )
 from dp_ray.errors import JobError, ModelError, WorkerError
-from dp_ray.monitor.messages import WorkerExit
+from dp_ray.messages import WorkerExit
 from tests.support.forked import Ended, started
 from tests.support.group import ProcessExit, run_group
 from tests.support.training import mlp

@@ -15,8 +15,8 @@ from dp_ray.engine.recompute import blocks_by_class, choose_blocks
 from dp_ray.engine.sharded.state import casting_anew
 from dp_ray.engine.votes import StepControl
 from dp_ray.errors import JobError
+from dp_ray.messages import Note
 from dp_ray.plan.order import Order
-from dp_ray.tasks.hooks import Note
 from tests.support import training
 from tests.support.cases import OPTIMIZERS, USUAL, compare, job_for
 from tests.support.cluster import Run

@@ -19,8 +19,8 @@ from dp_ray.cluster import workers
 from dp_ray.cluster.workers import GAUGES, exports_metrics, values_of
 from dp_ray.engine.clock import PARTS, TimedStep
 from dp_ray.engine.world import World
+from dp_ray.messages import Report
 from dp_ray.monitor.console import Progress
-from dp_ray.steps.shapes import Report
 from dp_ray.steps.times import packed
 from tests.support.cluster import ROOT, Run, free_port, wait_for_port
 

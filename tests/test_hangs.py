@@ -6,9 +6,9 @@ import pytest
 
 from dp_ray.engine.world import World
 from dp_ray.errors import WorkerError
+from dp_ray.messages import Beat, WorkerReady
 from dp_ray.monitor.attempts import Hangs, NodeControl
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.messages import Beat, WorkerReady
 
 LIMIT = 100.0
 LATE = 110.0

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pytest
 
 from dp_ray.job.job import Job
-from dp_ray.steps.shapes import Report
+from dp_ray.messages import Report
 from dp_ray.steps.times import (
     TIMES,
     Facts,

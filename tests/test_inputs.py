@@ -10,11 +10,11 @@ from torch.utils.data import TensorDataset
 
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import Note
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note
 from dp_ray.tasks.task import run_task
 from tests.support import models, training
 from tests.support.merging import merged

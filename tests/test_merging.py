@@ -31,6 +31,7 @@ from dp_ray.engine.votes import StepControl, StopRequested
 from dp_ray.engine.world import World
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.job.job import Job
+from dp_ray.messages import Report
 from dp_ray.outputs import files as output_files
 from dp_ray.outputs import merging
 from dp_ray.outputs import parts as outputs
@@ -49,7 +50,6 @@ from dp_ray.plan.order import Order
 from dp_ray.plan.split import Done, FilePlan, Frontier, Range, Shard, Split, Work, num_files
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, Ledger
-from dp_ray.steps.shapes import Report
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
 from tests.support import models

@@ -19,26 +19,27 @@ from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms, 
 from dp_ray.driver import in_process
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError
-from dp_ray.monitor import attempts, console, watchdog
-from dp_ray.monitor.attempts import NodeControl
-from dp_ray.monitor.console import Console, Progress
-from dp_ray.monitor.messages import (
+from dp_ray.messages import (
     Beat,
     Failed,
     Interrupted,
     Message,
+    Note,
     Printed,
-    Shapes,
+    Report,
+    Sizes,
     Started,
     Starting,
     WorkerReady,
     error_of,
 )
+from dp_ray.monitor import attempts, console, watchdog
+from dp_ray.monitor.attempts import NodeControl
+from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.monitor import Monitor, listening
 from dp_ray.plan.split import Shard
 from dp_ray.rundir.incidents import IncidentKind
-from dp_ray.steps.shapes import Recorder, Report, Sizes
-from dp_ray.tasks.hooks import Note
+from dp_ray.steps.shapes import Recorder
 from tests.support.builders import attempts_of, monitor_of
 
 SEEN = Sizes("[5, 5]", "[5, 2]", 5)
@@ -51,7 +52,7 @@ def ready(attempt: str, rank: int, world_size: int = 2) -> WorkerReady:
 def reported(attempt: str, rank: int, steps: int) -> list[Message]:
     """What a real Recorder of this rank sends for its shard of `steps` steps."""
     sent: list[Message] = []
-    with Recorder(World(rank, 2), lambda report: sent.append(Shapes(attempt, report)), interval=60) as recorder:
+    with Recorder(World(rank, 2), sent.append, 60, attempt) as recorder:
         for step in range(steps):
             recorder.on_shard(Shard(step, rank, 0, 5), SEEN, 1.0)
             recorder.on_step(step)
@@ -421,7 +422,7 @@ def test_the_workers_of_an_attempt_stand_in_the_order_of_their_ranks() -> None:
 
 def test_reports_that_come_before_their_attempt_begins_are_given_once() -> None:
     found = attempts_of()
-    early = [Shapes(name, Report(World(0, 2), 0, {}, [])) for name in ("b", "a", "b")]
+    early = [Report(World(0, 2), 0, {}, [], attempt=name) for name in ("b", "a", "b")]
     for one in early:
         found.hold_early(one)
     for worker in (ready("a", 0), ready("a", 1), ready("b", 0)):

@@ -14,7 +14,7 @@ from dp_ray.engine.model import build_model
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.plan import split_of
-from dp_ray.monitor.messages import Failed, error_of
+from dp_ray.messages import Failed, error_of
 from dp_ray.plan.costs import USABLE
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task

@@ -14,7 +14,7 @@ from torch import nn
 from dp_ray.engine.optimizer import build_optimizer
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
-from dp_ray.tasks.hooks import Note
+from dp_ray.messages import Note
 from tests.support import training
 from tests.support.group import history_of, run_group
 from tests.support.trainings import assert_close, initial, job_of, mean_loss

@@ -21,6 +21,7 @@ from dp_ray.engine.bad_samples import Reference
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
+from dp_ray.messages import Report, ShardSpan, Sizes, TimedSteps
 from dp_ray.outputs.files import FILE_JSON, MANIFEST_JSON, FileRecord
 from dp_ray.outputs.read import PREVIEWS_JSON, Preview
 from dp_ray.plan.split import Done, Range
@@ -35,8 +36,7 @@ from dp_ray.rundir.quarantine import RECORDS_JSON
 from dp_ray.rundir.start import INDEX_JSON, PIN_JSON, Start, WeightsIndex
 from dp_ray.steps import times
 from dp_ray.steps.reports import Collector, Journal, read_journal, table_of
-from dp_ray.steps.shapes import Report, ShardSpan, Sizes
-from dp_ray.steps.times import StepTimeWriter, TimedSteps, read_step_times
+from dp_ray.steps.times import StepTimeWriter, read_step_times
 from dp_ray.storage import Storage
 from dp_ray.system.process import Process
 from dp_ray.tables import PartTable, read_table, write_table

@@ -16,6 +16,7 @@ import torch
 
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
+from dp_ray.messages import Sizes
 from dp_ray.outputs.files import MANIFEST
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import FilePlan, Split, Work
@@ -24,7 +25,7 @@ from dp_ray.results.text import Table
 from dp_ray.rundir.files import RESULT, SHAPES
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.steps.reports import Collector, ReportFile
-from dp_ray.steps.shapes import Recorder, ShardReport, Sizes
+from dp_ray.steps.shapes import Recorder, ShardReport
 from dp_ray.storage import Storage
 from tests.support.builders import writer_of
 from tests.support.merging import begin, merge

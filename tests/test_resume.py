@@ -13,11 +13,11 @@ from torch import nn
 
 from dp_ray.engine.trainer import Update
 from dp_ray.errors import StorageError
+from dp_ray.messages import Note
 from dp_ray.plan.split import Split
 from dp_ray.rundir.history import best_of, merge_history, read_history, summary, write_piece
 from dp_ray.steps.times import History
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, measured, run_group, weights_of
 from tests.support.trainings import STEPS_OF_22, job_of

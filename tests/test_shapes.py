@@ -24,6 +24,7 @@ from torch import nn
 
 from dp_ray.engine.world import World
 from dp_ray.errors import ModelError
+from dp_ray.messages import Report, ShardSpan, Sizes
 from dp_ray.plan.split import Done, Range, Shard
 from dp_ray.steps import reports
 from dp_ray.steps.reports import (
@@ -36,18 +37,7 @@ from dp_ray.steps.reports import (
     read_spans,
     table_of,
 )
-from dp_ray.steps.shapes import (
-    Probe,
-    Recorder,
-    Report,
-    ShardReport,
-    ShardSpan,
-    Sizes,
-    decode_sizes,
-    encode_sizes,
-    report_interval,
-    shape_lines,
-)
+from dp_ray.steps.shapes import Probe, Recorder, ShardReport, decode_sizes, encode_sizes, report_interval, shape_lines
 from dp_ray.storage import Storage
 
 Size = torch.Size

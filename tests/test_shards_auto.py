@@ -21,10 +21,10 @@ from dp_ray.driver.planning import plan_job
 from dp_ray.driver.verify import verify
 from dp_ray.errors import JobError, ModelError, RunInterrupted
 from dp_ray.job.job import Job
+from dp_ray.messages import ShardsFound
 from dp_ray.plan.costs import Plan, shard_counts
 from dp_ray.rundir.claim import unfinished
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import ShardsFound
 from tests.support import training
 from tests.support.bad_data import Broken
 from tests.support.builders import run_dir_of

@@ -12,9 +12,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dp_ray
 from dp_ray.errors import JobError, ModelError
+from dp_ray.messages import StoppedEarly
 from dp_ray.rundir.checkpoint import load_checkpoint
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import StoppedEarly, TrainingView
+from dp_ray.tasks.hooks import TrainingView
 from tests.support import training
 from tests.support.cluster import Run
 from tests.support.group import StopsBefore, StopsBeforeItsWeights, history_of, run_group, weights_of

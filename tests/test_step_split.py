@@ -18,11 +18,12 @@ from dp_ray.driver.run import Options, Prepared
 from dp_ray.engine.clock import PARTS, DeviceClock, Part, SilentClock, StepClock
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import TimedSteps
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.rundir.claim import RunDir
 from dp_ray.steps import times as step_time_files
-from dp_ray.steps.times import SCHEMA, STEP_PARTS, TIMES, StepTimeWriter, TimedSteps, packed, read_step_times
+from dp_ray.steps.times import SCHEMA, STEP_PARTS, TIMES, StepTimeWriter, packed, read_step_times
 from dp_ray.storage import Storage
 from tests.support.training import Pairs, mlp
 

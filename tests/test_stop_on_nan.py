@@ -12,8 +12,8 @@ from dp_ray.cluster.worker import _ending_of
 from dp_ray.engine.votes import LossWatch, NotFinite
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
+from dp_ray.messages import Ending
 from dp_ray.monitor.console import Console, Losses
-from dp_ray.monitor.messages import Ending
 from dp_ray.plan.order import Order
 from dp_ray.storage import Storage
 from tests.support.cli import status_of

@@ -20,13 +20,12 @@ from dp_ray.engine.loading import next_batch
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, Error, ModelError
 from dp_ray.job.job import Job
+from dp_ray.messages import Note, Report
 from dp_ray.outputs.files import prove_outputs
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
 from dp_ray.rundir.ledger import PARTS
-from dp_ray.steps.shapes import Report
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note
 from dp_ray.tasks.task import run_task
 from tests.support import models
 from tests.support.cluster import free_port

@@ -8,8 +8,8 @@ import torch
 
 import dp_ray
 from dp_ray.job.job import Job
+from dp_ray.messages import Note
 from dp_ray.rundir.ledger import PARTS
-from dp_ray.tasks.hooks import Note
 from tests.support import models, training
 from tests.support.group import run_group
 from tests.support.three_tasks import FILE, UNTRAINED

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import dp_ray
+from dp_ray import messages
 from dp_ray.cluster import worker
 from dp_ray.cluster.channel import WorkerConfig
 from dp_ray.engine.step import build_step
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError, WorkerError, frames_of
 from dp_ray.job.job import Job
-from dp_ray.monitor import messages
-from dp_ray.monitor.messages import Failed, error_of
+from dp_ray.messages import Failed, error_of
 from tests.support import training
 from tests.support.cli import status_of
 from tests.support.group import ProcessExit, run_group

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from dp_ray.engine.world import World
-from dp_ray.monitor.messages import Beat, WorkerReady
+from dp_ray.messages import Beat, WorkerReady
 from dp_ray.monitor.watchdog import SILENT_BEATS, Watchdog
 
 READS = '  File "data.py", line 3, in __getitem__\n    time.sleep(1e9)\n'

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from dp_ray.cluster.channel import Ask, Request, Why
 from dp_ray.cluster.resources import Resources, capacity_for, text_of, times
-from dp_ray.monitor.messages import Ending, Interrupted, Waits, WorkerExit
+from dp_ray.messages import Ending, Interrupted, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.text import counted
 

@@ -35,7 +35,7 @@ from dp_ray.cluster.decisions import (
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
 from dp_ray.errors import ClusterError
-from dp_ray.monitor.messages import GaveUp, Message, Starting, Waits
+from dp_ray.messages import GaveUp, Message, Starting, Waits
 from dp_ray.system.imports import prepare_imports
 from dp_ray.text import counted
 

@@ -36,8 +36,7 @@ from dp_ray.engine.world import CPU, Cause, World, error_of, failed_collective, 
 from dp_ray.errors import ClusterError, JobError, WorkerError, frames_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
-from dp_ray.monitor.faults import Fault
-from dp_ray.monitor.messages import (
+from dp_ray.messages import (
     Beat,
     Ending,
     Failed,
@@ -50,7 +49,7 @@ from dp_ray.monitor.messages import (
     beat_interval,
     kind_of,
 )
-from dp_ray.monitor.monitor import message_of
+from dp_ray.monitor.faults import Fault
 from dp_ray.rundir.claim import check_shared
 from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
@@ -144,7 +143,7 @@ def run_assigned(
                 job,
                 world,
                 run,
-                lambda what: send(channel, message_of(attempt, what), worker.number),
+                lambda message: send(channel, message, worker.number),
                 heartbeat,
                 assigned.rows,
             )
@@ -335,7 +334,7 @@ class Heartbeat(StepControl):
     ) -> None:
         self._channel = channel
         self._number = number
-        self._attempt = attempt
+        self.attempt = attempt
         self._world = world
         self._limit = limit
         self._faults = list(faults)
@@ -362,13 +361,13 @@ class Heartbeat(StepControl):
         self._since = time.monotonic()
         if self._first is None:
             self._first = step
-            send(self._channel, Started(self._attempt, self._world.rank, step), self._number)
+            send(self._channel, Started(self.attempt, self._world.rank, step), self._number)
         for fault in [one for one in self._faults if one.is_due(self._world, step)]:
             self._faults.remove(fault)
             # An earlier attempt may have injected it; a worker is slow in each attempt.
             if fault.action != "slow" and not ray.get(self._channel.fire.remote(fault.number)):
                 continue
-            injected = FaultInjected(self._attempt, self._world, str(fault), fault.what == "driver")
+            injected = FaultInjected(self.attempt, self._world, str(fault), fault.what == "driver")
             send(self._channel, injected, self._number)
             if fault.action == "slow":
                 self._delay += fault.seconds or 0.0
@@ -405,7 +404,7 @@ class Heartbeat(StepControl):
 
     def _end(self, wait: bool) -> None:
         self.through()
-        ray.get(self._channel.end.remote(self._attempt, self._world.rank, self._world.world_size, wait))
+        ray.get(self._channel.end.remote(self.attempt, self._world.rank, self._world.world_size, wait))
 
     def __enter__(self) -> "Heartbeat":
         self._thread.start()
@@ -426,7 +425,7 @@ class Heartbeat(StepControl):
             if frame is not None:
                 waits = waits_for() or ("a collective of the user's code" if is_in_collective(frame) else "")
                 stack = "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:])  # innermost frame last
-            beat = Beat(self._attempt, self._world.rank, self._step, seconds, stack, waits)
+            beat = Beat(self.attempt, self._world.rank, self._step, seconds, stack, waits)
             try:
                 request: Ask = ray.get(self._channel.put.remote(encoded(beat), self._number))
             except ray.exceptions.RayError:

@@ -41,10 +41,10 @@ from dp_ray.engine.votes import StopRequested
 from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
+from dp_ray.messages import WorkerReady, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Progress
 from dp_ray.monitor.faults import Fault
-from dp_ray.monitor.messages import WorkerReady, error_of
 from dp_ray.monitor.monitor import NO_METRIC, Monitor, listening
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.imports import postponed

@@ -10,8 +10,8 @@ from dp_ray.engine.clock import utilization
 from dp_ray.engine.timed_loader import share_of_wait
 from dp_ray.errors import RunInterrupted, StorageError, frames_of
 from dp_ray.job.job import Job
+from dp_ray.messages import WorkerReady
 from dp_ray.monitor.console import Progress
-from dp_ray.monitor.messages import WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs.files import outputs_path, outputs_sha256
 from dp_ray.plan.split import Split
@@ -60,7 +60,7 @@ def result_of(
     attempts = monitor.attempts.begun if monitor else []
     incidents = monitor.incidents.log if monitor else IncidentLog()
     storage = claimed.storage
-    times = monitor.task_messages.times if monitor else {}
+    times = monitor.times if monitor else {}
     merged = error is None and job.task == "predict"
     trained = error is None and job.task == "train"
     seconds = round(time.monotonic() - started, 3)
@@ -83,7 +83,7 @@ def result_of(
         data_wait_share=share_of_wait(list(times.values())),
         restarts=len(incidents.interruptions),
         interruptions=[one.to_json() for one in incidents.interruptions],
-        metrics=summary(storage) if trained else monitor.task_messages.metrics if monitor else {},
+        metrics=summary(storage) if trained else monitor.metrics if monitor else {},
         quarantined=count_quarantined(storage),
         seconds=seconds,
         **_time_values(job, claimed, outside, is_in_session, monitor),
@@ -102,7 +102,7 @@ def _training_values(job: Job, storage: Storage, monitor: Monitor | None) -> dic
     wanted = job.checkpoint.best
     kept = steps_of(storage.child(CHECKPOINTS))
     best = best_of(storage, wanted.metric, wanted.mode, kept) if wanted else None
-    early = monitor.task_messages.stopped_early if monitor else None
+    early = monitor.stopped_early if monitor else None
     return {
         "best": with_best_weights(best, storage),
         "ema": job.ema
@@ -150,7 +150,7 @@ def _time_values(
         after_start = steady(table)
         # The split is of the same steps as the verdict.
         values |= {"time_split": time_split(after_start), "verdict": verdict and verdict.text}
-        flops = monitor.task_messages.flops if monitor else None
+        flops = monitor.flops if monitor else None
         if flops is not None:
             devices = max(1, job.num_devices * len(worker_splits(after_start)))
             mfu = utilization(flops, rows_per_second(after_start), devices)

@@ -15,8 +15,8 @@ from dp_ray.engine.world import World
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
-from dp_ray.monitor.messages import HERE, Started, WorkerReady
-from dp_ray.monitor.monitor import Monitor, message_of
+from dp_ray.messages import HERE, Message, Started, WorkerReady
+from dp_ray.monitor.monitor import Monitor
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.process import environment
 from dp_ray.system.threads import planned_stops
@@ -38,9 +38,9 @@ def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, 
 
     control = DriverStepControl(monitor)
 
-    def send(what: Any) -> None:
+    def send(message: Message) -> None:
         with control.one_at_a_time:
-            monitor.take(message_of(HERE, what))
+            monitor.take(message)
             monitor.tick()
 
     def ask_to_stop(signal_name: str) -> bool:
@@ -59,6 +59,7 @@ class DriverStepControl(StepControl):
     """Step control in the driver's own process: it tells the monitor, ten times a second, which step begins."""
 
     monitor: Monitor
+    attempt: str = field(default=HERE, init=False)
     _reported: float = field(default=0.0, init=False)
     # A recorder's thread sends reports, the task's thread the rest.
     one_at_a_time: threading.Lock = field(default_factory=threading.Lock, init=False)

@@ -25,6 +25,7 @@ from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError, RunInterrupted, StorageError, WorkerError, shorten
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
+from dp_ray.messages import ShardSpan, Sizes
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
@@ -62,7 +63,6 @@ from dp_ray.rundir.listing import PROGRESS
 from dp_ray.rundir.quarantine import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
 from dp_ray.rundir.start import LINKS, first_step
 from dp_ray.steps.reports import REPORTS, ReportFile, read_journal, read_spans
-from dp_ray.steps.shapes import ShardSpan, Sizes
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.system.threads import planned_stops, repeated
@@ -308,7 +308,7 @@ class Execution:
                         self.workers(prepared, self.claimed, monitor, self.console)
             finally:
                 monitor.close()
-            shards = monitor.task_messages.shards_found
+            shards = monitor.shards_found
             if shards is None:
                 raise WorkerError("shards: auto: the workers ended without a number of shards; run the job again")
             job = job.model_copy(update={"shards": shards})
@@ -384,8 +384,8 @@ class Execution:
         if job.task == "predict":
             prove_outputs(run, split.rows_kept, positions_set_aside(run))
         elif job.task == "train":
-            ended = self.monitor.task_messages.end_of(split.total_steps) if self.monitor else split.total_steps
-            merge_history(run.child(HISTORY), run, ended, first_step(run))
+            early = self.monitor.stopped_early if self.monitor else None
+            merge_history(run.child(HISTORY), run, early.step if early else split.total_steps, first_step(run))
         if job.on_error is not None or has_set_aside(run):
             merge_quarantine(run, self._carried)
 

@@ -165,8 +165,10 @@ class StepControl:
 
     `wants_stop` asks the worker to stop once all workers agree, or after its current step if it is the only one.
     `take_save` asks, once, to keep the work so far now. `slows` says whether `take_delay` may ask to sleep.
+    `attempt` names the workers that were started together for a job, for the driver.
     """
 
+    attempt = ""
     wants_stop = False
     slows = False
 

@@ -1,6 +1,6 @@
 """Follow a run on the driver, without Ray: take in the workers' messages and show how the job goes.
 
-Begin at `monitor.Monitor.take`: it dispatches on the messages of `messages.py`. `console.py` shows the progress,
+Begin at `monitor.Monitor.take`: it dispatches on the messages of `dp_ray/messages.py`. `console.py` shows progress,
 `watchdog.py` finds workers that hang, `attempts.py` keeps the state of each attempt, `faults.py` parses `--inject`.
 See docs/how-it-works.md.
 """

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from dp_ray.errors import WorkerError
 from dp_ray.job.job import Job
+from dp_ray.messages import Finished, GaveUp, Interrupted, Report, WorkerReady
 from dp_ray.monitor.console import Console, Progress
-from dp_ray.monitor.messages import Finished, GaveUp, Interrupted, Shapes, WorkerReady
 from dp_ray.monitor.watchdog import Hang, Watchdog
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.storage import Storage
@@ -35,7 +35,7 @@ class Attempts:
     _newest: str | None = None  # the attempt whose worker was the last to become ready
     _stepping: set[str] = field(default_factory=set)  # attempts of which a worker has begun a step
     _gathering: dict[str, dict[int, WorkerReady]] = field(default_factory=dict)  # ready workers, by attempt and rank
-    _early: dict[str, list[Shapes]] = field(default_factory=dict)
+    _early: dict[str, list[Report]] = field(default_factory=dict)
     _finished: dict[str, dict[int, Finished]] = field(default_factory=dict)
 
     def take(self, worker: WorkerReady) -> tuple[WorkerReady, ...]:
@@ -76,11 +76,11 @@ class Attempts:
         """Whether the newest attempt has begun to step."""
         return self._current in self._stepping
 
-    def hold_early(self, shapes: Shapes) -> None:
+    def hold_early(self, report: Report) -> None:
         """Hold a report of an attempt until all of its workers are ready."""
-        self._early.setdefault(shapes.attempt, []).append(shapes)
+        self._early.setdefault(report.attempt, []).append(report)
 
-    def take_early(self) -> list[Shapes]:
+    def take_early(self) -> list[Report]:
         """Return the newest attempt's reports that arrived before it began; once."""
         return self._early.pop(self._current or "", [])
 

@@ -1,9 +1,11 @@
 """Show the user how a job goes: a live display on a terminal, one line in a notebook, else a line every 5 s.
 
-All of it goes to stderr; stdout is for the output that the user asks for (`--shapes`, `--json`). `Console` prints,
+All of it goes to stderr; stdout is for the output that the user asks for (`--shapes`, `--json`). A program that has
+set up the logger `dp_ray`, by a handler or by a level, gets the lines as records instead. `Console` prints,
 `Progress` holds what is shown, `Losses` prints a training's losses and metrics.
 """
 
+import logging
 import math
 import os
 import sys
@@ -21,11 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dp_ray.engine.world import World
+from dp_ray.messages import Report
 from dp_ray.results.text import measured
-from dp_ray.steps.shapes import Report
 from dp_ray.system.threads import if_longer, repeated
 from dp_ray.text import harmless, hide, replay_command
 
+LOG = logging.getLogger("dp_ray")
 REFRESH_SECONDS = 0.5
 
 
@@ -181,7 +184,12 @@ class Console:
         self._newest = ""
 
     def _print(self, line: str) -> None:
-        if self._live:
+        if LOG.handlers or LOG.level:
+            # Not by `propagate`: pytest gives loggers that do not propagate a handler, which would take the lines.
+            if not LOG.level:  # else the root's level, WARNING, would drop them
+                LOG.setLevel(logging.INFO)
+            LOG.info(line)
+        elif self._live:
             self._rich.print(line, markup=False, soft_wrap=True)
         else:
             print(f"{line}\n", end="", file=sys.stderr, flush=True)  # one write: other threads print lines too

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -21,6 +20,32 @@ import numpy as np
 from dp_ray.engine.clock import Flops
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import (
+    HERE,
+    Beat,
+    Failed,
+    FaultInjected,
+    Finished,
+    FlopsCounted,
+    GaveUp,
+    Interrupted,
+    Keep,
+    Logged,
+    Measured,
+    Message,
+    Note,
+    Printed,
+    Report,
+    ShardsFound,
+    ShardSpan,
+    Sizes,
+    Started,
+    Starting,
+    StoppedEarly,
+    Waits,
+    WorkerReady,
+    WorkerTimes,
+)
 from dp_ray.monitor.attempts import (
     Attempts,
     Hangs,
@@ -32,34 +57,16 @@ from dp_ray.monitor.attempts import (
     interruption_of,
 )
 from dp_ray.monitor.console import Console, Losses, Progress
-from dp_ray.monitor.messages import (
-    HERE,
-    Beat,
-    Failed,
-    FaultInjected,
-    Finished,
-    GaveUp,
-    Interrupted,
-    Message,
-    Printed,
-    Shapes,
-    Started,
-    Starting,
-    TaskMessage,
-    Waits,
-    WorkerReady,
-)
 from dp_ray.plan.split import Split
 from dp_ray.results.text import relative
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.listing import PROGRESS_JSON
 from dp_ray.steps.reports import REPORTS, Collector, Journal, ReportColumns, ReportFile
-from dp_ray.steps.shapes import Keep, Report, ShardSpan, Sizes, decode_sizes, shape_lines
-from dp_ray.steps.times import TIMES, Logged, StepTimeWriter
+from dp_ray.steps.shapes import decode_sizes, shape_lines
+from dp_ray.steps.times import TIMES, StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.system.threads import repeated
-from dp_ray.tasks.hooks import Measured, Note, ShardsFound, StoppedEarly, WorkerTimes
 from dp_ray.text import counted
 
 
@@ -102,8 +109,13 @@ class Monitor:
         self._console = console
         self.waits = LongWaits(job, self.attempts, self.progress, console.say)
         self._hangs = Hangs(job.timeouts.step, job.retries, console)
-        losses = Losses(console, relative(str(storage)) if storage else "RUN_DIR")
-        self.task_messages = TaskMessages(list(writers), self.progress, console, losses)
+        self._losses = Losses(console, relative(str(storage)) if storage else "RUN_DIR")
+        self._writers = list(writers)
+        self.metrics: dict[str, float] = {}  # the last that an evaluation measured
+        self.times: dict[int, dict[str, float]] = {}  # of the workers' loops, by rank
+        self.flops: Flops | None = None  # of a row, if the job asks for them
+        self.shards_found: int | None = None  # by `shards: auto`
+        self.stopped_early: StoppedEarly | None = None  # why a training ended before its last step
         self.shape_reports = ShapeReports(
             file, storage, self.progress, self.incidents, console, shapes, job.batch_dim
         )
@@ -113,12 +125,28 @@ class Monitor:
         match message:
             case WorkerReady():
                 self._worker_ready(message)
-            case Shapes():
-                self._shapes(message)
-            case TaskMessage(what=Keep()):
+            case Report():
+                self._report(message)
+            case Keep():
                 self.shape_reports.keep()
-            case TaskMessage(what=what):
-                self.task_messages.take(what)
+            case Note(text=text) | Waits(what=text):
+                self._console.say(text)
+            case Logged(rows=rows):
+                self.progress.last = rows[-1]
+                for writer in self._writers:
+                    writer.add(rows)
+                self._losses.say(rows)
+            case Measured(metrics=metrics):
+                self.metrics = metrics
+            case WorkerTimes(rank=rank, seconds=seconds):
+                self.times[rank] = seconds
+            case FlopsCounted(flops=flops):
+                self.flops = flops
+            case ShardsFound(shards=shards):
+                self.shards_found = shards
+            case StoppedEarly():
+                self.stopped_early = message
+                self._console.say(message.text)
             case Printed(world=world, lines=lines):
                 for line in lines:
                     self._console.printed(world, line)
@@ -138,8 +166,6 @@ class Monitor:
                 self.attempts.interrupt()
                 self.failed = None  # the next attempt may succeed
                 self.incidents.interrupt(interruption_of(message, lost, hung, self.progress.step, self.node_control))
-            case Waits(what=what):
-                self._console.say(what)
             case FaultInjected(what=what, world=world):
                 self._console.say(f"fault injection: {what}, by {world}")
                 if message.is_the_drivers:
@@ -157,8 +183,8 @@ class Monitor:
         workers = self.attempts.take(worker)
         if not workers:
             return
-        self.failed = None
-        self.task_messages.begin()
+        self.failed = self.stopped_early = None
+        self.times.clear()
         self._hangs.watch(workers)
         self.incidents.begin(len(workers))
         worlds = [one.world for one in workers]
@@ -168,14 +194,14 @@ class Monitor:
         self._console.say(f"{'in this process' if worker.attempt == HERE else where} ({devices})")
         self.shape_reports.begin(worlds, len(self.incidents.log.world_sizes) - 1)
         self.progress.start(worlds)
-        for shapes in self.attempts.take_early():
-            self._shapes(shapes)
+        for report in self.attempts.take_early():
+            self._report(report)
 
-    def _shapes(self, shapes: Shapes) -> None:
-        if self.attempts.is_current(shapes.attempt):
-            self.progress.take(shapes.report, self.shape_reports.take(shapes.report))
+    def _report(self, report: Report) -> None:
+        if self.attempts.is_current(report.attempt):
+            self.progress.take(report, self.shape_reports.take(report))
         else:
-            self.attempts.hold_early(shapes)
+            self.attempts.hold_early(report)
 
     def begin(self, what: str) -> None:
         """Show `what` as the current phase, before the first step."""
@@ -201,7 +227,9 @@ class Monitor:
         """Finish the shape reports and the history; workers can no longer be asked to stop."""
         self.planned_stop.is_closed = True
         self.shape_reports.close()
-        self.task_messages.close()
+        self._losses.end()
+        for writer in self._writers:
+            writer.close()
 
 
 class ShapeReports:
@@ -303,68 +331,6 @@ class ShapeReports:
                     seen = collector.seen[number]
                     self._decoded[number] = decode_sizes(seen.input_size), decode_sizes(seen.output_size)
             yield from shape_lines([self._decoded[number] for number in numbers], self._batch_dim)
-
-
-@dataclass
-class TaskMessages:
-    """What a task has sent besides its shape reports: notes, its history, the metrics of an evaluation.
-
-    `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank; `flops`
-    the operations of a row, if the job asks for them; `shards_found` the number that `shards: auto` has found.
-    `stopped_early` says why a training ended before its last step.
-    """
-
-    writers: Sequence[Writer]
-    progress: Progress
-    console: Console
-    losses: Losses
-    metrics: dict[str, float] = field(default_factory=dict)
-    times: dict[int, dict[str, float]] = field(default_factory=dict)
-    flops: Flops | None = None
-    shards_found: int | None = None
-    stopped_early: StoppedEarly | None = None
-
-    def begin(self) -> None:
-        """Forget what an attempt sent at its end: another one begins."""
-        self.times.clear()
-        self.stopped_early = None
-
-    def take(self, what: Any) -> None:
-        """Process what a task sent."""
-        match what:
-            case Note(text=text):
-                self.console.say(text)
-            case Measured(metrics=metrics):
-                self.metrics = metrics
-            case WorkerTimes(rank=rank, seconds=seconds):
-                self.times[rank] = seconds
-            case StoppedEarly():
-                self.stopped_early = what
-                self.console.say(what.text)
-            case Flops():
-                self.flops = what
-            case ShardsFound(shards=shards):
-                self.shards_found = shards
-            case Logged(rows=rows):
-                self.progress.last = rows[-1]
-                for writer in self.writers:
-                    writer.add(rows)
-                self.losses.say(rows)
-
-    def end_of(self, steps: int) -> int:
-        """Return how many steps a finished training has: all `steps`, or fewer if it stopped early."""
-        return steps if self.stopped_early is None else self.stopped_early.step
-
-    def close(self) -> None:
-        """Write what is left of the history, when no more rows come."""
-        self.losses.end()
-        for writer in self.writers:
-            writer.close()
-
-
-def message_of(attempt: str, what: Any) -> Message:
-    """Wrap what a task sends into a message that names its attempt."""
-    return Shapes(attempt, what) if isinstance(what, Report) else TaskMessage(attempt, what)
 
 
 INTERRUPT_SECONDS = 10.0

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dp_ray.monitor.messages import Beat, WorkerReady, beat_interval
+from dp_ray.messages import Beat, WorkerReady, beat_interval
 
 SILENT_BEATS = 10
 

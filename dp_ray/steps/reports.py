@@ -18,8 +18,9 @@ import torch
 
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
+from dp_ray.messages import Report, ShardSpan, Sizes
 from dp_ray.plan.split import Done, Shard
-from dp_ray.steps.shapes import Report, ShardReport, ShardSpan, Sizes, decode_sizes
+from dp_ray.steps.shapes import ShardReport, decode_sizes
 from dp_ray.storage import Storage
 from dp_ray.tables import PartTable, array_of, array_of_texts, reading, write_table
 

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from torch import nn
 from dp_ray.engine.clock import TimedStep
 from dp_ray.engine.world import World
 from dp_ray.errors import ModelError
+from dp_ray.messages import Keep, Report, ShardSpan, Sizes
 from dp_ray.plan.split import Shard
-from dp_ray.steps.times import TimedSteps, packed
+from dp_ray.steps.times import packed
 from dp_ray.tensors.scatter import num_rows
 from dp_ray.tensors.tree import sizes
 
@@ -43,41 +44,6 @@ class ShardReport:
     input_size: Any
     output_size: Any
     milliseconds: float
-
-
-class Sizes(NamedTuple):
-    """The sizes of a forward's inputs and outputs as JSON text, and the number of rows of the inputs."""
-
-    input_size: str
-    output_size: str
-    rows: int
-
-
-class ShardSpan(NamedTuple):
-    """Consecutive steps in which one shard had the same sizes; one time for each step, or one mean if folded."""
-
-    first_step: int
-    num_steps: int
-    shard: int
-    seen: int
-    milliseconds: np.ndarray[Any, np.dtype[np.float32]]
-
-
-class Report(NamedTuple):
-    """One worker's message: spans ordered by first step, the new sizes by their numbers, and the last step done.
-
-    `times` are those of the steps measured since the last message, None if there are none.
-    """
-
-    world: World
-    through: int
-    seen: dict[int, Sizes]
-    spans: list[ShardSpan]
-    times: TimedSteps | None = None
-
-
-class Keep(NamedTuple):
-    """A request to the driver to write the reports of steps that are about to be committed."""
 
 
 class Probe:
@@ -142,9 +108,12 @@ class Probe:
 class Recorder:
     """One worker's shape reports, which a thread sends every `interval` seconds."""
 
-    def __init__(self, world: World, send: Callable[[Any], None], interval: float | None = None) -> None:
+    def __init__(
+        self, world: World, send: Callable[[Any], None], interval: float | None = None, attempt: str = ""
+    ) -> None:
         self._world = world
         self._send = send
+        self._attempt = attempt
         self._interval = interval if interval is not None else report_interval(world.world_size)
         self._numbers: dict[Sizes, int] = {}
         self._unsent: dict[int, Sizes] = {}  # sizes that the driver does not know yet, by number
@@ -222,7 +191,8 @@ class Recorder:
             if not self._spans and not timed and through == self._sent_through:
                 return None
             spans = sorted(self._spans, key=lambda span: span.first_step)
-            report = Report(self._world, through, self._unsent, spans, packed(timed) if timed else None)
+            times = packed(timed) if timed else None
+            report = Report(self._world, through, self._unsent, spans, times, self._attempt)
             self._sent_through, self._unsent, self._spans = through, {}, []
             return report
 

@@ -23,6 +23,7 @@ import torch
 from dp_ray.engine.clock import PARTS, TimedStep
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.world import World
+from dp_ray.messages import Logged, TimedSteps
 from dp_ray.plan.split import Split
 from dp_ray.rundir.history import CLOCKED, forget
 from dp_ray.storage import Storage
@@ -59,14 +60,6 @@ AT_THE_END = {
 }
 COMPARED = ("data_wait", "host_to_device", "forward", "backward", "update", "outputs")
 SEND_SECONDS = 0.5
-
-
-class TimedSteps(NamedTuple):
-    """Steps of one worker, int64 [n]; the rows that it ran, int32 [n]; the seconds of PARTS, float32 [n, parts]."""
-
-    steps: np.ndarray[Any, np.dtype[np.int64]]
-    rows: np.ndarray[Any, np.dtype[np.int32]]
-    seconds: np.ndarray[Any, np.dtype[np.float32]]
 
 
 def packed(timed: Sequence[TimedStep]) -> TimedSteps:
@@ -450,12 +443,6 @@ def _balanced(workers: Sequence[WorkerSplit]) -> Verdict:
 
 def _are_equal(rows: Sequence[float]) -> bool:
     return max(rows) <= EQUAL * min(rows)
-
-
-class Logged(NamedTuple):
-    """New rows of the history, sent to the driver; a later row of a step replaces an earlier one."""
-
-    rows: tuple[dict[str, Any], ...]
 
 
 class _Step(NamedTuple):

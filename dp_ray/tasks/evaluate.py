@@ -8,9 +8,10 @@ from dp_ray.engine.loading import Source, load_steps
 from dp_ray.engine.step import StepEnd, build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.job.plan import split_of
+from dp_ray.messages import Measured, WorkerTimes
 from dp_ray.plan.split import Work
 from dp_ray.steps.shapes import Probe, Recorder
-from dp_ray.tasks.hooks import Measured, WorkerTimes, shape_reporter, slow_forward
+from dp_ray.tasks.hooks import shape_reporter, slow_forward
 from dp_ray.tasks.profiling import StepProfiler
 from dp_ray.tasks.setup import Context, forget_from, load_dataset, model_to_run, quarantine_of, set_aside
 
@@ -31,7 +32,7 @@ def evaluate(context: Context) -> None:
     source = Source(job, dataset, is_evaluation=True)
     with (
         closing(load_steps(source, work, world.device, quarantine, times=times)) as steps,
-        Recorder(world, send) as recorder,
+        Recorder(world, send, attempt=control.attempt) as recorder,
         Probe(called, job.batch_dim) as probe,
         slow_forward(called, control, world),
         StepProfiler(job, world, run, work.split.total_steps, send) as profiler,

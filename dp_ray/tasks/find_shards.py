@@ -8,9 +8,9 @@ from dp_ray.engine.trial import Data, why_not
 from dp_ray.engine.world import check_rows, gathered
 from dp_ray.errors import JobError
 from dp_ray.job.plan import evaluations_of, has_evaluations, split_of
+from dp_ray.messages import ShardsFound
 from dp_ray.plan.costs import shard_counts
 from dp_ray.plan.split import chunk_sizes
-from dp_ray.tasks.hooks import ShardsFound
 from dp_ray.tasks.setup import Context, load_dataset
 from dp_ray.text import counted
 

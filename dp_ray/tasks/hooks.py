@@ -7,14 +7,13 @@ shapes, warns once of a loss that depends on the shards, and slows it as a fault
 
 import functools
 import inspect
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,66 +28,13 @@ from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, resolve
+from dp_ray.messages import Sizes
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir.checkpoint import TrainState
-from dp_ray.steps.shapes import Probe, Recorder, Sizes, encode_sizes
+from dp_ray.steps.shapes import Probe, Recorder, encode_sizes
 from dp_ray.storage import Storage
-from dp_ray.text import counted
 
-Send = Callable[[Any], None]
 Hook = Callable[["TrainingView"], object]
-
-
-class Note(NamedTuple):
-    """A line for the user."""
-
-    text: str
-
-
-class StoppedEarly(NamedTuple):
-    """The training has ended before its last step: `column` did not improve on `best` in `times` measurements.
-
-    `step` steps are done. `best` is None if the column was never a number.
-    """
-
-    step: int
-    column: str
-    mode: str
-    min_delta: float
-    best: float | None
-    times: int
-
-    @property
-    def text(self) -> str:
-        """The reason, in a line."""
-        each = "epoch" if self.column == "epoch_loss" else "evaluation"
-        did = "was never a number" if self.best is None else f"did not improve on {self.best:.6g}"
-        return f"stopped early at step {self.step}: {self.column} {did} in {counted(self.times, each)}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values for `result.json`."""
-        best = self.best if self.best is not None and math.isfinite(self.best) else None
-        values = self._replace(best=best)._asdict()
-        return {"step": values.pop("step"), "metric": values.pop("column"), **values, "text": self.text}
-
-
-class WorkerTimes(NamedTuple):
-    """The time of a worker's loop, in seconds by what it went into; sent at the loop's end."""
-
-    rank: int
-    seconds: dict[str, float]
-
-
-class Measured(NamedTuple):
-    """The metrics of an evaluation, over the whole dataset."""
-
-    metrics: dict[str, float]
-
-
-class ShardsFound(NamedTuple):
-    """The number of shards that `shards: auto` has found: the first that fits on all workers; sent by rank 0."""
-
-    shards: int
 
 
 @dataclass(frozen=True)

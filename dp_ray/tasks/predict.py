@@ -16,6 +16,7 @@ from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.plan import split_of
+from dp_ray.messages import FlopsCounted, Note, Send, WorkerTimes
 from dp_ray.outputs.files import OUTPUTS, Outputs, forget_lost
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
@@ -27,7 +28,7 @@ from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
 from dp_ray.rundir.quarantine import Missing
 from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note, Send, WorkerTimes, slow_forward
+from dp_ray.tasks.hooks import slow_forward
 from dp_ray.tasks.profiling import StepProfiler
 from dp_ray.tasks.setup import Context, forget_from, load_dataset, model_to_run, quarantine_of, set_aside
 
@@ -50,7 +51,7 @@ def predict_outputs(context: Context) -> None:
     parts = WorkerParts(run.child(PARTS), work.shards, begun.attempt, world.world_size, job.batch_dim)
     with Merger(outputs, plan, world) as merger:
         with (
-            Recorder(world, send) as recorder,
+            Recorder(world, send, attempt=control.attempt) as recorder,
             Probe(model, job.batch_dim) as probe,
             slow_forward(model, control, world),
             StepProfiler(job, world, run, split.total_steps, send) as profiler,
@@ -148,7 +149,7 @@ class OutputKeeper:
         """Report a shard's shapes, and write its outputs, with what is carried beside them."""
         job, split, shard = self.prediction.job, self.prediction.work.split, done.shard
         if done.flops is not None:
-            self.send(done.flops)
+            self.send(FlopsCounted(done.flops))
         for note in done.notes:
             self.send(Note(note))
         size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)

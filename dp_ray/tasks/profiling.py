@@ -12,9 +12,9 @@ from dp_ray.engine.clock import Part, TimedStep
 from dp_ray.engine.world import World, gathered
 from dp_ray.errors import StorageError
 from dp_ray.job.job import Job
+from dp_ray.messages import Note, Send
 from dp_ray.plan.costs import Profiled, profiled_of
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note, Send
 
 PROFILE = "profile"
 NOT_OWN = (Part.EXCHANGE, Part.EVALUATION, Part.CHECKPOINT)  # the time in which a worker may wait for others

@@ -25,6 +25,7 @@ from dp_ray.engine.world import World
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of, with_schedule
+from dp_ray.messages import Note
 from dp_ray.plan.split import Split, Work
 from dp_ray.results.text import aligned, relative
 from dp_ray.rundir.checkpoint import TrainState
@@ -32,7 +33,6 @@ from dp_ray.rundir.history import StepRows
 from dp_ray.steps.shapes import Recorder
 from dp_ray.storage import Storage
 from dp_ray.tasks.checkpoints import Training, layout_of, restore
-from dp_ray.tasks.hooks import Note
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
 from dp_ray.tasks.train import TrainingLoop
 from dp_ray.tensors.tree import copied

@@ -20,11 +20,11 @@ from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.samples import describe_blocks
+from dp_ray.messages import Note, Send
 from dp_ray.records import Record
 from dp_ray.rundir.quarantine import QuarantineFiles, forget
 from dp_ray.rundir.start import NEW_HEAD, describe_start, open_start, read_start
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Note, Send
 from dp_ray.text import hide_in, listed
 
 PINS = "files-of-{}.json"

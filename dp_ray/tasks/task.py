@@ -16,11 +16,11 @@ from dp_ray.engine.random import preserved
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, error_of, failed_in_group
 from dp_ray.job.job import Job
+from dp_ray.messages import Send
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.tasks.evaluate import evaluate
 from dp_ray.tasks.find_shards import find_shards
-from dp_ray.tasks.hooks import Send
 from dp_ray.tasks.predict import predict_outputs
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train

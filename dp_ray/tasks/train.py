@@ -26,6 +26,7 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job import keys
 from dp_ray.job.job import Job
 from dp_ray.job.plan import evaluations_of, split_of, with_schedule
+from dp_ray.messages import FlopsCounted, StoppedEarly, WorkerTimes
 from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.ledger import begin_attempt, check_newest
@@ -33,14 +34,7 @@ from dp_ray.rundir.start import BEST, EMA, parts_of, write_best, write_weights
 from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
 from dp_ray.tasks.checkpoints import Checkpointer, PieceKeeper, Training, checkpointing, layout_of, restore
-from dp_ray.tasks.hooks import (
-    Hooks,
-    StoppedEarly,
-    WorkerTimes,
-    shape_reporter,
-    slow_forward,
-    with_loss_check,
-)
+from dp_ray.tasks.hooks import Hooks, shape_reporter, slow_forward, with_loss_check
 from dp_ray.tasks.profiling import StepProfiler
 from dp_ray.tasks.setup import Context, check_unchanged, forget_from, load_dataset, quarantine_of, set_aside
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
@@ -77,7 +71,7 @@ def train(context: Context) -> None:
         source, work = Source(job, dataset), Work(split, world.world_size, world.rank, start=start)
         with (
             closing(load_steps(source, work, world.device, quarantine, times=times, ahead=ahead)) as steps,
-            Recorder(world, send) as recorder,
+            Recorder(world, send, attempt=control.attempt) as recorder,
             checkpointing(training, trainer, train_state, times, recorder.keep) as checkpointer,
             Probe(placement.called, job.batch_dim) as probe,
             slow_forward(placement.called, control, world),
@@ -93,7 +87,7 @@ def train(context: Context) -> None:
             loop.run(steps, start, split.total_steps, recorder, on_shard)
             send(WorkerTimes(world.rank, times.to_json()))
             if trainer.gradient.flops is not None:
-                send(trainer.gradient.flops)
+                send(FlopsCounted(trainer.gradient.flops))
     forget_ahead(run, quarantine, train_state.step, split)
     has_stopped = stopping is not None and stopping.has_stopped
     if train_state.step < split.total_steps and not has_stopped:

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 import dp_ray
 from benchmarks.nets import Images, resnet
 from dp_ray.errors import JobError, ModelError
+from dp_ray.messages import ShardsFound
 from dp_ray.outputs.files import prove_outputs
 from dp_ray.outputs.read import Merged
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import ShardsFound
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support import training
 from tests.support.cluster import ROOT

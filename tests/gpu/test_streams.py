@@ -27,8 +27,8 @@ from dp_ray.engine.trainer import Trainer
 from dp_ray.engine.votes import LossWatch, NotFinite, StopVote
 from dp_ray.engine.world import TIMEOUT, World, form_group, new_group
 from dp_ray.job.plan import split_of
+from dp_ray.messages import Measured
 from dp_ray.plan.split import Shard, Split, Work
-from dp_ray.tasks.hooks import Measured
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support.builders import ddp_reduction_of, steps_of, trainer_of
 from tests.support.group import history_of

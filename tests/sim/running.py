@@ -15,9 +15,9 @@ from dp_ray.engine.model import free_memory
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, form_group
 from dp_ray.errors import Error
+from dp_ray.messages import Measured
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Measured
 from dp_ray.tasks.task import run_task
 from tests.sim import jobs, mutants
 from tests.support import simgpu, training

@@ -28,9 +28,9 @@ from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
+from dp_ray.messages import Message
 from dp_ray.monitor.attempts import Attempts, NodeControl
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.messages import Message
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs.files import FileMerge, Outputs
 from dp_ray.outputs.merging import AgreedFilePlan, Merger

@@ -20,10 +20,10 @@ from dp_ray.engine.model import free_memory
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import Measured
 from dp_ray.rundir.history import CLOCKED
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import Measured
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.task import run_task, settings_of
 from tests.support.forked import fork_from_this, new_process

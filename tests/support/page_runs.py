@@ -1,6 +1,7 @@
 """Run a page of the docs from its top to its end: each of its files, commands and snippets."""
 
 import ast
+import logging
 import re
 import runpy
 import shlex
@@ -56,13 +57,17 @@ NOT_RUN = {
 
 @contextmanager
 def standing_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stand in an empty folder, but for the repository's jobs; what is imported from there is forgotten."""
+    """Stand in an empty folder, but for the repository's jobs; its imports and log handlers are undone."""
     shutil.copytree(ROOT / "jobs", folder / "jobs")
     for file in (folder / "jobs").glob("*.yaml"):
         file.write_text(made_short(file.read_text()))
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     yield
+    for handler in list(logging.getLogger("dp_ray").handlers):
+        logging.getLogger("dp_ray").removeHandler(handler)
+        handler.close()
+    logging.getLogger("dp_ray").setLevel(logging.NOTSET)
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(str(folder)):
             del sys.modules[name]

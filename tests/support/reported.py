@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import TimedSteps
 from dp_ray.results.result import Result
 from dp_ray.rundir.history import METRICS
-from dp_ray.steps.times import StepTimeWriter, TimedSteps
+from dp_ray.steps.times import StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
 

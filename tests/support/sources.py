@@ -8,6 +8,7 @@ from pathlib import Path
 ORDER = ["text", "errors", "plan", "storage", "records", "tables", "system", "job", "tensors", "data", "engine"]
 ORDER += [
     "rundir",
+    "messages",
     "outputs",
     "trackers",
     "steps",

@@ -31,8 +31,8 @@ SWITCH = "DP_RAY_QUICK_START"
 # What a worker imports, but for Ray itself and what imports Ray: first our own, then what Ray needs of others.
 MODULES = (
     "dp_ray.tasks.task",
-    "dp_ray.monitor.messages",
-    "dp_ray.monitor.monitor",
+    "dp_ray.messages",
+    "dp_ray.monitor.faults",
     "dp_ray.rundir.claim",
     "dp_ray.system.imports",
     "filelock",

@@ -14,7 +14,7 @@ from dp_ray.cluster.decisions import Restart, StartFailed, StartTrouble, Workers
 from dp_ray.cluster.internals.controller import NoSynchronization
 from dp_ray.cluster.internals.core import autoscales, label_of
 from dp_ray.cluster.internals.train_worker import RayTrainWorker
-from dp_ray.monitor.messages import WorkerExit
+from dp_ray.messages import WorkerExit
 from dp_ray.system.imports import postponed
 from dp_ray.system.process import set_environment
 

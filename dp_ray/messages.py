@@ -1,19 +1,24 @@
-"""The messages that workers and Ray Train's controller send to the driver, and the error that ends a run.
+"""The messages to the driver: of workers, their tasks and Ray Train's controller, all in the union `Message`.
 
-It imports no torch, for which the controller's process does not need to wait.
+`monitor.Monitor.take` dispatches on them. What ends a worker's loop is here too, for the controller and the driver.
+It imports neither torch nor numpy, for which the controller's process does not need to wait.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dp_ray.errors import ClusterError, DataError, Error, JobError, ModelError, StorageError, WorkerError
 from dp_ray.rundir.incidents import IncidentKind
+from dp_ray.text import counted
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from dp_ray.engine.clock import Flops
     from dp_ray.engine.world import World
-    from dp_ray.steps.shapes import Report
 
 BEAT_SECONDS = 0.5
 
@@ -37,20 +42,112 @@ class WorkerReady:
     node_id: str = ""
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """A worker's shape report."""
+class Sizes(NamedTuple):
+    """The sizes of a forward's inputs and outputs as JSON text, and the number of rows of the inputs."""
 
-    attempt: str
-    report: "Report"
+    input_size: str
+    output_size: str
+    rows: int
 
 
-@dataclass(frozen=True)
-class TaskMessage:
-    """A message of a task besides shape reports: a Note, Keep, Logged rows of the history, Measured metrics ..."""
+class ShardSpan(NamedTuple):
+    """Consecutive steps in which one shard had the same sizes; one time for each step, or one mean if folded."""
 
-    attempt: str
-    what: Any
+    first_step: int
+    num_steps: int
+    shard: int
+    seen: int
+    milliseconds: "np.ndarray[Any, np.dtype[np.float32]]"
+
+
+class TimedSteps(NamedTuple):
+    """Steps of one worker, int64 [n]; the rows that it ran, int32 [n]; the seconds of PARTS, float32 [n, parts]."""
+
+    steps: "np.ndarray[Any, np.dtype[np.int64]]"
+    rows: "np.ndarray[Any, np.dtype[np.int32]]"
+    seconds: "np.ndarray[Any, np.dtype[np.float32]]"
+
+
+class Report(NamedTuple):
+    """One worker's message: spans ordered by first step, the new sizes by their numbers, and the last step done.
+
+    `times` are those of the steps measured since the last message, None if there are none.
+    """
+
+    world: "World"
+    through: int
+    seen: dict[int, Sizes]
+    spans: list[ShardSpan]
+    times: TimedSteps | None = None
+    attempt: str = ""
+
+
+class Keep(NamedTuple):
+    """A request to the driver to write the reports of steps that are about to be committed."""
+
+
+class Note(NamedTuple):
+    """A line for the user."""
+
+    text: str
+
+
+class Logged(NamedTuple):
+    """New rows of the history, sent to the driver; a later row of a step replaces an earlier one."""
+
+    rows: tuple[dict[str, Any], ...]
+
+
+class Measured(NamedTuple):
+    """The metrics of an evaluation, over the whole dataset."""
+
+    metrics: dict[str, float]
+
+
+class WorkerTimes(NamedTuple):
+    """The time of a worker's loop, in seconds by what it went into; sent at the loop's end."""
+
+    rank: int
+    seconds: dict[str, float]
+
+
+class FlopsCounted(NamedTuple):
+    """The floating-point operations of a row, from rank 0 of a job that asks for them."""
+
+    flops: "Flops"
+
+
+class ShardsFound(NamedTuple):
+    """The number of shards that `shards: auto` has found: the first that fits on all workers; sent by rank 0."""
+
+    shards: int
+
+
+class StoppedEarly(NamedTuple):
+    """The training has ended before its last step: `column` did not improve on `best` in `times` measurements.
+
+    `step` steps are done. `best` is None if the column was never a number.
+    """
+
+    step: int
+    column: str
+    mode: str
+    min_delta: float
+    best: float | None
+    times: int
+
+    @property
+    def text(self) -> str:
+        """The reason, in a line."""
+        each = "epoch" if self.column == "epoch_loss" else "evaluation"
+        did = "was never a number" if self.best is None else f"did not improve on {self.best:.6g}"
+        return f"stopped early at step {self.step}: {self.column} {did} in {counted(self.times, each)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values for `result.json`."""
+        best = self.best if self.best is not None and math.isfinite(self.best) else None
+        values = self._replace(best=best)._asdict()
+        return {"step": values.pop("step"), "metric": values.pop("column"), **values, "text": self.text}
 
 
 @dataclass(frozen=True)
@@ -193,8 +290,15 @@ class WorkerExit(Exception):
 
 Message = (
     WorkerReady
-    | Shapes
-    | TaskMessage
+    | Report
+    | Keep
+    | Note
+    | Logged
+    | Measured
+    | WorkerTimes
+    | FlopsCounted
+    | ShardsFound
+    | StoppedEarly
     | Printed
     | Failed
     | Starting
@@ -207,6 +311,7 @@ Message = (
     | GaveUp
 )
 
+Send = Callable[[Message], None]
 
 KINDS = (JobError, ClusterError, DataError, ModelError, StorageError, WorkerError, Error)
 
