@@ -7,40 +7,20 @@ import io
 import json
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, TextIO
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TextIO
 
 import click
 
-from dp_ray.cli.options import (
-    ADDRESS,
-    INJECT,
-    JOB,
-    JSON,
-    NAME,
-    OVERWRITE,
-    PROFILE,
-    QUIET,
-    RESULT_JSON,
-    SETTINGS,
-    SHAPES,
-    STORAGE,
-    VERBOSE,
-    WORKERS,
-    begun,
-    forked_early,
-    load,
-    of_a_training,
-    overrides_of,
-    say,
-    say_import,
-    show_error,
-)
+from dp_ray.cli import options
+from dp_ray.cli.options import KeyOptions, begun, forked_early, load, say, say_import, show_error, take
 from dp_ray.cli.remote import logs, status, stop, submit
 from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
 from dp_ray.cli.sweep import sweep
 from dp_ray.errors import Error
-from dp_ray.job.files import parse_counts, parse_setting
+from dp_ray.job.files import parse_counts
 from dp_ray.system.imports import collector_paused
 from dp_ray.system.threads import INTERRUPTED
 from dp_ray.text import harmless, json_text
@@ -79,38 +59,28 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("job_files", metavar="JOB.yaml", nargs=-1, required=True, type=click.Path())
-@WORKERS
-@SETTINGS
-@NAME
-@STORAGE
-@ADDRESS
-@OVERWRITE
-@SHAPES
-@INJECT
-@PROFILE
+@options.WORKERS
+@options.SETTINGS
+@options.NAME
+@options.STORAGE
+@options.ADDRESS
+@options.OVERWRITE
+@options.SHAPES
+@options.INJECT
+@options.PROFILE
 @click.option("--keep-going", is_flag=True, help="Of several jobs: run the rest after one has failed.")
-@RESULT_JSON
-@QUIET
-@VERBOSE
+@options.RESULT_JSON
+@options.QUIET
+@options.VERBOSE
 @click.option("--env-from", hidden=True, help="Where `submit` left the settings of env.")
-def run(
-    job_files: tuple[str, ...],
-    workers: str | None,
-    settings: tuple[str, ...],
-    name: str | None,
-    storage: str | None,
-    profile: str | None,
-    keep_going: bool,
-    as_json: bool,
-    env_from: str | None,
-    **flags: Any,
-) -> None:
+def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: str | None, **flags: Any) -> None:
     """Run a job to its end, or resume its unfinished run; several jobs run on the same workers, one after another."""
+    keys = take(KeyOptions, flags)
     if env_from is not None:
         from dp_ray.cluster.submit import take_settings
 
-        settings = (*settings, *take_settings(env_from))
-    jobs = [load(job_file, workers, settings, name=name, storage=storage, profile=profile) for job_file in job_files]
+        keys = replace(keys, settings=(*keys.settings, *take_settings(env_from)))
+    jobs = [load(job_file, keys) for job_file in job_files]
     # Before the imports below, which take seconds: Ray and what workers are forked from start meanwhile.
     _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver.run import Options
@@ -134,11 +104,11 @@ def run(
 
 
 @cli.command()
-@JOB
-@WORKERS
-@SETTINGS
-@NAME
-@STORAGE
+@options.JOB
+@options.WORKERS
+@options.SETTINGS
+@options.NAME
+@options.STORAGE
 @click.option("--memory", is_flag=True, help="Also the memory of a worker's devices, for each number of workers.")
 @click.option(
     "--gpu-memory",
@@ -146,19 +116,10 @@ def run(
     metavar="GIB",
     help="What a GPU has. Default: this machine's.",
 )
-@JSON
-def plan(
-    job_file: str,
-    workers: str | None,
-    settings: tuple[str, ...],
-    name: str | None,
-    storage: str | None,
-    memory: bool,
-    gpu_memory: float | None,
-    as_json: bool,
-) -> None:
+@options.JSON
+def plan(job_file: str, memory: bool, gpu_memory: float | None, as_json: bool, **keys: Any) -> None:
     """Show what a run of a job will do: its steps, and which worker gets which shards; starts no Ray."""
-    job = load(job_file, workers, settings, name=name, storage=storage)
+    job = load(job_file, KeyOptions(**keys))
     from dp_ray.driver.planning import plan_job, plan_memory_of
     from dp_ray.plan.costs import table
 
@@ -171,97 +132,84 @@ def plan(
 
 
 @cli.command()
-@JOB
+@options.JOB
 @click.option("--workers", metavar="N,N,...", required=True, help="The numbers of workers to compare: 1,2,3,8.")
-@SETTINGS
-@STORAGE
-@ADDRESS
+@options.SETTINGS
+@options.STORAGE
+@options.ADDRESS
 @click.option("--tolerance", type=float, help="Relative difference to allow where the job is not bitwise.")
-@JSON
-@QUIET
-@VERBOSE
-def verify(
-    job_file: str,
-    workers: str,
-    settings: tuple[str, ...],
-    storage: str | None,
-    address: str | None,
-    tolerance: float | None,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
-) -> None:
+@options.JSON
+@options.QUIET
+@options.VERBOSE
+def verify(job_file: str, workers: str, tolerance: float | None, as_json: bool, **flags: Any) -> None:
     """Run a job on several numbers of workers and check that the results are the same."""
     counts = parse_counts(workers)
-    job = load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
-    say_import(job.run_name, quiet)
+    job = load(job_file, replace(take(KeyOptions, flags), workers=str(counts[0])))
+    say_import(job.run_name, flags["quiet"])
     if max(counts) > 0:
-        _at_end.enter_context(forked_early(job, address))
+        _at_end.enter_context(forked_early(job, flags["address"]))
     with collector_paused():
         from dp_ray.driver.run import Options
         from dp_ray.driver.verify import verify as run_verify
 
-    options = Options(address=address, overwrite=True, quiet=quiet, verbose=verbose, brief=True)
-    verdict = run_verify(job, counts, options, tolerance)
+    verdict = run_verify(job, counts, Options(**flags, overwrite=True, brief=True), tolerance)
     click.echo(verdict.to_json() if as_json else harmless(str(verdict)))
     sys.exit(0 if verdict.same else 1)
 
 
 @cli.command()
-@of_a_training
-def evaluate(**options: Any) -> None:
+@options.of_a_training
+def evaluate(**flags: Any) -> None:
     """Evaluate the weights of a training."""
-    _follow_up("evaluate", **options)
+    _follow_up("evaluate", take(FollowUp, flags), take(KeyOptions, flags), flags)
 
 
 @cli.command()
-@of_a_training
-def predict(**options: Any) -> None:
+@options.of_a_training
+def predict(**flags: Any) -> None:
     """Predict with the weights of a training."""
-    _follow_up("predict", **options)
+    _follow_up("predict", take(FollowUp, flags), take(KeyOptions, flags), flags)
 
 
-def _follow_up(
-    task: Any,
-    run_dir: str,
-    dataset: str | None,
-    weights: Any,
-    workers: str | None,
-    settings: tuple[str, ...],
-    name: str | None,
-    as_json: bool,
-    **flags: Any,
-) -> None:
-    say_import(name or run_dir, flags["quiet"])
+@dataclass(frozen=True)
+class FollowUp:
+    """The training whose weights are used, which of them, and how the result is printed."""
+
+    run_dir: str
+    weights: Literal["best", "last", "ema"] | None
+    as_json: bool
+
+
+def _follow_up(task: Any, of: FollowUp, keys: KeyOptions, flags: Mapping[str, Any]) -> None:
+    say_import(keys.name or of.run_dir, flags["quiet"])
     from dp_ray.driver.from_run import follow_up
     from dp_ray.driver.run import Options, execute
 
-    chosen = {} if dataset is None else dict([parse_setting(f"dataset={dataset}")])
-    overrides = {**chosen, **overrides_of(workers, settings, name=name)}
-    job, lines = follow_up(task, run_dir, weights, overrides)
+    job, lines = follow_up(task, of.run_dir, of.weights, keys.overrides())
     # On stderr, as all that is not asked for: with --json, stdout has the result alone.
     for line in () if flags["quiet"] else lines:
         say(line)
     result = execute(job, Options(**flags))
-    if as_json:
+    if of.as_json:
         click.echo(json_text(result.to_json()))
 
 
 @cli.command()
 @click.argument("run_dir", metavar="RUN_DIR")
-@WORKERS
-@SETTINGS
-@ADDRESS
-@RESULT_JSON
-@QUIET
-@VERBOSE
-def retry(run_dir: str, workers: str | None, settings: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+@options.WORKERS
+@options.SETTINGS
+@options.ADDRESS
+@options.RESULT_JSON
+@options.QUIET
+@options.VERBOSE
+def retry(run_dir: str, as_json: bool, **flags: Any) -> None:
     """Run again what a prediction has set aside; what succeeds takes its place in the order of the outputs."""
     say_import(run_dir, flags["quiet"])
     from dp_ray.driver.from_run import reopened, retried
     from dp_ray.driver.run import Options, execute
 
-    result = execute(retried(run_dir, overrides_of(workers, settings)), Options(**flags), reopen=reopened)
+    keys = take(KeyOptions, flags)
+    result = execute(retried(run_dir, keys.overrides()), Options(**flags), reopen=reopened)
     if as_json:
         click.echo(json_text(result.to_json()))
 

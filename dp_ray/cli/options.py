@@ -6,8 +6,9 @@ while torch is imported.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,6 +19,11 @@ from dp_ray.job.job import Job
 from dp_ray.system.imports import collector_paused
 from dp_ray.system.threads import if_longer, raise_put_off
 from dp_ray.text import harmless
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def show_error(error: Error, is_verbose: bool) -> None:
@@ -84,18 +90,35 @@ def of_a_training(command: Any) -> Any:
     return command
 
 
-def load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:
+@dataclass(frozen=True)
+class KeyOptions:
+    """The options of a command that set keys of a job."""
+
+    workers: str | None = None
+    settings: tuple[str, ...] = ()
+    name: str | None = None
+    storage: str | None = None
+    profile: str | None = None
+    dataset: str | None = None
+
+    def overrides(self) -> dict[str, Any]:
+        """Return the keys that they set."""
+        texts = self.settings if self.dataset is None else (f"dataset={self.dataset}", *self.settings)
+        keys: dict[str, Any] = dict(map(parse_setting, texts))
+        if self.workers is not None:
+            keys["workers"] = parse_workers(self.workers)
+        others = {"name": self.name, "storage": self.storage, "profile": self.profile}
+        return {**keys, **{key: value for key, value in others.items() if value is not None}}
+
+
+def take(kind: type[T], options: dict[str, Any]) -> T:
+    """Take the fields of a dataclass out of the options of a command."""
+    return kind(**{one.name: options.pop(one.name) for one in fields(kind) if one.name in options})
+
+
+def load(job_file: str, keys: KeyOptions) -> Job:
     """Return the job in a file, with the keys that the command line sets."""
-    return load_job(Path(job_file), overrides_of(workers, settings, **others))
-
-
-def overrides_of(workers: str | None, settings: tuple[str, ...], **others: str | None) -> dict[str, Any]:
-    """Return the keys of a job that the command line sets."""
-    overrides: dict[str, Any] = dict(map(parse_setting, settings))
-    if workers is not None:
-        overrides["workers"] = parse_workers(workers)
-    overrides.update({key: value for key, value in others.items() if value is not None})
-    return overrides
+    return load_job(Path(job_file), keys.overrides())
 
 
 @contextmanager

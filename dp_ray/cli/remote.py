@@ -8,19 +8,8 @@ from typing import Any
 
 import click
 
-from dp_ray.cli.options import (
-    INJECT,
-    JOB,
-    JSON,
-    OVERWRITE,
-    PROFILE,
-    RESULT_JSON,
-    SETTINGS,
-    SHAPES,
-    WORKERS,
-    load,
-    say,
-)
+from dp_ray.cli import options
+from dp_ray.cli.options import KeyOptions, load, say
 from dp_ray.errors import JobError
 from dp_ray.text import harmless, hide, json_text
 
@@ -28,21 +17,21 @@ DASHBOARD = click.option("--address", required=True, help="The cluster's dashboa
 
 
 @click.command()
-@JOB
-@WORKERS
-@SETTINGS
+@options.JOB
+@options.WORKERS
+@options.SETTINGS
 @click.option("--name", help="The run's name.")
 @click.option("--storage", help="Folder or URL of the run directories, as the cluster sees it.")
 @DASHBOARD
-@OVERWRITE
-@SHAPES
-@INJECT
-@PROFILE
-@RESULT_JSON
-def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
+@options.OVERWRITE
+@options.SHAPES
+@options.INJECT
+@options.PROFILE
+@options.RESULT_JSON
+def submit(job_file: str, address: str, **flags: Any) -> None:
     """Run a job on a cluster through its dashboard, and follow it; Ctrl-C asks whether to stop it or to detach."""
-    named = {key: options[key] for key in ("name", "storage", "profile")}
-    job = load(job_file, workers, settings, **named)
+    keys = KeyOptions(**{key: flags[key] for key in ("workers", "settings", "name", "storage", "profile")})
+    job = load(job_file, keys)
     if not Path(job_file).is_absolute() and not Path(job_file).resolve().is_relative_to(Path.cwd()):
         raise JobError(
             f"{job_file}: is not below {Path.cwd()}, the folder that is sent to the cluster; stand above it"
@@ -53,27 +42,27 @@ def submit(job_file: str, workers: str | None, settings: tuple[str, ...], addres
     from dp_ray.cluster.submit import submit_and_follow
     from dp_ray.system.process import is_env
 
-    flags = ["--workers", workers] if workers else []
-    flags += [part for setting in settings if not is_env(setting) for part in ("--set", setting)]
-    valued = [key for key in ("name", "storage", "inject", "profile") if options[key]]
-    flags += [part for key in valued for part in (f"--{key}", options[key])]
-    flags += [f"--{key}" for key in ("overwrite", "shapes") if options[key]]
-    flags += ["--json"] if options["as_json"] else []
-    program = ["python", "-m", "dp_ray", "run", job_file, *flags]
+    given = ["--workers", keys.workers] if keys.workers else []
+    given += [part for setting in keys.settings if not is_env(setting) for part in ("--set", setting)]
+    valued = [key for key in ("name", "storage", "inject", "profile") if flags[key]]
+    given += [part for key in valued for part in (f"--{key}", flags[key])]
+    given += [f"--{key}" for key in ("overwrite", "shapes") if flags[key]]
+    given += ["--json"] if flags["as_json"] else []
+    program = ["python", "-m", "dp_ray", "run", job_file, *given]
     if hide(shlex.join(program)) != shlex.join(program):
         raise JobError(
             f"{hide(shlex.join(program))}: a secret in a URL would stand in Ray's dashboard and logs; "
             "write the URL into the job file, or leave the secret to the nodes' environment"
         )
     # Values of env are kept out of the command, which Ray's dashboard and logs show.
-    secrets = [setting for setting in settings if is_env(setting)]
+    secrets = [setting for setting in keys.settings if is_env(setting)]
     sys.exit(submit_and_follow(address, program, secrets, job.run_name))
 
 
 @click.command()
 @click.argument("name", required=False)
 @DASHBOARD
-@JSON
+@options.JSON
 def status(name: str | None, address: str, as_json: bool) -> None:
     """Show the submitted jobs of a cluster, or one: the newest of a run's name, or that of an id."""
     from dp_ray.cluster.submit import Dashboard

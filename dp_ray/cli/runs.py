@@ -5,13 +5,14 @@ from collections.abc import Iterator
 
 import click
 
-from dp_ray.cli.options import JSON, RESULT_JSON, SHAPES, say
+from dp_ray.cli import options
+from dp_ray.cli.options import say
 from dp_ray.text import harmless, json_text
 
 
 @click.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-@SHAPES
+@options.SHAPES
 @click.option(
     "--html",
     is_flag=False,
@@ -19,7 +20,7 @@ from dp_ray.text import harmless, json_text
     metavar="[FILE]",
     help="Write the page of the run, or of several, to FILE; default report.html in the first one's directory.",
 )
-@RESULT_JSON
+@options.RESULT_JSON
 def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | None = None) -> None:
     """Show a run's result, or what an unfinished run has kept; compare several runs side by side."""
     if html is not None:
@@ -69,7 +70,7 @@ def _reported(run_dir: str, shapes: bool, as_json: bool) -> Iterator[str]:
 
 @click.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-@JSON
+@options.JSON
 @click.option("--html", metavar="FILE", help="Write a page with the runs' curves laid over each other.")
 def compare(run_dirs: tuple[str, ...], as_json: bool, html: str | None) -> None:
     """Compare runs: what differs in their jobs and environments, their metrics, speed and curves."""
@@ -136,7 +137,7 @@ def track(run_dir: str) -> None:
 @click.option("--step", type=click.IntRange(0), required=True, help="The step, counted from 0 over all epochs.")
 @click.option("--shard", type=click.IntRange(0), help="Look at this shard of the step alone.")
 @click.option("--pdb", "debugs", is_flag=True, help="Then debug the first module that is not finite, or what raised.")
-@JSON
+@options.JSON
 def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bool) -> None:
     """Run a step of a training again in this process: its loss, its rows, what is not finite; writes nothing."""
     from dp_ray.driver.replay import replay as run_replay
@@ -155,7 +156,7 @@ def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bo
 @click.argument("storage", metavar="[STORAGE]", default="runs")
 @click.option("--sort", metavar="KEY", default="age", help="A column or a metric; default: age, the newest first.")
 @click.option("--reverse", "is_reversed", is_flag=True, help="The largest first.")
-@JSON
+@options.JSON
 def list_runs(storage: str, sort: str, is_reversed: bool, as_json: bool) -> None:
     """List all runs in a storage (default: runs, as of a job): status, age, steps, metrics."""
     from dp_ray.job.files import located_at

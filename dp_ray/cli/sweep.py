@@ -2,24 +2,14 @@
 
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dp_ray.cli.options import (
-    ADDRESS,
-    JOB,
-    JSON,
-    QUIET,
-    SETTINGS,
-    STORAGE,
-    VERBOSE,
-    WORKERS,
-    overrides_of,
-    workers_begun,
-)
+from dp_ray.cli import options
+from dp_ray.cli.options import KeyOptions, take, workers_begun
 from dp_ray.errors import JobError
 from dp_ray.job.files import job_maker
 from dp_ray.system.imports import collector_paused
@@ -34,7 +24,7 @@ POSITIVE = click.IntRange(1)
 
 
 @click.command()
-@JOB
+@options.JOB
 @click.option(
     "--over",
     "overs",
@@ -54,20 +44,20 @@ POSITIVE = click.IntRange(1)
 )
 @click.option("--fail-fast", is_flag=True, help="Stop after the first trial that fails.")
 @click.option("--dry-run", is_flag=True, help="Check all trials and show them; run nothing.")
-@WORKERS
-@SETTINGS
+@options.WORKERS
+@options.SETTINGS
 @click.option("--name", help="The sweep's name: it lies in STORAGE/NAME, its runs in STORAGE/NAME-1 ...")
-@STORAGE
-@ADDRESS
+@options.STORAGE
+@options.ADDRESS
 @click.option("--overwrite", is_flag=True, help="Delete a sweep of the same name with its trials' runs.")
-@JSON
-@QUIET
-@VERBOSE
-def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
+@options.JSON
+@options.QUIET
+@options.VERBOSE
+def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, as_json: bool, **flags: Any) -> None:
     """Run a job with several values of some of its keys; each trial is a run, and the same command goes on."""
-    definition = _defined(job_file, **options)
+    definition = _defined(job_file, take(Trials, flags), take(KeyOptions, flags))
     jobs = [definition.job(1, picked) for picked in definition.probes()]
-    is_quiet, is_new = options["quiet"], options["overwrite"]
+    is_new = flags.pop("overwrite")
     from dp_ray.rundir.claim import base_storage
     from dp_ray.sweeps.record import open_record
 
@@ -76,7 +66,7 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
     with ExitStack() as until_said:
         # A sweep that is over is only shown: it needs neither torch nor Ray.
         if not dry_run and not record.is_over:
-            until_said.enter_context(workers_begun(definition.name, jobs, options["address"], is_quiet))
+            until_said.enter_context(workers_begun(definition.name, jobs, flags["address"], flags["quiet"]))
         if not record.is_over:
             with collector_paused():
                 from dp_ray.sweeps import run
@@ -84,50 +74,49 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
             if not is_new:
                 run.check_places(record, base)
         if not dry_run and not record.is_over:
-            flags = {key: options[key] for key in ("address", "quiet", "verbose")}
             suggest = run.suggested if definition.search else None
             run.run_sweep(record, base, run.How(flags, parallel, fail_fast, is_new, suggest))
         _show(record, base, dry_run, as_json)
 
 
-def _defined(
-    job_file: str,
-    overs: tuple[str, ...],
-    search: str | None,
-    trials: int | None,
-    metric: str | None,
-    minimize: bool,
-    maximize: bool,
-    workers: str | None,
-    settings: tuple[str, ...],
-    name: str | None,
-    storage: str | None,
-    **_: Any,
-) -> "Definition":
+@dataclass(frozen=True)
+class Trials:
+    """The options that say which trials a sweep has, and what compares them."""
+
+    overs: tuple[str, ...]
+    search: str | None
+    trials: int | None
+    metric: str | None
+    minimize: bool
+    maximize: bool
+
+
+def _defined(job_file: str, of: Trials, keys: KeyOptions) -> "Definition":
     """Return the sweep that the command line defines; raise JobError that names the option or the key at fault."""
     from dp_ray.sweeps.define import Definition, check_axes, chosen_metric, combinations, parse_axis
 
-    axes = tuple(map(parse_axis, overs))
-    overrides = overrides_of(workers, settings, storage=storage)
-    check_axes(axes, overrides, search is not None)
-    if minimize and maximize:
+    axes = tuple(map(parse_axis, of.overs))
+    overrides = replace(keys, name=None).overrides()  # the name is the sweep's
+    check_axes(axes, overrides, of.search is not None)
+    if of.minimize and of.maximize:
         raise JobError("--minimize, --maximize: give one of them")
-    if (search is None) != (trials is None):
+    if (of.search is None) != (of.trials is None):
         raise JobError(
             "--trials: says how long a search is, so it needs --search optuna; without it each combination runs once"
-            if search is None
+            if of.search is None
             else "--search: needs --trials N, the number of trials that it runs"
         )
-    if search is not None and find_spec(search) is None:
-        raise JobError(f"--search {search}: the package is not installed; pip install 'dp-ray[sweep]'")
+    if of.search is not None and find_spec(of.search) is None:
+        raise JobError(f"--search {of.search}: the package is not installed; pip install 'dp-ray[sweep]'")
     make = job_maker(job_file)
-    sweep = Definition("", lambda keys: make({**overrides, **keys}), axes, trials or combinations(axes), search)
+    trials = of.trials or combinations(axes)
+    sweep = Definition("", lambda picked: make({**overrides, **picked}), axes, trials, of.search)
     first = make({**overrides, **sweep.values(next(iter(sweep.probes())))})
-    mode: Mode | None = "min" if minimize else "max" if maximize else None
-    metric, mode = chosen_metric(first, metric, mode)
-    if search is not None and metric is None:
-        raise JobError(f"--search {search}: the job measures nothing to search by: its task is {first.task}")
-    return replace(sweep, name=name or f"{first.run_name}-sweep", metric=metric, mode=mode)
+    mode: Mode | None = "min" if of.minimize else "max" if of.maximize else None
+    metric, mode = chosen_metric(first, of.metric, mode)
+    if of.search is not None and metric is None:
+        raise JobError(f"--search {of.search}: the job measures nothing to search by: its task is {first.task}")
+    return replace(sweep, name=keys.name or f"{first.run_name}-sweep", metric=metric, mode=mode)
 
 
 def _show(record: "SweepRecord", base: "Storage", dry_run: bool, as_json: bool) -> None:
