@@ -294,18 +294,17 @@ def total_norm(gradients: Sequence[torch.Tensor], known: Sequence[torch.Tensor |
     return norm_of_norms([next(others) if norm is None else norm for norm in known], gradients)
 
 
-def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norm of each gradient, computed in fp32 or wider."""
+def norms_of(gradients: Sequence[torch.Tensor], order: float = 2.0) -> list[torch.Tensor]:
+    """Return the norm of each gradient, computed in fp32 or wider, by one operation for all of a dtype and device."""
     if not gradients:
         return []
     if _are_plain(gradients):
-        return list(torch._foreach_norm(list(gradients)))
-    if any(one.dtype in HALVES for one in gradients):
-        wide = [torch.promote_types(one.dtype, torch.float32) for one in gradients]
-        return [torch.linalg.vector_norm(one, dtype=dtype) for one, dtype in zip(gradients, wide, strict=True)]
+        return list(torch._foreach_norm(list(gradients), order))
     norms: dict[int, torch.Tensor] = {}
     for numbers in _by_kind(gradients):
-        norms.update(zip(numbers, torch._foreach_norm([gradients[number] for number in numbers]), strict=True))
+        here = [gradients[number] for number in numbers]
+        wide = torch.float32 if here[0].dtype in HALVES else None
+        norms.update(zip(numbers, torch._foreach_norm(here, order, wide), strict=True))
     return [norms[number] for number in range(len(gradients))]
 
 

@@ -36,7 +36,7 @@ from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.loading import OverlappedRead
 from dp_ray.engine.model import autocast
 from dp_ray.engine.step import Metrics, Row, Step, StepOutput, row_of, run_step
-from dp_ray.engine.world import World, begin_sum, is_gpu, new_group, side_stream
+from dp_ray.engine.world import World, all_gather, begin_sum, is_gpu, new_group, side_stream
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import worker_shards
@@ -554,7 +554,7 @@ class TreeReducer(Reducer):
         summed = fold(slices, self._root, add)
         assert summed is not None and summed[0] is not None, "every step has rows"
         whole = flat.new_empty(self._world_size * size)
-        dist.all_gather(list(whole.view(self._world_size, size)), summed[0], group=self._group)
+        all_gather(whole, summed[0].contiguous(), group=self._group)
         return flat.copy_(whole[: flat.numel()])
 
 

@@ -68,7 +68,8 @@ class HostCopy:
 
     def wait(self) -> torch.Tensor:
         """Return them on the host; wait for the GPU to have computed them."""
-        self._copied.synchronize()
+        if not self.is_here():
+            self._copied.synchronize()
         return self.here
 
 
@@ -144,6 +145,10 @@ def bound_gpu(backend: str, world: World) -> torch.device | None:
 def new_group(backend: str | None = None) -> Any:
     """Make another group of all workers; every rank calls it. NCCL's default time-out is 10 minutes."""
     return dist.new_group(backend=backend, timeout=_timeout)
+
+
+# torch 2.13 renames it, and deprecates the old name.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def has_peers() -> bool:

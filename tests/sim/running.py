@@ -14,7 +14,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.engine.model import free_memory
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, form_group
-from dp_ray.errors import Error
 from dp_ray.messages import Measured
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
@@ -89,7 +88,7 @@ def run(plan: Plan, rank: int, kind: str, name: str, devices: list[str], mutant:
         world = World(rank, size, rank, 0, "host", there[0], there)
         try:
             run_task(jobs.job(name, size, devices), world, storage, sent.append, counting)
-        except Error as error:  # alone: other workers would wait
+        except Exception as error:  # alone: other workers would wait
             if mutant is None or size > 1:
                 raise
             ended = str(error)

@@ -29,9 +29,11 @@ with_each_job = pytest.mark.parametrize("name", JOBS)
 is_training = {"loader": True} | {name: keys.get("task", "train") == "train" for name, keys in JOBS.items()}
 TRAININGS = [name for name in JOBS if is_training[name]]
 # Host waits of a step: "unused" asks the other workers; fp16's scaler reads whether there were infinities.
-MOST_WAITS = {"unused": 1, "unused bitwise": 1, "fp16": 1, "fsdp fp16": 1}
+# For the vote of three steps before, which a GPU has computed long since if it keeps up; for fp16's scaler instead.
+WAITS = 1
+MOST_WAITS = {"unused": 2, "unused bitwise": 2}
 # What a step of one shard launches more than plain torch, which waits for its two copies to the GPU.
-MORE = {"kernels": 11, "copies": 1, "host waits": -2}
+MORE = {"kernels": 11, "copies": 1, "host waits": -1}
 
 
 def results(folder: Path, name: str) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def test_a_worker_opens_no_context_on_anothers_gpu(set_of: Sets, size: int, name
 @pytest.mark.parametrize("name", TRAININGS)
 def test_the_host_waits_for_no_step(set_of: Sets, size: int, name: str) -> None:
     for report in set_of(size).reports("gpu", name):
-        assert usual_step(report)["host waits"] <= MOST_WAITS.get(name, 0)
+        assert usual_step(report)["host waits"] <= MOST_WAITS.get(name, WAITS)
 
 
 def test_a_step_launches_what_plain_torch_launches_and_little_more(set_of: Sets) -> None:
@@ -123,8 +125,8 @@ def usual_step(report: dict[str, Any]) -> dict[str, int]:
 def test_a_wait_that_is_left_out_shows(set_of: Sets, name: str) -> None:
     mutant = MUTANTS[name]
     reports = set_of(mutant.size).reports(name, mutant.job)
-    if mutant.shows == "stopped":
-        assert reports[0]["ended"] == "stopped as it was asked"
+    if mutant.shows == "ended":
+        assert reports[0]["ended"] != "well"
     elif mutant.shows == "garbage":
         assert reports[0]["garbage"]
     else:
