@@ -15,16 +15,7 @@ from pyarrow import csv as pacsv
 from pyarrow import json as pajson
 
 from dp_ray.data.blocks import CACHE_BYTES, Block
-from dp_ray.data.files import (
-    File,
-    Paths,
-    Stretch,
-    find_files,
-    in_threads,
-    index_of,
-    read_in_pieces,
-    read_stretch,
-)
+from dp_ray.data.files import File, Paths, Stretch, find_files, in_threads, index_of, read_in_pieces, read_stretch
 from dp_ray.data.tables import Table, check_columns, check_once, columns_of
 from dp_ray.data.values import Decode, decode_of
 from dp_ray.errors import DataError, JobError

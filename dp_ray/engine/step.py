@@ -21,14 +21,7 @@ from torch.nn.modules.loss import _Loss
 
 from dp_ray.engine.model import batch_hint, call_model, mixed_devices
 from dp_ray.engine.random import preserved
-from dp_ray.engine.user_code import (
-    OF_SHARDS,
-    describe_compared,
-    describe_input,
-    raise_as,
-    reraise_as,
-    shards_hint,
-)
+from dp_ray.engine.user_code import OF_SHARDS, describe_compared, describe_input, raise_as, reraise_as, shards_hint
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job

@@ -392,10 +392,7 @@ class Pass:
         """Return whether any worker's first shard leaves a parameter without a gradient, by a trial."""
         unused, trained = torch.zeros(1, device=self._world.device), self._trained
         sparse = {id(one) for one in trained.sparse}
-        with (
-            self._trial(),
-            for_trial(trained.loss, trained.sparse, self._placement.job.compile) as replica,
-        ):
+        with self._trial(), for_trial(trained.loss, trained.sparse, self._placement.job.compile) as replica:
             for one in first:
                 if not one.shard.rows:
                     unused += 1  # it cannot show that all parameters are used

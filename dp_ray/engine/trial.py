@@ -18,12 +18,7 @@ from dp_ray.engine.buffers import Buffers
 from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loading import LoadedStep, Source, find_reference, load_steps
-from dp_ray.engine.model import (
-    autocast,
-    evaluating,
-    free_memory,
-    is_out_of_memory,
-)
+from dp_ray.engine.model import autocast, evaluating, free_memory, is_out_of_memory
 from dp_ray.engine.placement import Forwards, Placement, ShardedPlacement, place
 from dp_ray.engine.prediction import Prediction, predict
 from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, make_gradients_dense
