@@ -1,8 +1,8 @@
 """The numbers that the workers sum in a step beside the gradients (`Stats`), and what they decide by these sums.
 
-All workers see the same sums after the same step. So they stop together (`StopVote`), and end a training together at
-a loss that is NaN or infinite (`LossWatch`, for `stop_on_nan`), without a collective of its own. `StepControl` is the
-interface of a worker's loop between two steps.
+All workers see the same sums after the same step. So they stop together, since stop requests ride on each step's
+all-reduce; and they end a training together at a loss that is NaN or infinite (`LossWatch`, for `stop_on_nan`),
+without a collective of its own. `StepControl` is the interface of a worker's loop between two steps.
 """
 
 import math
@@ -59,25 +59,27 @@ class Stats:
         self._cells[self._own, MISSING] = samples
 
 
+LAG = 16  # steps
+
+
 @dataclass(eq=False)
 class Lagged:
-    """Reads a number of each step from a GPU, `lag` steps later, so that no step waits for it.
+    """Reads a number of each step from a GPU, LAG steps later, so that no step waits for it.
 
     A number that is known already, as on a CPU, is read at once.
     """
 
-    lag: int
     _numbers: "deque[tuple[torch.Tensor, torch.cuda.Event]]" = field(default_factory=deque)
 
     def take(self, number: torch.Tensor | float) -> float | None:
-        """Add this step's number, a scalar; return that of `lag` steps before, None if there is none."""
+        """Add this step's number, a scalar; return that of LAG steps before, None if there is none."""
         if not isinstance(number, torch.Tensor):
             return number
         here = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(number.device))
         self._numbers.append((here, copied))
-        return _read(*self._numbers.popleft()) if len(self._numbers) > self.lag else None
+        return _read(*self._numbers.popleft()) if len(self._numbers) > LAG else None
 
     def ahead(self) -> list[float]:
         """Return the numbers that `take` has not returned yet; this waits for the device, and takes none of them."""
@@ -88,21 +90,6 @@ def _read(number: torch.Tensor, ready: "torch.cuda.Event") -> float:
     with waiting("the GPU, which may be in a collective"):
         ready.synchronize()
         return float(number.item())
-
-
-@dataclass(eq=False)
-class StopVote:
-    """Stop requests ride on each step's all-reduce, so all workers stop after the same step.
-
-    On a GPU the sum is read LAG steps later, so that no step waits for the GPU.
-    """
-
-    LAG = 16
-    _votes: Lagged = field(default_factory=lambda: Lagged(StopVote.LAG))
-
-    def stops(self, votes: torch.Tensor | float) -> bool:
-        """Add this step's votes, the number of workers that ask to stop; return whether to stop now."""
-        return bool(self._votes.take(votes))
 
 
 class NotFinite(ModelError):
@@ -122,7 +109,7 @@ class LossWatch:
     not_finite: tuple[int, float] | None = None
     _num_read: int = 0  # steps whose sums were read
     _first: int | None = None  # the first step of this attempt
-    _sums: Lagged = field(default_factory=lambda: Lagged(StopVote.LAG))
+    _sums: Lagged = field(default_factory=Lagged)
 
     def take(self, step: int, total: torch.Tensor | float) -> None:
         """Take in the sum of a step's losses."""

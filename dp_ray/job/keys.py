@@ -219,6 +219,7 @@ def _by_state(value: Any, around: frozenset[int]) -> str | None:
 
 
 TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+TargetText = Annotated[str, Field(pattern=f"^{TARGET.pattern}$")]
 
 
 class Strict(BaseModel):
@@ -320,7 +321,7 @@ def target_parser(cls: type[Target]) -> BeforeValidator:
             raise ValueError(f"must be a target, like {{target: 'jobs.digits:Net', args: {{}}}}, got {value!r}")
         return value
 
-    return BeforeValidator(parse, json_schema_input_type=Annotated[str, Field(pattern=f"^{TARGET.pattern}$")] | cls)
+    return BeforeValidator(parse, json_schema_input_type=TargetText | cls)
 
 
 Targeted = Annotated[Any, target_parser(Target)]
@@ -443,11 +444,7 @@ def _shaped(value: Any) -> Any:
 
 
 SchedulerKey = Annotated[
-    Any,
-    target_parser(Scheduler),
-    BeforeValidator(
-        _shaped, json_schema_input_type=Annotated[str, Field(pattern=f"^{TARGET.pattern}$")] | Scheduler | Shape
-    ),
+    Any, target_parser(Scheduler), BeforeValidator(_shaped, json_schema_input_type=TargetText | Scheduler | Shape)
 ]
 
 

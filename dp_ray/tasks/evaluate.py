@@ -25,7 +25,7 @@ def evaluate(context: Context) -> None:
     work = Work(split_of(job, len(dataset)), world.world_size, world.rank)
     measures, states = build_metrics(job)
     clock, forwards = clock_on(world.device), placement.forwards()
-    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, clock, forwards)
+    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, forwards, clock)
     forget_from(run, lambda *_: False)
     quarantine = quarantine_of(set_aside(context, "dataset", dataset))
     times = StepTimes(clock)
