@@ -59,12 +59,13 @@ class Stats:
         self._cells[self._own, MISSING] = samples
 
 
-LAG = 16  # steps
+# Each step of the lag is one more before a stop, for which a node that is taken away may not have the time.
+LAG = 3
 
 
 @dataclass(eq=False)
 class Lagged:
-    """Reads a number of each step from a GPU, LAG steps later, so that no step waits for it.
+    """Reads a number of each step from a GPU, LAG steps later: a step waits only if it is so many steps ahead.
 
     A number that is known already, as on a CPU, is read at once.
     """
