@@ -552,19 +552,18 @@ class Collate:
         In a loader process, an error may be in place of the batch.
         """
         began = time.perf_counter()
-        indices = np.asarray(read.wanted.indices, np.int64)
+        wanted, items, seconds = read
+        indices = np.asarray(wanted.indices, np.int64)
         try:
-            batch = self._batch(read.wanted, read.items)
+            if isinstance(items, LoaderError | ColumnSlice):
+                batch = items if isinstance(items, LoaderError) else items.batch
+            elif self.screen is None:
+                batch = self._seeded(wanted, items)
+            else:
+                batch = self.screen.collate(items, wanted.indices, functools.partial(self._seeded, wanted))
         except Error as error:
             batch = loader_error(error)
-        return read.seconds + time.perf_counter() - began, (indices, batch)
-
-    def _batch(self, wanted: ReadRequest, items: Any) -> Any:
-        if isinstance(items, LoaderError | ColumnSlice):
-            return items if isinstance(items, LoaderError) else items.batch
-        if self.screen is None:
-            return self._seeded(wanted, items)
-        return self.screen.collate(items, wanted.indices, functools.partial(self._seeded, wanted))
+        return seconds + time.perf_counter() - began, (indices, batch)
 
     def _seeded(self, wanted: ReadRequest, items: Any) -> Any:
         if self.seed is not None:

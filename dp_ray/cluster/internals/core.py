@@ -203,6 +203,13 @@ def label_of(*node_ids: str) -> dict[str, str]:
     return {ray._raylet.RAY_NODE_ID_KEY: node_ids[0] if len(node_ids) == 1 else f"in({','.join(node_ids)})"}
 
 
+def check_cluster_file(config: dict[str, Any]) -> None:
+    """Raise if `ray up` would reject a cluster file. Public: none; `ray up` itself starts machines."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(config))
+
+
 def drain_this_node(seconds: float | None) -> str | None:
     """Tell Ray that this node will be taken away; return why Ray refuses, else None. Public: `ray drain-node`."""
     deadline = 0 if seconds is None else time.time_ns() // 10**6 + round(seconds * 1000)
