@@ -140,7 +140,8 @@ def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced_and_so_is_a_st
     behind = r"; in the collectives of gloo \S+ default_pg rank 0 is behind: rank 0: \w+ \d+ of .*, over, rank 1: "
     assert re.search(behind, hung["what"])
     assert "(more in flight_recorder/)" in hung["what"]
-    dumps = {path.name.partition("-rank-")[2]: path for path in (result.run_dir / "flight_recorder").iterdir()}
+    kept = (Path(result.run_dir) / "flight_recorder").iterdir()
+    dumps = {path.name.partition("-rank-")[2]: path for path in kept}
     assert {"0.json", "1.json"} <= dumps.keys()
     (dump,) = json.loads(dumps["1.json"].read_text())
     assert any(one["profiling_name"].startswith("gloo:") for one in dump["entries"])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dp_ray.cluster import worker
+from dp_ray.cluster.channel import WorkerConfig
 from dp_ray.engine.clock import DevicePlace, Part, StepClock
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import Collective, World, current_collectives, recorded_collectives
@@ -51,7 +52,7 @@ def test_a_group_stands_at_its_oldest_collective_that_is_not_over() -> None:
 
 
 def test_gloo_only_retires_what_is_over() -> None:
-    name = {"profiling_name": "gloo:barrier", "process_group": ["1", "undefined"]}
+    name: dict[str, Any] = {"profiling_name": "gloo:barrier", "process_group": ["1", "undefined"]}
     recorded = entry(1, "scheduled", True, **name), entry(2, "scheduled", False, **name)
     assert stands(recorded[0]) == [("gloo 1 undefined", 1, "over")]
     assert stands(*recorded) == [("gloo 1 undefined", 2, "scheduled")]
@@ -170,7 +171,7 @@ class Worker:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(ray, "get", lambda answer: answer)
         monkeypatch.setattr(worker, "recorded_collectives", self.record)
-        config = worker.WorkerConfig(self.channel, False)
+        config = WorkerConfig(self.channel, False)
         self.heartbeat = worker.Heartbeat(config, "a-1", World(1, 2), Storage(str(folder)), limit)
         self.heartbeat.runs_on(Gpu())
 
@@ -206,7 +207,8 @@ def test_a_late_worker_writes_its_recorder_once_a_step_and_tells_where_it_stands
     late.beat(100.0)
     assert (late.records, file.read_text()) == (2, "[2]")
     late.heartbeat.through()
-    assert late.beat(1e6) == Beat("a-1", 1, None, pytest.approx(1e6 + 101), "")
+    beat = late.beat(1e6)
+    assert (beat.step, beat.stack, beat.device, beat.collectives) == (None, "", None, ())
 
 
 def test_without_a_limit_the_recorder_is_read_before_nccl_ends_the_process(
