@@ -6,7 +6,6 @@ user code prints. The heartbeat also injects faults: real signals to real proces
 """
 
 import io
-import math
 import os
 import pickle
 import signal
@@ -33,7 +32,7 @@ from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, encoded, sen
 from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
 from dp_ray.engine.clock import StepClock
-from dp_ray.engine.model import check_machine, free_memory
+from dp_ray.engine.model import check_machine, free_memory, is_out_of_memory
 from dp_ray.engine.votes import NotFinite, StepControl, StopRequested
 from dp_ray.engine.world import (
     CPU,
@@ -45,6 +44,7 @@ from dp_ray.engine.world import (
     failed_collective,
     form_group,
     recorded_collectives,
+    text_of,
 )
 from dp_ray.errors import ClusterError, JobError, StorageError, WorkerError, frames_of
 from dp_ray.job.job import Job
@@ -92,9 +92,10 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     worker = config["worker"]
     end_imports()
     keep_freed_memory()
-    first = assigned_devices()[0]
-    if first.type == "cuda" and torch.cuda.is_available():  # a job may be told to run on the CPU nevertheless
-        torch.cuda.set_device(first)
+    with suppress(JobError):  # a job may be told to run on the CPU nevertheless; another one raises it again
+        first = assigned_devices()[0]
+        if first.type == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_device(first)
     rank, number = place_of_this_worker().get_world_rank(), 0
     while (answer := ray.get(worker.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.STOP:
         if answer is Ask.RESTART:
@@ -149,7 +150,7 @@ def run_assigned(
     on_node = min(world.world_size - first, place_of_this_worker().get_local_world_size())
     flight = run.child(FLIGHT_RECORDER)
     recorder = recorder_variables(assigned.backend, flight, attempt)
-    with environment(recorder), process_group(channel, attempt, world, assigned.backend, on_node):
+    with environment(recorder), process_group(channel, attempt, world, assigned, on_node):
         check_shared(run, assigned.token, str(world))
         if DUMP_FILE in recorder:
             with suppress(StorageError):
@@ -178,8 +179,8 @@ DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # torch appends the rank
 def recorder_variables(backend: str, folder: Storage, attempt: str) -> dict[str, str]:
     """Return the variables with which NCCL writes its flight recorder before it ends a process, but for the user's.
 
-    It does so if a collective fails or takes 30 minutes. The files go to `folder` if that is one of a file system,
-    since NCCL writes to no other storage. torch's `torchfrtrace` reads them.
+    It does so if a collective fails, or takes longer than the group's time-out. The files go to `folder` if that is
+    one of a file system, since NCCL writes to no other storage. torch's `torchfrtrace` reads them.
     """
     size = "TORCH_FR_BUFFER_SIZE"
     older = {size: "TORCH_NCCL_TRACE_BUFFER_SIZE", DUMP_FILE: "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # torch reads both
@@ -253,7 +254,7 @@ def reported_errors(
         raise WorkerExit(Ending.STOPPED, str(stopped), True) from None
     except BaseException as error:
         kind = kind_of(error)
-        text = str(error) if kind else f"{type(error).__name__}: {error}"
+        text = str(error) if kind else f"{type(error).__name__}: {text_of(error)}"
         failed = Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error))
         send(worker.channel, failed, worker.number)
         raise WorkerExit(_ending_of(error), text, has_progressed()) from None
@@ -262,8 +263,9 @@ def reported_errors(
 def _ending_of(error: BaseException) -> Ending:
     if isinstance(error, WorkerError):
         return Ending.LOST_PEER
-    passes = isinstance(error, Exception) and not isinstance(error, JobError | QuarantineFull | NotFinite)
-    return Ending.RAISED if passes else Ending.MISTAKEN
+    if not isinstance(error, Exception) or isinstance(error, JobError | QuarantineFull | NotFinite):
+        return Ending.MISTAKEN
+    return Ending.OUT_OF_MEMORY if is_out_of_memory(error) else Ending.RAISED
 
 
 STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed
@@ -272,7 +274,9 @@ _stores: list[TCPStore] = []  # rank 0 holds the last group's store until the ne
 
 
 @contextmanager
-def process_group(channel: Any, attempt: str, world: World, backend: str, local_world_size: int) -> Iterator[None]:
+def process_group(
+    channel: Any, attempt: str, world: World, assigned: Assignment, local_world_size: int
+) -> Iterator[None]:
     """Form the default process group of the job's workers while the block runs.
 
     Rank 0 holds the store. If the block raises, but for StopRequested, the group stays: peers may wait in it, and the
@@ -299,7 +303,7 @@ def process_group(channel: Any, attempt: str, world: World, backend: str, local_
     }
     with environment({name: str(value) for name, value in places.items()}):
         with _group_errors():
-            form_group(backend, store, world)
+            form_group(assigned.backend, store, world, assigned.job.timeouts.step)
         try:
             yield
         except StopRequested:
@@ -359,14 +363,14 @@ def bring_about(fault: Fault, driver_node: str) -> None:
 
 
 SHOWN_FRAMES = 12
-RECORD_SECONDS = 0.9 * TIMEOUT.total_seconds()  # before NCCL's own watchdog ends the process
 
 
 class Heartbeat(StepControl):
     """Step control of a worker on Ray: a thread sends beats, and the answers carry the driver's requests.
 
     Once the loop has been in one step for `limit` seconds, each beat carries its stack, how far its GPU has come, and
-    the collectives in which it stands; the flight recorder is written to `run`, the run's directory.
+    the collectives in which it stands; the flight recorder is written to `run`, the run's directory. Without a limit
+    a beat carries the last two after 30 minutes, for whoever ends the run.
     """
 
     def __init__(
@@ -483,7 +487,7 @@ class Heartbeat(StepControl):
         since, step = self._since, self._step
         seconds = time.monotonic() - since
         beat = Beat(self.attempt, self._world.rank, step, seconds, "")
-        if step is None or seconds <= min(self._limit or math.inf, RECORD_SECONDS):
+        if step is None or seconds <= (self._limit or TIMEOUT.total_seconds()):
             return beat
         if self._recorded_since != since:
             self._recorded_since, self._collectives = since, ()
@@ -493,7 +497,7 @@ class Heartbeat(StepControl):
         # call waits for the GPU. A worker that falls silent so is told as one that does not answer.
         beat = replace(beat, device=self._clock.place(), collectives=self._collectives)
         frame = sys._current_frames().get(self._loop)
-        if self._limit is None or seconds <= self._limit or frame is None:
+        if self._limit is None or frame is None:
             return beat
         waits = waits_for() or ("a collective of the user's code" if is_in_collective(frame) else "")
         stack = "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:])  # innermost frame last

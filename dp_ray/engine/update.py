@@ -31,7 +31,6 @@ from dp_ray.engine.sharded.state import (
     ELEMENTWISE,
     AlignedParts,
     Sharded,
-    comm_device,
     one_thread,
     sharded_as,
     whole_tensors,
@@ -266,7 +265,7 @@ class ShardedOptimizerStep(OptimizerStep):
         parameters = [one for one in self._parameters if one.grad is not None]
         if self.aligned is None:
             return self._sharded.total_norm(gradients, parameters)
-        return self.aligned.total_norm(gradients, parameters, comm_device(gradients[0].device))
+        return self.aligned.total_norm(gradients, parameters, gradients[0].device)
 
     def rehearse(self) -> None:
         """Update the parameters by the gradients as they are, without other workers, to make the state."""

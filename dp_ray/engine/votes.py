@@ -95,10 +95,11 @@ def _read(number: torch.Tensor, ready: "torch.cuda.Event") -> float:
 class StopVote:
     """Stop requests ride on each step's all-reduce, so all workers stop after the same step.
 
-    On a GPU the sum is read LAG steps later, so that no step waits for the GPU.
+    On a GPU the sum is read LAG steps later, so a step waits for the GPU only where it is so many steps ahead of it.
+    Each step of the lag is one more before a stop, for which a node that is taken away may not have the time.
     """
 
-    LAG = 16
+    LAG = 3
     _votes: Lagged = field(default_factory=lambda: Lagged(StopVote.LAG))
 
     def stops(self, votes: torch.Tensor | float) -> bool:

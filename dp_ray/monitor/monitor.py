@@ -163,7 +163,7 @@ class Monitor:
                 if self.attempts.is_current(attempt):
                     self._hangs.watchdog.take(message)
             case Interrupted(ranks=ranks):
-                # If NCCL has ended a worker whose collective took too long, what it told before is all that is known.
+                # If NCCL or the user has ended a worker that was late, why is known only from what it told before.
                 message = replace(message, what=message.what + self._hangs.watchdog.found)
                 lost, hung = self.attempts.workers(ranks), self._hangs.end(ranks)
                 self.attempts.interrupt()
