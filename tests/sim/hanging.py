@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dp_ray.engine.clock import DevicePlace, StepClock
+from dp_ray.engine.clock import DevicePlace, Part, StepClock
 from dp_ray.engine.votes import StepControl
 from dp_ray.system.threads import waits_for
 from tests.sim.jobs import Wide
@@ -64,4 +64,5 @@ class Watched(StepControl):
 def told(file: Path) -> tuple[DevicePlace, str, int]:
     """What a process has left: how far its GPU has come, what its loop waits for, and in which step."""
     found = json.loads(file.read_text())
-    return DevicePlace(*found["place"]), found["waits"], found["step"]
+    step, part, error = found["place"]
+    return DevicePlace(step, Part(part), error), found["waits"], found["step"]
