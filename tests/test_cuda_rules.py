@@ -26,6 +26,7 @@ from dp_ray.errors import DataError, ModelError
 from dp_ray.job.samples import ReadRequest
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir.checkpoint import CheckpointWriter, TrainState
+from dp_ray.steps import times
 from dp_ray.steps.times import History
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waits_for
@@ -277,12 +278,11 @@ def test_a_scaler_that_waits_for_the_gpu_is_no_hang_of_this_worker(monkeypatch: 
     scaler = step.scaler
     assert scaler is not None
 
-    def get_scale() -> float:
+    def read(scaler: Any, optimizer: Any) -> None:
         told.add(waits_for())
-        return 1.0
 
-    monkeypatch.setattr(scaler, "get_scale", get_scale)
-    step.scaled(model(torch.ones(1, 6)).sum()).backward()  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(type(scaler), "step", read)
+    (loss := model(torch.ones(1, 6)).sum()).backward(step.seed(loss, 1))
     step.apply(torch.tensor(1.0), 1, 0)
     assert told == {"the GPU, which may be in a collective"}
 
@@ -306,6 +306,42 @@ class OnTheGpu(torch.Tensor):
 
     is_cuda = True
     device = GPU
+
+
+def test_the_history_of_a_gpu_comes_while_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready: list[bool] = []
+
+    class Coming:
+        def __init__(self, numbers: torch.Tensor) -> None:
+            self.numbers = numbers
+
+        def is_here(self) -> bool:
+            return bool(ready)
+
+        def wait(self) -> torch.Tensor:
+            return self.numbers.as_subclass(torch.Tensor)
+
+    monkeypatch.setattr(times, "HostCopy", Coming)
+    monkeypatch.setattr(times, "SEND_SECONDS", -1.0)  # each step asks for what has come
+    sent: list[Any] = []
+    history = History(Storage(str(tmp_path)), Split(20, 4, 1), ["loss"], [], 0, sent.append)
+
+    def add(step: int) -> None:
+        sums = torch.tensor([step, 4.0, 0.0, 0.0], dtype=torch.float64).as_subclass(OnTheGpu)
+        history.add(step, Update(sums, 0.1, torch.tensor(1.0).as_subclass(OnTheGpu), False), {})
+
+    add(0)
+    add(1)
+    assert not sent, "no step waits"
+    ready.append(True)
+    add(2)
+    assert [row["step"] for logged in sent for row in logged.rows] == [0, 1, 2]
+    ready.clear()
+    add(3)
+    assert history.take().column("loss").to_pylist() == [0.0, 0.25, 0.5, 0.75]
+    assert [row["step"] for logged in sent for row in logged.rows] == [0, 1, 2, 3]
 
 
 def test_a_checkpoint_waits_once_for_all_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ from dp_ray.messages import (
     Failed,
     FaultInjected,
     Finished,
+    Logged,
     Note,
     Printed,
     Started,
@@ -163,7 +164,8 @@ def run_assigned(
                 job,
                 world,
                 run,
-                lambda message: send(channel, message, worker.number),
+                # The loop waits for no row of the history: messages of a worker arrive in order.
+                lambda message: send(channel, message, worker.number, wait=not isinstance(message, Logged)),
                 heartbeat,
                 assigned.rows,
             )

@@ -233,9 +233,12 @@ class Reduction:
             if node[1] == shard + 1:
                 self.sums.take(node)
 
-    def last_backward(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
-        """Run the pass's last backward; the sum over the workers of the gradients and of `stats` begins in it."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def last_backward(self, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor) -> None:
+        """Run the pass's last backward, which begins with the loss's gradient `seed`.
+
+        In it the sum over the workers of the gradients and of `stats` begins.
+        """
+        loss.backward(seed)  # type: ignore[no-untyped-call]
 
     def summed(self, stats: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """Wait for the sums over the workers; yield parameters as theirs are there, then set all gradients."""
@@ -296,7 +299,7 @@ class DdpReduction(Reduction):
         if self.sums is not None and shard is not None:
             self._take(shard)
 
-    def last_backward(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
+    def last_backward(self, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor) -> None:
         """Run the last backward, in which DDP reduces; `stats` and buffers go with it, beside it, or after it.
 
         Raises ModelError, naming the unused parameters, if DDP did not reduce the last bucket.
@@ -311,7 +314,7 @@ class DdpReduction(Reduction):
         if not self._waits_later:
             self._send(stats)
         with waiting(GRADIENTS):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward(seed)  # type: ignore[no-untyped-call]
         if not self._reducer.saw_last:
             unused = [name for name, one in self.trained.parameters.items() if one.grad is None]
             raise ModelError(

@@ -198,13 +198,13 @@ def no_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-STEPS = 16
+UNWAITED = 16
 
 
 @pytest.mark.parametrize("keys", [{}, {"bitwise": True}, {"grad_clip": 1.0}, {"precision": "bf16"}])
 def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> None:
     made, loaded, split = small_trainer(cuda, **keys)
-    work = itertools.islice(Work(split, 1, 0), STEPS)
+    work = itertools.islice(Work(split, 1, 0), UNWAITED)
     early, others = itertools.islice(work, EARLY), work  # in early steps the parameters are compared on the CPU
     for step, _ in early:
         made.step(step, loaded, lambda *_: None)
@@ -213,7 +213,7 @@ def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> 
             made.step(step, loaded, lambda *_: None)
         with pytest.raises(RuntimeError, match="synchron"):
             torch.ones((), device=cuda).item()
-    assert step == STEPS - 1
+    assert step == UNWAITED - 1
 
 
 def test_the_watch_over_losses_lags_on_a_gpu_and_names_the_step(cuda: torch.device) -> None:
