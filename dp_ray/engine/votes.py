@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dp_ray.engine.clock import StepClock
 from dp_ray.engine.step import Row
 from dp_ray.engine.world import ON_GPU, HostCopy, World, is_gpu
 from dp_ray.errors import Error, ModelError
@@ -165,6 +166,9 @@ class StepControl:
     attempt = ""
     wants_stop = False
     slows = False
+
+    def runs_on(self, clock: StepClock) -> None:
+        """Note the clock of the worker's steps, which tells how far its GPU has come."""
 
     def before(self, step: int) -> None:
         """Note that the worker is about to run `step`."""

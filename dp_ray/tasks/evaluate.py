@@ -25,6 +25,7 @@ def evaluate(context: Context) -> None:
     work = Work(split_of(job, len(dataset)), world.world_size, world.rank)
     measures, states = build_metrics(job)
     clock, forwards = clock_on(world.device), placement.forwards()
+    control.runs_on(clock)
     evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, forwards, clock)
     forget_from(run, lambda *_: False)
     quarantine = quarantine_of(set_aside(context, "dataset", dataset))

@@ -55,6 +55,7 @@ def train(context: Context) -> None:
     check_watched(job, states)
     step, times, ahead = build_step(job, world), StepTimes(clock_on(world.device)), OverlappedRead()
     watch = LossWatch(str(run)) if job.stop_on_nan else None
+    control.runs_on(times.clock)
     with closing(Trainer(placement, step, measures, split, times.clock, ahead, watch)) as trainer:
         if trainer.optimizer_step.says_left_out is not None:
             context.notify(trainer.optimizer_step.says_left_out)
