@@ -59,6 +59,7 @@ def predict_outputs(context: Context) -> None:
             PartWriter(parts, plan.agree, recorder.keep, context.notify) as writer,
         ):
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, context.notify)
+            control.runs_on(times.clock)
             counts_flops = job.flops and world.rank == 0 and not placement.is_sharded
             prediction = Prediction(job, world.device, work, times.clock, placement.forwards(), counts_flops)
             keeper = OutputKeeper(prediction, recorder, probe, writer, merger, control, profiler, send)
