@@ -140,12 +140,12 @@ def test_the_norms_of_all_gradients_of_a_dtype_take_one_operation(order: float) 
     made = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     gradients = [torch.randn(number % 7 + 1, 3, generator=made).to(dtypes[number % 3]) for number in range(300)]
-    with Operations() as operations:
+    with Operations() as operations:  # type: ignore[no-untyped-call]
         norms = norms_of(gradients, order)
     assert operations.count <= 3 + len(gradients), "an empty tensor for each, and a norm for each dtype"
     for gradient, norm in zip(gradients, norms, strict=True):
         wide = torch.promote_types(gradient.dtype, torch.float32)
         assert torch.equal(norm, torch.linalg.vector_norm(gradient, order, dtype=wide))
-    with Operations() as operations:
+    with Operations() as operations:  # type: ignore[no-untyped-call]
         norms_of(gradients[::3], order)
     assert operations.count == 1
