@@ -108,10 +108,9 @@ class Custom(torch.optim.AdamW):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Custom])
 def test_a_scalar_beside_sharded_parameters_has_a_group_of_its_own(kind: type[torch.optim.AdamW]) -> None:
-    matrix, scalar = Rows(torch.ones(3, 2)), nn.Parameter(torch.ones(()))
-    optimizer = kind(
-        [{"params": [scalar, matrix], "lr": 0.5}, {"params": [bias := Rows(torch.ones(2))]}], foreach=True
-    )
+    matrix, scalar, bias = Rows(torch.ones(3, 2)), nn.Parameter(torch.ones(())), Rows(torch.ones(2))
+    given: list[dict[str, Any]] = [{"params": [scalar, matrix], "lr": 0.5}, {"params": [bias]}]
+    optimizer = kind(given, foreach=True)
     groups = optimizer.param_groups
     with apart(optimizer):
         seen = [
@@ -125,7 +124,7 @@ def test_a_scalar_beside_sharded_parameters_has_a_group_of_its_own(kind: type[to
     assert [group["foreach"] for group in groups] == [True, True]
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations of its block."""
 
     count = 0
