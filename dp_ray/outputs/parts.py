@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from dp_ray.errors import StorageError
 from dp_ray.outputs.columns import (
@@ -30,7 +31,7 @@ from dp_ray.outputs.columns import (
 )
 from dp_ray.plan.split import FilePlan, Range, Shard
 from dp_ray.rundir.ledger import part_name
-from dp_ray.storage import Storage
+from dp_ray.storage import LocalFile, Storage, UnfinishedFile
 from dp_ray.tables import array_of, numbers, undamaged
 
 POSITION = "position"
@@ -62,6 +63,7 @@ class WorkerParts:
     batch_dim: int = 0
 
 
+@dataclass(eq=False)
 class PartWriter:
     """A stream of one worker's outputs to part files; `before_commit` runs before a part gets its name.
 
@@ -70,19 +72,14 @@ class PartWriter:
     An output that is no tensor, number or text is left out, and its path reported once with `note`.
     """
 
-    def __init__(
-        self,
-        parts: WorkerParts,
-        find_plan: FindPlan,
-        before_commit: Callable[[], None] = lambda: None,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self._parts = parts
-        self._find_plan = find_plan
+    parts: WorkerParts
+    find_plan: FindPlan
+    before_commit: Callable[[], None] = lambda: None
+    note: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
         self._plan: FilePlan | None = None
-        self._note = note
         self._left_out: set[str] = set()
-        self._before_commit = before_commit
         self._layout: Layout | None = None
         self._file: PartFile | None = None
         self._step: list[ShardRows] = []
@@ -102,9 +99,9 @@ class PartWriter:
         """
         kept, left_out = without_objects(outputs)
         for path in left_out.keys() - self._left_out:
-            self._note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
+            self.note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
         self._left_out |= left_out.keys()
-        layout, rows = rows_of(kept, shard.rows, self._parts.batch_dim, carried_arrays(carried or {}, indices))
+        layout, rows = rows_of(kept, shard.rows, self.parts.batch_dim, carried_arrays(carried or {}, indices))
         joined = layout if self._layout is None else self._layout.join(layout)
         if self._layout is not None and joined != self._layout:
             self.commit()  # the open part has fixed shapes, the next rows differ
@@ -115,7 +112,7 @@ class PartWriter:
         """End `step`: this worker's shards of it are taken, or an earlier attempt had committed them."""
         if self._step and self._plan is None:
             num_rows = sum(shard.rows for shard, _, _ in self._step)
-            self._plan = self._find_plan(sum(leaf.nbytes for _, _, rows in self._step for leaf in rows) / num_rows)
+            self._plan = self.find_plan(sum(leaf.nbytes for _, _, rows in self._step for leaf in rows) / num_rows)
             if self._plan is None:  # without a plan the rows are dropped
                 self._step, self._first_step = [], step + 1
             else:  # a part is in one file alone
@@ -127,7 +124,7 @@ class PartWriter:
         if self._group_bytes >= GROUP_BYTES:
             self._write_group()
         ends_file = self._plan is not None and step + 1 == self._plan.steps_of(self._plan.number_of(step)).stop
-        is_full = self._file is not None and self._file.bytes >= PART_BYTES // self._parts.num_workers
+        is_full = self._file is not None and self._file.bytes >= PART_BYTES // self.parts.num_workers
         if ends_file or is_full or time.monotonic() - self._committed > PART_SECONDS:
             self.commit()
 
@@ -146,7 +143,7 @@ class PartWriter:
     def _write_group(self) -> None:
         assert self._layout is not None
         if self._file is None:
-            self._file = PartFile(self._parts.storage, self._layout, MERGE_BYTES // self._parts.num_workers)
+            self._file = PartFile(self.parts.storage, self._layout, MERGE_BYTES // self.parts.num_workers)
         self._file.write(self._group)
         self._group, self._group_bytes = [], 0
 
@@ -155,10 +152,10 @@ class PartWriter:
         if self._group:
             self._write_group()
         if self._file is not None:
-            self._before_commit()
-            shards = self._parts.shards
+            self.before_commit()
+            shards = self.parts.shards
             done = Range(self._first_step, self._end_step, shards.start, shards.stop)
-            self._file.commit(part_name(done, self._parts.attempt))
+            self._file.commit(part_name(done, self.parts.attempt))
             self._file = None
         self._first_step = self._end_step
         self._committed = time.monotonic()
@@ -177,17 +174,13 @@ class PartFile:
 
     def write(self, group: list[ShardRows]) -> None:
         """Write the rows of some shards."""
+        shards, indices, rows = zip(*group, strict=True)
         positions = np.concatenate(
-            [
-                np.array(shard.positions, np.int64) if shard.missing else np.arange(shard.start, shard.stop)
-                for shard, _, _ in group
-            ]
+            [np.array(one.positions, np.int64) if one.missing else np.arange(one.start, one.stop) for one in shards]
         )
-        leaves = [
-            to_arrow(column, [rows[number] for _, _, rows in group])
-            for number, column in enumerate(self.layout.all_columns)
-        ]
-        samples = np.concatenate([indices for _, indices, _ in group])
+        columns = zip(self.layout.all_columns, zip(*rows, strict=True), strict=True)
+        leaves = [to_arrow(column, pieces) for column, pieces in columns]
+        samples = np.concatenate(indices)
         table = pa.Table.from_arrays([array_of(positions), array_of(samples), *leaves], schema=self._schema)
         blocks = max(1, table.nbytes // min(GROUP_BYTES, self._block_bytes))
         self._writer.write_table(table, max_chunksize=max(1, len(positions) // blocks))
@@ -200,11 +193,16 @@ class PartFile:
 
     def discard(self) -> None:
         """Remove the unfinished file."""
-        try:
-            with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
-                self._writer.close()
-        finally:
-            self._unfinished.discard()
+        discard(self._writer, self._unfinished)
+
+
+def discard(writer: pq.ParquetWriter | pa.ipc.RecordBatchFileWriter, file: UnfinishedFile | LocalFile) -> None:
+    """End a writer of Arrow, and remove the unfinished file into which it wrote."""
+    try:
+        with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
+            writer.close()
+    finally:
+        file.discard()
 
 
 def part_schema(layout: Layout) -> pa.Schema:

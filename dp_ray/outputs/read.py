@@ -32,6 +32,7 @@ from dp_ray.rundir.files import BEFORE_RETRY, RESULT
 from dp_ray.rundir.ledger import LEDGER_JSON, PARTS, Ledger
 from dp_ray.storage import Storage
 from dp_ray.tables import reading
+from dp_ray.tensors.tree import flatten
 
 PREVIEWS = "previews"
 ROWS = 8  # at the start, and as many at the end
@@ -264,7 +265,7 @@ def read_previews(run: Storage) -> list[Preview]:
 
 def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) -> Iterator[Preview]:
     """Yield the previews of some rows of a batch, by its first tensor."""
-    leaf = next(_tensors(inputs), None)
+    leaf = next((one for one in flatten(inputs)[0] if isinstance(one, torch.Tensor)), None)
     if leaf is None or leaf.ndim <= batch_dim or leaf.shape[batch_dim] != len(indices):
         return
     kept = leaf.movedim(batch_dim, 0)[list(rows)].detach().cpu()
@@ -277,15 +278,6 @@ def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) ->
             if row.numel() > NUMBERS:
                 text += f" ... ({'x'.join(map(str, row.shape))})"
             yield Preview(int(sample), text=text)
-
-
-def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested inputs."""
-    if isinstance(inputs, torch.Tensor):
-        yield inputs
-    elif isinstance(inputs, dict | list | tuple):
-        for one in inputs.values() if isinstance(inputs, dict) else inputs:
-            yield from _tensors(one)
 
 
 def thumbnail(row: torch.Tensor) -> torch.Tensor | None:

@@ -55,14 +55,13 @@ class Watched:
     def look(self) -> Snapshot:
         """Read the directory as it is now; files that change while they are read are read at the next look."""
         run = self._run
-        name = run.path.rstrip("/").rpartition("/")[2]
         try:
             is_there = run.exists(RUN)
         except StorageError:  # an object store that does not answer for a moment
             is_there = False
         if not is_there:
-            return Snapshot(ListedRun(name, NO_RUN))
-        row = listed_run(run, name)
+            return Snapshot(ListedRun(run.name, NO_RUN))
+        row = listed_run(run)
         try:
             progress = PROGRESS_JSON.read(run)
             began = time.monotonic()

@@ -322,11 +322,6 @@ def check_shared(run: Storage, token: str, who: str) -> None:
         )
 
 
-def base_storage(job: Job) -> Storage:
-    """Return the job's storage, as `located` finds it."""
-    return located(job.storage)
-
-
 def located(location: str) -> Storage:
     """Return a folder of runs, or a path in one, where all workers find it."""
     return Storage(located_at(location))

@@ -293,7 +293,6 @@ class Limit:
     If `is_of_one`, the worker with the largest share counts, for which the others wait; else all workers together.
     """
 
-    kind: str
     part: str
     share: float
     says: str
@@ -303,19 +302,17 @@ class Limit:
         """Return the verdict on the workers' steps; None below the limit."""
         groups = [[one] for one in workers] if self.is_of_one else [workers]
         share = max(shares_of(group)[self.part] for group in groups)
-        return Verdict(self.kind, share, self.says.format(percent(share))) if share >= self.share else None
+        return Verdict(self.part, share, self.says.format(percent(share))) if share >= self.share else None
 
 
 LIMITS = (
     Limit(
-        "exchange",
         "exchange",
         0.25,
         "the exchange is the limit: {} of the step is summing gradients over the workers; "
         "a larger batch_size needs fewer exchanges, fewer workers make each cheaper",
     ),
     Limit(
-        "checkpoint",
         "checkpoint",
         0.15,
         "the storage is the limit: {} of the time is waiting for checkpoints; "
@@ -324,12 +321,10 @@ LIMITS = (
     ),
     Limit(
         "evaluation",
-        "evaluation",
         0.3,
         "evaluations are the limit: {} of the time; raise eval.every_steps or eval.every_epochs, or eval.batch_size",
     ),
     Limit(
-        "outputs",
         "outputs",
         0.3,
         "writing is the limit: {} of the step is moving and writing outputs; "
@@ -472,7 +467,6 @@ class History:
         send: Callable[[Logged], None],
         new_data_wait: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._folder = folder
         self._split = split
         self._names = names
         self._extra = dict.fromkeys(extra)  # a dict keeps the order of the first measurement

@@ -16,7 +16,7 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job.files import differences
 from dp_ray.job.job import Job
 from dp_ray.records import damage_told
-from dp_ray.results.text import aligned, relative
+from dp_ray.results.text import aligned, relative, short
 from dp_ray.rundir.claim import check_reads_nothing_of, kept, lost, wait_until_free, with_full_init_from
 from dp_ray.rundir.files import RUN, SWEEP, SWEEP_JSON, State, Sweep, SweepTrial
 from dp_ray.rundir.lease import LEASE
@@ -115,13 +115,13 @@ def open_record(definition: Definition, base: Storage, is_new: bool = False) -> 
     Raises JobError if the directory holds another sweep, or something else.
     """
     folder = base.child(definition.name)
-    if folder.exists(SWEEP) and is_new:
-        return SweepRecord(folder, definition, _new_trials(definition))
-    if not folder.exists(SWEEP):
+    has_sweep = folder.exists(SWEEP)
+    if not has_sweep:
         if folder.exists(RUN):
             raise JobError(f"{folder} holds a run; give the sweep another name (--name)")
         if set(folder.names()) - {LEASE}:
             raise JobError(f"{folder} holds files that are no sweep; choose another --name or --storage")
+    if is_new or not has_sweep:
         return SweepRecord(folder, definition, _new_trials(definition))
     with damage_told(f"{folder}/{SWEEP}"):
         kept_sweep = SWEEP_JSON.read(folder)
@@ -231,7 +231,7 @@ def trial_rows(record: SweepRecord, base: Storage) -> tuple[list[str], list[list
     measured = [] if metric is None else [metric]
     rows = []
     for trial in best_first(record):
-        values = [hide(_as_text(one)) for one in definition.values(trial.picked).values()]
+        values = [hide(short(one)) for one in definition.values(trial.picked).values()]
         value = trial.value(metric)
         scores = ["-" if value is None else f"{value:.6g}" for _ in measured]
         place = relative(base.shown(definition.run_name(trial.number)))
@@ -249,13 +249,9 @@ def value_name(trial: Trial, definition: Definition) -> str:
     values = definition.values(trial.picked)
     last = [key.rpartition(".")[2] for key in values]
     keys = last if len(set(last)) == len(last) else list(values)
-    texts = [hide(_as_text(one)) for one in values.values()]
+    texts = [hide(short(one)) for one in values.values()]
     settings = (f"{key} {text[:NAMED]}" for key, text in zip(keys, texts, strict=True))
     return f"{trial.number}: {', '.join(settings)}"
-
-
-def _as_text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def space(definition: Definition) -> list[str]:
@@ -264,7 +260,7 @@ def space(definition: Definition) -> list[str]:
         return []
     lines = [f"{definition.count} trials, whose values {definition.search} draws from"]
     for axis in definition.axes:
-        drawn = ", ".join(map(_as_text, axis.values)) if isinstance(axis, Choices) else str(axis)
+        drawn = ", ".join(map(short, axis.values)) if isinstance(axis, Choices) else str(axis)
         lines.append(f"  {axis.key}: {hide(drawn)}")
     return lines
 
