@@ -19,7 +19,6 @@ from dp_ray.engine.clock import PARTS, DeviceClock, Part, SilentClock, StepClock
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.messages import TimedSteps
-from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.rundir.claim import RunDir
 from dp_ray.steps import times as step_time_files
@@ -110,7 +109,7 @@ class SlowlyBuilt(SlowReads):
         time.sleep(STEPS * 6 * SECONDS)
 
 
-def in_a_session(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
+def in_a_session(prepared: Prepared, claimed: RunDir, monitor: Monitor) -> None:
     """Runs a job as workers do that are there already."""
     run_in_process(prepared.job, claimed, monitor, prepared.plan.rows)
 

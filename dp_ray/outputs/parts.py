@@ -19,16 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dp_ray.errors import StorageError
-from dp_ray.outputs.columns import (
-    SAMPLE_INDEX,
-    Layout,
-    Rows,
-    carried_arrays,
-    converted,
-    rows_of,
-    to_arrow,
-    without_objects,
-)
+from dp_ray.outputs import columns
+from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, Rows
 from dp_ray.plan.split import FilePlan, Range, Shard
 from dp_ray.rundir.ledger import part_name
 from dp_ray.storage import LocalFile, Storage, UnfinishedFile
@@ -97,11 +89,13 @@ class PartWriter:
         Raises ModelError if an output does not have one entry a row, or its nesting or dtype differs from before.
         Raises DataError if the values of a key are of several kinds.
         """
-        kept, left_out = without_objects(outputs)
+        kept, left_out = columns.without_objects(outputs)
         for path in left_out.keys() - self._left_out:
             self.note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
         self._left_out |= left_out.keys()
-        layout, rows = rows_of(kept, shard.rows, self.parts.batch_dim, carried_arrays(carried or {}, indices))
+        layout, rows = columns.rows_of(
+            kept, shard.rows, self.parts.batch_dim, columns.carried_arrays(carried or {}, indices)
+        )
         joined = layout if self._layout is None else self._layout.join(layout)
         if self._layout is not None and joined != self._layout:
             self.commit()  # the open part has fixed shapes, the next rows differ
@@ -178,8 +172,10 @@ class PartFile:
         positions = np.concatenate(
             [np.array(one.positions, np.int64) if one.missing else np.arange(one.start, one.stop) for one in shards]
         )
-        columns = zip(self.layout.all_columns, zip(*rows, strict=True), strict=True)
-        leaves = [to_arrow(column, pieces) for column, pieces in columns]
+        pieces = zip(*rows, strict=True)
+        leaves = [
+            columns.to_arrow(column, each) for column, each in zip(self.layout.all_columns, pieces, strict=True)
+        ]
         samples = np.concatenate(indices)
         table = pa.Table.from_arrays([array_of(positions), array_of(samples), *leaves], schema=self._schema)
         blocks = max(1, table.nbytes // min(GROUP_BYTES, self._block_bytes))
@@ -215,10 +211,10 @@ def lay_out(table: pa.Table, had: Layout, wanted: Layout) -> pa.Table:
     if had == wanted:
         return table
     leading = [name for name in (POSITION, SAMPLE_INDEX) if name in table.column_names]
-    columns = [table.column(name) for name in leading]
+    arrays = [table.column(name) for name in leading]
     for before, after in zip(had.all_columns, wanted.all_columns, strict=True):
-        columns.append(converted(before, after, table.column(before.name).combine_chunks()))
-    return pa.Table.from_arrays(columns, schema=part_schema(wanted) if POSITION in leading else wanted.schema)
+        arrays.append(columns.converted(before, after, table.column(before.name).combine_chunks()))
+    return pa.Table.from_arrays(arrays, schema=part_schema(wanted) if POSITION in leading else wanted.schema)
 
 
 class PartReader:

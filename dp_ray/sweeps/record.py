@@ -68,6 +68,31 @@ class SweepRecord:
         done = sum(trial.state == "done" for trial in self.trials)
         return done == len(self._trials) and done >= self.definition.count
 
+    @property
+    def best_first(self) -> list[Trial]:
+        """The trials: the best value of the metric first, at the end those without a value, by their numbers."""
+        metric, sign = self.definition.metric, 1 if self.definition.mode == "min" else -1
+        values = [(value is None, sign * (value or 0.0)) for value in (trial.value(metric) for trial in self.trials)]
+        return [trial for _, trial in sorted(zip(values, self.trials, strict=True), key=lambda one: one[0])]
+
+    @property
+    def has_best(self) -> bool:
+        """Whether a trial has a value of the metric, so that the first of `best_first` is the best."""
+        return any(trial.value(self.definition.metric) is not None for trial in self.trials)
+
+    def rows(self, base: Storage) -> tuple[list[str], list[list[str]]]:
+        """Return the head of the table and a row for each trial, best first."""
+        definition, metric = self.definition, self.definition.metric
+        measured = [] if metric is None else [metric]
+        rows = []
+        for trial in self.best_first:
+            values = [hide(short(one)) for one in definition.values(trial.picked).values()]
+            value = trial.value(metric)
+            scores = ["-" if value is None else f"{value:.6g}" for _ in measured]
+            place = relative(base.shown(definition.run_name(trial.number)))
+            rows.append([str(trial.number), *values, *scores, trial.state, place])
+        return ["trial", *(axis.key for axis in definition.axes), *measured, "state", "run"], rows
+
     def put(self, trial: Trial) -> None:
         """Keep a trial in place of what is known of it.
 
@@ -209,39 +234,10 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
 NAMED = 40  # characters of a value in a trial's name
 
 
-def best_first(record: SweepRecord) -> list[Trial]:
-    """Return the trials: the best value of the metric first, at the end those without a value, by their numbers."""
-    metric, mode = record.definition.metric, record.definition.mode
-    sign = 1 if mode == "min" else -1
-    ranked = [(value, trial) for trial in record.trials if (value := trial.value(metric)) is not None]
-    ranked.sort(key=lambda one: (sign * one[0], one[1].number))
-    known = {trial.number for _, trial in ranked}
-    return [*(trial for _, trial in ranked), *(trial for trial in record.trials if trial.number not in known)]
-
-
 def table(record: SweepRecord, base: Storage) -> str:
     """Return the trials as a table, best first: number, values, metric, state, run."""
-    head, rows = trial_rows(record, base)
+    head, rows = record.rows(base)
     return aligned([[printable(cell) for cell in row] for row in [head, *rows]])
-
-
-def trial_rows(record: SweepRecord, base: Storage) -> tuple[list[str], list[list[str]]]:
-    """Return the head of the table and a row for each trial, best first."""
-    definition, metric = record.definition, record.definition.metric
-    measured = [] if metric is None else [metric]
-    rows = []
-    for trial in best_first(record):
-        values = [hide(short(one)) for one in definition.values(trial.picked).values()]
-        value = trial.value(metric)
-        scores = ["-" if value is None else f"{value:.6g}" for _ in measured]
-        place = relative(base.shown(definition.run_name(trial.number)))
-        rows.append([str(trial.number), *values, *scores, trial.state, place])
-    return ["trial", *(axis.key for axis in definition.axes), *measured, "state", "run"], rows
-
-
-def has_best(record: SweepRecord) -> bool:
-    """Return whether the first trial, of those with the best first, has a value of the metric."""
-    return any(trial.value(record.definition.metric) is not None for trial in record.trials)
 
 
 def value_name(trial: Trial, definition: Definition) -> str:
@@ -267,7 +263,7 @@ def space(definition: Definition) -> list[str]:
 
 def to_json(record: SweepRecord, base: Storage) -> dict[str, Any]:
     """Return the sweep as JSON values: its trials, best first."""
-    definition, ordered = record.definition, best_first(record)
+    definition, ordered = record.definition, record.best_first
     return {
         "name": definition.name,
         "sweep_dir": str(record.folder),
@@ -276,7 +272,7 @@ def to_json(record: SweepRecord, base: Storage) -> dict[str, Any]:
         "over": {axis.key: axis.describe() for axis in definition.axes},
         "search": definition.search,
         "count": definition.count,
-        "best": ordered[0].number if has_best(record) else None,
+        "best": ordered[0].number if record.has_best else None,
         "trials": [
             {
                 "number": trial.number,

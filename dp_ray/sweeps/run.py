@@ -32,16 +32,7 @@ from dp_ray.rundir.claim import with_full_init_from, with_shards_of_run
 from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, RUN_JSON, is_finished
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
-from dp_ray.sweeps.record import (
-    SweepRecord,
-    Trial,
-    best_first,
-    has_best,
-    numbers,
-    remove_sweep,
-    trial_rows,
-    value_name,
-)
+from dp_ray.sweeps.record import SweepRecord, Trial, numbers, remove_sweep, value_name
 from dp_ray.system.process import environment
 from dp_ray.system.threads import ask_others, planned_stops
 from dp_ray.text import harmless
@@ -297,12 +288,12 @@ def _write_page(record: SweepRecord, base: Storage, say: Say) -> None:
         from dp_ray.report.comparison import Trials, save_comparison
 
         definition = record.definition
-        runs = [(one, base.child(definition.run_name(one.number))) for one in best_first(record)]
+        runs = [(one, base.child(definition.run_name(one.number))) for one in record.best_first]
         compared = [(one, run) for one, run in runs if run.exists(RUN)][:COMPARED]
         if compared:
             names = [value_name(one, definition) for one, _ in compared]
-            head, rows = trial_rows(record, base)
-            trials = Trials(definition.name, names, head, rows, has_best(record))
+            head, rows = record.rows(base)
+            trials = Trials(definition.name, names, head, rows, record.has_best)
             place = save_comparison([run for _, run in compared], record.folder, trials)
             say(f"page: {relative(place)}")
     except Exception as error:  # whatever it is, the runs stand
