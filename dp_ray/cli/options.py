@@ -5,8 +5,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, TypeVar
 
 import click
 
@@ -18,10 +19,7 @@ from dp_ray.system.imports import collector_paused
 from dp_ray.system.threads import if_longer, raise_put_off
 from dp_ray.text import harmless
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
 
 def show_error(error: Error, is_verbose: bool) -> None:
@@ -120,7 +118,7 @@ class KeyOptions:
 
 def take(kind: type[T], options: dict[str, Any]) -> T:
     """Take the fields of a dataclass out of the options of a command."""
-    return kind(**{one.name: options.pop(one.name) for one in fields(kind) if one.name in options})
+    return kind(**{name: options.pop(name) for name in signature(kind).parameters if name in options})
 
 
 @contextmanager

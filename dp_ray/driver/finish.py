@@ -93,16 +93,10 @@ def _training_values(job: Job, storage: Storage, monitor: Monitor | None) -> dic
     kept = steps_of(storage.child(CHECKPOINTS))
     best = best_of(storage, wanted.metric, wanted.mode, kept) if wanted else None
     early = monitor.stopped_early if monitor else None
-    return {
-        "best": with_best_weights(best, storage),
-        "ema": job.ema
-        and {
-            "decay": job.ema.decay,
-            "weights": str(storage.child(EMA)),
-            "sha256": sha256_of(storage, EMA),
-        },
-        "stopped_early": early and early.to_json(),
-    }
+    ema = None
+    if job.ema:
+        ema = {"decay": job.ema.decay, "weights": str(storage.child(EMA)), "sha256": sha256_of(storage, EMA)}
+    return {"best": with_best_weights(best, storage), "ema": ema, "stopped_early": early and early.to_json()}
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
@@ -150,16 +144,9 @@ def _time_values(
 
 def _worker_values(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -> dict[str, Any]:
     world = worker.world
-    return {
-        "rank": world.rank,
-        "node": world.node,
-        "node_rank": world.node_rank,
-        "local_rank": world.local_rank,
-        "device": str(world.device),
-        "gpu_ids": list(worker.gpu_ids),
-        "pid": worker.pid,
-        **times.get(world.rank, {}),
-    }
+    place = {name: getattr(world, name) for name in ("rank", "node", "node_rank", "local_rank")}
+    process = {"device": str(world.device), "gpu_ids": list(worker.gpu_ids), "pid": worker.pid}
+    return {**place, **process, **times.get(world.rank, {})}
 
 
 def save_unfinished(

@@ -252,12 +252,11 @@ class Execution:
         try:
             if self.prepared.job.finds_shards:
                 self._find_shards()
-            about = recorded_about(storage, table(self.prepared.plan), self.prepared.job.max_workers == 0)
             look_seconds = RENEW_SECONDS if storage.is_atomic else TELL_SECONDS  # an object store counts each look
-            # `about` within this block only: what removes unfinished files would remove the one that it writes.
             with (
                 planned_stops(self._ask_to_stop) as stop,
-                about,
+                # Within this block only: what removes unfinished files would remove the one that it writes.
+                recorded_about(storage, table(self.prepared.plan), self.prepared.job.max_workers == 0),
                 repeated("stop requests", look_seconds, lambda: self._look(stop)),
             ):
                 self._follow_workers()

@@ -44,7 +44,7 @@ def page_of(run: Storage, live: float | None = None) -> str:
     """Return the page of a run, finished or not, as HTML; it reloads from its server every `live` seconds."""
     data = read_run(run)
     charts = [*charts_of(data.history), *workers_chart(data.incidents, data.steps_done)]
-    maps, parts = heat_maps(data.grid), step_parts(data.grid)
+    maps, parts = (heat_maps(data.grid), step_parts(data.grid)) if data.grid else ([], None)
     drawing = {
         "steps": max(1, data.total_steps),
         "charts": list(map(vars, charts)),
@@ -218,10 +218,8 @@ def job_file_of(job: dict[str, Any]) -> str:
         return str(yaml.dump(job, Dumper=yaml.SafeDumper, sort_keys=False))
 
 
-def heat_maps(grid: WorkerGrid | None) -> list[dict[str, Any]]:
+def heat_maps(grid: WorkerGrid) -> list[dict[str, Any]]:
     """Return the heat maps of a run as JSON values: milliseconds and rows of each worker, a step."""
-    if grid is None:
-        return []
     both = {"edges": grid.edges, "nodes": grid.nodes}
     counted = "without the exchange" if grid.parts else "in the model"
     return [
@@ -244,9 +242,9 @@ def heat_maps(grid: WorkerGrid | None) -> list[dict[str, Any]]:
     ]
 
 
-def step_parts(grid: WorkerGrid | None) -> dict[str, Any] | None:
+def step_parts(grid: WorkerGrid) -> dict[str, Any] | None:
     """Return the milliseconds of each part of a step over the steps, as JSON values; None if not measured."""
-    if grid is None or not grid.parts:
+    if not grid.parts:
         return None
     return {
         "edges": grid.edges,

@@ -24,7 +24,7 @@ from dp_ray.outputs.files import names_so_far
 from dp_ray.outputs.read import read_previews
 from dp_ray.results.text import relative
 from dp_ray.rundir.claim import UnfinishedRun, unfinished
-from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON, SHAPES, is_finished
+from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON, SHAPES
 from dp_ray.rundir.history import history_of
 from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.quarantine import QUARANTINE, QUARANTINED, RECORDS_JSON, BadRecord, record_files
@@ -120,19 +120,16 @@ class RunData:
 def read_run(run: Storage) -> RunData:
     """Read a run's directory. A file that is damaged, or that changes meanwhile, is left out and told of."""
     data = RunData(relative(str(run)))
-    is_done = False
-    with _problem_noted(data, "the result"):
-        is_done = is_finished(run)
-    with _problem_noted(data, "the job"):
-        data.job = hide_in(renamed(RUN_JSON.read(run).get("job", {})))
     with _problem_noted(data, "the result"):
         data.result = hide_in(RESULT_JSON.read(run))
+    with _problem_noted(data, "the job"):
+        data.job = hide_in(renamed(RUN_JSON.read(run).get("job", {})))
     with _problem_noted(data, "the state"):
         data.state = unfinished(run.location)
     with _problem_noted(data, "about.json"):
         data.drivers = ABOUT_JSON.read(run).drivers
     with _problem_noted(data, "the interruptions"):
-        data.incidents = INCIDENTS_JSON.read(run, RESULT if is_done else INCIDENTS)
+        data.incidents = INCIDENTS_JSON.read(run, RESULT if data.result.get("status") == "done" else INCIDENTS)
     with _problem_noted(data, "the history"):
         data.history = history_of(run)
     with _problem_noted(data, "the times of the steps"):

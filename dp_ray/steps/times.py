@@ -286,51 +286,29 @@ class Facts:
     outside: Outside | None = None
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A rule on one part of the step: the share from which on it limits a run, and a sentence for that share.
-
-    If `is_of_one`, the worker with the largest share counts, for which the others wait; else all workers together.
-    """
-
-    part: str
-    share: float
-    says: str
-    is_of_one: bool = False
-
-    def verdict(self, workers: Sequence[WorkerSplit]) -> Verdict | None:
-        """Return the verdict on the workers' steps; None below the limit."""
-        groups = [[one] for one in workers] if self.is_of_one else [workers]
-        share = max(shares_of(group)[self.part] for group in groups)
-        return Verdict(self.part, share, self.says.format(percent(share))) if share >= self.share else None
-
-
-LIMITS = (
-    Limit(
-        "exchange",
+# Of a part of the step: the share from which on it limits a run, and a sentence for that share.
+LIMITS = {
+    "exchange": (
         0.25,
         "the exchange is the limit: {} of the step is summing gradients over the workers; "
         "a larger batch_size needs fewer exchanges, fewer workers make each cheaper",
     ),
-    Limit(
-        "checkpoint",
+    "checkpoint": (
         0.15,
         "the storage is the limit: {} of the time is waiting for checkpoints; "
         "raise checkpoint.every_steps or checkpoint.every_seconds, or use a faster storage",
-        is_of_one=True,  # rank 0 alone writes checkpoints
     ),
-    Limit(
-        "evaluation",
+    "evaluation": (
         0.3,
         "evaluations are the limit: {} of the time; raise eval.every_steps or eval.every_epochs, or eval.batch_size",
     ),
-    Limit(
-        "outputs",
+    "outputs": (
         0.3,
         "writing is the limit: {} of the step is moving and writing outputs; "
         "keep less with outputs.keep, outputs.dtype or outputs.after, or use a faster storage",
     ),
-)
+}
+OF_RANK_0 = "checkpoint"  # it alone writes checkpoints, for which the others wait: their shares do not count
 
 
 def facts_of(job: Mapping[str, Any], outside: Outside | None = None, is_in_session: bool = False) -> Facts:
@@ -350,7 +328,7 @@ def decide(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict:
     What is outside of the steps comes first, then the rule with the largest share. Only keys of a job are advised.
     """
     verdicts = [_slower(one, part, workers) for part in COMPARED for one in workers]
-    verdicts += [_data(workers, facts.processes), *(limit.verdict(workers) for limit in LIMITS)]
+    verdicts += [_data(workers, facts.processes), *(_limited(part, workers) for part in LIMITS)]
     largest = max(filter(None, verdicts), key=lambda one: one.share, default=None)
     return _outside(facts) or largest or _waiting(workers) or _balanced(workers)
 
@@ -372,6 +350,14 @@ def _outside(facts: Facts) -> Verdict | None:
         return None
     text = f"the end is the limit: {percent(after / whole)} of {whole:.0f} s are after the last step"
     return Verdict("end", after / whole, f"{text}{AT_THE_END[facts.task]}; use a faster storage")
+
+
+def _limited(part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
+    """Return the verdict on a part of the step; None below its limit."""
+    limit, says = LIMITS[part]
+    groups = [[one] for one in workers] if part == OF_RANK_0 else [workers]
+    share = max(shares_of(group)[part] for group in groups)
+    return Verdict(part, share, says.format(percent(share))) if share >= limit else None
 
 
 def _slower(one: WorkerSplit, part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
