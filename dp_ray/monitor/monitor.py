@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -219,7 +220,7 @@ class ShapeReports:
         self._must_keep = self._is_closing = False
         self._stdout = sys.stdout
         self._collector = Collector(self._on_rows)
-        self._decoded: dict[int, tuple[Any, Any]] = {}
+        self._decode = cache(decode_sizes)
 
     def restore(self, spans: Sequence[tuple[World, messages.Sizes, messages.ShardSpan]]) -> None:
         """Take in the reports that a resumed run has of its finished steps."""
@@ -243,10 +244,8 @@ class ShapeReports:
         self._must_keep = True
 
     def emit(self) -> None:
-        """Pass on the steps that all workers have finished; write the journal if `keep` asked for it, and times."""
+        """Pass on the steps that all workers have finished; write the journal if `keep` asked for it."""
         self._collector.emit()
-        if self._times:
-            self._times.tick()
         if self._must_keep:
             self._must_keep = False
             self.file.save(self._collector)
@@ -285,12 +284,9 @@ class ShapeReports:
     def _lines(self, collector: Collector, rows: ReportColumns) -> Iterator[str]:
         numbered = zip(rows.step.tolist(), rows.seen.tolist(), strict=True)
         for _, shards in groupby(numbered, key=lambda pair: pair[0]):
-            numbers = [number for _, number in shards]
-            for number in numbers:
-                if number not in self._decoded:
-                    seen = collector.seen[number]
-                    self._decoded[number] = decode_sizes(seen.input_size), decode_sizes(seen.output_size)
-            yield from shape_lines([self._decoded[number] for number in numbers], self.batch_dim)
+            seen = [collector.seen[number] for _, number in shards]
+            sizes = [(self._decode(one.input_size), self._decode(one.output_size)) for one in seen]
+            yield from shape_lines(sizes, self.batch_dim)
 
 
 INTERRUPT_SECONDS = 10.0

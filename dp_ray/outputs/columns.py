@@ -141,11 +141,8 @@ class Layout:
     @property
     def metadata(self) -> dict[bytes, bytes]:
         """This layout as the schema's metadata; `from_metadata` is the inverse."""
-        values = {
-            "spec": self.spec.to_json(),
-            "columns": [asdict(column) for column in self.columns],
-            "batch_dim": self.batch_dim,
-        }
+        values: dict[str, Any] = {"spec": self.spec.to_json(), "columns": [asdict(column) for column in self.columns]}
+        values["batch_dim"] = self.batch_dim
         if self.carried:
             values["carried"] = [asdict(column) for column in self.carried]
         return {METADATA: json.dumps(values).encode()}

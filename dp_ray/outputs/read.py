@@ -236,25 +236,24 @@ class Preview:
 PREVIEWS_JSON = Record[list[Preview]](list[Preview], missing=[], damaged=IGNORE, unreachable=IGNORE, end="")
 
 
+@dataclass(frozen=True)
 class Previews:
     """The inputs of a prediction's first rows and of its last, written from the shards that hold them."""
 
-    def __init__(self, run: Storage, total_rows: int, batch_dim: int = 0) -> None:
-        self._run = run
-        self._batch_dim = batch_dim
-        self._first, self._last = ROWS, total_rows - ROWS
+    run: Storage
+    total_rows: int
+    batch_dim: int = 0
 
     def on_inputs(self, shard: Shard, indices: Any, inputs: Any) -> None:
         """Keep some inputs of a shard, if it holds such rows; what cannot be kept is left out."""
-        if shard.start >= self._first and shard.stop <= self._last:
+        last = self.total_rows - ROWS
+        if shard.start >= ROWS and shard.stop <= last:
             return
-        missing = set(shard.missing)
-        positions = [position for position in range(shard.start, shard.stop) if position not in missing]
-        rows = [at for at, position in enumerate(positions) if not self._first <= position < self._last]
+        rows = [at for at, position in enumerate(shard.positions) if not ROWS <= position < last]
         with suppress(StorageError, OSError, RuntimeError, TypeError, ValueError, OverflowError):
-            previews = list(_previews(indices, inputs, self._batch_dim, rows))
-            self._run.child(PREVIEWS).create()
-            PREVIEWS_JSON.write(self._run.child(PREVIEWS), previews, f"rows-{shard.start}.json")
+            previews = list(_previews(indices, inputs, self.batch_dim, rows))
+            self.run.child(PREVIEWS).create()
+            PREVIEWS_JSON.write(self.run.child(PREVIEWS), previews, f"rows-{shard.start}.json")
 
 
 def read_previews(run: Storage) -> list[Preview]:

@@ -180,20 +180,19 @@ def output_samples(run: Storage) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if names:
         with reading(run, names[0]) as file:
-            layout = Layout.from_metadata(file.schema_arrow.metadata)
             for batch in itertools.islice(file.iter_batches(batch_size=ROWS), 1):
-                rows += _as_rows(pa.Table.from_batches([batch]), layout)
+                rows += _as_rows(pa.Table.from_batches([batch]))
         with reading(run, names[-1]) as file:
-            layout = Layout.from_metadata(file.schema_arrow.metadata)
             if file.num_row_groups:
                 table = file.read_row_group(file.num_row_groups - 1)
-                rows += _as_rows(table.slice(max(0, len(table) - ROWS)), layout)
+                rows += _as_rows(table.slice(max(0, len(table) - ROWS)))
     # A short table's first rows are among its last too.
     samples = {row["sample_index"]: {**row, "preview": previews.get(row["sample_index"])} for row in rows}
     return list(samples.values())
 
 
-def _as_rows(table: pa.Table, layout: Layout) -> Iterator[dict[str, Any]]:
+def _as_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    layout = Layout.from_metadata(table.schema.metadata)
     carried = {one.key: table.column(one.name).to_pylist() for one in layout.carried}
     leaves: dict[str, Any] = {
         one.name: from_arrow(one, table.column(one.name).combine_chunks()) for one in layout.columns

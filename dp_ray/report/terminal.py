@@ -67,8 +67,7 @@ class Watched:
             began = time.monotonic()
             if row.status in ENDED or began >= self._due:
                 table = history_of(run)
-                has_losses = table is not None and "loss" in table.column_names
-                self._losses = table.column("loss").to_pylist() if table is not None and has_losses else []
+                self._losses = table.column("loss").to_pylist() if table and "loss" in table.column_names else []
                 self._due = time.monotonic() + 20 * (time.monotonic() - began)
             incidents = INCIDENTS_JSON.read(run, RESULT if row.status == "done" else INCIDENTS)
             error = str(RESULT_JSON.read(run).get("error") or "") if row.status == "failed" else ""

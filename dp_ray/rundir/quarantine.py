@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,10 +139,8 @@ def has_set_aside(run: Storage) -> bool:
 
 def count_quarantined(run: Storage) -> int:
     """Return how many samples the run has set aside: each once, in however many epochs."""
-    folder = run.child(QUARANTINE)
-    if names := record_files(folder):
-        return len(distinct(RECORDS_JSON.read(folder, name) for name in names))
-    return len(distinct([_merged(run)]))
+    files = RecordFiles(run.child(QUARANTINE)).look()
+    return len(distinct(files.values() if files else [_merged(run)]))
 
 
 @dataclass(eq=False)
@@ -173,22 +171,11 @@ def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[Bad
 
     `more` are records that are in no file any more.
     """
-    folder = run.child(QUARANTINE)
-    names = record_files(folder)
-
-    def together() -> Iterator[Sequence[BadRecord]]:
-        yield from (RECORDS_JSON.read(folder, name) for name in names)
-        if more:
-            yield more
-
-    values: dict[str, list[Any]] = {key: [] for key in carry}
-    for record in itertools.chain.from_iterable(together() if carry else ()):
-        for key in carry:
-            values[key].append(_carried(record, key))
-    kinds = {key: _kind(found) for key, found in values.items()}
+    files = [*RecordFiles(run.child(QUARANTINE)).look().values(), *([more] if more else [])]
+    kinds = {key: _kind([_carried(one, key) for records in files for one in records]) for key in carry}
     schema = pa.schema([*SCHEMA, *((CARRIED + key, kind) for key, kind in kinds.items())])
     with run.writing(QUARANTINED) as stream, pq.ParquetWriter(stream, schema) as writer:
-        for records in together():
+        for records in files:
             columns = [pa.array([one[field.name] for one in records], field.type) for field in SCHEMA]
             for key, kind in kinds.items():
                 carried = [_carried(one, key) for one in records]

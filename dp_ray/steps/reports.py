@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -294,15 +295,10 @@ def table_of(collector: Collector, rows: ReportColumns) -> pa.Table:
 
 def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
     """Read the shard reports of a ReportFile, ordered by step and shard."""
-    decoded: dict[str, Any] = {}
+    decode = cache(decode_sizes)
     for batch in file.iter_batches():
         for row in batch.to_pylist():
-            for key in ("input_size", "output_size"):
-                text = row[key]
-                if text not in decoded:
-                    decoded[text] = decode_sizes(text)
-                row[key] = decoded[text]
-            yield ShardReport(**row)
+            yield ShardReport(**{**row, **{key: decode(row[key]) for key in ("input_size", "output_size")}})
 
 
 def read_spans(file: pq.ParquetFile, done: Done) -> list[tuple[World, Sizes, ShardSpan]]:

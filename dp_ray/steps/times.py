@@ -11,7 +11,7 @@ functions, each of which gives a Verdict with the share of the time that it woul
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from dp_ray.messages import Logged, TimedSteps
 from dp_ray.plan.split import Split
 from dp_ray.rundir.history import CLOCKED, forget
 from dp_ray.storage import Storage
-from dp_ray.system.threads import waiting
+from dp_ray.system.threads import repeated, waiting
 from dp_ray.tables import PartTable, array_of, array_of_texts, numbers, read_table, table_of_rows
 from dp_ray.text import listed, percent
 
@@ -75,10 +75,9 @@ class StepTimeWriter:
     def __init__(self, folder: Storage) -> None:
         self._table = PartTable(folder, PART, ROWS_IN_A_PART, compression="zstd", use_dictionary=["node"])
         self._attempt = 0
-        self._written = time.monotonic()
-        self._seconds = 0.0
-        self._thread = ThreadPoolExecutor(1, "step-times")
-        self._writing: Future[None] | None = None
+        self._due = 0.0
+        self._is_open = ExitStack()
+        self._is_open.enter_context(repeated("step-times", WRITE_SECONDS, self._write))
 
     def begin(self, attempt: int) -> None:
         """Begin an attempt of the run, counted from 0."""
@@ -93,23 +92,16 @@ class StepTimeWriter:
         after = [array_of(one) for one in (timed.rows, *timed.seconds.T)]
         self._table.add(pa.Table.from_arrays([*before, node, *after], schema=SCHEMA))
 
-    def tick(self) -> None:
-        """Begin to write what is new, if it is time for it."""
-        pause = max(WRITE_SECONDS, self._seconds / SHARE_OF_WRITES)
-        is_writing = self._writing is not None and not self._writing.done()
-        if not is_writing and time.monotonic() - self._written >= pause:
-            self._written = time.monotonic()
-            self._writing = self._thread.submit(self._write)
-
     def close(self) -> None:
-        """Write what is new, and wait for it."""
-        self._thread.submit(self._write)
-        self._thread.shutdown()
+        """Write what is new."""
+        self._is_open.close()
+        self._table.write()
 
     def _write(self) -> None:
         began = time.monotonic()
-        self._table.write()
-        self._seconds = time.monotonic() - began
+        if began >= self._due:
+            self._table.write()
+            self._due = began + (time.monotonic() - began) / SHARE_OF_WRITES
 
 
 def read_step_times(run: Storage, newest: int | None = None) -> pa.Table:

@@ -281,9 +281,8 @@ def send_late(run_dir: str) -> Iterator[str]:
         raise JobError(f"{run}: has not ended; its trackers get what they lack when it goes on")
     check_installed(names)
     said: list[str] = []
-    feeds = [
-        Feed(name, partial(TrackerProcess, name, about_run(job, str(run)), {}), run, said.append) for name in names
-    ]
+    about = about_run(job, str(run))
+    feeds = [Feed(name, partial(TrackerProcess, name, about, {}), run, said.append) for name in names]
     end_all(feeds, result["status"], result["metrics"], LATE_SECONDS)
     if lacking := [feed.name for feed in feeds if not feed.is_done]:
         raise StorageError(f"{run}: {', '.join(lacking)} did not answer: {said[-1]}")
