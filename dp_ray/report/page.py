@@ -32,7 +32,8 @@ HERE = Path(__file__).parent
 SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, where it was built
 EVALUATIONS = 50  # the newest, in the table
-OF_A_RUN = {"heatMaps": [], "parts": None, "epochs": [], "interruptions": [], "live": None}  # a comparison has none
+# What is drawn of a run alone.
+OF_A_RUN: dict[str, Any] = {"heatMaps": [], "parts": None, "epochs": [], "interruptions": [], "live": None}
 
 
 def write_page(run: Storage) -> None:
