@@ -333,8 +333,7 @@ def timed(run: Storage, attempt: int, first: int, end: int) -> None:
     writer.begin(attempt)
     seconds = np.zeros((end - first, len(PARTS)), np.float32)
     writer.add(World(), TimedSteps(np.arange(first, end), np.full(end - first, 4, np.int32), seconds))
-    writer._table.write()  # here, and not in its thread
-    writer.close()
+    writer.close()  # writes here, and not in its thread
 
 
 def times_of(run: Storage) -> list[tuple[int, int]]:

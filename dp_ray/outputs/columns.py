@@ -318,9 +318,8 @@ def _variable(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
     kind = column.arrow_type.field("data").type.value_type
     flat = array_of(np.concatenate(data)) if data else pa.nulls(0, kind)
     shapes = pa.array([list(row.shape) for row in rows], pa.list_(pa.int64()))
-    return pa.StructArray.from_arrays(
-        [pa.LargeListArray.from_arrays(array_of(offsets), flat), shapes], names=["data", "shape"]
-    )
+    numbers = pa.LargeListArray.from_arrays(array_of(offsets), flat)
+    return pa.StructArray.from_arrays([numbers, shapes], names=["data", "shape"])
 
 
 def _to_numpy(tensor: torch.Tensor) -> Any:

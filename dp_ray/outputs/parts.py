@@ -206,11 +206,9 @@ class PartFile:
         """Write the rows of some shards."""
         for copy in chain.from_iterable(one.copies for one in group):
             copy.wait()
+        shards = [one.shard for one in group]
         positions = np.concatenate(
-            [
-                np.array(shard.positions, np.int64) if shard.missing else np.arange(shard.start, shard.stop)
-                for shard, *_ in group
-            ]
+            [np.array(one.positions, np.int64) if one.missing else np.arange(one.start, one.stop) for one in shards]
         )
         every = zip(self.layout.all_columns, zip(*(one.rows for one in group), strict=True), strict=True)
         leaves = [columns.to_arrow(column, pieces) for column, pieces in every]

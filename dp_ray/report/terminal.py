@@ -7,6 +7,7 @@ import shutil
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -55,10 +56,9 @@ class Watched:
     def look(self) -> Snapshot:
         """Read the directory as it is now; files that change while they are read are read at the next look."""
         run = self._run
-        try:
+        is_there = False
+        with suppress(StorageError):  # an object store that does not answer for a moment
             is_there = run.exists(RUN)
-        except StorageError:  # an object store that does not answer for a moment
-            is_there = False
         if not is_there:
             return Snapshot(ListedRun(run.name, NO_RUN))
         row = listed_run(run)

@@ -133,9 +133,8 @@ class Collector:
         self._emit(1 << 62)
 
     def _emit(self, through: int) -> None:
-        taken = [
-            (worker, span) for worker, pending in self._pending.items() for span in _take_through(pending, through)
-        ]
+        of_workers = self._pending.items()
+        taken = [(worker, span) for worker, pending in of_workers for span in _take_through(pending, through)]
         if rows := self._unpassed(taken):
             self.on_rows(self, rows)
 
@@ -166,10 +165,8 @@ def _split_span(span: ShardSpan, step: int) -> tuple[ShardSpan, ShardSpan | None
     early = late = span.milliseconds
     if len(early) > 1:  # else it is the mean of all steps, which both parts keep
         early, late = early[:count], late[count:]
-    return (
-        span._replace(num_steps=count, milliseconds=early),
-        span._replace(first_step=step, num_steps=span.num_steps - count, milliseconds=late),
-    )
+    rest = span._replace(first_step=step, num_steps=span.num_steps - count, milliseconds=late)
+    return span._replace(num_steps=count, milliseconds=early), rest
 
 
 def _fold(pending: deque[ShardSpan]) -> deque[ShardSpan]:

@@ -172,10 +172,8 @@ def worker_splits(table: pa.Table) -> list[WorkerSplit]:
     names = table["node"].combine_chunks().dictionary.to_pylist()
     rank, place = numbers(table["rank"]), numbers(table["node"])
     _, first, worker = np.unique(rank.astype(np.int64) * len(names) + place, return_index=True, return_inverse=True)
-    steps, rows, *seconds = (
-        np.bincount(worker, weights).tolist()
-        for weights in (None, numbers(table["rows"]), *(numbers(table[part]) for part in STEP_PARTS))
-    )
+    summed = [None, *(numbers(table[name]) for name in ("rows", *STEP_PARTS))]
+    steps, rows, *seconds = (np.bincount(worker, weights).tolist() for weights in summed)
     splits = [
         WorkerSplit(
             int(rank[row]),
@@ -301,7 +299,7 @@ LIMITS = {
         "keep less with outputs.keep, outputs.dtype or outputs.after, or use a faster storage",
     ),
 }
-OF_RANK_0 = "checkpoint"  # it alone writes checkpoints, for which the others wait: their shares do not count
+OF_RANK_0 = "checkpoint"  # it alone writes checkpoints, so that its share counts, and not that of all workers
 
 
 def facts_of(job: Mapping[str, Any], outside: Outside | None = None, is_in_session: bool = False) -> Facts:

@@ -325,10 +325,8 @@ def _as_known(trials: Iterable[Trial], metric: str | None, space: dict[str, Base
     known = []
     for trial in trials:
         value = trial.value(metric)
-        if trial.state not in ("done", "failed"):
-            state = TrialState.RUNNING
-        else:
-            state = TrialState.FAIL if value is None else TrialState.COMPLETE
+        ended = TrialState.FAIL if value is None else TrialState.COMPLETE
+        state = ended if trial.state in ("done", "failed") else TrialState.RUNNING
         known.append(create_trial(state=state, value=value, params=dict(trial.picked), distributions=space))
     return known
 
