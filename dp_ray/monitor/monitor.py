@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any, Protocol
@@ -131,12 +131,13 @@ class Monitor:
                 if self.attempts.is_current(attempt):
                     self._hangs.watchdog.take(message)
             case messages.Interrupted(ranks=ranks):
+                # If NCCL or the user has ended a worker that was late, why is known only from what it told before.
+                message = replace(message, what=message.what + self._hangs.watchdog.found)
                 lost, hung = self.attempts.workers(ranks), self._hangs.end(ranks)
                 self.attempts.interrupt()
                 self.failed = None  # the next attempt may succeed
-                self.incidents.interrupt(
-                    attempts.interruption_of(message, lost, hung, self.progress.step, self.node_control)
-                )
+                by = attempts.interruption_of(message, lost, hung, self.progress.step, self.node_control)
+                self.incidents.interrupt(by)
             case messages.FaultInjected(what=what, world=world):
                 self._console.say(f"fault injection: {what}, by {world}")
                 if message.is_the_drivers:

@@ -47,9 +47,7 @@ def predict_outputs(context: Context) -> None:
     forget_from(run, lambda step, shard: Shard(step, int(shard), 0, 0) in done)
     quarantine = quarantine_of(set_aside(replace(context, attempt=begun.attempt), "dataset", dataset))
     aside = RecordFiles(run.child(QUARANTINE))
-    missing = (
-        partial(list, aside.positions()) if quarantine is None else aside.positions
-    )  # without one, none are added
+    missing = partial(list, aside.positions()) if quarantine is None else aside.positions
     outputs = Outputs(run, begun, split, Order(split.rows, job.seed, 0, job.is_shuffled), missing)
     plan = AgreedFilePlan(outputs, job.outputs.file_bytes, world, lambda: control.wants_stop)
     parts = WorkerParts(run.child(PARTS), work.shards, begun.attempt, world.world_size, job.batch_dim)
@@ -63,6 +61,7 @@ def predict_outputs(context: Context) -> None:
             PartWriter(parts, plan.agree, recorder.keep, context.notify) as writer,
         ):
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, context.notify)
+            control.runs_on(times.clock)
             counts_flops = job.flops and world.rank == 0 and not placement.is_sharded
             prediction = Prediction(job, world.device, work, times.clock, placement.forwards(), counts_flops)
             keeper = OutputKeeper(prediction, recorder, probe, writer, merger, control, profiler, send)
