@@ -207,7 +207,6 @@ def command_of(arguments: Sequence[str]) -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
