@@ -20,6 +20,7 @@ from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import Collective, World, current_collectives, recorded_collectives
 from dp_ray.messages import Beat, Interrupted, Note, Started, WorkerReady
 from dp_ray.monitor.watchdog import collectives_behind
+from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.storage import Storage
 from dp_ray.tasks.setup import Context
@@ -240,6 +241,33 @@ def test_a_worker_that_records_nothing_leaves_no_file(monkeypatch: pytest.Monkey
     late.beat(101.0)
     assert late.beat(1.0).collectives == ()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("died", "records", "blamed"),
+    [
+        ((0, 1), [1], (0,)),  # rank 0 was killed; NCCL ended rank 1, which had lost its peer
+        ((0, 1, 2), [0, 2], (1,)),
+        ((0, 1), [0, 1], (0, 1)),  # both waited too long for nobody that died
+        ((0, 1), [], (0, 1)),
+        ((1,), [], (1,)),
+    ],
+)
+def test_a_survivor_that_nccl_ended_is_not_blamed(
+    tmp_path: Path, died: tuple[int, ...], records: list[int], blamed: tuple[int, ...]
+) -> None:
+    monitor = monitor_of(job={"workers": 3}, run=RunDir(Storage(str(tmp_path)), "", False))
+    for rank in range(3):
+        monitor.take(WorkerReady("a", World(rank, 3, node=f"10.0.0.{rank}"), 100 + rank, ()))
+    (tmp_path / "flight_recorder").mkdir()
+    for rank in records:
+        (tmp_path / "flight_recorder" / f"a-nccl-rank-{rank}").write_bytes(b"")
+        (tmp_path / "flight_recorder" / f"before-nccl-rank-{1 - rank % 2}").write_bytes(b"")  # of an earlier attempt
+    monitor.take(Interrupted(IncidentKind.WORKER, "its process was killed, or crashed", died))
+    (told,) = monitor.incidents.log.interruptions
+    assert told.ranks == blamed
+    assert told.nodes == tuple(f"10.0.0.{rank}" for rank in blamed)
+    assert ("NCCL then ended rank" in told.what) == (blamed != died)
 
 
 def test_what_late_workers_told_stands_in_the_incident_that_somebody_else_makes() -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -22,12 +22,14 @@ import numpy as np
 from dp_ray import messages
 from dp_ray.engine.clock import Flops
 from dp_ray.engine.world import World
+from dp_ray.errors import StorageError
 from dp_ray.job.job import Job
 from dp_ray.monitor import attempts
 from dp_ray.monitor.console import Console, Losses, Progress
 from dp_ray.plan.split import Split
 from dp_ray.results.text import relative
 from dp_ray.rundir.claim import RunDir
+from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
 from dp_ray.rundir.history import NOT_MEASURED
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.listing import PROGRESS_JSON
@@ -72,7 +74,7 @@ class Monitor:
         self.attempts = attempts.Attempts()
         self.progress = Progress(job.run_name, split.total_steps, split.total_rows)
         self.planned_stop = attempts.PlannedStop(job.task != "evaluate", console)  # an evaluation keeps nothing
-        storage = run.storage if run else None
+        self._storage = storage = run.storage if run else None
         log = INCIDENTS_JSON.read(run.storage) if run and run.is_resumed else IncidentLog()
         self.incidents = attempts.Incidents(log, console, storage)
         self._console = console
@@ -133,6 +135,8 @@ class Monitor:
             case messages.Interrupted(ranks=ranks):
                 # If NCCL or the user has ended a worker that was late, why is known only from what it told before.
                 message = replace(message, what=message.what + self._hangs.watchdog.found)
+                message = attempts.without_survivors(message, self._ended_by_nccl(ranks))
+                ranks = message.ranks
                 lost, hung = self.attempts.workers(ranks), self._hangs.end(ranks)
                 self.attempts.interrupt()
                 self.failed = None  # the next attempt may succeed
@@ -149,6 +153,15 @@ class Monitor:
             case messages.Failed():
                 if self.failed is None or self.failed.is_lost_peer:  # which only follows from another worker's end
                     self.failed = message
+
+    def _ended_by_nccl(self, ranks: tuple[int, ...]) -> set[int]:
+        """Return the ranks among these whose processes have left what NCCL writes before it ends one."""
+        left: list[str] = []
+        if self._storage is not None:
+            with suppress(StorageError):
+                left = self._storage.child(FLIGHT_RECORDER).names()
+        workers = self.attempts.workers(ranks)
+        return {one.world.rank for one in workers if NCCL_RECORD.format(one.attempt, one.world.rank) in left}
 
     def _worker_ready(self, worker: messages.WorkerReady) -> None:
         """Begin an attempt once all of its workers are ready."""
