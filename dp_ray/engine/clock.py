@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dp_ray.job.job import Job
+from dp_ray.system.process import patched
 
 
 class Part(IntEnum):
@@ -244,12 +245,8 @@ def counted_flops(run: Callable[[], object], rows: int, job: Job, device: torch.
     # A compiled model's kernels cannot be counted; setting the stance imports the compiler, which takes seconds.
     eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()
     counter = _OperationCounter(display=False)
-    _OperationCounter.running = counter
-    try:
-        with eager, counter:
-            run()
-    finally:
-        _OperationCounter.running = None
+    with patched(_OperationCounter, running=counter), eager, counter:
+        run()
     per_row = (counter.get_total_flops() - counter.repeated) / rows
     if device.type != "cuda":
         return Flops(per_row, device.type, job.precision)

@@ -26,7 +26,7 @@ def evaluate(context: Context) -> None:
     measures, states = build_metrics(job)
     clock, forwards = clock_on(world.device), placement.forwards()
     control.runs_on(clock)
-    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, clock, forwards)
+    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, forwards, clock)
     forget_from(run, lambda *_: False)
     quarantine = quarantine_of(set_aside(context, "dataset", dataset))
     times = StepTimes(clock)

@@ -28,7 +28,7 @@ from dp_ray.engine.loading import LoadedShard, on_device
 from dp_ray.engine.model import free_memory
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.trainer import Trainer
-from dp_ray.engine.votes import LossWatch, NotFinite, StopVote
+from dp_ray.engine.votes import LAG, Lagged, LossWatch, NotFinite
 from dp_ray.engine.world import TIMEOUT, Collective, World, form_group, new_group, recorded_collectives
 from dp_ray.job.plan import split_of
 from dp_ray.messages import Measured
@@ -219,14 +219,14 @@ def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> 
 def test_the_watch_over_losses_lags_on_a_gpu_and_names_the_step(cuda: torch.device) -> None:
     watch, numbers = LossWatch("run"), torch.tensor([1.0, float("nan")], device=cuda)
     with no_waits():
-        for step in range(3, 3 + StopVote.LAG):
+        for step in range(3, 3 + LAG):
             watch.take(step, numbers[int(step >= 4)])
             watch.check()
     assert not watch.is_finite(), "where a checkpoint is due, it waits for the GPU and knows"
-    for step in range(3 + StopVote.LAG, 4 + StopVote.LAG):
+    for step in range(3 + LAG, 4 + LAG):
         watch.check()
         watch.take(step, numbers[0])
-    watch.take(4 + StopVote.LAG, numbers[0])
+    watch.take(4 + LAG, numbers[0])
     with pytest.raises(NotFinite, match="step 4: the loss is nan"):
         watch.check()
     late = LossWatch("run")
@@ -237,14 +237,14 @@ def test_the_watch_over_losses_lags_on_a_gpu_and_names_the_step(cuda: torch.devi
 
 
 def test_the_stop_vote_lags_on_a_gpu_and_waits_for_no_later_step(cuda: torch.device) -> None:
-    vote = StopVote()
+    votes = Lagged()
     for step in range(40):
         asked = step >= 20
-        assert vote.stops(torch.full((), float(asked), device=cuda)) == (step - StopVote.LAG >= 20)
+        assert bool(votes.take(torch.full((), float(asked), device=cuda))) == (step - LAG >= 20)
     ahead: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]  # half a second of the GPU, behind which this step stands
     ahead.record()
-    vote.stops(torch.ones((), device=cuda))
+    votes.take(torch.ones((), device=cuda))
     assert not ahead.query(), "the vote of this step was waited for"
 
 
