@@ -93,7 +93,10 @@ def test_all_loaders_of_a_gpu_copy_in_one_stream(monkeypatch: pytest.MonkeyPatch
 
 
 class CountsExchanges(StepControl):
-    """Ends the worker in the second step, with an error that tells how often the first one exchanged slices."""
+    """Ends the worker in the third step, with an error that tells how often the second one exchanged slices.
+
+    In the first one DDP has one bucket for all.
+    """
 
     def before(self, step: int) -> None:
         if step == 0:
@@ -106,6 +109,8 @@ class CountsExchanges(StepControl):
 
             dist.all_to_all_single = counted
         if step == 1:
+            self.count = 0
+        if step == 2:
             raise ModelError(f"{self.count} exchanges")
 
 
@@ -115,6 +120,18 @@ def test_two_workers_leave_sums_below_fp32_to_no_all_reduce(tmp_path: Path, mode
     job = job_of(model, loss="tests.support.training:heavy", bitwise=True, shards=4, workers=2)
     with pytest.raises(ProcessExit, match=f"ModelError: {exchanges} exchanges"):
         run_group(job, tmp_path, CountsExchanges())
+
+
+@pytest.mark.parametrize(("size", "exchanges"), [(None, 2), (0.5, 3)])
+def test_the_size_of_a_bucket_is_a_key_and_changes_no_bit(tmp_path: Path, size: float | None, exchanges: int) -> None:
+    model = {"target": "tests.sim.jobs:Wide"}  # 2.7 MB
+    keys: dict[str, Any] = {"bitwise": True, "shards": 3, "max_steps": 3}
+    with pytest.raises(ProcessExit, match=f"ModelError: {exchanges} exchanges"):
+        run_group(job_of(model, **keys, workers=3, bucket_cap_mb=size), tmp_path / "counted", CountsExchanges())
+    run_group(job_of(model, **keys, workers=3, bucket_cap_mb=size), tmp_path / "three")
+    run_group(job_of(model, **keys, workers=1), tmp_path / "one")
+    three, one = weights_of(tmp_path / "three"), weights_of(tmp_path / "one")
+    assert all(torch.equal(three[name], one[name]) for name in one)
 
 
 def test_half_precision_has_the_same_bits_on_one_two_and_three_workers(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class ShardLoss(nn.Module):
         self._measures = measures
         self._autocast = None if job.precision == "fp32" else (job.precision, device)
         self._device = device
+        self.bucket_cap_mb = job.bucket_cap_mb
         self.stats_bucket: StatsBucket | None = None
         self.stats_parameter: nn.Parameter | None = None  # the bucket's, where DDP finds it
         self._reduced: list[nn.Parameter] = []
@@ -380,6 +381,7 @@ def wrapped(
             loss,
             broadcast_buffers=False,
             init_sync=False,
+            bucket_cap_mb=loss.bucket_cap_mb,
             find_unused_parameters=finds_unused,
             gradient_as_bucket_view=True,
         )

@@ -86,7 +86,7 @@ class Job(MeasuringKeys):
             *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
             *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
             *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops", "strategy", "fsdp"),
-            *("activation_checkpointing", "stop_on_nan", "hooks"),
+            *("activation_checkpointing", "stop_on_nan", "hooks", "bucket_cap_mb"),
         )
     )
 

@@ -848,6 +848,9 @@ class JobKeys(WorkerKeys, WorkKeys):
     """Whether the model may leave parameters unused. auto: each of several workers runs its first shard twice to find
     out, and then restores the model. Other state that a forward changes is changed twice. true: if other parameters
     are used from step to step. With `strategy: fsdp`, auto looks in each step."""
+    bucket_cap_mb: Annotated[float, Field(gt=0)] | None = None
+    """Megabytes of gradients that several workers sum at once, while the backward goes on, as in torch's DDP. null:
+    torch's own, which is 25 after a first one of 1."""
     bitwise: bool = False
     """Weights, losses and outputs are the same bits on any number of workers from 1 to `shards`."""
     checkpoint: Checkpoint = Checkpoint()
