@@ -266,6 +266,7 @@ class Ending(StrEnum):
 
     STOPPED = "stopped"  # it stopped because it was asked to
     LOST_PEER = "lost peer"
+    OUT_OF_MEMORY = "out of memory"
     RAISED = "raised"  # an error that may be transient
     MISTAKEN = "mistaken"  # an error that every attempt would raise
 

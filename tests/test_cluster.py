@@ -25,7 +25,8 @@ from ray.cluster_utils import Cluster as SeveralNodes
 import dp_ray
 from dp_ray.cluster import connect
 from dp_ray.cluster.connect import check_fits, connected, in_ray_job, worker_resources
-from dp_ray.cluster.internals import forked_worker
+from dp_ray.cluster.internals import forked_worker, train_worker
+from dp_ray.cluster.internals.context import gpus_of
 from dp_ray.cluster.internals.core import types_in, wants_token
 from dp_ray.cluster.internals.train_worker import interface_of
 from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
@@ -63,20 +64,23 @@ def test_capacity_is_counted_node_by_node(
     assert capacity_for(each, nodes, placement) == capacity
 
 
+BOTH = "cpu:gloo,cuda:nccl"
+
+
 @pytest.mark.parametrize(
     ("keys", "gpus", "backend"),
     [
         ({"workers": 2}, 0.5, "gloo"),  # they may share a GPU, which NCCL calls "Duplicate GPU"
         ({"workers": {"min": 1, "max": 4}}, 0.25, "gloo"),
-        ({"workers": 1}, 0.5, "nccl"),
-        ({"workers": 2}, 1, "nccl"),
-        ({"workers": 2}, 2, "nccl"),
+        ({"workers": 1}, 0.5, BOTH),
+        ({"workers": 2}, 1, BOTH),
+        ({"workers": 2}, 2, BOTH),
         ({"workers": 2}, 0, "gloo"),
         ({"workers": 2, "gpus_per_worker": 0}, 1, "gloo"),
         ({"workers": 2, "devices": ["cpu", "cpu"]}, 0, "gloo"),
-        ({"workers": 2, "devices": ["cuda:0"]}, 1, "nccl"),
+        ({"workers": 2, "devices": ["cuda:0"]}, 1, BOTH),
         ({"workers": 2, "devices": ["cuda:0"]}, 0.5, "gloo"),
-        ({"workers": 2, "devices": ["cuda:0", "cpu"]}, 1, "cpu:gloo,cuda:nccl"),
+        ({"workers": 2, "devices": ["cuda:0", "cpu"]}, 1, BOTH),
         ({"workers": 2, "devices": ["cuda:0", "cpu"]}, 0.5, "gloo"),
     ],
 )
@@ -210,6 +214,47 @@ def test_capacity_is_never_more_than_a_greedy_packing_finds(cpus: list[int], nee
             node -= need
             packed += 1
     assert capacity_for({"CPU": need}, [{"CPU": float(node)} for node in cpus]) == packed
+
+
+@pytest.mark.parametrize(
+    ("ids", "variables", "is_amd", "devices"),
+    [
+        ([], {}, False, []),
+        (["1"], {"CUDA_VISIBLE_DEVICES": "0,1,3"}, False, ["cuda:1"]),
+        (["3", "0"], {"CUDA_VISIBLE_DEVICES": "0,1,3"}, False, ["cuda:2", "cuda:0"]),
+        (["3"], {}, False, ["cuda:3"]),  # Ray was told to leave the variable alone: torch sees all
+        (["GPU-5f"], {"CUDA_VISIBLE_DEVICES": "GPU-1c,GPU-5f"}, False, ["cuda:1"]),
+        (["3"], {"HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "0,3"}, True, ["cuda:0"]),
+        (["3"], {"HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "0,3"}, False, ["cuda:1"]),
+        (["1"], {"CUDA_VISIBLE_DEVICES": "0,1"}, True, ["cuda:1"]),
+        (["MIG-7"], {"CUDA_VISIBLE_DEVICES": "MIG-7"}, False, ["cuda:0"]),
+    ],
+)
+def test_a_workers_gpus_are_named_as_torch_counts_them(
+    ids: list[str], variables: dict[str, str], is_amd: bool, devices: list[str]
+) -> None:
+    assert [str(one) for one in gpus_of(ids, variables, is_amd)] == devices
+
+
+@pytest.mark.parametrize(
+    ("ids", "visible", "says"),
+    [
+        (["3"], "0,1", "GPU 3, which CUDA_VISIBLE_DEVICES=0,1 hides from it"),
+        (["MIG-7"], "MIG-6,MIG-7", "cut into slices .MIG.: MIG-6, MIG-7"),
+    ],
+)
+def test_gpus_that_a_worker_cannot_use_are_refused(ids: list[str], visible: str, says: str) -> None:
+    with pytest.raises(JobError, match=f"gpus_per_worker: .*{says}"):
+        gpus_of(ids, {"CUDA_VISIBLE_DEVICES": visible}, is_amd=False)
+
+
+@pytest.mark.parametrize("given", [{}, {"NCCL_SOCKET_IFNAME": "ib0"}])
+def test_nccl_takes_the_interface_by_its_whole_name(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(os, "environ", variables := dict(given))
+    train_worker.bind_to_ray_address()
+    loopback = interface_of("127.0.0.1")
+    assert variables == {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}", **given}
 
 
 def test_the_interface_of_an_address_is_found() -> None:

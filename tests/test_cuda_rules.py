@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from dp_ray.engine import loading, random
 from dp_ray.engine import model as model_module
@@ -17,17 +19,21 @@ from dp_ray.engine.clock import DeviceClock
 from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Update
-from dp_ray.engine.world import World
-from dp_ray.errors import DataError
+from dp_ray.engine.user_code import raise_as
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World, side_stream, text_of
+from dp_ray.errors import DataError, ModelError
 from dp_ray.job.samples import ReadRequest
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir.checkpoint import CheckpointWriter, TrainState
+from dp_ray.steps import times
 from dp_ray.steps.times import History
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waits_for
 from dp_ray.tasks import task
 from tests.support import training
 from tests.support.builders import loader_of, optimizer_step_of
+from tests.support.group import ProcessExit, run_group, weights_of
 from tests.support.trainings import job_of
 
 GPU = torch.device("cuda", 0)
@@ -52,7 +58,7 @@ class Stream:
 
 def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(loading, "side_stream", lambda device, use: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
 
@@ -66,6 +72,91 @@ def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch:
     assert given == [1, 2, 3, 4]
     assert len(stream.copies) == 4
     assert stream.waited == [1, 2, 3, 4], "the copy of the next batch is in the queue already"
+
+
+def test_all_loaders_of_a_gpu_copy_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+
+    def make(device: torch.device) -> object:
+        made.append(device)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    one, other = torch.device("cuda", 6), torch.device("cuda", 7)
+    try:
+        assert side_stream(one, "copies") is side_stream(torch.device("cuda", 6), "copies")
+        assert side_stream(one, "copies") is not side_stream(one, "sums")
+        assert side_stream(other, "copies") is not side_stream(one, "copies")
+        assert made == [one, one, other]
+    finally:
+        side_stream.cache_clear()
+
+
+class CountsExchanges(StepControl):
+    """Ends the worker in the second step, with an error that tells how often the first one exchanged slices."""
+
+    def before(self, step: int) -> None:
+        if step == 0:
+            self.count = 0
+            exchange = dist.all_to_all_single
+
+            def counted(*args: Any, **keys: Any) -> Any:
+                self.count += 1
+                return exchange(*args, **keys)
+
+            dist.all_to_all_single = counted
+        if step == 1:
+            raise ModelError(f"{self.count} exchanges")
+
+
+@pytest.mark.parametrize(("model", "exchanges"), [("HalfMlp", "[1-9]"), ("mlp", "0")])
+def test_two_workers_leave_sums_below_fp32_to_no_all_reduce(tmp_path: Path, model: str, exchanges: str) -> None:
+    """NCCL's may round each sum on the way, as NVLink SHARP does."""
+    job = job_of(model, loss="tests.support.training:heavy", bitwise=True, shards=4, workers=2)
+    with pytest.raises(ProcessExit, match=f"ModelError: {exchanges} exchanges"):
+        run_group(job, tmp_path, CountsExchanges())
+
+
+def test_half_precision_has_the_same_bits_on_one_two_and_three_workers(tmp_path: Path) -> None:
+    for workers in (1, 2, 3):
+        keys = {"loss": "tests.support.training:heavy", "bitwise": True, "shards": 4, "workers": workers}
+        run_group(job_of("HalfMlp", **keys), tmp_path / str(workers))
+    one, two, three = (weights_of(tmp_path / str(workers)) for workers in (1, 2, 3))
+    assert all(torch.equal(one[name], two[name]) and torch.equal(one[name], three[name]) for name in one)
+
+
+def test_memory_is_freed_after_an_assert_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", raises)
+    model_module.free_memory()  # where an error is on its way, one more would hide it
+
+
+def test_an_error_of_cuda_tells_how_to_find_its_kernel() -> None:
+    late = RuntimeError("CUDA error: device-side assert triggered\nFor debugging ...\n")
+    with pytest.raises(ModelError, match=r"model raised RuntimeError: (?s:.*)env: {CUDA_LAUNCH_BLOCKING: '1'}"):
+        raise_as(late, "model")
+    assert text_of(RuntimeError("CUDA error: out of memory")) == "CUDA error: out of memory"
+
+
+def unpools(inputs: torch.Tensor) -> torch.Tensor:
+    """Compute what has no deterministic kernel, on the CPU either."""
+    pooled, where = nn.functional.max_pool1d(inputs[None], 2, return_indices=True)
+    return nn.functional.max_unpool1d(pooled, where, [2])[0]
+
+
+class Unpools(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(unpools(inputs))
+
+
+def test_an_operation_that_bitwise_cannot_have_names_the_key(tmp_path: Path) -> None:
+    model = {"target": "tests.test_cuda_rules:Unpools", "args": {"in_features": 6, "out_features": 3}}
+    says = r"ModelError: step 0, shard 0: model raised RuntimeError: (?s:.*)bitwise: true.*set bitwise: false"
+    with pytest.raises(ProcessExit, match=says):
+        run_group(job_of(model, bitwise=True, shards=2, workers=1), tmp_path)
 
 
 def test_what_a_loaders_process_gets_holds_no_events_of_the_gpu() -> None:
@@ -187,12 +278,11 @@ def test_a_scaler_that_waits_for_the_gpu_is_no_hang_of_this_worker(monkeypatch: 
     scaler = step.scaler
     assert scaler is not None
 
-    def get_scale() -> float:
+    def read(scaler: Any, optimizer: Any) -> None:
         told.add(waits_for())
-        return 1.0
 
-    monkeypatch.setattr(scaler, "get_scale", get_scale)
-    step.scaled(model(torch.ones(1, 6)).sum()).backward()  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(type(scaler), "step", read)
+    (loss := model(torch.ones(1, 6)).sum()).backward(step.seed(loss, 1))
     step.apply(torch.tensor(1.0), 1, 0)
     assert told == {"the GPU, which may be in a collective"}
 
@@ -216,6 +306,42 @@ class OnTheGpu(torch.Tensor):
 
     is_cuda = True
     device = GPU
+
+
+def test_the_history_of_a_gpu_comes_while_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready: list[bool] = []
+
+    class Coming:
+        def __init__(self, numbers: torch.Tensor) -> None:
+            self.numbers = numbers
+
+        def is_here(self) -> bool:
+            return bool(ready)
+
+        def wait(self) -> torch.Tensor:
+            return self.numbers.as_subclass(torch.Tensor)
+
+    monkeypatch.setattr(times, "HostCopy", Coming)
+    monkeypatch.setattr(times, "SEND_SECONDS", -1.0)  # each step asks for what has come
+    sent: list[Any] = []
+    history = History(Storage(str(tmp_path)), Split(20, 4, 1), ["loss"], [], 0, sent.append)
+
+    def add(step: int) -> None:
+        sums = torch.tensor([step, 4.0, 0.0, 0.0], dtype=torch.float64).as_subclass(OnTheGpu)
+        history.add(step, Update(sums, 0.1, torch.tensor(1.0).as_subclass(OnTheGpu), False), {})
+
+    add(0)
+    add(1)
+    assert not sent, "no step waits"
+    ready.append(True)
+    add(2)
+    assert [row["step"] for logged in sent for row in logged.rows] == [0, 1, 2]
+    ready.clear()
+    add(3)
+    assert history.take().column("loss").to_pylist() == [0.0, 0.25, 0.5, 0.75]
+    assert [row["step"] for logged in sent for row in logged.rows] == [0, 1, 2, 3]
 
 
 def test_a_checkpoint_waits_once_for_all_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from dp_ray.cluster.decisions import Memory, Restart, RestartReason, Snapshot, W
 from dp_ray.cluster.worker import _ending_of
 from dp_ray.engine.model import is_out_of_memory
 from dp_ray.engine.world import (
+    NO_TIMEOUT,
     TIMEOUT,
     Cause,
     FailedCollective,
@@ -36,7 +37,7 @@ from dp_ray.engine.world import (
     passes,
 )
 from dp_ray.errors import JobError, ModelError, WorkerError
-from dp_ray.messages import WorkerExit
+from dp_ray.messages import Ending, WorkerExit
 from tests.support.forked import Ended, started
 from tests.support.group import ProcessExit, run_group
 from tests.support.training import mlp
@@ -197,6 +198,30 @@ def test_only_what_may_be_a_lost_worker_is_retried_as_one(cause: Cause) -> None:
     assert (decision.reason is RestartReason.LOST_PEER) == (do is Restart.RESTART)
 
 
+@pytest.mark.parametrize(
+    ("text", "is_memory"),
+    [
+        ("CUDA error: out of memory", True),
+        ("CUDA driver error: out of memory", True),
+        ("HIP error: out of memory", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasSgemm(...)`", True),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED", True),
+        ("cuFFT error: CUFFT_ALLOC_FAILED", True),
+        ("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory", True),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", False),
+        ("CUDA error: device-side assert triggered", False),
+        ("the sampler has run out of memory cards", False),
+    ],
+)
+def test_the_texts_of_libraries_without_memory_are_known(text: str, is_memory: bool) -> None:
+    assert is_out_of_memory(RuntimeError(text)) == is_memory
+    assert (_ending_of(RuntimeError(text)) is Ending.OUT_OF_MEMORY) == is_memory
+
+
 def test_memory_that_runs_out_in_nccl_is_out_of_memory() -> None:
     assert is_out_of_memory(nccl(OF_CUDA, CUDA, "Cuda failure 2 'out of memory'"))
     assert not is_out_of_memory(nccl(OF_CUDA, CUDA, "Cuda failure 800 'operation not permitted'"))
@@ -322,6 +347,23 @@ def test_nccl_connects_when_the_group_is_formed(
     assert (given["device_id"], given["timeout"]) == (bound, TIMEOUT)
     assert (given["rank"], given["world_size"]) == (1, 2)
     assert store.timeout == TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("step", "waits"),
+    [(60.0, TIMEOUT), (1000.0, timedelta(seconds=2000)), (7200.0, timedelta(hours=4)), (None, NO_TIMEOUT)],
+)
+def test_a_collective_waits_longer_than_a_step_may_take(
+    monkeypatch: pytest.MonkeyPatch, step: float | None, waits: timedelta
+) -> None:
+    given: list[timedelta] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **keys: given.append(keys["timeout"]))
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: given.append(timeout))
+    store: Any = TCPStore(LOCALHOST, 0, is_master=True, timeout=timedelta(seconds=1), wait_for_workers=False)
+    form_group("gloo", store, World(), step)
+    new_group("gloo")
+    form_group("gloo", store, World())
+    assert given == [waits, waits, TIMEOUT]
 
 
 def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ def decision_of(
 
 
 SEEN = frozenset({"raised oh"})
+NO_MEMORY_AT_START = WorkersFailed({1: ended(Ending.OUT_OF_MEMORY, "CUDA out of memory", has_progressed=False)}, {})
 NO_CAPACITY = StartFailed(StartTrouble.NO_CAPACITY, "a timeout")
 LOST = StartFailed(StartTrouble.LOST, "its node was lost")
 ERROR = StartFailed(StartTrouble.ERROR, "no such package")
@@ -93,6 +94,32 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             1,
         ),
         (failed(raised=1), {"seen": SEEN}, Restart.GIVE_UP, RestartReason.CAME_BACK, None, 2),
+        # Right after a restart, a GPU may still hold the memory of the workers before.
+        (NO_MEMORY_AT_START, {}, Restart.GIVE_UP, RestartReason.NO_PROGRESS, None, 2),
+        (
+            NO_MEMORY_AT_START,
+            {"has_restarted": True},
+            Restart.RESTART,
+            RestartReason.ERROR,
+            (IncidentKind.ERROR, "CUDA out of memory", (1,)),
+            1,
+        ),
+        (
+            NO_MEMORY_AT_START,
+            {"has_restarted": True, "seen": frozenset({"out of memory at the start"})},
+            Restart.GIVE_UP,
+            RestartReason.CAME_BACK,
+            None,
+            2,
+        ),
+        (
+            WorkersFailed({1: ended(Ending.RAISED, has_progressed=False)}, {}),
+            {"has_restarted": True},
+            Restart.GIVE_UP,
+            RestartReason.NO_PROGRESS,
+            None,
+            2,
+        ),
         (failed(raised=1), {"retries": 0}, Restart.GIVE_UP, RestartReason.NO_RETRIES, None, 0),
         (failed(mistaken=1, raised=0), {}, Restart.GIVE_UP, RestartReason.MISTAKE, None, 2),
         (

@@ -251,11 +251,15 @@ class WorkersFailed:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of failures: retries left, errors seen, and since when a lost peer's death is awaited."""
+    """The memory of failures: retries left, errors seen, and since when a lost peer's death is awaited.
+
+    `has_restarted` says that other workers ran before those that failed.
+    """
 
     retries: int
     seen: frozenset[str] = frozenset()
     lost_peer_since: float | None = None
+    has_restarted: bool = False
 
 
 @dataclass(frozen=True)
@@ -338,7 +342,7 @@ def _after_run(failure: WorkersFailed, request: Request, memory: Memory) -> Rest
             RestartReason.DIED,
             Interrupted(IncidentKind.WORKER, _each(failure.died.values()), tuple(failure.died)),
         )
-    for ending in (Ending.MISTAKEN, Ending.RAISED):
+    for ending in (Ending.MISTAKEN, Ending.RAISED, Ending.OUT_OF_MEMORY):
         if raised := failure.of(ending):
             rank = min(raised)
             return _after_error(rank, raised[rank], memory)
@@ -354,9 +358,12 @@ def _after_run(failure: WorkersFailed, request: Request, memory: Memory) -> Rest
 def _after_error(rank: int, error: WorkerExit, memory: Memory) -> RestartDecision:
     if error.kind is Ending.MISTAKEN:
         return RestartDecision(Restart.GIVE_UP, RestartReason.MISTAKE, memory)
-    if not error.has_progressed:
-        return RestartDecision(Restart.GIVE_UP, RestartReason.NO_PROGRESS, memory)
     identity = re.sub(r"[0-9a-f]{32}", "", f"{error.kind} {error.text}")  # without ids that differ each time
+    if not error.has_progressed:
+        # A GPU may hold the memory of the workers that ran before for a moment yet; but not for two starts.
+        if error.kind is not Ending.OUT_OF_MEMORY or not memory.has_restarted:
+            return RestartDecision(Restart.GIVE_UP, RestartReason.NO_PROGRESS, memory)
+        identity = f"{error.kind} at the start"
     if identity in memory.seen:
         return RestartDecision(Restart.GIVE_UP, RestartReason.CAME_BACK, memory)
     memory = replace(memory, seen=memory.seen | {identity})

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import FrameType
@@ -30,9 +30,9 @@ from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-de
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, encoded, send
 from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
-from dp_ray.engine.model import check_machine, free_memory
+from dp_ray.engine.model import check_machine, free_memory, is_out_of_memory
 from dp_ray.engine.votes import NotFinite, StepControl, StopRequested
-from dp_ray.engine.world import CPU, Cause, World, error_of, failed_collective, form_group
+from dp_ray.engine.world import CPU, Cause, World, error_of, failed_collective, form_group, text_of
 from dp_ray.errors import ClusterError, JobError, WorkerError, frames_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
@@ -42,6 +42,7 @@ from dp_ray.messages import (
     Failed,
     FaultInjected,
     Finished,
+    Logged,
     Printed,
     Started,
     WorkerExit,
@@ -77,9 +78,10 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     worker = config["worker"]
     end_imports()
     keep_freed_memory()
-    first = assigned_devices()[0]
-    if first.type == "cuda" and torch.cuda.is_available():  # a job may be told to run on the CPU nevertheless
-        torch.cuda.set_device(first)
+    with suppress(JobError):  # a job may be told to run on the CPU nevertheless; another one raises it again
+        first = assigned_devices()[0]
+        if first.type == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_device(first)
     rank, number = place_of_this_worker().get_world_rank(), 0
     while (answer := ray.get(worker.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.STOP:
         if answer is Ask.RESTART:
@@ -132,7 +134,7 @@ def run_assigned(
     # Ray Train numbers the workers node by node; the job may take only the first of those on this node.
     first = world.rank - world.local_rank
     on_node = min(world.world_size - first, place_of_this_worker().get_local_world_size())
-    with process_group(channel, attempt, world, assigned.backend, on_node):
+    with process_group(channel, attempt, world, assigned, on_node):
         run = Storage(assigned.run_dir)
         check_shared(run, assigned.token, str(world))
         context = ray.get_runtime_context()
@@ -143,7 +145,8 @@ def run_assigned(
                 job,
                 world,
                 run,
-                lambda message: send(channel, message, worker.number),
+                # The loop waits for no row of the history: messages of a worker arrive in order.
+                lambda message: send(channel, message, worker.number, wait=not isinstance(message, Logged)),
                 heartbeat,
                 assigned.rows,
             )
@@ -208,7 +211,7 @@ def reported_errors(
         raise WorkerExit(Ending.STOPPED, str(stopped), True) from None
     except BaseException as error:
         kind = kind_of(error)
-        text = str(error) if kind else f"{type(error).__name__}: {error}"
+        text = str(error) if kind else f"{type(error).__name__}: {text_of(error)}"
         failed = Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error))
         send(worker.channel, failed, worker.number)
         raise WorkerExit(_ending_of(error), text, has_progressed()) from None
@@ -217,8 +220,9 @@ def reported_errors(
 def _ending_of(error: BaseException) -> Ending:
     if isinstance(error, WorkerError):
         return Ending.LOST_PEER
-    passes = isinstance(error, Exception) and not isinstance(error, JobError | QuarantineFull | NotFinite)
-    return Ending.RAISED if passes else Ending.MISTAKEN
+    if not isinstance(error, Exception) or isinstance(error, JobError | QuarantineFull | NotFinite):
+        return Ending.MISTAKEN
+    return Ending.OUT_OF_MEMORY if is_out_of_memory(error) else Ending.RAISED
 
 
 STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed
@@ -227,7 +231,9 @@ _stores: list[TCPStore] = []  # rank 0 holds the last group's store until the ne
 
 
 @contextmanager
-def process_group(channel: Any, attempt: str, world: World, backend: str, local_world_size: int) -> Iterator[None]:
+def process_group(
+    channel: Any, attempt: str, world: World, assigned: Assignment, local_world_size: int
+) -> Iterator[None]:
     """Form the default process group of the job's workers while the block runs.
 
     Rank 0 holds the store. If the block raises, but for StopRequested, the group stays: peers may wait in it, and the
@@ -254,7 +260,7 @@ def process_group(channel: Any, attempt: str, world: World, backend: str, local_
     }
     with environment({name: str(value) for name, value in places.items()}):
         with _group_errors():
-            form_group(backend, store, world)
+            form_group(assigned.backend, store, world, assigned.job.timeouts.step)
         try:
             yield
         except StopRequested:

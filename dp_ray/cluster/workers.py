@@ -348,14 +348,13 @@ def backend_of(job: Job, gpus_per_worker: float) -> str:
     """Return the backend of the job's process group, on workers that hold so many GPUs each.
 
     Workers with a fraction of a GPU may share one, which NCCL refuses ("Duplicate GPU"). gloo takes CUDA tensors in
-    all collectives used here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory.
+    all collectives used here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory. Beside
+    NCCL it moves what is on the CPU, as Python objects are: they need not wait for a GPU.
     """
     types = {name.partition(":")[0] for name in job.devices or ()}
     may_share = 0 < gpus_per_worker < 1 and job.max_workers > 1
-    if types == {"cpu", "cuda"} and not may_share:
-        return "cpu:gloo,cuda:nccl"
     has_no_gpu = gpus_per_worker == 0 or job.gpus_per_worker == 0
-    return "gloo" if types == {"cpu"} or may_share or (has_no_gpu and not types) else "nccl"
+    return "gloo" if types == {"cpu"} or may_share or (has_no_gpu and not types) else "cpu:gloo,cuda:nccl"
 
 
 def check_can_be_shipped(job: Job) -> None:

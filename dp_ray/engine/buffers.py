@@ -194,7 +194,8 @@ class Buffers(_Writable):
         self.is_early = True  # whether forwards are compared with a copy: each runs in `forward`
         self._is_alone = self._was_alone = True
         self._layouts: dict[str, _Layout | None] = {}
-        self._flat: torch.Tensor | None = None
+        self._flat = torch.empty(0)  # what is sent, in one piece
+        self._views: Values = {}  # the values in it, by their names
         self._work: Any = None
 
     def begin(self, num_shards: int) -> None:
@@ -310,7 +311,6 @@ class Buffers(_Writable):
             self._agree()
         if not any(self._layouts.values()):
             return
-        device = next(iter(self._parameters.values())).device
         if dist.get_rank() == 0:
             values = {**self._now(), **(self._kept or {})}
             now = {name: _layout(one) for name, one in values.items()}
@@ -320,11 +320,8 @@ class Buffers(_Writable):
                     f"the forward changed the size or dtype of {listed(names)} after the first {EARLY} steps since "
                     "the workers started: make such a buffer in the constructor, as large as it will be"
                 )
-            sent = [values[name] for name in self._layouts]
-            self._flat = torch.cat([_bytes(one.detach()).to(device) for one in sent if one is not None])
-        else:
-            size = sum(one.padded for one in self._layouts.values() if one is not None)
-            self._flat = torch.empty(size, dtype=torch.uint8, device=device)
+            pairs = [(self._views[name], one) for name, one in values.items() if name in self._layouts]
+            copy_all([view for view, _ in pairs if view is not None], [one for _, one in pairs if one is not None])
         self._work = dist.broadcast(self._flat, src=0, async_op=True)
 
     def _agree(self) -> None:
@@ -341,23 +338,22 @@ class Buffers(_Writable):
             _register(self._model, name, name not in lasting)
         self._places = _places(self._model)
         of_parameters = {name: _layout(one) for name, one in self._plain.items() if name in self._followed}
-        self._layouts = {**of_buffers, **of_parameters}
+        layouts = {**of_buffers, **of_parameters}
+        if layouts != self._layouts:
+            self._layouts, self._views = layouts, {}
+            sizes = [0 if one is None else one.padded for one in layouts.values()]
+            device = next(iter(self._parameters.values())).device
+            self._flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            for (name, one), piece in zip(layouts.items(), torch.split(self._flat, sizes), strict=True):
+                self._views[name] = None if one is None else piece[: one.nbytes].view(one.dtype).view(one.shape)
 
     def finish(self) -> None:
         """End the step: wait for the broadcast and set all to shard 0's values."""
         if self._work is not None:
             with waiting("rank 0's buffers"):
                 self._work.wait()
-            assert self._flat is not None
-            sizes = [one.padded for one in self._layouts.values() if one is not None]
-            pieces = iter(torch.split(self._flat, sizes))
-            self._put(
-                {
-                    name: None if one is None else next(pieces)[: one.nbytes].view(one.dtype).view(one.shape)
-                    for name, one in self._layouts.items()
-                }
-            )
-            self._work = self._flat = None
+            self._put(self._views)
+            self._work = None
         elif self._kept is not None:
             self._put(self._kept)
         self._num_steps += 1
@@ -615,12 +611,6 @@ def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         else:
             for tensor, value in here:
                 tensor.copy_(value)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes, padded, as `finish` cuts them off."""
-    raw = as_bytes(tensor)
-    return nn.functional.pad(raw, (0, _Layout(tensor.shape, tensor.dtype).padded - raw.numel()))
 
 
 @torch.no_grad()

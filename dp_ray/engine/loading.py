@@ -48,6 +48,7 @@ from dp_ray.engine.random import RngProbe, own_generators, preserved, seed_all, 
 from dp_ray.engine.step import ModelInputs
 from dp_ray.engine.timed_loader import StepTimes, TimedCollate, TimedLoader, TimedReads, begin_process
 from dp_ray.engine.user_code import error_text, loader_ended_error, locating, location, read_many, reraise_as
+from dp_ray.engine.world import side_stream
 from dp_ray.errors import DataError, Error, frames_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -616,7 +617,7 @@ def on_device(
 def _copied_ahead(
     loaded: Iterator[LoadedShard], device: torch.device, clock: StepClock
 ) -> Generator[LoadedShard, None, None]:
-    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    copies = side_stream(device, "copies")
     ready = None
     for one in loaded:
         before = clock.enter(Part.HOST_TO_DEVICE)

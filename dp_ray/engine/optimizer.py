@@ -339,8 +339,11 @@ def _by_kind(gradients: Sequence[torch.Tensor]) -> list[list[int]]:
     return [numbers for _, numbers in grouped.values()]
 
 
-def scale_by(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply the gradients, in place, by a scalar tensor, without waiting for its device."""
+def scale_by(gradients: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply the gradients, in place, by a number, or by a scalar tensor without waiting for its device."""
+    if not isinstance(factor, torch.Tensor):
+        torch._foreach_mul_(list(gradients), factor)
+        return
     for device, dtype in {(one.device, one.dtype) for one in gradients}:
         here = [one for one in gradients if (one.device, one.dtype) == (device, dtype)]
         torch._foreach_mul_(here, factor.to(device, torch.promote_types(dtype, torch.float32)))

@@ -36,7 +36,7 @@ from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.loading import OverlappedRead
 from dp_ray.engine.model import autocast
 from dp_ray.engine.step import Metrics, Row, Step, StepOutput, row_of, run_step
-from dp_ray.engine.world import World, begin_sum, is_gpu, new_group
+from dp_ray.engine.world import World, begin_sum, is_gpu, new_group, side_stream
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import worker_shards
@@ -233,9 +233,12 @@ class Reduction:
             if node[1] == shard + 1:
                 self.sums.take(node)
 
-    def last_backward(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
-        """Run the pass's last backward; the sum over the workers of the gradients and of `stats` begins in it."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def last_backward(self, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor) -> None:
+        """Run the pass's last backward, which begins with the loss's gradient `seed`.
+
+        In it the sum over the workers of the gradients and of `stats` begins.
+        """
+        loss.backward(seed)  # type: ignore[no-untyped-call]
 
     def summed(self, stats: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """Wait for the sums over the workers; yield parameters as theirs are there, then set all gradients."""
@@ -296,7 +299,7 @@ class DdpReduction(Reduction):
         if self.sums is not None and shard is not None:
             self._take(shard)
 
-    def last_backward(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
+    def last_backward(self, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor) -> None:
         """Run the last backward, in which DDP reduces; `stats` and buffers go with it, beside it, or after it.
 
         Raises ModelError, naming the unused parameters, if DDP did not reduce the last bucket.
@@ -311,7 +314,7 @@ class DdpReduction(Reduction):
         if not self._waits_later:
             self._send(stats)
         with waiting(GRADIENTS):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward(seed)  # type: ignore[no-untyped-call]
         if not self._reducer.saw_last:
             unused = [name for name, one in self.trained.parameters.items() if one.grad is None]
             raise ModelError(
@@ -450,10 +453,11 @@ class TreeReducer(Reducer):
         self._nodes: list[list[Node]] = []
         self._plans: dict[int, list[list[Node]]] = {}
         self._last: Node | None = None
+        # The sum of two is the same in any order; but below fp32 NCCL may round otherwise, as NVLink SHARP does.
+        self._is_pair = world_size == 2 and all(one.dtype.itemsize >= 4 for one in sums.parameters)
         # A thread issues these collectives. All ranks must issue those of one group in one order: hence an own group.
-        self._group = new_group() if world_size > 2 else None
+        self._group = None if self._is_pair else new_group()
         self._thread = ThreadPoolExecutor(1, "reduce")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # one a GPU: a model may be on several
 
     def begin(self, filled: int, last: Node | None) -> None:
         """Begin a step; the workers' nodes depend on how many shards have rows."""
@@ -483,7 +487,7 @@ class TreeReducer(Reducer):
         if self._last is not None:
             held[self._last] = list(views)  # the last node's gradients are in the bucket itself
         mine = [fold(held, node, add) for node in self._nodes[self._rank]]
-        if self._world_size == 2:
+        if self._is_pair:
             return begin_sum(flat)
         return self._begin_exchange(flat, views, mine)
 
@@ -522,9 +526,7 @@ class TreeReducer(Reducer):
             if ready is None:
                 future.set_result(self._exchange(flat, flats))
                 return
-            if flat.device not in self._streams:
-                self._streams[flat.device] = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
-            stream = self._streams[flat.device]
+            stream = side_stream(flat.device, "sums")  # one a GPU: a model may be on several
             # A new thread's current GPU is cuda:0: to come back to it would make a context there, half a gigabyte.
             with torch.cuda.device(flat.device), torch.cuda.stream(stream):
                 stream.wait_event(ready)

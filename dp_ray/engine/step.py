@@ -42,7 +42,7 @@ from dp_ray.text import listed
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
 Step: TypeAlias = Callable[[nn.Module, Any], Any]
-Row: TypeAlias = list[float] | torch.Tensor  # sums and weights of a shard; on a GPU a tensor, float64
+Row: TypeAlias = list[Any] | torch.Tensor  # sums and weights of a shard: numbers, or on a GPU scalar tensors too
 
 
 class StepOutput(NamedTuple):
@@ -336,8 +336,10 @@ def _kind(value: Any) -> str:
 def row_of(measured: list[Weighted], device: torch.device) -> Row:
     """Return sums and weights, 2 * names of them: sum, weight, sum, weight ... Those on a GPU stay there."""
     numbers = list(chain.from_iterable(measured))
+    if is_gpu(device):
+        return numbers
     read: list[float] = []
-    for number in () if is_gpu(device) else numbers:
+    for number in numbers:
         # Only what is on the CPU is read at once: a GPU would be waited for, and a fake tensor has no number.
         if type(number) is torch.Tensor and number.is_cpu:
             read.append(number.item())
@@ -345,21 +347,23 @@ def row_of(measured: list[Weighted], device: torch.device) -> Row:
             break
         else:
             read.append(number)
-    if len(read) == len(numbers):
-        return read
+    return read if len(read) == len(numbers) else as_tensor(numbers, device)
+
+
+def as_tensor(row: Row, device: torch.device) -> torch.Tensor:
+    """Return a row as a tensor on the device, float64."""
+    if isinstance(row, torch.Tensor):
+        return row
+    if not any(isinstance(number, torch.Tensor) for number in row):
+        return torch.tensor(row, dtype=torch.float64, device=device)
     return torch.stack(
         [
             number.detach().to(device, torch.float64).reshape(())
             if isinstance(number, torch.Tensor)
             else torch.full((), number, dtype=torch.float64, device=device)
-            for number in numbers
+            for number in row
         ]
     )
-
-
-def as_tensor(row: Row, device: torch.device) -> torch.Tensor:
-    """Return a row as a tensor on the device, float64."""
-    return row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=torch.float64, device=device)
 
 
 LEAVES_OUT = "inputs: auto gives the model the first of each pair (inputs, target), and leaves the target out"

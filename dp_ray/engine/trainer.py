@@ -114,7 +114,7 @@ class Trainer:
                 del loss, shard  # before the next batch is loaded
             has_sums = True  # the pass has waited for the exchange at its end
             clock.enter(Part.UPDATE)
-            return self._update(loaded, stats.numbers.sum(0))
+            return self._update(loaded, stats.total())
         except (RuntimeError, ModelError) as error:
             # The memory of an update does not depend on the rows. How many shards fit takes a while to estimate.
             size = None if has_sums else self._size_of(step)
@@ -170,7 +170,7 @@ class Trainer:
         except (RuntimeError, ModelError) as error:
             raise_advised(error, self._job, f"step {loaded.step}", self._size_of(loaded.step))
         self.optimizer_step.skip()
-        sums: list[float] = self._stats.numbers.sum(0).tolist()
+        sums: list[float] = self._stats.total().tolist()
         return sums[:VOTES]
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,12 +252,12 @@ class RunningShard:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the loss's gradient; in a worker's last shard of the pass, begin the sum over the workers."""
         of = self._pass
-        loss = of.optimizer_step.scaled(loss / of.rows)
+        seed = of.optimizer_step.seed(loss, of.rows)
         try:
             if self.is_last:
-                of.reduction.last_backward(loss, of.stats.numbers)
+                of.reduction.last_backward(loss, seed, of.stats.numbers)
             else:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward(seed)  # type: ignore[no-untyped-call]
         except (Exception, SystemExit) as error:
             where = f"step {of.step}" if self.shard is None else location(self.shard)
             hint = "" if self.shard is None else batch_hint(error, self.batch)

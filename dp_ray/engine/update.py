@@ -6,7 +6,7 @@
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from dp_ray.engine.sharded.state import (
     ELEMENTWISE,
     AlignedParts,
     Sharded,
-    comm_device,
     load_rows,
     one_thread,
     sharded_as,
@@ -72,7 +71,7 @@ class OptimizerStep:
         self.schedule = Schedule(job.scheduler, self.optimizer)
         # The scaler checks the reduced gradients, so all ranks skip the same steps.
         self.scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
-        self._unscaled: Any = self.optimizer
+        self._unscaled = UnscaledStep(self.optimizer)
         self._grad_clip = job.grad_clip
         self.has_skipped = False  # whether the last step has left the parameters as they were
         self._names = {id(one): name for name, one in model.named_parameters()}
@@ -87,6 +86,9 @@ class OptimizerStep:
         self._is_plain = not any(map(is_sharded, trained)) and not sparse_parameters(model)
         self._is_alike = self._is_plain and len(kinds) == 1 and not any(dtype in HALVES for _, dtype in kinds)
         self._is_bare = self.scaler is None and not job.is_sharded  # an update is that of the optimizer alone
+        is_wide = any(dtype.itemsize > torch.float32.itemsize for _, dtype in kinds)
+        self._factor_dtype = torch.float64 if is_wide else torch.float32
+        self._rows: dict[int, torch.Tensor] = {}  # numbers of rows, on the GPU
         self._knows_early = self.scaler is None
         self._known: dict[int, torch.Tensor] = {}  # norms of gradients, by the parameter's id, before `apply`
         self._has_weighed = False
@@ -124,9 +126,11 @@ class OptimizerStep:
         """The objects with a state, by their names in a checkpoint; None for one that the job does not have."""
         return {"optimizer": self.optimizer, "scheduler": self.schedule.scheduler, "scaler": self.scaler}
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward on: for fp16 the scaled one."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
+    def seed(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return the gradient with which a backward of `loss` begins: that of loss / rows, scaled for fp16."""
+        if self.scaler is None:
+            return loss.new_full((), 1.0 / rows)
+        return self.scaler.scale(loss.new_ones(())) / rows
 
     def take_norms(self, parameters: Sequence[torch.Tensor]) -> None:
         """Compute the norms of gradients that will not change before `apply`, unless it must weigh or unscale them.
@@ -146,18 +150,19 @@ class OptimizerStep:
         batch, which has `rows` rows. `step` names the step in errors.
         """
         gradients = self._gradients()
-        # From sum / rows to sum / weight; with a weight of 0 they become 0. A tensor is not read: it is on a GPU, for
-        # which this would wait.
-        self._has_weighed = isinstance(weight, torch.Tensor) or weight != rows
-        if isinstance(weight, torch.Tensor):
-            scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0))
-        elif weight != rows:
-            torch._foreach_mul_(gradients, rows / weight if weight > 0 else 0.0)
-        if self._has_weighed:
+        factor = self._factor(weight, rows)
+        self._has_weighed = factor is not None and self._grad_clip is None
+        if factor is not None and self._grad_clip is None:
+            scale_by(gradients, factor)
             self._known.clear()
         norm = self._norm(gradients)
         if self._grad_clip is not None:
-            scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
+            if isinstance(factor, torch.Tensor):
+                factor = factor.to(norm.device, norm.dtype)
+            norm = norm if factor is None else norm * factor
+            clip = (self._grad_clip / (norm + 1e-6)).clamp(max=1.0)
+            # One pass over the gradients for both.
+            scale_by(gradients, clip if factor is None else clip * factor)
         try:
             self.has_skipped = self._update()
         except (Exception, SystemExit) as error:
@@ -168,12 +173,24 @@ class OptimizerStep:
         self.drop_gradients()
         return norm
 
+    def _factor(self, weight: torch.Tensor | float, rows: int) -> torch.Tensor | float | None:
+        """Return what makes gradients of sum / rows those of sum / weight: None if these are equal, 0 for no weight.
+
+        A weight that is a tensor is on a GPU, for which to read it would wait.
+        """
+        if not isinstance(weight, torch.Tensor):
+            return None if weight == rows else 0.0 if weight <= 0 else rows / weight
+        if rows not in self._rows:
+            self._rows[rows] = torch.full_like(weight, rows)
+        factor = torch.empty((), dtype=self._factor_dtype, device=weight.device)
+        return torch.div(self._rows[rows], weight, out=factor).masked_fill_(weight <= 0, 0.0)
+
     def _gradients(self) -> list[Any]:
         """Return the numbers of the gradients, without the scale of fp16."""
         if sum(map(len, map(PARAMETERS, self.optimizer.param_groups))) != self._num_held:
             self._find_left_out()
         if self.scaler is not None:
-            self.scaler.unscale_(self._unscaled)
+            self.scaler.unscale_(self._unscaled)  # type: ignore[arg-type]
         gradients: list[Any] = [one.grad for one in self._parameters if one.grad is not None]
         return gradients if self._is_plain else list(map(numbers_of, gradients))
 
@@ -219,11 +236,11 @@ class OptimizerStep:
             if self.scaler is None:
                 self.optimizer.step()
                 return False
+            self._unscaled.has_run = False
             with waiting("the GPU, which may be in a collective"):  # the scaler reads if the gradients are finite
-                scale = self.scaler.get_scale()
-                self.scaler.step(self._unscaled)
-                self.scaler.update()
-                return bool(self.scaler.get_scale() < scale)
+                self.scaler.step(self._unscaled)  # type: ignore[arg-type]
+            self.scaler.update()
+            return not self._unscaled.has_run
 
 
 class ShardedOptimizerStep(OptimizerStep):
@@ -267,7 +284,7 @@ class ShardedOptimizerStep(OptimizerStep):
         parameters = [one for one in self._parameters if one.grad is not None]
         if self.aligned is None:
             return self._sharded.total_norm(gradients, parameters)
-        return self.aligned.total_norm(gradients, parameters, comm_device(gradients[0].device))
+        return self.aligned.total_norm(gradients, parameters, gradients[0].device)
 
     def rehearse(self) -> None:
         """Update the parameters by the gradients as they are, without other workers, to make the state."""
@@ -293,20 +310,37 @@ UNSHARDED = {
 
 
 @dataclass(eq=False)
-class UnscaledParts:
-    """A sharded model's optimizer as the fp16 scaler sees it: with this worker's parts of the gradients.
+class UnscaledStep:
+    """The optimizer as the fp16 scaler sees it; `has_run` tells whether an update was skipped."""
+
+    optimizer: torch.optim.Optimizer
+    has_run: bool = field(default=False, init=False)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The tensors whose gradients are to be unscaled. The scaler asks for them once a step, on every rank."""
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        """Update the parameters; the scaler calls it if all gradients are finite."""
+        self.has_run = True
+        self.optimizer.step()
+
+
+@dataclass(eq=False)
+class UnscaledParts(UnscaledStep):
+    """A sharded model's optimizer, with this worker's parts of the gradients.
 
     The scaler itself takes no sharded gradients beside whole ones, and would ask the other workers on the device of
     the gradients, where an offloaded model has no collectives. So it gets plain tensors, and one gradient more. That
     is infinite on all workers if any of them has a gradient that is not finite: so all skip the same updates.
     """
 
-    optimizer: torch.optim.Optimizer
     sharded: Sharded
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The tensors whose gradients are to be unscaled. The scaler asks for them once a step, on every rank."""
+        """Stand-ins whose gradients are the parts, and one that tells of all workers."""
         whole = [one.grad for group in self.optimizer.param_groups for one in group["params"]]
         parts = [numbers_of(one) for one in whole if one is not None]
         gradients = [one for one in parts if one.numel()]
@@ -316,10 +350,6 @@ class UnscaledParts:
             holder.grad = gradient
             holders.append(holder)
         return [{"params": holders}]
-
-    def step(self) -> None:
-        """Update the parameters; the scaler calls it if all gradients are finite."""
-        self.optimizer.step()
 
 
 @contextmanager

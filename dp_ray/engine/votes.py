@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dp_ray.engine.step import Row
-from dp_ray.engine.world import World, is_gpu
+from dp_ray.engine.world import ON_GPU, HostCopy, World, is_gpu
 from dp_ray.errors import Error, ModelError
 from dp_ray.plan.split import worker_shards
 from dp_ray.system.threads import waiting
@@ -48,7 +48,18 @@ class Stats:
 
     def put(self, shard: int, row: Row) -> None:
         """Set a shard's sums and weights."""
-        self._cells[shard, :VOTES] = row
+        if not self._is_on_gpu:
+            self._cells[shard, :VOTES] = row
+            return
+        for cell, number in zip(self.numbers[shard], row, strict=False):
+            if isinstance(number, torch.Tensor):
+                cell.copy_(number.detach())
+            else:
+                cell.fill_(number)
+
+    def total(self) -> torch.Tensor:
+        """Return the sums over the shards: float64 [2 * measures + 2]."""
+        return self.numbers[0] if self._size[0] == 1 else self.numbers.sum(0)
 
     def vote(self) -> None:
         """Ask all workers to stop."""
@@ -67,37 +78,33 @@ class Lagged:
     """
 
     lag: int
-    _numbers: "deque[tuple[torch.Tensor, torch.cuda.Event]]" = field(default_factory=deque)
+    _numbers: deque[HostCopy] = field(default_factory=deque)
 
     def take(self, number: torch.Tensor | float) -> float | None:
         """Add this step's number, a scalar; return that of `lag` steps before, None if there is none."""
         if not isinstance(number, torch.Tensor):
             return number
-        here = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(number.device))
-        self._numbers.append((here, copied))
-        return _read(*self._numbers.popleft()) if len(self._numbers) > self.lag else None
+        self._numbers.append(HostCopy(number))
+        if len(self._numbers) <= self.lag:
+            return None
+        with waiting(ON_GPU):
+            return float(self._numbers.popleft().wait())
 
     def ahead(self) -> list[float]:
         """Return the numbers that `take` has not returned yet; this waits for the device, and takes none of them."""
-        return [_read(*one) for one in self._numbers]
-
-
-def _read(number: torch.Tensor, ready: "torch.cuda.Event") -> float:
-    with waiting("the GPU, which may be in a collective"):
-        ready.synchronize()
-        return float(number.item())
+        with waiting(ON_GPU):
+            return [float(one.wait()) for one in self._numbers]
 
 
 @dataclass(eq=False)
 class StopVote:
     """Stop requests ride on each step's all-reduce, so all workers stop after the same step.
 
-    On a GPU the sum is read LAG steps later, so that no step waits for the GPU.
+    On a GPU the sum is read LAG steps later, so a step waits for the GPU only where it is so many steps ahead of it.
+    Each step of the lag is one more before a stop, for which a node that is taken away may not have the time.
     """
 
-    LAG = 16
+    LAG = 3
     _votes: Lagged = field(default_factory=lambda: Lagged(StopVote.LAG))
 
     def stops(self, votes: torch.Tensor | float) -> bool:

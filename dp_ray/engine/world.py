@@ -20,13 +20,56 @@ from dp_ray.errors import DataError, Error, JobError, ModelError, WorkerError
 from dp_ray.system.threads import waiting
 
 CPU = torch.device("cpu")
-TIMEOUT = timedelta(minutes=30)  # of a collective, as Ray Train sets it; `timeouts.step` is usually shorter
+TIMEOUT = timedelta(minutes=30)  # of a collective, as Ray Train sets it, unless a step may take longer
+NO_TIMEOUT = timedelta(days=7)  # of a collective in a job whose steps have no time limit
 
 
 @functools.cache
 def is_gpu(device: torch.device) -> bool:
     """Return whether a device is a GPU; cached, since each look at a device's `type` makes a string."""
     return device.type == "cuda"
+
+
+@functools.cache
+def side_stream(device: torch.device, use: str) -> "torch.cuda.Stream":
+    """Return this process's stream of a GPU beside the computing one, the same for each `use`.
+
+    torch keeps the memory that was made in a stream for that stream: one more for each evaluation would keep as much
+    once more.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+ON_GPU = "the GPU, which may be in a collective"  # what a worker waits for that reads from it
+
+
+class HostCopy:
+    """A GPU's numbers on their way to the host, for which nothing waits until they are read.
+
+    They must stay as they are until then. With `beside`, what is computed next does not wait for the copy either.
+    """
+
+    def __init__(self, numbers: torch.Tensor, beside: bool = False) -> None:
+        computing = torch.cuda.current_stream(numbers.device)
+        stream = side_stream(numbers.device, "outputs") if beside else computing
+        self.here = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        if beside:
+            stream.wait_stream(computing)
+        with torch.cuda.stream(stream):
+            self.here.copy_(numbers, non_blocking=True)
+        if beside:
+            numbers.record_stream(stream)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record(stream)
+
+    def is_here(self) -> bool:
+        """Return whether to read them would not wait."""
+        return bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> torch.Tensor:
+        """Return them on the host; wait for the GPU to have computed them."""
+        self._copied.synchronize()
+        return self.here
 
 
 @dataclass(frozen=True)
@@ -64,20 +107,26 @@ def begin_sum(tensor: torch.Tensor) -> dist.Work:
     return group.allreduce([tensor])
 
 
-def form_group(backend: str, store: TCPStore, world: World) -> None:
+_timeout = TIMEOUT  # of the collectives of the default group
+
+
+def form_group(backend: str, store: TCPStore, world: World, step_seconds: float | None = 0.0) -> None:
     """Form the group of the workers that have the store open.
 
-    The store waits longer from then on: a collective may need it, and workers come to one minutes apart.
+    A collective waits for peers twice as long as a step may take, which is `step_seconds`, None for no limit: what
+    hangs is found before that, and named. The store waits as long from then on: a collective may need it.
     """
+    global _timeout
+    _timeout = NO_TIMEOUT if step_seconds is None else max(TIMEOUT, timedelta(seconds=2 * step_seconds))
     dist.init_process_group(
         backend,
         store=store,
         rank=world.rank,
         world_size=world.world_size,
-        timeout=TIMEOUT,
+        timeout=_timeout,
         device_id=bound_gpu(backend, world),
     )
-    store.set_timeout(TIMEOUT)
+    store.set_timeout(_timeout)
 
 
 def bound_gpu(backend: str, world: World) -> torch.device | None:
@@ -94,7 +143,7 @@ def bound_gpu(backend: str, world: World) -> torch.device | None:
 
 def new_group(backend: str | None = None) -> Any:
     """Make another group of all workers; every rank calls it. NCCL's default time-out is 10 minutes."""
-    return dist.new_group(backend=backend, timeout=TIMEOUT)
+    return dist.new_group(backend=backend, timeout=_timeout)
 
 
 def has_peers() -> bool:
@@ -216,7 +265,7 @@ def error_of(failed: FailedCollective) -> Error:
             advice = "set gpus_per_worker: 1 or more without devices, so that each worker has its own"
             return JobError(
                 f"two workers use the same GPU, as NCCL never does: {line}; {advice}; with 0.5 and the like they "
-                "share one"
+                "share one; slices of one GPU (MIG) are the same GPU to NCCL"
             )
         case Cause.MISUSED:
             advice = "check gpus_per_worker, devices and NCCL's variables; env: {NCCL_DEBUG: WARN} has NCCL say more"
@@ -230,10 +279,23 @@ def error_of(failed: FailedCollective) -> Error:
             return WorkerError(f"a collective failed, perhaps because another worker was lost: {line}")
 
 
+# What torch's own texts leave out: which key of a job to set.
+_HINTS = {
+    re.compile(r"(CUDA|HIP) error: (?!out of memory)"): "; a GPU tells an error late, so another call than "
+    "this may have failed: to see which, set env: {CUDA_LAUNCH_BLOCKING: '1'} and run again",
+    re.compile("does not have a deterministic implementation"): "; with bitwise: true, torch may take deterministic "
+    "kernels alone: compute this in another way, or set bitwise: false",
+}
+
+
 def text_of(error: BaseException) -> str:
-    """Return the text of an error: of a failed collective the line that tells the cause, else all of it."""
+    """Return the text of an error, with what to set; of a failed collective only the line that tells the cause."""
     failed = failed_collective(error)
-    return str(error) if failed is None else failed.line
+    if failed is not None:
+        return failed.line
+    text = str(error)
+    hints = [hint for sign, hint in _HINTS.items() if isinstance(error, RuntimeError) and sign.search(text)]
+    return text.rstrip() + hints[0] if hints else text
 
 
 def _line(text: str) -> str:

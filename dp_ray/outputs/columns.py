@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from dp_ray.engine.world import HostCopy
 from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.tables import array_of, plain_values
 from dp_ray.tensors.files import as_bytes
@@ -187,11 +188,16 @@ class Layout:
 
 
 def rows_of(
-    outputs: Any, rows: int, batch_dim: int, carried: Mapping[str, pa.Array] | None = None
+    outputs: Any,
+    rows: int,
+    batch_dim: int,
+    carried: Mapping[str, pa.Array] | None = None,
+    copies: list[HostCopy] | None = None,
 ) -> tuple[Layout, Rows]:
     """Split a shard's outputs into their layout and their leaves, on the CPU with rows in dimension 0.
 
-    `carried` holds an array for each carried key.
+    `carried` holds an array for each carried key. With `copies`, leaves of a GPU may be on their way yet: wait for
+    what is added to it before their numbers are used.
 
     Raises ModelError, which names the leaf's path, if a leaf does not have one entry for each of the `rows` rows.
     """
@@ -201,7 +207,7 @@ def rows_of(
     carried = carried or {}
     names = _column_names([*carried, *spec.paths])
     beside = [CarriedColumn(key, names.pop(0), kind_of(array.type)) for key, array in carried.items()]
-    tensors = [_rows_first(name, leaf, batch_dim) for name, leaf in zip(names, leaves, strict=True)]
+    tensors = [_rows_first(name, leaf, batch_dim, copies) for name, leaf in zip(names, leaves, strict=True)]
     columns = [
         Column(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray))
         for name, tensor, leaf in zip(names, tensors, leaves, strict=True)
@@ -220,7 +226,10 @@ def _column_names(paths: Sequence[str]) -> list[str]:
     return names
 
 
-def _rows_first(name: str, leaf: Any, batch_dim: int) -> torch.Tensor:
+LARGEST_BESIDE = 1 << 28  # bytes of a leaf that a GPU holds twice, while the next shard runs
+
+
+def _rows_first(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -> torch.Tensor:
     """Copy a leaf with its rows in dimension 0.
 
     It is a copy because the model may overwrite what it returned, and a view would keep its whole base alive.
@@ -233,6 +242,10 @@ def _rows_first(name: str, leaf: Any, batch_dim: int) -> torch.Tensor:
     else:
         tensor = leaf.detach()
     rows_first = tensor.movedim(rows_dim(tensor, batch_dim), 0)
+    is_plain = rows_first.layout is torch.strided and not rows_first.is_quantized
+    if copies is not None and rows_first.is_cuda and is_plain and rows_first.nbytes <= LARGEST_BESIDE:
+        copies.append(HostCopy(rows_first.clone(memory_format=torch.contiguous_format), beside=True))
+        return copies[-1].here
     return rows_first.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 

@@ -10,13 +10,16 @@ Begin at `PartWriter`; `RowsInOrder` reads.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from dp_ray.engine.world import ON_GPU, HostCopy
 from dp_ray.errors import StorageError
 from dp_ray.outputs.columns import (
     SAMPLE_INDEX,
@@ -31,6 +34,7 @@ from dp_ray.outputs.columns import (
 from dp_ray.plan.split import FilePlan, Range, Shard
 from dp_ray.rundir.ledger import part_name
 from dp_ray.storage import Storage
+from dp_ray.system.threads import waiting
 from dp_ray.tables import array_of, numbers, undamaged
 
 POSITION = "position"
@@ -44,7 +48,17 @@ PART_BYTES = 128 << 20  # of the parts of all workers together: so much is left 
 PART_SECONDS = 60.0
 MERGE_BYTES = 256 << 20  # of the blocks of all workers together: a merging worker holds one of each
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-ShardRows = tuple[Shard, Indices, Rows]
+
+
+class ShardRows(NamedTuple):
+    """A shard, the indices of its samples, and its rows; wait for `copies` before the rows' numbers are used."""
+
+    shard: Shard
+    indices: Indices
+    rows: Rows
+    copies: Sequence[HostCopy]
+
+
 FindPlan = Callable[[float], FilePlan | None]
 
 
@@ -68,6 +82,9 @@ class PartWriter:
     `find_plan` returns how the outputs are cut into files, given the bytes of a row. It returns None if the worker is
     to stop before that is known: then nothing is kept.
     An output that is no tensor, number or text is left out, and its path reported once with `note`.
+
+    A GPU need not wait for it: the outputs of a step come to the host while the next step is computed, and a thread
+    writes them.
     """
 
     def __init__(
@@ -88,6 +105,8 @@ class PartWriter:
         self._step: list[ShardRows] = []
         self._group: list[ShardRows] = []
         self._group_bytes = 0
+        self._thread = ThreadPoolExecutor(1, "outputs")
+        self._writing: Future[None] | None = None
         self._first_step = 0
         self._end_step = 0
         self._committed = time.monotonic()
@@ -104,28 +123,31 @@ class PartWriter:
         for path in left_out.keys() - self._left_out:
             self._note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
         self._left_out |= left_out.keys()
-        layout, rows = rows_of(kept, shard.rows, self._parts.batch_dim, carried_arrays(carried or {}, indices))
+        copies: list[HostCopy] = []
+        beside = carried_arrays(carried or {}, indices)
+        layout, rows = rows_of(kept, shard.rows, self._parts.batch_dim, beside, copies)
         joined = layout if self._layout is None else self._layout.join(layout)
         if self._layout is not None and joined != self._layout:
             self.commit()  # the open part has fixed shapes, the next rows differ
         self._layout = joined
-        self._step.append((shard, indices, rows))
+        self._step.append(ShardRows(shard, indices, rows, copies))
 
     def on_step(self, step: int) -> None:
         """End `step`: this worker's shards of it are taken, or an earlier attempt had committed them."""
         if self._step and self._plan is None:
-            num_rows = sum(shard.rows for shard, _, _ in self._step)
-            self._plan = self._find_plan(sum(leaf.nbytes for _, _, rows in self._step for leaf in rows) / num_rows)
+            num_rows = sum(one.shard.rows for one in self._step)
+            self._plan = self._find_plan(sum(leaf.nbytes for one in self._step for leaf in one.rows) / num_rows)
             if self._plan is None:  # without a plan the rows are dropped
                 self._step, self._first_step = [], step + 1
             else:  # a part is in one file alone
                 self._first_step = max(self._first_step, self._plan.steps_of(self._plan.number_of(step)).start)
         self._end_step = step + 1
         self._group += self._step
-        self._group_bytes += sum(TENSOR_BYTES + leaf.nbytes for _, _, rows in self._step for leaf in rows)
+        self._group_bytes += sum(TENSOR_BYTES + leaf.nbytes for one in self._step for leaf in one.rows)
+        coming = sum(bool(one.copies) for one in self._step)  # what the GPU may be computing now is written later
         self._step = []
-        if self._group_bytes >= GROUP_BYTES:
-            self._write_group()
+        if self._group_bytes >= GROUP_BYTES and len(self._group) > coming:
+            self._write_group(coming)
         ends_file = self._plan is not None and step + 1 == self._plan.steps_of(self._plan.number_of(step)).stop
         is_full = self._file is not None and self._file.bytes >= PART_BYTES // self._parts.num_workers
         if ends_file or is_full or time.monotonic() - self._committed > PART_SECONDS:
@@ -140,20 +162,36 @@ class PartWriter:
             if kind is None:
                 self.commit()
         finally:
+            self._thread.shutdown()
             if self._file:
                 self._file.discard()
 
-    def _write_group(self) -> None:
+    def _write_group(self, coming: int = 0) -> None:
+        """Write the rows taken so far, but for those of the last `coming` shards."""
+        self._wait()
         assert self._layout is not None
         if self._file is None:
             self._file = PartFile(self._parts.storage, self._layout, MERGE_BYTES // self._parts.num_workers)
-        self._file.write(self._group)
-        self._group, self._group_bytes = [], 0
+        size = len(self._group) - coming
+        group, self._group = self._group[:size], self._group[size:]
+        self._group_bytes = sum(TENSOR_BYTES + leaf.nbytes for one in self._group for leaf in one.rows)
+        if any(one.copies for one in group):
+            self._writing = self._thread.submit(self._file.write, group)
+        else:
+            self._file.write(group)
+
+    def _wait(self) -> None:
+        """Wait for the group that is being written; re-raises the write's error."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            with waiting(ON_GPU):
+                writing.result()
 
     def commit(self) -> None:
         """Write all rows taken so far and give the part its final name."""
         if self._group:
             self._write_group()
+        self._wait()
         if self._file is not None:
             self._before_commit()
             shards = self._parts.shards
@@ -177,17 +215,19 @@ class PartFile:
 
     def write(self, group: list[ShardRows]) -> None:
         """Write the rows of some shards."""
+        for copy in chain.from_iterable(one.copies for one in group):
+            copy.wait()
         positions = np.concatenate(
             [
                 np.array(shard.positions, np.int64) if shard.missing else np.arange(shard.start, shard.stop)
-                for shard, _, _ in group
+                for shard, *_ in group
             ]
         )
         leaves = [
-            to_arrow(column, [rows[number] for _, _, rows in group])
+            to_arrow(column, [one.rows[number] for one in group])
             for number, column in enumerate(self.layout.all_columns)
         ]
-        samples = np.concatenate([indices for _, indices, _ in group])
+        samples = np.concatenate([one.indices for one in group])
         table = pa.Table.from_arrays([array_of(positions), array_of(samples), *leaves], schema=self._schema)
         blocks = max(1, table.nbytes // min(GROUP_BYTES, self._block_bytes))
         self._writer.write_table(table, max_chunksize=max(1, len(positions) // blocks))

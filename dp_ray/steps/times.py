@@ -10,6 +10,7 @@ functions, each of which gives a Verdict with the share of the time that it woul
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 
 from dp_ray.engine.clock import PARTS, TimedStep
 from dp_ray.engine.trainer import Update
-from dp_ray.engine.world import World
+from dp_ray.engine.world import ON_GPU, HostCopy, World
 from dp_ray.messages import Logged, TimedSteps
 from dp_ray.plan.split import Split
 from dp_ray.rundir.history import CLOCKED, forget
@@ -459,6 +460,8 @@ class _Step(NamedTuple):
 class History:
     """Rank 0's history; it reads the numbers from the device at most twice a second, and before each checkpoint.
 
+    From a GPU they come while the training goes on, and are sent the next time. Only a checkpoint waits for them.
+
     `new_data_wait` gives the seconds for which the worker has waited for data since its last call.
     """
 
@@ -479,6 +482,7 @@ class History:
         self._send = send
         self._new_data_wait = new_data_wait
         self._pending: list[_Step] = []
+        self._coming: deque[tuple[list[_Step], HostCopy]] = deque()
         self._rows: list[dict[str, Any]] = []
         self._sent = self._ended = time.perf_counter()
         forget(folder, step)
@@ -491,18 +495,35 @@ class History:
         self._extra.update(dict.fromkeys(measured))
         self._ended = now
         if now - self._sent > SEND_SECONDS:
-            self.flush()
+            self._read(must_wait=False)
 
     def resume_clock(self) -> None:
         """Leave the time since the last step, such as an evaluation's, out of the training speed."""
         self._ended = time.perf_counter()
 
     def flush(self) -> None:
-        """Read the numbers from the device and send them to the driver."""
-        with waiting("the GPU, which may be in a collective"):
-            numbers = _read_updates([one.update for one in self._pending])
+        """Read the numbers of all steps so far from the device, and send them to the driver."""
+        self._read(must_wait=True)
+
+    def _read(self, must_wait: bool) -> None:
+        steps, self._pending, self._sent = self._pending, [], time.perf_counter()
+        if steps:
+            sums = torch.stack([one.update.sums for one in steps])
+            norms = torch.stack([one.update.gradient_norm for one in steps]).to(sums)
+            stacked = torch.cat([sums, norms.unsqueeze(1)], 1)
+            if not stacked.is_cuda:
+                self._add_rows(steps, stacked.tolist())
+                return
+            self._coming.append((steps, HostCopy(stacked)))
+        while self._coming and (must_wait or self._coming[0][1].is_here()):
+            steps, coming = self._coming.popleft()
+            with waiting(ON_GPU):
+                read = coming.wait().tolist()
+            self._add_rows(steps, read)
+
+    def _add_rows(self, steps: Sequence[_Step], read: Sequence[Sequence[float]]) -> None:
         rows: list[dict[str, Any]] = []
-        for finished, (totals, norm, missing) in zip(self._pending, numbers, strict=True):
+        for finished, (*totals, _, missing, norm) in zip(steps, read, strict=True):
             row: dict[str, Any] = {"step": finished.step, "epoch": finished.step // self._split.steps}
             for name, total, weight in zip(self._names, totals[::2], totals[1::2], strict=True):
                 row[name] = total / weight if weight else float("nan")
@@ -511,26 +532,14 @@ class History:
             row["rows_per_second"] = num_rows / seconds if seconds > 0 else 0.0
             row["data_wait_seconds"] = finished.data_wait
             rows.append(row | finished.measured)
-        self._pending, self._sent = [], time.perf_counter()
         self._rows += rows
-        if rows:
-            self._send(Logged(tuple(rows)))
+        self._send(Logged(tuple(rows)))
 
     def take(self) -> pa.Table:
         """Return the rows added since the last call, for `write_piece`."""
         self.flush()
         rows, self._rows = self._rows, []
         return table_of_rows(rows, history_schema(self._names, list(self._extra)))
-
-
-def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float, float]]:
-    """Read the totals, the gradient norm and the missing rows of all updates from the device, in one copy."""
-    if not updates:
-        return []
-    sums = torch.stack([one.sums for one in updates])
-    norms = torch.stack([one.gradient_norm for one in updates]).to(sums)
-    rows = torch.cat([sums, norms.unsqueeze(1)], 1).tolist()
-    return [(totals, norm, missing) for *totals, _, missing, norm in rows]
 
 
 def history_schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:

@@ -273,8 +273,6 @@ def on_rank_0(tensor: torch.Tensor) -> torch.Tensor:
     # A gather needs equal sizes: the last ranks pad their rows, and rank 0 drops the padding.
     padded = mine.new_zeros(share, *tensor.shape[1:])
     padded[: mine.shape[0]] = mine
-    if dist.get_backend() == "nccl":  # which moves no CPU tensors
-        padded = padded.cuda()
     received = [torch.empty_like(padded) for _ in range(dist.get_world_size())] if is_first else None
     with waiting("the other workers' rows"):
         dist.gather(padded, received, dst=0)

@@ -58,7 +58,7 @@ def group_of_one(device: torch.device) -> Iterator[None]:
     address = f"tcp://127.0.0.1:{free_port()}"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", address, rank=0, world_size=1, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", address, rank=0, world_size=1, device_id=device)
     else:
         dist.init_process_group("gloo", address, rank=0, world_size=1)
     yield

@@ -193,10 +193,13 @@ def no_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+STEPS = 16
+
+
 @pytest.mark.parametrize("keys", [{}, {"bitwise": True}, {"grad_clip": 1.0}, {"precision": "bf16"}])
 def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> None:
     made, loaded, split = small_trainer(cuda, **keys)
-    work = itertools.islice(Work(split, 1, 0), StopVote.LAG)  # the vote after them waits for a step long past
+    work = itertools.islice(Work(split, 1, 0), STEPS)
     early, others = itertools.islice(work, EARLY), work  # in early steps the parameters are compared on the CPU
     for step, _ in early:
         made.step(step, loaded, lambda *_: None)
@@ -205,21 +208,21 @@ def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> 
             made.step(step, loaded, lambda *_: None)
         with pytest.raises(RuntimeError, match="synchron"):
             torch.ones((), device=cuda).item()
-    assert step == StopVote.LAG - 1
+    assert step == STEPS - 1
 
 
 def test_the_watch_over_losses_lags_on_a_gpu_and_names_the_step(cuda: torch.device) -> None:
     watch, numbers = LossWatch("run"), torch.tensor([1.0, float("nan")], device=cuda)
     with no_waits():
         for step in range(3, 3 + StopVote.LAG):
-            watch.take(step, numbers[int(step >= 7)])
+            watch.take(step, numbers[int(step >= 4)])
             watch.check()
     assert not watch.is_finite(), "where a checkpoint is due, it waits for the GPU and knows"
-    for step in range(3 + StopVote.LAG, 7 + StopVote.LAG):
+    for step in range(3 + StopVote.LAG, 4 + StopVote.LAG):
         watch.check()
         watch.take(step, numbers[0])
-    watch.take(7 + StopVote.LAG, numbers[0])
-    with pytest.raises(NotFinite, match="step 7: the loss is nan"):
+    watch.take(4 + StopVote.LAG, numbers[0])
+    with pytest.raises(NotFinite, match="step 4: the loss is nan"):
         watch.check()
     late = LossWatch("run")
     late.take(0, numbers[1])
@@ -230,7 +233,7 @@ def test_the_watch_over_losses_lags_on_a_gpu_and_names_the_step(cuda: torch.devi
 
 def test_the_stop_vote_lags_on_a_gpu_and_waits_for_no_later_step(cuda: torch.device) -> None:
     vote = StopVote()
-    for step in range(3 * StopVote.LAG):
+    for step in range(40):
         asked = step >= 20
         assert vote.stops(torch.full((), float(asked), device=cuda)) == (step - StopVote.LAG >= 20)
     ahead: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -55,7 +55,7 @@ def run_plan(plan: Plan, rank: int) -> None:
         for name in plan.jobs:
             run(plan, rank, "cpu", name, ["cpu"] * jobs.num_devices(name))
     torch.cuda.set_device(own[0])
-    with group("nccl", plan, rank):
+    with group("cpu:gloo,cuda:nccl", plan, rank):
         for name in plan.jobs:
             run(plan, rank, "gpu", name, [f"cuda:{one}" for one in own[: jobs.num_devices(name)]])
         for name in plan.mutants:
@@ -69,7 +69,7 @@ def run_plan(plan: Plan, rank: int) -> None:
 def group(backend: str, plan: Plan, rank: int) -> Iterator[None]:
     """The process group of the set, while the block runs."""
     if plan.size > 1:
-        store = TCPStore("127.0.0.1", plan.ports[backend == "nccl"])
+        store = TCPStore("127.0.0.1", plan.ports[backend != "gloo"])
         form_group(backend, store, World(rank, plan.size, device=torch.device("cuda", rank * 2)))
     yield
     if plan.size > 1:

@@ -21,7 +21,8 @@ class RayTrainWorker(RaysOwn):  # type: ignore[misc]
     """Ray Train's own, in a module that imports less."""
 
 
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# NCCL takes a name as the begin of names, eth1 for eth10 too, unless after an equals sign; gloo takes names whole.
+INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 
 def interface_of(address: str) -> str | None:
@@ -35,9 +36,9 @@ def interface_of(address: str) -> str | None:
 def bind_to_ray_address() -> None:
     """Have gloo and NCCL use the interface with the node's Ray address, unless the user set one."""
     interface = interface_of(ray.util.get_node_ip_address())
-    for variable in INTERFACE_VARIABLES:
+    for variable, sign in INTERFACE_VARIABLES.items():
         if interface and variable not in os.environ:
-            os.environ[variable] = interface
+            os.environ[variable] = sign + interface
 
 
 class _WorkerBackend(Backend):  # type: ignore[misc]

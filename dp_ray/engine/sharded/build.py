@@ -24,7 +24,7 @@ from dp_ray.engine.recompute import choose_blocks, recompute_blocks
 from dp_ray.engine.reduce import make_gradients_dense
 from dp_ray.engine.sharded.deferred import CannotDefer, Recording, Ref, record, replay
 from dp_ray.engine.sharded.state import Gather, Round, Sharded, SumScatter, TreeScatter
-from dp_ray.engine.world import CPU, World, new_group
+from dp_ray.engine.world import CPU, World, is_gpu, new_group
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -293,7 +293,7 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
         # The model's own inputs: its parameters are gathered in this dtype.
         model.register_forward_pre_hook(functools.partial(_cast_floats, dtypes[0]), with_kwargs=True)
     # Of the CPUs: to ask over GPUs would wait for the whole forward.
-    current = Round(group=new_group("gloo") if dist.get_backend() == "nccl" else None)
+    current = Round(group=new_group("gloo") if is_gpu(world.device) else None)
     for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
             _set_collectives(module, job, current, name.removeprefix("model."))

@@ -60,11 +60,11 @@ class ShardedReduction(Reduction):
         self._is_dummy = shard is None
         yield
 
-    def last_backward(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
+    def last_backward(self, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor) -> None:
         """Run the last round's backward, after a start of the sum of `stats`, in place."""
         self._send(stats)
         with waiting(GRADIENTS):
-            super().last_backward(loss, stats)
+            super().last_backward(loss, seed, stats)
 
     def _send(self, stats: torch.Tensor) -> None:
         self._work = dist.all_reduce(stats, async_op=True)

@@ -268,7 +268,7 @@ class Sharded:
             for gradient, one in zip(gradients, parameters, strict=True)
             if gradient.numel() and (is_first or id(one) not in whole)
         ]
-        device = comm_device(gradients[0].device) if gradients else CPU
+        device = gradients[0].device if gradients else CPU
         norms = [torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in mine]
         squares = [norm.double().square().to(device) for norm in norms]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
@@ -338,11 +338,6 @@ def _cast_again(kept: Any) -> torch.Tensor:
             f"a parameter of shape {list(kept.parameter.shape)} was changed in place after the forward has used it"
         )
     return kept.parameter.detach().to(kept.dtype).as_strided(*kept.view)
-
-
-def comm_device(device: torch.device) -> torch.device:
-    """Return the device of this group's collectives: gradients that are offloaded are on the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else device
 
 
 def rows_of_optimizer(state: Any, parameters: list[nn.Parameter], world: World) -> Any:
