@@ -3,9 +3,11 @@
 from typing import Any
 
 from benchmarks.training import ours
+from dp_ray.cluster.channel import WorkerConfig
 from dp_ray.cluster.worker import Heartbeat
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
+from dp_ray.storage import Storage
 
 PULSED_BLOCK = 32  # steps in a turn: about a second, in which a worker sends two beats
 
@@ -23,7 +25,8 @@ class Pulses(StepControl):
         if step % PULSED_BLOCK == 0:
             self.end()
             self._turns.before(step)
-            self._heartbeat = Heartbeat(self._channel, 0, "benchmark", World(), 600.0).__enter__()
+            worker = WorkerConfig(self._channel, keep_prints=False)
+            self._heartbeat = Heartbeat(worker, "benchmark", World(), Storage("nowhere"), 600.0).__enter__()
         assert self._heartbeat is not None
         self._heartbeat.before(step)
 

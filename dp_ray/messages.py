@@ -17,8 +17,8 @@ from dp_ray.text import counted
 if TYPE_CHECKING:
     import numpy as np
 
-    from dp_ray.engine.clock import Flops
-    from dp_ray.engine.world import World
+    from dp_ray.engine.clock import DevicePlace, Flops
+    from dp_ray.engine.world import Collective, World
 
 BEAT_SECONDS = 0.5
 
@@ -199,7 +199,8 @@ class Beat:
     """A worker is alive, and has been in `step` for `seconds`; `stack` is its loop's stack, once that is too long.
 
     `step` is None before its first step and after its last. `waits_for` names the collective in which it waits for
-    other workers, if any.
+    other workers, if any. Once the step is too long, `device` says how far its GPU has come, if it has one, and
+    `collectives` has the last of each process group.
     """
 
     attempt: str
@@ -208,6 +209,8 @@ class Beat:
     seconds: float
     stack: str
     waits_for: str = ""
+    device: "DevicePlace | None" = None
+    collectives: tuple["Collective", ...] = ()
 
 
 @dataclass(frozen=True)

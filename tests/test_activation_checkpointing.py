@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.engine.clock import Flops
 from dp_ray.engine.model import build_model
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
+from dp_ray.messages import FlopsCounted
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
 from tests.support import training
@@ -238,7 +238,7 @@ def test_operations_that_run_again_are_not_counted(tmp_path: Path) -> None:
         run = Storage(str(tmp_path / str(on)))
         run.child("parts").create()
         run_task(job, World(), run, told.append)
-    without, checkpointed = (one.per_row for one in told if isinstance(one, Flops))
+    without, checkpointed = (one.flops.per_row for one in told if isinstance(one, FlopsCounted))
     assert checkpointed == without
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
 from dp_ray.engine.bad_samples import Quarantine, Reference, Screen, bad_sample, choose_reference, form_of, not_finite
-from dp_ray.engine.loading import Collate
+from dp_ray.engine.loading import Collate, Read
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
@@ -269,8 +269,8 @@ def verdicts(items: list[Any], size: int, collate: Any = None) -> set[int]:
     bad: set[int] = set()
     for start in range(0, len(items), size):
         indices = list(range(len(items)))[start : start + size]
-        read = ReadRequest(0, 0, 0, indices), [items[one] for one in indices]
-        screened = Collate(collate or default_collate, None, screen, picks=False)(read)[1]
+        read = Read(ReadRequest(0, 0, 0, indices), [items[one] for one in indices], 0.0)
+        _, (_, screened) = Collate(collate or default_collate, None, screen, picks=False)(read)
         bad |= {found.sample for found in screened.bad.values()}
     return bad
 

@@ -210,7 +210,12 @@ def test_a_whole_checkpoint_is_read_in_one_read(tmp_path: Path, monkeypatch: pyt
     read: list[str] = []
     read_bytes = Storage.read_bytes
     monkeypatch.setattr(Storage, "open", None)
-    monkeypatch.setattr(Storage, "read_bytes", lambda self, name: (read.append(name), read_bytes(self, name))[1])
+
+    def noted(storage: Storage, name: str) -> bytes:
+        read.append(name)
+        return read_bytes(storage, name)
+
+    monkeypatch.setattr(Storage, "read_bytes", noted)
     found = newest(storage, lambda about: None, read.append)
     assert found is not None and found.state["model"]["w"].eq(1.5).all()
     weights, _ = read_start(run, start)

@@ -508,9 +508,9 @@ def test_what_was_found_in_a_file_is_kept_beside_it_until_it_changes(
     looked: list[str] = []
     look = JsonLines._look
 
-    def counted(self: JsonLines, file: Any, ends: Any) -> Any:
+    def counted(self: JsonLines, file: Any) -> Any:
         looked.append(file.name)
-        return look(self, file, ends)
+        return look(self, file)
 
     monkeypatch.setattr(JsonLines, "_look", counted)
     assert len(JsonLines(tmp_path)) == first

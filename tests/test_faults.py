@@ -1,8 +1,10 @@
 """Workers and drivers that are killed, stopped, or hang: the end is the undisturbed run's; each incident is told."""
 
 import contextlib
+import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -134,6 +136,15 @@ def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced_and_so_is_a_st
     assert "hangs, and is replaced: rank 0 on " in said
     assert "has been in step 5 for " in said
     assert "in hang_for_ever" in said
+    # Rank 0 has not come to the sum of the gradients of step 6, or 5, in which rank 1 waits.
+    behind = r"; in the collectives of gloo \S+ default_pg rank 0 is behind: rank 0: \w+ \d+ of .*, over, rank 1: "
+    assert re.search(behind, hung["what"])
+    assert "(more in flight_recorder/)" in hung["what"]
+    kept = (Path(result.run_dir) / "flight_recorder").iterdir()
+    dumps = {path.name.partition("-rank-")[2]: path for path in kept}
+    assert {"0.json", "1.json"} <= dumps.keys()
+    (dump,) = json.loads(dumps["1.json"].read_text())
+    assert any(one["profiling_name"].startswith("gloo:") for one in dump["entries"])
     assert result.rows == 96
 
 

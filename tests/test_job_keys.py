@@ -20,7 +20,7 @@ def test_the_job_and_its_parts_are_found() -> None:
 @pytest.mark.parametrize("model", models(), ids=lambda model: model.__name__)
 def test_every_key_says_what_it_means(model: type[Strict]) -> None:
     for name, field in model.model_fields.items():
-        says = field.description
-        assert says, f"{name} has no description"
+        assert field.description, f"{name} has no description"
+        says = " ".join(field.description.split())
         assert says.endswith(".")
         assert all(len(sentence.split()) <= 25 for sentence in says.split(". ")), f"{name}: a sentence is too long"

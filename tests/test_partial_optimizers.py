@@ -1,5 +1,6 @@
 """An optimizer of some of the parameters: norm and clip are over what it updates; the rest gathers nothing."""
 
+import math
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_ray.engine.optimizer import build_optimizer
+from dp_ray.engine.optimizer import build_optimizer, norms_of
+from dp_ray.engine.update import apart
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note
@@ -90,3 +93,59 @@ def test_any_parameters_of_any_optimizer_train_as_in_plain_torch(
 def test_a_parameter_that_is_not_the_models_is_refused() -> None:
     with pytest.raises(JobError, match=r"optimizer: .* \[3\] that is none of the parameters it was given"):
         build_optimizer(with_a_stranger, training.mlp())
+
+
+class Rows(nn.Parameter):
+    """A parameter that says it is sharded."""
+
+    def to_local(self) -> torch.Tensor:
+        return self.data
+
+
+class Custom(torch.optim.AdamW):
+    """One of the user's."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Custom])
+def test_a_scalar_beside_sharded_parameters_has_a_group_of_its_own(kind: type[torch.optim.AdamW]) -> None:
+    matrix, scalar = Rows(torch.ones(3, 2)), nn.Parameter(torch.ones(()))
+    optimizer = kind(
+        [{"params": [scalar, matrix], "lr": 0.5}, {"params": [bias := Rows(torch.ones(2))]}], foreach=True
+    )
+    groups = optimizer.param_groups
+    with apart(optimizer):
+        seen = [
+            ([id(one) for one in group["params"]], group["lr"], group["foreach"]) for group in optimizer.param_groups
+        ]
+    if kind is torch.optim.AdamW:
+        assert seen == [([id(matrix)], 0.5, True), ([id(scalar)], 0.5, True), ([id(bias)], 1e-3, True)]
+    else:  # it may keep values of its own in the group
+        assert seen == [([id(scalar), id(matrix)], 0.5, False), ([id(bias)], 1e-3, True)]
+    assert optimizer.param_groups is groups
+    assert [group["foreach"] for group in groups] == [True, True]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of its block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_the_norms_of_all_gradients_of_a_dtype_take_one_operation(order: float) -> None:
+    made = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    gradients = [torch.randn(number % 7 + 1, 3, generator=made).to(dtypes[number % 3]) for number in range(300)]
+    with Operations() as operations:
+        norms = norms_of(gradients, order)
+    assert operations.count <= 3 + len(gradients), "an empty tensor for each, and a norm for each dtype"
+    for gradient, norm in zip(gradients, norms, strict=True):
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        assert torch.equal(norm, torch.linalg.vector_norm(gradient, order, dtype=wide))
+    with Operations() as operations:
+        norms_of(gradients[::3], order)
+    assert operations.count == 1

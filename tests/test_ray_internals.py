@@ -23,8 +23,8 @@ import pytest
 import ray
 
 import dp_ray
-from dp_ray.cluster import connect
 from dp_ray.cluster.connect import check_fits, connected, without_gpus, worker_resources
+from dp_ray.cluster.internals import core
 from dp_ray.cluster.internals.agents import OPTION
 from dp_ray.cluster.internals.core import find_users_token, forget_variables
 from dp_ray.cluster.internals.quick_start import (
@@ -644,7 +644,7 @@ def test_gpu_nodes_that_an_autoscaler_may_add_are_the_clusters(
         )
         with pytest.raises(ClusterError, match=r"5 GPU .*all nodes that its autoscaler may add it has room for 4;"):
             check_fits(five, each)
-        monkeypatch.setattr(connect, "node_types", lambda: None)  # as with KubeRay, whose file is elsewhere
+        monkeypatch.setattr(core, "node_types", lambda: None)  # as with KubeRay, whose file is elsewhere
         assert worker_resources(two) == {"CPU": 1}
         assert "set gpus_per_worker: 1 to have it add GPU nodes" in str(without_gpus(two, {"CPU": 1}))
         assert re.fullmatch("5 workers need .*; waiting for the autoscaler", str(check_fits(five, each)))

@@ -15,7 +15,7 @@ import dp_ray
 from dp_ray.driver import run as driver
 from dp_ray.driver.in_process import run_in_process
 from dp_ray.driver.run import Options, Prepared
-from dp_ray.engine.clock import PARTS, DeviceClock, Part, SilentClock, StepClock
+from dp_ray.engine.clock import PARTS, DeviceClock, DevicePlace, Part, SilentClock, StepClock
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.messages import TimedSteps
@@ -193,6 +193,44 @@ def test_on_a_device_the_times_are_read_once_it_has_passed_them() -> None:
         ("data_wait", "forward", "backward", "other"), 1.0
     )
     assert clock.rest() == []
+
+
+def test_the_place_of_a_device_is_the_first_mark_that_it_has_not_passed() -> None:
+    stream = Stream()
+    clock = DeviceClock(stream.record)
+    clock.restart()  # at 2, after which each step has four marks
+    for step in range(3):
+        for part in (Part.FORWARD, Part.EXCHANGE, Part.UPDATE):
+            clock.enter(part)
+        clock.end_step(step, 7)
+    clock.enter(Part.DATA_WAIT)
+    clock.enter(Part.FORWARD)
+    expected = {2: (None, Part.OTHER), 3: (None, Part.FORWARD), 4: (None, Part.EXCHANGE), 6: (0, Part.OTHER)}
+    expected |= {7: (0, Part.FORWARD), 13: (1, Part.UPDATE), 14: (2, Part.OTHER), 15: (2, Part.DATA_WAIT)}
+    expected |= {16: (2, Part.FORWARD), 99: (2, Part.FORWARD)}
+    for now, (passed, part) in expected.items():
+        stream.now = now
+        assert clock.place() == DevicePlace(passed, part)
+    assert [one.step for one in clock.rest()] == [0, 1, 2], "to look takes nothing away"
+    assert clock.place() == DevicePlace(2, Part.FORWARD)
+    assert StepClock().place() is None, "a loop on the host is where it is"
+
+
+def test_the_place_of_a_device_that_has_failed_is_what_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    clock = DeviceClock(stream.record)
+    clock.end_step(0, 7)
+    stream.now = 99.0
+    clock.rest()
+    clock.enter(Part.FORWARD)
+
+    def fails(_: Event) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in ...")
+
+    monkeypatch.setattr(Event, "query", fails)
+    place = clock.place()
+    assert place == DevicePlace(0, Part.FORWARD, "CUDA error: device-side assert triggered")
+    assert str(place) == "raises CUDA error: device-side assert triggered"
 
 
 def test_parts_may_lie_in_one_another() -> None:

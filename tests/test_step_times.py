@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.engine.timed_loader import StepTimes, TimedCollate, TimedLoader, TimedReads, share_of_wait, started
+from dp_ray.engine.loading import Collate, Samples
+from dp_ray.engine.timed_loader import StepTimes, TimedLoader, share_of_wait, started
+from dp_ray.job.samples import ReadRequest
 from tests.support.training import Pairs, mlp
 
 STEPS, SECONDS = 8, 0.02
@@ -143,9 +145,11 @@ def test_the_next_batch_can_be_asked_for_after_an_error() -> None:
 
 
 def test_measuring_costs_microseconds() -> None:
-    reads, collate, times = TimedReads(SlowReads()), TimedCollate(len), StepTimes()
+    reads, collate, times = Samples(SlowReads(), 0), Collate(len, None, None, picks=False), StepTimes()
     assert len(reads) == STEPS * 4
-    assert collate(reads.__getitems__([1, 2]))[0] >= SECONDS
+    seconds, (indices, batch) = collate(reads.__getitems__(ReadRequest(0, 0, 0, [1, 2])))
+    assert seconds >= SECONDS
+    assert (indices.tolist(), batch) == ([1, 2], 2)
     batches = times.waiting(iter(range(10_000)))
     began = time.perf_counter()
     for _ in batches:

@@ -4,9 +4,17 @@ import time
 
 import pytest
 
-from dp_ray.engine.world import World
+from dp_ray.engine.clock import DevicePlace, Part
+from dp_ray.engine.world import Collective, World
 from dp_ray.messages import Beat, WorkerReady
-from dp_ray.monitor.watchdog import SILENT_BEATS, Watchdog
+from dp_ray.monitor.watchdog import (
+    SILENT_BEATS,
+    Watchdog,
+    collectives_behind,
+    describe_collectives,
+    describe_devices,
+    devices_behind,
+)
 
 READS = '  File "data.py", line 3, in __getitem__\n    time.sleep(1e9)\n'
 WAITS = '  File "train.py", line 9, in _backward\n  File "torch/autograd/graph.py", line 8, in _engine_run\n'
@@ -128,3 +136,147 @@ def test_a_worker_that_is_stopped_right_after_its_start_is_found(clock: list[flo
     hang = dog.hang()
     assert hang is not None
     assert hang.ranks == (1,)
+
+
+FORWARD, EXCHANGE, UPDATE = Part.FORWARD, Part.EXCHANGE, Part.UPDATE
+ASSERT = "CUDA error: device-side assert triggered"
+
+
+@pytest.mark.parametrize(
+    ("places", "behind"),
+    [
+        ([], ()),
+        ([(6, FORWARD)], ()),  # alone
+        ([(6, EXCHANGE), (6, FORWARD), (6, EXCHANGE)], (1,)),
+        ([(6, EXCHANGE), (6, FORWARD), (6, UPDATE)], (1, 2)),  # both hold up rank 0
+        ([(6, EXCHANGE), (6, EXCHANGE), (6, EXCHANGE)], ()),  # the collective itself
+        ([(6, FORWARD), (6, FORWARD)], ()),  # such as of sharded weights, gathered in the forward
+        ([(7, EXCHANGE), (6, UPDATE), (7, EXCHANGE)], (1,)),  # after its exchange: its peers are a step further
+        ([(7, FORWARD), (6, EXCHANGE), (7, EXCHANGE)], (1,)),  # the others have left that exchange
+        ([(7, EXCHANGE), (None, FORWARD)], (1,)),  # its first step
+        ([(None, EXCHANGE), (None, FORWARD), (None, FORWARD)], (1, 2)),
+        ([(6, EXCHANGE), (9, FORWARD, ASSERT)], (1,)),
+        ([(6, FORWARD, ASSERT), (6, FORWARD, ASSERT)], ()),
+    ],
+)
+def test_the_gpus_that_are_behind(places: list[tuple[int | None, Part, str]], behind: tuple[int, ...]) -> None:
+    assert devices_behind({rank: DevicePlace(*place) for rank, place in enumerate(places)}) == behind
+
+
+def test_what_is_said_of_gpus() -> None:
+    def said(*places: DevicePlace) -> str:
+        return describe_devices(dict(enumerate(places)))
+
+    waits = DevicePlace(6, EXCHANGE)
+    assert said() == ""
+    assert said(waits) == "; rank 0: the GPU has passed step 6 and is in exchange"
+    assert said(waits, DevicePlace(None, FORWARD), waits) == (
+        "; the GPU of rank 1 is behind: ranks 0, 2: the GPU has passed step 6 and is in exchange, "
+        "rank 1: the GPU has passed no step and is in forward"
+    )
+    assert said(waits, waits) == (
+        "; no GPU is behind, the collective itself hangs: ranks 0, 1: the GPU has passed step 6 and is in exchange"
+    )
+    assert said(DevicePlace(6, FORWARD), DevicePlace(6, FORWARD)).startswith("; no GPU is behind: ranks 0, 1: ")
+    assert said(waits, DevicePlace(9, FORWARD, ASSERT)).endswith(f"rank 1: the GPU raises {ASSERT}")
+
+
+def sums(number: int, state: str, group: str = "nccl 0 default_pg") -> Collective:
+    return Collective(group, number, "all_reduce", "[1024]", state)
+
+
+@pytest.mark.parametrize(
+    ("stands", "behind"),
+    [
+        ([], ()),
+        ([(41, "started"), (41, "started")], ()),
+        ([(41, "started"), (41, "scheduled"), (41, "started")], (1,)),  # its GPU has not come to it
+        ([(41, "scheduled"), (40, "over"), (41, "scheduled")], (1,)),  # its Python has not, as gloo tells it
+        ([(41, "over"), (41, "started"), (40, "over")], (1, 2)),
+    ],
+)
+def test_the_ranks_that_are_behind_in_their_collectives(
+    stands: list[tuple[int, str]], behind: tuple[int, ...]
+) -> None:
+    assert collectives_behind({rank: sums(*one) for rank, one in enumerate(stands)}) == behind
+
+
+def test_what_is_said_of_collectives() -> None:
+    waits, over = sums(41, "started"), sums(40, "over")
+    assert describe_collectives({0: (), 1: ()}) == ""
+    assert describe_collectives({0: (over,), 1: (over,)}) == "", "all groups are idle"
+    assert describe_collectives({0: (waits,), 1: (over,), 2: (waits,)}) == (
+        "; in the collectives of nccl 0 default_pg rank 1 is behind: ranks 0, 2: all_reduce 41 of [1024], started, "
+        "rank 1: all_reduce 40 of [1024], over (more in flight_recorder/)"
+    )
+    idle, own = sums(3, "over", "gloo 1"), sums(7, "scheduled", "gloo 2")
+    assert describe_collectives({0: (waits, idle, own), 1: (waits, idle, own)}) == (
+        "; in the collectives of nccl 0 default_pg no rank is behind: ranks 0, 1: all_reduce 41 of [1024], started"
+        "; in the collectives of gloo 2 no rank is behind: ranks 0, 1: all_reduce 7 of [1024], scheduled"
+        " (more in flight_recorder/)"
+    )
+    assert describe_collectives({0: (waits,), 1: ()}) == (
+        "; in the collectives of nccl 0 default_pg: rank 0: all_reduce 41 of [1024], started"
+        " (more in flight_recorder/)"
+    ), "nothing is known of rank 1"
+
+
+def late(rank: int, place: DevicePlace | None, stack: str = WAITS, *stands: Collective, step: int = 23) -> Beat:
+    waits_for = "the GPU, which may be in a collective" if stack == WAITS else ""
+    return Beat("a", rank, step, 110.0, stack, waits_for, place, stands)
+
+
+def hang_of(clock: list[float], *told: Beat) -> tuple[tuple[int, ...], str]:
+    """Who hangs by the beats, and the first line that is said."""
+    dog = watchdog(num_workers=len(told))
+    clock[0] = 1110.0
+    for one in told:
+        dog.take(one)
+    hang = dog.hang()
+    assert hang is not None
+    return hang.ranks, str(hang).splitlines()[0]
+
+
+def test_of_workers_whose_loops_all_wait_the_one_with_the_stuck_gpu_is_blamed(clock: list[float]) -> None:
+    waits, stuck = DevicePlace(6, EXCHANGE), DevicePlace(6, FORWARD)
+    stands = sums(41, "started"), sums(41, "scheduled"), sums(41, "started")
+    told = [late(rank, one, WAITS, stands[rank]) for rank, one in enumerate([waits, stuck, waits])]
+    ranks, said = hang_of(clock, *told)
+    assert ranks == (1,)
+    assert said.startswith(
+        "rank 1 on 10.0.0.1 has been in step 23 for 110 s; the GPU of rank 1 is behind: ranks 0, 2"
+    )
+    assert "; in the collectives of nccl 0 default_pg rank 1 is behind: " in said
+    assert said.endswith("(more in flight_recorder/); its stack is")
+
+
+def test_a_loop_that_reads_from_its_gpu_does_not_look_like_the_cause(clock: list[float]) -> None:
+    """User code of rank 0 reads a loss, and marks no wait."""
+    ranks, _ = hang_of(clock, late(0, DevicePlace(6, EXCHANGE), READS), late(1, DevicePlace(6, FORWARD)))
+    assert ranks == (1,)
+
+
+def test_a_loop_that_hangs_itself_leaves_its_gpu_where_it_is(clock: list[float]) -> None:
+    """Its GPU has nothing to do: it has passed all that it was given."""
+    told = late(0, DevicePlace(6, EXCHANGE)), late(1, DevicePlace(6, Part.DATA_WAIT), READS, step=7)
+    assert hang_of(clock, *told)[0] == (1,)
+
+
+def test_where_no_gpu_is_behind_all_are_named(clock: list[float]) -> None:
+    waits = DevicePlace(6, EXCHANGE)
+    ranks, said = hang_of(clock, *(late(rank, waits) for rank in range(3)))
+    assert ranks == (0, 1, 2)
+    assert "; no GPU is behind, the collective itself hangs: ranks 0, 1, 2: " in said
+
+
+def test_what_a_silent_workers_gpu_told_before_counts_no_more(clock: list[float]) -> None:
+    dog = watchdog(num_workers=2)
+    clock[0] = 1110.0
+    for rank in range(2):
+        dog.take(late(rank, DevicePlace(6, EXCHANGE)))
+    clock[0] = 1130.0
+    dog.take(Beat("a", 0, 23, 130.0, WAITS, "the others' gradients", DevicePlace(6, EXCHANGE)))
+    hang = dog.hang()
+    assert hang is not None
+    assert hang.ranks == (1,)
+    assert hang.found == "; rank 0: the GPU has passed step 6 and is in exchange"

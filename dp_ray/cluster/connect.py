@@ -14,20 +14,7 @@ from typing import Any, ClassVar
 import ray
 
 import dp_ray
-from dp_ray.cluster.internals.core import (
-    address_of_own_raylet,
-    autoscales,
-    find_users_token,
-    forget_variables,
-    node_types,
-    raylets_hushed,
-    read_variables_anew,
-    shown_as,
-    shows_token,
-    type_of,
-    wants_token,
-    workers_without_uv,
-)
+from dp_ray.cluster.internals import core
 from dp_ray.cluster.internals.quick_start import forking, start_local
 from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
 from dp_ray.cluster.resources import Resources, addable, capacity_for, free_for, gpus_by_default, text_of, times
@@ -119,7 +106,7 @@ def _connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator
         nullcontext() if found else forking(keys) as fork_server,
         _environment_kept(),
         own_folder(short_folder()) as folder,
-        raylets_hushed(verbose),
+        core.raylets_hushed(verbose),
     ):
         with handlers_kept():
             _start_ray(keys, found, verbose, folder, fork_server)
@@ -137,7 +124,7 @@ def _check_heard() -> None:
     """
     address = ray.get_runtime_context().gcs_address
     with suppress(ConnectionError):
-        if shows_token() and USE_TLS not in os.environ and not wants_token(address):
+        if core.shows_token() and USE_TLS not in os.environ and not core.wants_token(address):
             raise ClusterError(
                 f"this process still has the token of an earlier Ray, and the Ray at {address} has none, so it could "
                 f"not be heard here; call ray.shutdown() and give dp_ray the address (address={address!r}), or "
@@ -188,7 +175,7 @@ def ships_callers_code() -> bool:
 
 def address_of(address: str | None) -> str | None:
     """Return the address of the Ray to use; None for an embedded one. A job's is that of the cluster that runs it."""
-    own = address_of_own_raylet() if in_ray_job() else None
+    own = core.address_of_own_raylet() if in_ray_job() else None
     return address or own or os.environ.get(ADDRESS)
 
 
@@ -197,13 +184,13 @@ def _start_ray(
 ) -> None:
     level = "INFO" if verbose else "ERROR"
     logging.getLogger("ray").setLevel(level)
-    read_variables_anew()  # and forget the token of a Ray of the caller's that has ended
+    core.read_variables_anew()  # and forget the token of a Ray of the caller's that has ended
     try:
         # In a Ray job the code is on the cluster, and `uv run` as the job's command is a choice that Ray follows.
         shown = [hide(one) for one in without_values(sys.orig_argv)]  # the command line without secrets
         with (
-            shown_as(shown if shown != sys.orig_argv else None),
-            nullcontext() if in_ray_job() else workers_without_uv(),
+            core.shown_as(shown if shown != sys.orig_argv else None),
+            nullcontext() if in_ray_job() else core.workers_without_uv(),
         ):
             if address:
                 authenticate(address)
@@ -226,12 +213,12 @@ def authenticate(address: str) -> None:
     is_host_and_port = re.fullmatch(r"\S+:\d+", address) and "://" not in address
     if not is_host_and_port or USE_TLS in os.environ:
         return
-    wants = wants_token(address)
+    wants = core.wants_token(address)
     if not wants and os.environ.get(AUTH_MODE) == "token":
         raise ConnectionError(
             f"it has no token, and {AUTH_MODE}=token, which a ray.init sets too, demands one of it; unset {AUTH_MODE}"
         )
-    if wants and AUTH_MODE not in os.environ and not find_users_token():
+    if wants and AUTH_MODE not in os.environ and not core.find_users_token():
         raise ConnectionError(f"it wants a token: put it into ~/.ray/auth_token or {AUTH_TOKEN}")
 
 
@@ -242,7 +229,7 @@ def _environment_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        forget_variables(os.environ, keep=list(before))
+        core.forget_variables(os.environ, keep=list(before))
 
 
 def worker_resources(keys: WorkerKeys) -> dict[str, float]:
@@ -256,7 +243,7 @@ def worker_resources(keys: WorkerKeys) -> dict[str, float]:
         gpus = keys.own_gpus
         if keys.devices is None:
             up = ray.cluster_resources().get("GPU", 0)
-            gpus = gpus_by_default(up, node_types() if not up and autoscales() else None)
+            gpus = gpus_by_default(up, core.node_types() if not up and core.autoscales() else None)
     wanted = {"CPU": keys.cpus_per_worker, "GPU": gpus, **keys.resources_per_worker}
     return {name: amount for name, amount in wanted.items() if amount}
 
@@ -264,7 +251,7 @@ def worker_resources(keys: WorkerKeys) -> dict[str, float]:
 def without_gpus(keys: WorkerKeys, each: Resources) -> str | None:
     """Return a line on workers with the resources `each` that take no GPU, where an autoscaler might add some."""
     is_by_default = keys.gpus_per_worker == "auto" and keys.devices is None and "GPU" not in each
-    if not (is_by_default and autoscales() and node_types() is None):
+    if not (is_by_default and core.autoscales() and core.node_types() is None):
         return None
     return (
         "gpus_per_worker: auto takes no GPU, since no GPU node is up, and which nodes the autoscaler may add is not "
@@ -292,10 +279,10 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
             f"{counted(capacity, 'worker')}{too_large}"
         )
         advice = f"ask for {'fewer workers, or for ' if capacity else ''}less for each worker"
-        if not autoscales():
+        if not core.autoscales():
             raise _misfit(keys, each, nodes, f"{says}, and no autoscaler that could add nodes; {advice}")
-        if (types := node_types()) is not None:
-            up = [type_of(node) for node in ray.nodes() if node["Alive"]]
+        if (types := core.node_types()) is not None:
+            up = [core.type_of(node) for node in ray.nodes() if node["Alive"]]
             nodes = [*nodes, *addable(types, up, keys.min_workers)]
             if (at_most := _capacity(keys, each, nodes)) < keys.min_workers:
                 says += f"; with all nodes that its autoscaler may add it has room for {at_most}"
@@ -325,7 +312,7 @@ def _misfit(keys: WorkerKeys, each: Resources, nodes: list[dict[str, float]], sa
     own = f"devices: {names} of each worker's own GPUs"
     if gpus["GPU"] and not any(node.get("GPU") for node in nodes):
         asks = own if keys.own_gpus else f"gpus_per_worker: each worker asks for {text_of(gpus)}"
-        scaler = "its autoscaler adds none" if autoscales() else "no autoscaler that could add some"
+        scaler = "its autoscaler adds none" if core.autoscales() else "no autoscaler that could add some"
         return JobError(f"{asks}, and the cluster has none, and {scaler}; {runs_anywhere(gpus['GPU'])}")
     if keys.own_gpus and gpus["GPU"] and _capacity(keys, gpus, nodes) < keys.min_workers:
         return JobError(f"{own}; {says}")
@@ -338,7 +325,7 @@ def sessions_that_fit(keys: WorkerKeys, wanted: int | None) -> int:
     Without an autoscaler at most as many as fit, and always one.
     """
     each = worker_resources(keys)
-    if wanted is not None and (wanted == 1 or autoscales()):
+    if wanted is not None and (wanted == 1 or core.autoscales()):
         return wanted
     if not each:  # a worker takes nothing, so there is room for any number
         return wanted or 1
@@ -367,8 +354,4 @@ def code_to_ship() -> dict[str, Any]:
     """Return the runtime_env that ships the working directory, without what .gitignore excludes, and dp_ray."""
     here = Path.cwd()
     excludes = [f"/{name}/" for name in (".git", ".venv", "runs") if (here / name).is_dir()]
-    return {
-        "working_dir": str(here),
-        "excludes": excludes,
-        "py_modules": [str(Path(dp_ray.__file__).parent)],
-    }
+    return {"working_dir": str(here), "excludes": excludes, "py_modules": [str(Path(dp_ray.__file__).parent)]}

@@ -25,15 +25,28 @@ import psutil
 import ray
 import torch
 import torch.distributed as dist
+from pyarrow.fs import LocalFileSystem
 from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, encoded, send
 from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
+from dp_ray.engine.clock import StepClock
 from dp_ray.engine.model import check_machine, free_memory, is_out_of_memory
 from dp_ray.engine.votes import NotFinite, StepControl, StopRequested
-from dp_ray.engine.world import CPU, Cause, World, error_of, failed_collective, form_group, text_of
-from dp_ray.errors import ClusterError, JobError, WorkerError, frames_of
+from dp_ray.engine.world import (
+    CPU,
+    TIMEOUT,
+    Cause,
+    Collective,
+    World,
+    error_of,
+    failed_collective,
+    form_group,
+    recorded_collectives,
+    text_of,
+)
+from dp_ray.errors import ClusterError, JobError, StorageError, WorkerError, frames_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
 from dp_ray.messages import (
@@ -43,6 +56,7 @@ from dp_ray.messages import (
     FaultInjected,
     Finished,
     Logged,
+    Note,
     Printed,
     Started,
     WorkerExit,
@@ -52,6 +66,7 @@ from dp_ray.messages import (
 )
 from dp_ray.monitor.faults import Fault
 from dp_ray.rundir.claim import check_shared
+from dp_ray.rundir.files import FLIGHT_RECORDER
 from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.imports import end_imports, imported_files
@@ -110,12 +125,12 @@ def run_packed(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> 
     """Run the job; return whether it stopped as the user asked. When this returns, nobody holds the job's objects."""
     with reported_errors(worker, attempt, here, lambda: False):
         assigned: Assignment = pickle.loads(ray.get(packed))
-        world = with_devices(here, assigned.job)
+        world, run = with_devices(here, assigned.job), Storage(assigned.run_dir)
     limit, faults = assigned.job.timeouts.step, assigned.faults
-    heartbeat = Heartbeat(worker.channel, worker.number, attempt, world, limit, faults, worker.driver_node)
+    heartbeat = Heartbeat(worker, attempt, world, run, limit, faults)
     with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed):
         try:
-            run_assigned(worker, assigned, attempt, world, heartbeat)
+            run_assigned(worker, assigned, run, attempt, world, heartbeat)
         except StopRequested:
             if ray.get(worker.channel.state.remote())[0].ask is not Ask.STOP:
                 raise  # so that the workers are started anew, more or fewer of them
@@ -124,7 +139,7 @@ def run_packed(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> 
 
 
 def run_assigned(
-    worker: WorkerConfig, assigned: Assignment, attempt: str, world: World, heartbeat: "Heartbeat"
+    worker: WorkerConfig, assigned: Assignment, run: Storage, attempt: str, world: World, heartbeat: "Heartbeat"
 ) -> None:
     """Run the task within the process group of the job's workers.
 
@@ -134,9 +149,13 @@ def run_assigned(
     # Ray Train numbers the workers node by node; the job may take only the first of those on this node.
     first = world.rank - world.local_rank
     on_node = min(world.world_size - first, place_of_this_worker().get_local_world_size())
-    with process_group(channel, attempt, world, assigned, on_node):
-        run = Storage(assigned.run_dir)
+    flight = run.child(FLIGHT_RECORDER)
+    recorder = recorder_variables(assigned.backend, flight, attempt)
+    with environment(recorder), process_group(channel, attempt, world, assigned, on_node):
         check_shared(run, assigned.token, str(world))
+        if DUMP_FILE in recorder:
+            with suppress(StorageError):
+                flight.create()  # NCCL makes no folder
         context = ray.get_runtime_context()
         gpus = tuple(context.get_accelerator_ids().get("GPU", []))
         send(worker.channel, WorkerReady(attempt, world, os.getpid(), gpus, context.get_node_id()), worker.number)
@@ -150,6 +169,32 @@ def run_assigned(
                 heartbeat,
                 assigned.rows,
             )
+    if DUMP_FILE in recorder and world.rank == 0:
+        with suppress(StorageError):
+            if flight.is_empty():
+                flight.remove()
+
+
+DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # torch appends the rank
+
+
+def recorder_variables(backend: str, folder: Storage, attempt: str) -> dict[str, str]:
+    """Return the variables with which NCCL writes its flight recorder before it ends a process, but for the user's.
+
+    It does so if a collective fails, or takes longer than the group's time-out. The files go to `folder` if that is
+    one of a file system, since NCCL writes to no other storage. torch's `torchfrtrace` reads them.
+    """
+    size = "TORCH_FR_BUFFER_SIZE"
+    older = {size: "TORCH_NCCL_TRACE_BUFFER_SIZE", DUMP_FILE: "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # torch reads both
+    values = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", size: "2000"} if "nccl" in backend else {}
+    if values and isinstance(folder.fs, LocalFileSystem):
+        values[DUMP_FILE] = folder.file(f"{attempt}-nccl-rank-")
+    takes_older = torch.__version__ < "2.12"
+    return {
+        older[name] if name == size and takes_older else name: value
+        for name, value in values.items()
+        if not {name, older.get(name, name)} & os.environ.keys()
+    }
 
 
 def place(workers: int) -> World:
@@ -325,32 +370,37 @@ SHOWN_FRAMES = 12
 class Heartbeat(StepControl):
     """Step control of a worker on Ray: a thread sends beats, and the answers carry the driver's requests.
 
-    Once the loop has been in one step for `limit` seconds, each beat carries its stack.
+    Once the loop has been in one step for `limit` seconds, each beat carries its stack, how far its GPU has come, and
+    the collectives in which it stands; the flight recorder is written to `run`, the run's directory. Without a limit
+    a beat carries the last two after 30 minutes, for whoever ends the run.
     """
 
     def __init__(
         self,
-        channel: Any,
-        number: int,
+        worker: WorkerConfig,
         attempt: str,
         world: World,
+        run: Storage,
         limit: float | None,
         faults: Sequence[Fault] = (),
-        driver_node: str = "",
     ) -> None:
-        self._channel = channel
-        self._number = number
+        self._channel = worker.channel
+        self._number = worker.number
         self.attempt = attempt
         self._world = world
+        self._run = run
         self._limit = limit
         self._faults = list(faults)
         self.slows = any(fault.action == "slow" for fault in faults)
         self._delay = self._due_delay = 0.0
-        self._driver_node = driver_node
+        self._driver_node = worker.driver_node
         self._loop = threading.get_ident()
         self._step: int | None = None
         self._first: int | None = None
         self._since = time.monotonic()
+        self._clock = StepClock()
+        self._recorded_since: float | None = None  # the `_since` for which the flight recorder was read
+        self._collectives: tuple[Collective, ...] = ()
         self._save = False
         self._has_saved = False
         self._stopped = threading.Event()
@@ -360,6 +410,10 @@ class Heartbeat(StepControl):
     def has_progressed(self) -> bool:
         """Whether the worker has finished a step since it began."""
         return self._step != self._first
+
+    def runs_on(self, clock: StepClock) -> None:
+        """Note the clock whose GPU each late beat asks how far it has come."""
+        self._clock = clock
 
     def before(self, step: int) -> None:
         """Note the step that begins, report the first one, and inject the faults that are due."""
@@ -423,22 +477,45 @@ class Heartbeat(StepControl):
     def _beat(self) -> None:
         interval = beat_interval(self._world.world_size)
         while not self._stopped.wait(interval):
-            seconds = time.monotonic() - self._since
-            frame = None
-            if self._limit is not None and seconds > self._limit:
-                frame = sys._current_frames().get(self._loop)
-            stack = waits = ""
-            if frame is not None:
-                waits = waits_for() or ("a collective of the user's code" if is_in_collective(frame) else "")
-                stack = "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:])  # innermost frame last
-            beat = Beat(self.attempt, self._world.rank, self._step, seconds, stack, waits)
             try:
-                request: Ask = ray.get(self._channel.put.remote(encoded(beat), self._number))
+                request: Ask = ray.get(self._channel.put.remote(encoded(self._state()), self._number))
             except ray.exceptions.RayError:
                 return  # the driver is gone, and Ray will end this worker soon
             self.wants_stop = request in (Ask.RESTART, Ask.STOP)
             if request is Ask.SAVE and not self._has_saved:
                 self._save = self._has_saved = True
+
+    def _state(self) -> Beat:
+        since, step = self._since, self._step
+        seconds = time.monotonic() - since
+        beat = Beat(self.attempt, self._world.rank, step, seconds, "")
+        if step is None or seconds <= (self._limit or TIMEOUT.total_seconds()):
+            return beat
+        if self._recorded_since != since:
+            self._recorded_since, self._collectives = since, ()
+            # In a thread: a storage that hangs too must not silence the worker.
+            threading.Thread(target=self._record, name="flight recorder", daemon=True).start()
+        # The GPU is asked only here: the driver may hold the asking thread, and Python's lock with it, while another
+        # call waits for the GPU. A worker that falls silent so is told as one that does not answer.
+        beat = replace(beat, device=self._clock.place(), collectives=self._collectives)
+        frame = sys._current_frames().get(self._loop)
+        if self._limit is None or frame is None:
+            return beat
+        waits = waits_for() or ("a collective of the user's code" if is_in_collective(frame) else "")
+        stack = "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:])  # innermost frame last
+        return replace(beat, stack=stack, waits_for=waits)
+
+    def _record(self) -> None:
+        """Write torch's flight recorder into the run's directory, and have the next beats carry its collectives."""
+        try:
+            text, self._collectives = recorded_collectives()
+            if text:
+                folder = self._run.child(FLIGHT_RECORDER)
+                folder.create()
+                folder.write_text(f"{self.attempt}-rank-{self._world.rank}.json", text)
+        except Exception as error:  # of another version of torch, or of the storage
+            told = f"{self._world}: its flight recorder cannot be kept: {type(error).__name__}: {error}"
+            send(self._channel, Note(told), self._number, wait=False)
 
 
 def is_in_collective(frame: FrameType | None) -> bool:

@@ -69,9 +69,8 @@ class Cache:
             for key in keys:
                 self._coming.pop(key, None)
             loaded = {key: one for key in keys if (one := self._held.get(key) or self._ahead.get(key)) is not None}
-            missing = [
-                key for key in keys if key not in loaded and key not in self._reading
-            ]  # nobody loads these yet
+            # Nobody loads these yet.
+            missing = [key for key in keys if key not in loaded and key not in self._reading]
         if len(missing) < 2:
             loaded |= {key: load(key) for key in missing}
         else:

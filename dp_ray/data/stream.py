@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, _utils
 from dp_ray.data.values import Decoder, named
 from dp_ray.errors import DataError, JobError
 from dp_ray.plan.split import chunk_sizes
+from dp_ray.system.process import patched
 
 Source: TypeAlias = str | Iterable[Any] | Callable[..., Iterable[Any]]
 
@@ -77,12 +78,8 @@ class Stream(Dataset[Any]):
             self._kept = {}
         before = _random_state()
         # Without the name of a loader process: an iterable of torch would leave out the items of the others.
-        worker: Any = _utils.worker
-        info, worker._worker_info = worker._worker_info, None
-        try:
+        with patched(_utils.worker, _worker_info=None):
             items = self._each(indices, indices, self._read)
-        finally:
-            worker._worker_info = info
         if _random_state() != before:
             says = "the iterable of a Stream draws random numbers, so its items depend on which process reads them"
             raise DataError(

@@ -61,17 +61,8 @@ class TableBlock:
 class Table(Blocks[Source]):
     """A dataset of the rows of files of columns; the base class of those in Parquet and Arrow."""
 
-    def __init__(
-        self,
-        files: list[File],
-        blocks: Sequence[Block[Source]],
-        columns: list[str],
-        decode: dict[str, Decoder],
-        cache_bytes: int,
-    ) -> None:
-        super().__init__(files, blocks, cache_bytes)
-        self._columns = columns
-        self._decode = decode
+    _columns: list[str]
+    _decode: dict[str, Decoder]
 
     def _table(self, block: Block[Source]) -> pa.Table:
         """Return the rows of a block, with the columns that are read."""
@@ -172,9 +163,9 @@ class ColumnFiles(Table[int]):
     ) -> None:
         files = find_files(paths, self.SUFFIXES)
         looks = in_threads(lambda file: self._blocks_of(file, columns), files)
-        names = columns_of(files, [there for there, _ in looks], columns)
-        blocks = [one for _, several in looks for one in several]
-        super().__init__(files, blocks, names, decode_of(decode, columns), cache_bytes)
+        self._columns = columns_of(files, [there for there, _ in looks], columns)
+        self._decode = decode_of(decode, columns)
+        super().__init__(files, [one for _, several in looks for one in several], cache_bytes)
 
     def _blocks_of(self, file: File, columns: Sequence[str] | None) -> tuple[list[str], list[Block[int]]]:
         names, sizes = retried(lambda: self._look(file), str(file), file.is_local)

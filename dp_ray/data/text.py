@@ -1,6 +1,5 @@
 """Files of JSON lines and of CSV as map-style datasets: an item is a dict of the row's columns."""
 
-import functools
 import hashlib
 import io
 import json
@@ -15,23 +14,13 @@ from pyarrow import csv as pacsv
 from pyarrow import json as pajson
 
 from dp_ray.data.blocks import CACHE_BYTES, Block
-from dp_ray.data.files import (
-    File,
-    Paths,
-    Stretch,
-    find_files,
-    in_threads,
-    index_of,
-    read_in_pieces,
-    read_stretch,
-)
+from dp_ray.data.files import File, Paths, Stretch, find_files, in_threads, index_of, read_in_pieces, read_stretch
 from dp_ray.data.tables import Table, check_columns, check_once, columns_of
 from dp_ray.data.values import Decode, decode_of
 from dp_ray.errors import DataError, JobError
 
 Rows = np.ndarray[Any, Any]
 Types = Mapping[str, str]
-Ends = Callable[[bytes], list[int]]
 
 NEWLINE, RETURN, QUOTE = ord("\n"), ord("\r"), ord('"')
 # In an index, the types of columns of whole numbers that are no int64: they are joined with others as decimals are.
@@ -46,27 +35,27 @@ class TextTable(Table[Stretch]):
     The first time, each file is read to the end: where its rows lie and what its columns hold is kept beside it.
     """
 
-    blank: ClassVar[bytes]  # what text without a row consists of
+    SUFFIXES: ClassVar[tuple[str, ...]]
+    _kind: str  # the part of an index's name that says how rows are found
+    BLANK: ClassVar[bytes]  # what text without a row consists of
     MAY_LACK: ClassVar[bool] = False  # whether a file that lacks a column lacks its values only, as other rows may
 
     def __init__(
         self,
-        files: list[File],
-        kind: str,
-        ends: Ends,
-        columns: Sequence[str] | None,
-        types: Types | None,
-        decode: Decode | None,
-        cache_bytes: int,
+        paths: Paths,
+        columns: Sequence[str] | None = None,
+        types: Types | None = None,
+        decode: Decode | None = None,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        indices = in_threads(lambda file: index_of(file, kind, lambda: self._look(file, ends)), files)
+        files = find_files(paths, self.SUFFIXES)
+        indices = in_threads(lambda file: index_of(file, self._kind, lambda: self._look(file)), files)
         pairs = list(zip(files, indices, strict=True))
         for file, index in pairs:
             if index.stretches or index.arrow_schema.names:  # else it is empty, and lacks nothing
                 check_columns(file, index.arrow_schema.names, [*(columns or ()), *(types or ())])
-            for (
-                one
-            ) in index.arrow_schema:  # bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows
+            for one in index.arrow_schema:
+                # Bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows.
                 is_wanted = one.name not in (types or {}) and (columns is None or one.name in columns)
                 if is_wanted and pa.types.is_binary(one.type):
                     advice = "mend the file, or set the column's type to binary with types"
@@ -80,9 +69,14 @@ class TextTable(Table[Stretch]):
                     raise DataError(f"{file}: {says}; give it a type, as types: {{{name}: float64}} or string")
         filled = [(file, index.arrow_schema.names) for file, index in pairs if index.stretches]
         there = [self._schema.names if self.MAY_LACK else names for _, names in filled]
-        names = columns_of([file for file, _ in filled], there, columns)
+        self._columns = columns_of([file for file, _ in filled], there, columns)
+        self._decode = decode_of(decode, columns)
         blocks = [Block(file, one.rows, one, str(one)) for file, index in pairs for one in index.stretches]
-        super().__init__(files, blocks, names, decode_of(decode, columns), cache_bytes)
+        super().__init__(files, blocks, cache_bytes)
+
+    def _ends(self, text: bytes) -> list[int]:
+        """Return where rows end."""
+        raise NotImplementedError
 
     def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
         """Return the rows of some lines; the columns have the types of the schema, or what their texts look like."""
@@ -96,15 +90,15 @@ class TextTable(Table[Stretch]):
         """Return what stands before the first row and belongs to each stretch."""
         return b""
 
-    def _look(self, file: File, ends: Ends) -> tuple[list[Stretch], pa.Schema]:
+    def _look(self, file: File) -> tuple[list[Stretch], pa.Schema]:
         """Return where the rows lie, and the types of the columns."""
         head = self._head(file)
         found, schemas = [], []
         if head:  # a file of its head alone has columns too
             schemas.append(self._parse(head + b"\n", None).schema)
             check_once(file, schemas[0].names)
-        for start, text in _whole_rows(file, ends, len(head)):
-            if not text.removeprefix(BOM).strip(self.blank):
+        for start, text in _whole_rows(file, self._ends, len(head)):
+            if not text.removeprefix(BOM).strip(self.BLANK):
                 continue
             table = self._parse(head + text, None)
             check_once(file, table.column_names)
@@ -141,23 +135,17 @@ class JsonLines(TextTable):
     64 bits in a column without a type.
     """
 
+    SUFFIXES = (".jsonl", ".ndjson", ".json")
+    BLANK = b" \t\r\n"
     MAY_LACK = True
+    _kind = "lines"
 
-    def __init__(
-        self,
-        paths: Paths,
-        columns: Sequence[str] | None = None,
-        types: Types | None = None,
-        decode: Decode | None = None,
-        cache_bytes: int = CACHE_BYTES,
-    ) -> None:
-        files = find_files(paths, [".jsonl", ".ndjson", ".json"])
-        super().__init__(files, "lines", _ends_of_lines, columns, types, decode, cache_bytes)
-
-    blank = b" \t\r\n"
+    def _ends(self, text: bytes) -> list[int]:
+        ends: list[int] = (np.flatnonzero(np.frombuffer(text, np.uint8) == NEWLINE) + 1).tolist()
+        return ends
 
     def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
-        row = text.removeprefix(BOM).lstrip(self.blank)
+        row = text.removeprefix(BOM).lstrip(self.BLANK)
         if row.startswith(b"null"):  # with which pyarrow ends the process
             raise pa.ArrowInvalid("the first row is null, and no object")
         if row.startswith(BOM[:1]):  # pyarrow passes over a part of the mark
@@ -188,6 +176,9 @@ class Csv(TextTable):
     64 bits in a column without a type.
     """
 
+    SUFFIXES = (".csv", ".tsv")
+    BLANK = b"\r\n"
+
     def __init__(
         self,
         paths: Paths,
@@ -200,11 +191,13 @@ class Csv(TextTable):
     ) -> None:
         self._delimiter = delimiter
         self._names = None if names is None else list(names)
-        files = find_files(paths, [".csv", ".tsv"])
-        named = "" if names is None else f"-{hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:16]}"
+        named = "" if names is None else f"-{hashlib.sha256(json.dumps(self._names).encode()).hexdigest()[:16]}"
+        self._kind = f"fields-{ord(delimiter)}{named}"
         self._heads: dict[str, bytes] = {}
-        self._ends = functools.partial(ends_of_rows, delimiter=delimiter.encode())
-        super().__init__(files, f"fields-{ord(delimiter)}{named}", self._ends, columns, types, decode, cache_bytes)
+        super().__init__(paths, columns, types, decode, cache_bytes)
+
+    def _ends(self, text: bytes) -> list[int]:
+        return ends_of_rows(text, self._delimiter.encode())
 
     def _head(self, file: File) -> bytes:
         if self._names is not None:
@@ -213,8 +206,6 @@ class Csv(TextTable):
         if name not in self._heads:
             self._heads[name] = _first_row(file, self._ends)
         return self._heads[name]
-
-    blank = b"\r\n"
 
     def _python_values(self, text: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
         texts = self._parse(text, pa.schema([pa.field(name, pa.string()) for name in names]))
@@ -229,23 +220,17 @@ class Csv(TextTable):
         )
 
 
-def _first_row(file: File, ends: Ends) -> bytes:
+def _first_row(file: File, ends: Callable[[bytes], list[int]]) -> bytes:
     """Return the first row, with the blank lines before it."""
 
     def first(text: bytes) -> list[int]:
-        blank = len(text) - len(text.removeprefix(BOM).lstrip(Csv.blank))
+        blank = len(text) - len(text.removeprefix(BOM).lstrip(Csv.BLANK))
         return next(([stop] for stop in ends(text) if stop > blank), [])
 
     row = next(_whole_rows(file, first, 0), (0, b""))[1]
-    if not row.removeprefix(BOM).strip(Csv.blank):
+    if not row.removeprefix(BOM).strip(Csv.BLANK):
         raise DataError(f"{file}: is empty, it has no line that names its columns")
     return row
-
-
-def _ends_of_lines(text: bytes) -> list[int]:
-    """Return where lines end."""
-    ends: list[int] = (np.flatnonzero(np.frombuffer(text, np.uint8) == NEWLINE) + 1).tolist()
-    return ends
 
 
 def ends_of_rows(text: bytes, delimiter: bytes = b",") -> list[int]:
@@ -274,7 +259,7 @@ def ends_of_rows(text: bytes, delimiter: bytes = b",") -> list[int]:
     return ends
 
 
-def _whole_rows(file: File, ends: Ends, skip: int) -> Iterator[tuple[int, bytes]]:
+def _whole_rows(file: File, ends: Callable[[bytes], list[int]], skip: int) -> Iterator[tuple[int, bytes]]:
     """Yield the file from byte `skip` on, in texts of whole rows, each with the byte at which it starts.
 
     Raises DataError if the file ends within a quoted value: it was cut off, or a lost quote joins its rows.

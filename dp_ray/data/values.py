@@ -121,21 +121,29 @@ def _values(kind: pa.DataType, array: pa.Array) -> Values:
         inner = zip(array.type, array.flatten(), strict=True)
         fields = {field.name: values_of(field.name, pa.chunked_array([one])) for field, one in inner}
         return lambda rows: dicts({name: give(rows) for name, give in fields.items()}, len(rows))
-    return functools.partial(_plain, array)
+    return functools.partial(_one_by_one, array, _plain)
 
 
-def _plain(array: pa.Array, rows: Rows) -> list[Any]:
-    """Return values that are Python's own, converted one by one."""
+def _one_by_one(array: pa.Array, convert: Callable[[pa.Scalar], Any], rows: Rows) -> list[Any]:
+    """Return values that are not cut from an array, as `convert` gives each."""
     values = []
     for row in rows.tolist():
         try:
-            value = array[row].as_py()
-        except UnicodeDecodeError as error:
-            raise MissingValue(f"text that is not UTF-8: {error}", row) from None
-        if _lacks(value):
-            raise MissingValue(LACKS, row)
-        values.append(value)
+            values.append(convert(array[row]))
+        except DataError as error:
+            raise MissingValue(str(error), row) from None
     return values
+
+
+def _plain(scalar: pa.Scalar) -> Any:
+    """Return a value as Python's own."""
+    try:
+        value = scalar.as_py()
+    except UnicodeDecodeError as error:
+        raise DataError(f"text that is not UTF-8: {error}") from None
+    if _lacks(value):
+        raise DataError(LACKS)
+    return value
 
 
 def _lacks(value: Any) -> bool:
@@ -164,26 +172,15 @@ def _lists(array: pa.Array) -> Values:
     while _is_list(innermost):
         innermost = innermost.value_type
     if not _is_number(innermost):
-        return functools.partial(_plain, array)
-    if not _is_number(inner) or array.values.null_count:
-        return functools.partial(_nested, array)
+        return functools.partial(_one_by_one, array, _plain)
+    if not _is_number(inner) or array.values.null_count:  # nested lists, or those in which a value may be missing
+        return functools.partial(_one_by_one, array, lambda one: _tensor(one.values))
     numbers, starts = array.values.to_numpy(zero_copy_only=False), _starts(array)
     sizes = np.diff(starts)
     if len(sizes) and sizes[0] and (sizes == sizes[0]).all():
         table = numbers[starts[0] : starts[-1]].reshape(len(sizes), sizes[0])
         return lambda rows: list(torch.from_numpy(table[rows]).unbind())
     return lambda rows: [torch.from_numpy(numbers[starts[row] : starts[row + 1]].copy()) for row in rows.tolist()]
-
-
-def _nested(array: pa.Array, rows: Rows) -> list[Any]:
-    """Return nested lists, or those in which a value may be missing, one by one."""
-    values = []
-    for row in rows.tolist():
-        try:
-            values.append(_tensor(array[row].values))
-        except DataError as error:
-            raise MissingValue(str(error), row) from None
-    return values
 
 
 def _starts(array: pa.Array) -> Rows:

@@ -233,11 +233,7 @@ class Images(Blocks[int]):
     """
 
     def __init__(
-        self,
-        paths: Paths,
-        classes: bool = False,
-        height: int | None = None,
-        width: int | None = None,
+        self, paths: Paths, classes: bool = False, height: int | None = None, width: int | None = None
     ) -> None:
         files = find_files(paths, SUFFIXES)
         side = height or width  # one alone makes the image square

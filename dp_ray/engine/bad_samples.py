@@ -279,7 +279,7 @@ class Screen:
         bad: dict[int, BadSample] = {}
         if BadSample in set(map(type, items)):  # most batches have none, which this sees at once
             bad = {place: item for place, item in enumerate(items) if isinstance(item, BadSample)}
-        good = _without(items, bad)
+        good = [item for place, item in enumerate(items) if place not in bad] if bad else list(items)
         batch = self._collate_if_good(good, collate)
         if batch is None and good:
             for place, index in enumerate(indices):
@@ -288,7 +288,7 @@ class Screen:
                     if isinstance(item, PassthroughSample):
                         misfit = misfit._replace(carried=dict(zip(self.carry, item.values, strict=True)))
                     bad[place] = misfit
-            good = _without(items, bad)
+            good = [item for place, item in enumerate(items) if place not in bad]
             batch = collate(good) if good else None
         return Screened(batch, bad)
 
@@ -344,12 +344,6 @@ class Screen:
             says = f"it is {form}, unlike sample {reference.sample}, which is {reference.form}"
             return BadSample(index, "Misshapen", says.replace("'", ""))
         return _misfit_of(index, [item], collate, None)
-
-
-def _without(items: Sequence[Any], bad: Mapping[int, BadSample]) -> list[Any]:
-    if not bad:
-        return list(items)
-    return [item for place, item in enumerate(items) if place not in bad]
 
 
 def _misfit_of(index: int, items: list[Any], collate: Collate, reference: Reference | None) -> BadSample | None:

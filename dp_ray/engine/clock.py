@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dp_ray.job.job import Job
+from dp_ray.system.process import patched
 
 
 class Part(IntEnum):
@@ -40,6 +41,21 @@ class TimedStep(NamedTuple):
     step: int
     rows: int
     seconds: list[float]
+
+
+class DevicePlace(NamedTuple):
+    """How far a GPU has come: the last step that it has passed, None if none, and the part that it is in.
+
+    `error` is what it raises when it is asked, as after a device-side assert: then it runs nothing any more.
+    """
+
+    step: int | None
+    part: Part
+    error: str = ""
+
+    def __str__(self) -> str:
+        passed = "no step" if self.step is None else f"step {self.step}"
+        return f"raises {self.error}" if self.error else f"has passed {passed} and is in {self.part.name.lower()}"
 
 
 class StepClock:
@@ -75,6 +91,10 @@ class StepClock:
         """Return the steps that `end_step` has not returned; called after the last one."""
         return []
 
+    def place(self) -> DevicePlace | None:
+        """Return how far the device has come; None if that is where the loop is. Another thread may call this."""
+        return None
+
 
 class SilentClock(StepClock):
     """A clock that measures nothing."""
@@ -102,6 +122,7 @@ class DeviceClock(StepClock):
         self._parts: list[Part] = []
         self._events = [record()]
         self._unread: deque[tuple[int, int, list[Part], list[Any]]] = deque()
+        self._passed: int | None = None  # the last step that was read
 
     def restart(self) -> None:
         """Begin the first step now."""
@@ -133,7 +154,25 @@ class DeviceClock(StepClock):
             for part, begin, end in zip(parts, events, events[1:], strict=False):  # there is an event more than parts
                 seconds[part] += begin.elapsed_time(end) / 1000
             passed.append(TimedStep(step, rows, seconds))
+            self._passed = step
         return passed
+
+    def place(self) -> DevicePlace:
+        """Return how far the device has come, by the marks of the steps; it waits for none.
+
+        A mark raises, like all that asks the device, once a kernel has failed there.
+        """
+        passed = self._passed
+        unread = [(step, parts, events) for step, _, parts, events in self._unread.copy()]
+        try:
+            for step, parts, events in [*unread, (passed, [*self._parts], [*self._events])]:
+                for part, end in zip(parts, events[1:], strict=False):  # there is an event more than parts
+                    if not end.query():
+                        return DevicePlace(passed, part)
+                passed = step
+        except RuntimeError as error:
+            return DevicePlace(passed, self._part, str(error).partition("\n")[0])
+        return DevicePlace(unread[-1][0] if unread else passed, self._part)
 
 
 def clock_on(device: torch.device) -> StepClock:
@@ -206,12 +245,8 @@ def counted_flops(run: Callable[[], object], rows: int, job: Job, device: torch.
     # A compiled model's kernels cannot be counted; setting the stance imports the compiler, which takes seconds.
     eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()
     counter = _OperationCounter(display=False)
-    _OperationCounter.running = counter
-    try:
-        with eager, counter:
-            run()
-    finally:
-        _OperationCounter.running = None
+    with patched(_OperationCounter, running=counter), eager, counter:
+        run()
     per_row = (counter.get_total_flops() - counter.repeated) / rows
     if device.type != "cuda":
         return Flops(per_row, device.type, job.precision)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -72,30 +73,22 @@ class Evaluated(NamedTuple):
     rows: float
 
 
+@dataclass(eq=False)
 class Evaluation:
     """The evaluation of one worker's shards. Each shard has its own sums, so no result depends on who ran it."""
 
-    def __init__(
-        self,
-        job: Job,
-        step: Step,
-        measures: Metrics,
-        states: Mapping[str, Any],
-        device: torch.device,
-        clock: StepClock | None = None,
-        forwards: Forwards | None = None,
-    ) -> None:
-        self.job = job
-        self._clock = clock or SilentClock()
-        self._forwards = forwards or Forwards()
-        self._step = step
-        self._measures = measures
-        self._states = {name: metric.to(device) for name, metric in states.items()}
-        self._device = device
-        has_loss = job.loss is not None or job.step is not None
-        self._names = measures.names(has_loss)
-        self._has_loss = has_loss
-        self._batch_size = "eval.batch_size" if job.task == "train" else "batch_size"
+    job: Job
+    step: Step
+    measures: Metrics
+    states: Mapping[str, Any]
+    device: torch.device
+    forwards: Forwards
+    clock: StepClock = field(default_factory=SilentClock)
+
+    def __post_init__(self) -> None:
+        self._states = {name: metric.to(self.device) for name, metric in self.states.items()}
+        self._has_loss = self.job.loss is not None or self.job.step is not None
+        self._names = self.measures.names(self._has_loss)
 
     def run(
         self, model: nn.Module, work: Work, steps: Iterator[LoadedStep]
@@ -107,37 +100,37 @@ class Evaluation:
         """
         # A row for each shard, so that the order of additions does not depend on the workers. The last column
         # counts rows.
-        sums = torch.zeros(work.split.shards, 2 * len(self._names) + 1, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(work.split.shards, 2 * len(self._names) + 1, dtype=torch.float64, device=self.device)
         states: dict[int, dict[str, Any]] = {}
-        rows, cut = 0, (work.split.largest_batch, work.split.shards)
+        rows, key = 0, "eval.batch_size" if self.job.task == "train" else "batch_size"
         with evaluating(model) as buffers:
-            seeds = ForwardSeeds(self.job.seed, model, self._device)
-            for loaded in map(self._forwards.begin, steps):
+            seeds = ForwardSeeds(self.job.seed, model, self.device)
+            for loaded in map(self.forwards.begin, steps):
                 for shard, _, batch in loaded.loaded:
                     if not shard.rows:
                         continue
                     rows += shard.rows
                     where = f"evaluation {location(shard)}"
-                    size = ShardSize(shard.stop - shard.start, *cut, self._batch_size)
+                    size = ShardSize(shard.stop - shard.start, work.split.largest_batch, work.split.shards, key)
                     with torch.no_grad(), advised(self.job, where, size):
                         seeds.begin(shard)
                         with locating(where):
                             with buffers.forward():
-                                step_output, row = self._forwards.run(self._shard, model, shard, batch)
+                                step_output, row = self.forwards.run(self._shard, model, shard, batch)
                             buffers.restore()
                             if row is not None:
                                 sums[shard.shard, :-1] += row
                             self._update_states(step_output, states.setdefault(shard.shard, {}))
                     yield EvaluatedShard(shard, batch, step_output)
                 ran = sum(shard.rows > 0 for shard in loaded.shards)
-                for dummy in self._forwards.dummies(work.split, loaded.step, ran, work.done):
+                for dummy in self.forwards.dummies(work.split, loaded.step, ran, work.done):
                     with torch.no_grad():
-                        self._forwards.run(self._shard, model, None, copied(dummy.batch))
+                        self.forwards.run(self._shard, model, None, copied(dummy.batch))
                     buffers.restore()
                 yield StepEnd(loaded.step)
             sums[0, -1] = rows
             measured = self._measured(sums, states)
-        self._forwards.end()
+        self.forwards.end()
         yield measured
 
     @torch.no_grad()
@@ -158,15 +151,15 @@ class Evaluation:
 
     def _shard(self, model: nn.Module, shard: Shard | None, batch: Any) -> tuple[StepOutput, torch.Tensor | None]:
         """Return a shard's output and its row of sums; only its output if it is a dummy batch."""
-        self._clock.enter(Part.FORWARD)
-        with autocast(self.job.precision, self._device):
-            step_output = run_step(self._step, model, batch)
+        self.clock.enter(Part.FORWARD)
+        with autocast(self.job.precision, self.device):
+            step_output = run_step(self.step, model, batch)
             if shard is None:
                 return step_output, None
-            loss = [self._measures.loss(step_output, shard.rows)] if self._has_loss else []
-            measured = [*loss, *self._measures(step_output, shard.rows)]
-            row = as_tensor(row_of(measured, self._device), self._device) if measured else None
-        self._clock.enter(Part.OTHER)
+            loss = [self.measures.loss(step_output, shard.rows)] if self._has_loss else []
+            measured = [*loss, *self.measures(step_output, shard.rows)]
+            row = as_tensor(row_of(measured, self.device), self.device) if measured else None
+        self.clock.enter(Part.OTHER)
         return step_output, row
 
     def _update_states(self, step_output: StepOutput, own: dict[str, Any]) -> None:

@@ -88,11 +88,10 @@ class NotFiniteFinder:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Search while the block runs."""
-        handles = [
-            one.register_forward_hook(partial(self._on_output, name)) for name, one in self._model.named_modules()
-        ]
+        handles = []
         for name, one in self._model.named_modules():
             kind = type(one).__name__
+            handles.append(one.register_forward_hook(partial(self._on_output, name)))
             handles += [
                 parameter.register_hook(partial(self._on_gradient, name, kind, f"gradient of parameter {own}"))
                 for own, parameter in one.named_parameters(recurse=False)

@@ -7,6 +7,7 @@ does not need are not there. Samples of the job's `skip` are left out by arithme
 import dataclasses
 import functools
 import itertools
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
@@ -46,7 +47,7 @@ from dp_ray.engine.items import (
 from dp_ray.engine.model import ShardSize, advised
 from dp_ray.engine.random import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.engine.step import ModelInputs
-from dp_ray.engine.timed_loader import StepTimes, TimedCollate, TimedLoader, TimedReads, begin_process
+from dp_ray.engine.timed_loader import StepTimes, TimedLoader, begin_process
 from dp_ray.engine.user_code import error_text, loader_ended_error, locating, location, read_many, reraise_as
 from dp_ray.engine.world import side_stream
 from dp_ray.errors import DataError, Error, frames_of
@@ -328,6 +329,14 @@ def _next(source: Source, split: Split, loaded: Iterator[LoadedShard], shard: Sh
             raise
 
 
+class Read(NamedTuple):
+    """The samples of a request, or an error in place of them, and the seconds that reading them took."""
+
+    wanted: ReadRequest
+    items: Any
+    seconds: float
+
+
 @dataclasses.dataclass(eq=False)
 class Samples(Dataset[Any]):
     """The user's dataset, whose errors name the sample, and whose samples have random numbers of their own.
@@ -364,15 +373,17 @@ class Samples(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
-        """Return the request and its samples; in a loader process, an error in place of the samples."""
+    def __getitems__(self, wanted: ReadRequest) -> Read:
+        """Return the samples of a request; in a loader process, an error in place of them."""
+        began = time.perf_counter()
         try:
             items = self._read_request(wanted)
+            if wanted.ahead:  # after what is needed now
+                self.dataset.read_ahead(wanted.ahead)
         except Error as error:
-            return wanted, loader_error(error)
-        if wanted.ahead:  # after what is needed now
-            self.dataset.read_ahead(wanted.ahead)
-        return wanted, items
+            items = loader_error(error)
+        in_background = getattr(self.dataset, "take_seconds_ahead", None)
+        return Read(wanted, items, time.perf_counter() - began + (in_background() if in_background else 0.0))
 
     def _read_request(self, wanted: ReadRequest) -> Any:
         batch = None if self.columns is None else self.columns.cut(wanted.indices)
@@ -485,9 +496,9 @@ def make_loader(
         collate = functools.partial(collate_passthrough, collate, samples.carry)
     seed = None if job.collate is None else job.seed
     made: DataLoader[Any] = DataLoader(
-        TimedReads(samples, getattr(samples.dataset, "take_seconds_ahead", None)),
+        samples,
         batch_sampler=IndexLists(order, pieces, look_ahead(order, samples.dataset, processes)),  # type: ignore[arg-type]
-        collate_fn=TimedCollate(Collate(collate, seed, screen, picks=samples.keys is not None)),
+        collate_fn=Collate(collate, seed, screen, picks=samples.keys is not None),  # type: ignore[arg-type]
         num_workers=processes,
         timeout=screen.limit.poll_seconds if screen is not None and screen.limit is not None else 0,
         prefetch_factor=loader.prefetch if processes else None,
@@ -535,18 +546,24 @@ class Collate:
     screen: Screen | None
     picks: bool
 
-    def __call__(self, read: tuple[ReadRequest, Any]) -> tuple[Indices, Any]:
-        """Return the indices of the samples, and their batch; in a loader process, an error in place of it."""
-        wanted, items = read
+    def __call__(self, read: Read) -> tuple[float, tuple[Indices, Any]]:
+        """Return the seconds of reading and collating; and the samples' indices, and their batch.
+
+        In a loader process, an error may be in place of the batch.
+        """
+        began = time.perf_counter()
+        wanted, items, seconds = read
         indices = np.asarray(wanted.indices, np.int64)
-        if isinstance(items, LoaderError | ColumnSlice):
-            return indices, items if isinstance(items, LoaderError) else items.batch
         try:
-            if self.screen is None:
-                return indices, self._seeded(wanted, items)
-            return indices, self.screen.collate(items, wanted.indices, functools.partial(self._seeded, wanted))
+            if isinstance(items, LoaderError | ColumnSlice):
+                batch = items if isinstance(items, LoaderError) else items.batch
+            elif self.screen is None:
+                batch = self._seeded(wanted, items)
+            else:
+                batch = self.screen.collate(items, wanted.indices, functools.partial(self._seeded, wanted))
         except Error as error:
-            return indices, loader_error(error)
+            batch = loader_error(error)
+        return seconds + time.perf_counter() - began, (indices, batch)
 
     def _seeded(self, wanted: ReadRequest, items: Any) -> Any:
         if self.seed is not None:

@@ -53,6 +53,7 @@ from dp_ray.job.plan import split_of
 from dp_ray.job.targets import build, resolve
 from dp_ray.plan.costs import USABLE, DeviceMemory, MemoryPlan, WorkerMemory, shards_of_worker, worker_counts
 from dp_ray.plan.split import Split, Work, chunk_sizes, worker_shards
+from dp_ray.system.process import patched
 from dp_ray.tensors.files import is_sharded, local
 from dp_ray.tensors.tree import map_leaves
 
@@ -216,26 +217,26 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage
 
 
+@dataclass(eq=False)
 class Runner:
     """A worker's shard, run as its task does."""
 
-    def __init__(
-        self, job: Job, model: nn.Module, world: World, batch: Any, rows: int, sharded: Sharded | None
-    ) -> None:
-        self._job = job
-        self._model = model
-        self._batch = batch
-        self._rows = rows
-        self._world = world
-        self._step = build_step(job, world)
-        self._sharded = sharded
-        self._loss = ShardLoss(model, self._step, build_metrics(job)[0], job, world.device)
-        trained = Trained(self._loss, {}, [], None, Buffers(model), SilentClock())
-        self._reduction = None if sharded is None else ShardedReduction(trained, sharded, False)
+    job: Job
+    model: nn.Module
+    world: World
+    batch: Any
+    rows: int
+    sharded: Sharded | None
+
+    def __post_init__(self) -> None:
+        self._step = build_step(self.job, self.world)
+        self._loss = ShardLoss(self.model, self._step, build_metrics(self.job)[0], self.job, self.world.device)
+        trained = Trained(self._loss, {}, [], None, Buffers(self.model), SilentClock())
+        self._reduction = None if self.sharded is None else ShardedReduction(trained, self.sharded, False)
 
     def __call__(self, is_last: bool) -> None:
         """Run a forward and, in a training, a backward; `is_last` of a step's shards exchanges gradients."""
-        if self._job.task != "train":
+        if self.job.task != "train":
             self._infer()
             return
         loss: Callable[[Any, int], torch.Tensor] = self._loss
@@ -243,21 +244,21 @@ class Runner:
         if self._reduction is not None:
             self._reduction.begin(0, [0], 1)
             loss, exchanging = self._reduction.replica, self._reduction.shard(0, is_last)
-        if not self._model.training:
-            self._model.train()
+        if not self.model.training:
+            self.model.train()
         with exchanging:
-            loss(self._batch, self._rows).backward()  # type: ignore[no-untyped-call]
+            loss(self.batch, self.rows).backward()  # type: ignore[no-untyped-call]
 
     def _infer(self) -> None:
-        self._model.eval()
-        run = (lambda function, *args: function(*args)) if self._sharded is None else self._sharded.run
+        self.model.eval()
+        run = (lambda function, *args: function(*args)) if self.sharded is None else self.sharded.run
         # A prediction runs in inference mode, in which autocast keeps no copies of weights.
-        casting = casting_anew() if self._job.task == "predict" else nullcontext()
-        with torch.no_grad(), casting, autocast(self._job.precision, self._world.device):
-            if self._job.task == "predict":
-                run(call_model, self._model, self._batch, self._job.call)
+        casting = casting_anew() if self.job.task == "predict" else nullcontext()
+        with torch.no_grad(), casting, autocast(self.job.precision, self.world.device):
+            if self.job.task == "predict":
+                run(call_model, self.model, self.batch, self.job.call)
             else:
-                run(run_step, self._step, self._model, self._batch)
+                run(run_step, self._step, self.model, self.batch)
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ class FakeShard:
         before, live.peak = Counter(live.live), Counter(live.live)
         optimizer.step()
         state = live.live - before
-        return Held(**{**vars(held), "optimizer": state, "step_peak": Counter(live.peak)})
+        return replace(held, optimizer=state, step_peak=Counter(live.peak))
 
 
 def _whole(job: Job, held: Held, split: Split) -> Iterator[WorkerMemory]:
@@ -319,10 +320,8 @@ def _whole(job: Job, held: Held, split: Split) -> Iterator[WorkerMemory]:
     names = job.devices or [f"cuda:{number}" for number in range(job.num_devices)]
     places = list(zip(map(str, fake_devices(job.num_devices)), names, strict=True))
     for workers in worker_counts(job.max_workers):
-        shards, copies = (
-            shards_of_worker(split.largest_batch, split.shards, workers),
-            _copies_of_gradient(job, workers, split.shards),
-        )
+        shards = shards_of_worker(split.largest_batch, split.shards, workers)
+        copies = _copies_of_gradient(job, workers, split.shards)
         # A single worker's only shard makes gradients while activations are freed; else their memory is there before.
         grows = workers == 1 and shards == 1
         devices = tuple(_device(held, at, name, copies, grows, _averages(job)) for at, name in places)
@@ -519,15 +518,11 @@ def _placed_by_itself(job: Job, devices: Sequence[torch.device], mode: FakeTenso
     """Build a model that moves its parts to devices while it is built."""
     assert isinstance(job.model, Target)
     resolve("model", job.model)
-    before = nn.Module._apply
-    nn.Module._apply = _apply_to_new  # type: ignore[method-assign]
     try:
-        with mode, building_on(devices):
+        with mode, building_on(devices), patched(nn.Module, _apply=_apply_to_new):
             return as_module(build("model", with_devices(job.model, devices)))
     except JobError as error:
         raise _cannot_be_built(job.model, error) from None
-    finally:
-        nn.Module._apply = before  # type: ignore[method-assign]
 
 
 def _apply_to_new(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:

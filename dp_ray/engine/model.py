@@ -557,19 +557,16 @@ class ShardSize(NamedTuple):
 
 
 @contextmanager
-def advised(
-    job: Job, where: str, size: ShardSize | None, shards_that_fit: Callable[[], int | None] = lambda: None
-) -> Iterator[None]:
+def advised(job: Job, where: str, size: ShardSize | None) -> Iterator[None]:
     """Turn an out-of-memory error of the block into a ModelError that says what to change.
 
-    `where` is the step. `size` is None if the memory does not depend on the rows. `shards_that_fit` estimates the
-    smallest number of shards that would fit; by default, and where it gives None, it is twice as many as now.
-    An error that says so already passes.
+    `where` is the step. `size` is None if the memory does not depend on the rows. An error that says so already
+    passes.
     """
     try:
         yield
     except (RuntimeError, ModelError) as error:
-        raise_advised(error, job, where, size, shards_that_fit)
+        raise_advised(error, job, where, size)
 
 
 def raise_advised(
@@ -579,7 +576,11 @@ def raise_advised(
     size: ShardSize | None,
     shards_that_fit: Callable[[], int | None] = lambda: None,
 ) -> NoReturn:
-    """Raise what `advised` raises for an error: for the code of each step, where a block costs time."""
+    """Raise what `advised` raises for an error: for the code of each step, where a block costs time.
+
+    `shards_that_fit` estimates the smallest number of shards that would fit; by default, and where it gives None, it
+    is twice as many as now.
+    """
     if not is_out_of_memory(error) or CHANGES in str(error):
         raise error
     text = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {text_of(error)}"

@@ -13,16 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import (
-    ConstantLR,
-    CosineAnnealingLR,
-    LambdaLR,
-    LinearLR,
-    LRScheduler,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
@@ -176,7 +168,7 @@ class Schedule:
     @property
     def watches(self) -> bool:
         """Whether the scheduler needs a metric, as ReduceLROnPlateau does."""
-        return isinstance(self.scheduler, ReduceLROnPlateau)
+        return isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
 
     @property
     def lengths(self) -> str:
@@ -185,7 +177,7 @@ class Schedule:
 
     def check_lasts(self, split: Split, done: int) -> None:
         """Raise JobError if the scheduler, a OneCycleLR, ends before the training, of which `done` steps are done."""
-        if not isinstance(self.scheduler, OneCycleLR):
+        if not isinstance(self.scheduler, lr_scheduler.OneCycleLR):
             return
         left = self.scheduler.total_steps - self.scheduler.last_epoch
         needed = num_scheduled(split, self._per, done)
@@ -236,7 +228,7 @@ def _scheduler_lengths(scheduler: Any) -> Iterator[str]:
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from _scheduler_lengths(inner)
     own = ", ".join(f"{name} {getattr(scheduler, name)}" for name in LENGTHS if hasattr(scheduler, name))
-    if own or isinstance(scheduler, LambdaLR):
+    if own or isinstance(scheduler, lr_scheduler.LambdaLR):
         yield type(scheduler).__name__ + (f": {own}" if own else "")
 
 
@@ -248,14 +240,15 @@ def warmed_up(optimizer: torch.optim.Optimizer, shape: str, warmup: float, total
     rises = warmup if isinstance(warmup, int) else round(warmup * total_steps)
     left = max(1, total_steps - rises)
     if shape == "cosine":
-        rest: LRScheduler = CosineAnnealingLR(optimizer, left)
+        rest: LRScheduler = lr_scheduler.CosineAnnealingLR(optimizer, left)
     elif shape == "linear":
-        rest = LinearLR(optimizer, 1.0, 0.0, left)
+        rest = lr_scheduler.LinearLR(optimizer, 1.0, 0.0, left)
     else:
-        rest = ConstantLR(optimizer, 1.0, 0)
+        rest = lr_scheduler.ConstantLR(optimizer, 1.0, 0)
     if rises == 0:
         return rest
-    return SequentialLR(optimizer, [LinearLR(optimizer, 1 / (rises + 1), 1.0, rises), rest], [rises])
+    rise = lr_scheduler.LinearLR(optimizer, 1 / (rises + 1), 1.0, rises)
+    return lr_scheduler.SequentialLR(optimizer, [rise, rest], [rises])
 
 
 def _call(key: str, function: Any, first: Any) -> Any:
@@ -294,27 +287,19 @@ def total_norm(gradients: Sequence[torch.Tensor], known: Sequence[torch.Tensor |
     return norm_of_norms([next(others) if norm is None else norm for norm in known], gradients)
 
 
-def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norm of each gradient, computed in fp32 or wider."""
-    if not gradients:
-        return []
-    if _are_plain(gradients):
-        return list(torch._foreach_norm(list(gradients)))
-    if any(one.dtype in HALVES for one in gradients):
-        wide = [torch.promote_types(one.dtype, torch.float32) for one in gradients]
-        return [torch.linalg.vector_norm(one, dtype=dtype) for one, dtype in zip(gradients, wide, strict=True)]
+def norms_of(gradients: Sequence[torch.Tensor], order: float = 2.0) -> list[torch.Tensor]:
+    """Return the norm of each gradient, computed in fp32 or wider, by one operation for all of a dtype and device."""
     norms: dict[int, torch.Tensor] = {}
     for numbers in _by_kind(gradients):
-        norms.update(zip(numbers, torch._foreach_norm([gradients[number] for number in numbers]), strict=True))
+        here = [gradients[number] for number in numbers]
+        wide = torch.float32 if here[0].dtype in HALVES else None
+        norms.update(zip(numbers, torch._foreach_norm(here, order, wide), strict=True))
     return [norms[number] for number in range(len(gradients))]
 
 
 def norm_of_norms(norms: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm of all gradients together, from the norm of each."""
     whole: torch.Tensor
-    if _are_plain([*gradients, *norms]):
-        whole = torch.linalg.vector_norm(torch.stack(list(norms)))
-        return whole
     here = [one.to(gradients[0].device) for one in norms]
     if any(one.dtype in HALVES for one in gradients):
         whole = torch.linalg.vector_norm(torch.stack([one.double() for one in here])).float()
@@ -324,16 +309,10 @@ def norm_of_norms(norms: Sequence[torch.Tensor], gradients: Sequence[torch.Tenso
     return whole
 
 
-def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether all tensors have one device and one dtype, which is no half."""
-    kinds = {(one.device, one.dtype) for one in tensors}
-    return len(kinds) == 1 and kinds.pop()[1] not in HALVES
-
-
 def _by_kind(gradients: Sequence[torch.Tensor]) -> list[list[int]]:
     """Group the gradients by device and dtype, in the order in which torch's `get_total_norm` adds their norms."""
-    if len({(one.device, one.dtype) for one in gradients}) == 1:
-        return [list(range(len(gradients)))]
+    if len({(one.device, one.dtype) for one in gradients}) <= 1:
+        return [list(range(len(gradients)))] if gradients else []
     empty = [torch.empty(0, dtype=one.dtype, device=one.device) for one in gradients]
     grouped = _group_tensors_by_device_and_dtype([empty], with_indices=True)  # type: ignore[list-item]
     return [numbers for _, numbers in grouped.values()]

@@ -32,6 +32,7 @@ from dp_ray.engine.world import CPU, World, gathered
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Done, Split, Work
+from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import moved
 from dp_ray.tensors.tree import map_leaves
 
@@ -284,7 +285,10 @@ class CollectiveForwards(Forwards):
 
     def agree(self, goes_on: bool) -> bool:
         """Return whether all workers go on; every rank calls this before each step."""
-        return all(gathered(goes_on))
+        votes = torch.tensor(int(goes_on))
+        with waiting("the other workers to begin the next step"):
+            dist.all_reduce(votes, dist.ReduceOp.MIN)
+        return bool(votes)
 
     def end(self) -> bool:
         """Free what the last forward has left gathered, and say that it ran to its end: True."""

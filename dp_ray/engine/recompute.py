@@ -61,11 +61,8 @@ def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Mo
         for one in chosen:
             if not _has_forward(one):
                 inside = sorted({type(item).__name__ for child in one.children() for item in _called(child)})
-                instead = (
-                    f"name the class of its items, {listed(inside)}"
-                    if inside
-                    else "name a class whose forward uses it"
-                )
+                of_items = f"name the class of its items, {listed(inside)}"
+                instead = of_items if inside else "name a class whose forward uses it"
                 raise JobError(f"{key}: a {type(one).__name__} is never called, so it cannot be a block; {instead}")
     blocks = [one for one in chosen if one is not model and next(one.parameters(), None) is not None]
     inner = {id(below) for one in blocks for below in one.modules() if below is not one}
@@ -160,14 +157,11 @@ class _Recomputed:
             return self._forward(*args, **kwargs)
         own, buffers = own_generators(self._block), _Buffers(self._block)
         before = {name: version_of(one) for name, one in self._block.named_parameters()}
-        keys: dict[str, Any] = {
-            "use_reentrant": False,
-            "preserve_rng_state": False,
-            "context_fn": lambda: (
-                nullcontext(),
-                _as_before(random_state(self._devices, own), self._devices, own, buffers),
-            ),
-        }
+
+        def contexts() -> tuple[Any, Any]:
+            return nullcontext(), _as_before(random_state(self._devices, own), self._devices, own, buffers)
+
+        keys: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
         outputs = checkpoint(self._forward, *args, **keys, **kwargs)
         buffers.forget_unchanged()
         for name, one in self._block.named_parameters():

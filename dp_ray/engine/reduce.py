@@ -36,11 +36,10 @@ from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.loading import OverlappedRead
 from dp_ray.engine.model import autocast
 from dp_ray.engine.step import Metrics, Row, Step, StepOutput, row_of, run_step
-from dp_ray.engine.world import World, begin_sum, is_gpu, new_group, side_stream
+from dp_ray.engine.world import World, all_gather, begin_sum, is_gpu, new_group, side_stream
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
-from dp_ray.plan.split import worker_shards
-from dp_ray.plan.tree import Node, climb, fold, leaf_pairs, nodes, parents
+from dp_ray.plan.tree import Node, climb, fold, leaf_pairs, nodes_by_rank, parents
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import is_dense, local
 from dp_ray.text import listed
@@ -463,9 +462,8 @@ class TreeReducer(Reducer):
         """Begin a step; the workers' nodes depend on how many shards have rows."""
         super().begin(filled, last)
         self._last = last
-        if filled not in self._plans:  # each worker's nodes with rows, computed on every worker alike
-            shards = [worker_shards(self._root[1], self._world_size, rank) for rank in range(self._world_size)]
-            self._plans[filled] = [[node for node in nodes(own, self._root) if node[0] < filled] for own in shards]
+        if filled not in self._plans:  # computed on every worker alike
+            self._plans[filled] = nodes_by_rank(self._root[1], self._world_size, filled)
         self._nodes = self._plans[filled]
 
     def close(self) -> None:
@@ -554,7 +552,7 @@ class TreeReducer(Reducer):
         summed = fold(slices, self._root, add)
         assert summed is not None and summed[0] is not None, "every step has rows"
         whole = flat.new_empty(self._world_size * size)
-        dist.all_gather(list(whole.view(self._world_size, size)), summed[0], group=self._group)
+        all_gather(whole, summed[0].contiguous(), group=self._group)
         return flat.copy_(whole[: flat.numel()])
 
 

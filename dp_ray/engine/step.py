@@ -19,16 +19,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.loss import _Loss
 
+from dp_ray.engine.items import kind_of
 from dp_ray.engine.model import batch_hint, call_model, mixed_devices
 from dp_ray.engine.random import preserved
-from dp_ray.engine.user_code import (
-    OF_SHARDS,
-    describe_compared,
-    describe_input,
-    raise_as,
-    reraise_as,
-    shards_hint,
-)
+from dp_ray.engine.user_code import OF_SHARDS, describe_compared, describe_input, raise_as, reraise_as, shards_hint
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
@@ -37,7 +31,7 @@ from dp_ray.job.targets import bind, bound, resolve
 from dp_ray.plan.split import Shard
 from dp_ray.tensors.files import is_sharded, moved
 from dp_ray.tensors.scatter import cut, gather, num_rows, rows_dim, scatter
-from dp_ray.tensors.tree import flatten, map_leaves
+from dp_ray.tensors.tree import copied, flatten, map_leaves
 from dp_ray.text import listed
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
@@ -259,9 +253,7 @@ def _count_numbers(function: Compare, outputs: Any, target: Any, batch_dim: int)
     returns no tensor.
     """
     try:
-        row = map_leaves(
-            _copied, scatter((outputs, target), num_rows((outputs, target), batch_dim) or 1, batch_dim)[0]
-        )
+        row = copied(scatter((outputs, target), num_rows((outputs, target), batch_dim) or 1, batch_dim)[0])
         trial = copy.deepcopy(function)  # it may keep a state
         with preserved(_device_of(row)):
             two = trial(*gather([row, row], [1, 1], batch_dim))
@@ -415,8 +407,7 @@ class ModelInputs:
 
     def _described(self, batch: Any) -> str:
         origin = "" if self._job.collate is None else " after the collate"
-        length = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-        return f"a {type(batch).__qualname__}{length}{origin}"
+        return f"a {kind_of(batch)}{origin}"
 
 
 class PredictInputs(ModelInputs):
@@ -602,8 +593,7 @@ def of_neighbours(
 
         def loss_of(start: int, stop: int) -> float:
             trial: Compare = copy.deepcopy(compare, dict[int, Any](shared))
-            rows_of_piece = map_leaves(_copied, cut(seen, start, stop, batch_dim))
-            return _sum_and_size(trial(*rows_of_piece), stop - start)[0]
+            return _sum_and_size(trial(*copied(cut(seen, start, stop, batch_dim))), stop - start)[0]
 
         with preserved(_device_of(seen)):
             first, others = loss_of(0, 1), loss_of(1, rows)
@@ -632,10 +622,6 @@ def _sum_and_size(value: Any, rows: int) -> tuple[float, float]:
         return float(numbers.sum()), float(numbers.abs().sum())
     total = float(weighed.sum)
     return total, max(abs(total), float(weighed.weight))
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
 
 
 def _device_of(tree: Any) -> torch.device:

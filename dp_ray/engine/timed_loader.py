@@ -6,20 +6,18 @@
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.system.process import importing_from_here
-from dp_ray.system.threads import SIGNALS
+from dp_ray.system.threads import SIGNALS, if_longer
 
 T = TypeVar("T")
 
@@ -67,41 +65,8 @@ class StepTimes:
         return {f"{name}_seconds": round(value, 6) for name, value in seconds.items()}
 
 
-@dataclass(eq=False)
-class TimedReads(Dataset[Any]):
-    """A dataset that returns its samples with the seconds that reading them took.
-
-    `beside` returns those in the background, of a dataset that reads ahead.
-    """
-
-    dataset: Any
-    beside: Callable[[], float] | None = None
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, wanted: Any) -> tuple[float, Any]:
-        """Return the seconds, and the samples."""
-        began = time.perf_counter()
-        read = self.dataset.__getitems__(wanted)
-        return time.perf_counter() - began + (self.beside() if self.beside else 0.0), read
-
-
-@dataclass(eq=False)
-class TimedCollate:
-    """A collate for the samples of TimedReads; its batch follows the seconds of both."""
-
-    collate: Callable[[Any], Any]
-
-    def __call__(self, read: Any) -> tuple[float, Any]:
-        """Return the seconds of reading and collating, and the batch."""
-        began = time.perf_counter()
-        batch = self.collate(read[1])
-        return read[0] + time.perf_counter() - began, batch
-
-
 class TimedLoader(Iterator[Any]):
-    """The batches of a DataLoader of TimedReads and a TimedCollate; their seconds are added to `load`.
+    """The batches of a DataLoader that gives each after the seconds it took, which are added to `load`.
 
     It is no generator: after an error of the DataLoader, the next batch can be asked for. Use it in a `with` block,
     whose end calls `at_end` and ends the DataLoader's processes.
@@ -162,7 +127,7 @@ def begin_process(process: int) -> None:
     torch._C._set_worker_signal_handlers()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     info: Any = get_worker_info()
-    screen = info and info.dataset.dataset.screen  # of Samples, in TimedReads
+    screen = info and info.dataset.screen  # of Samples
     if screen is not None and screen.limit is not None:
         screen.limit.arm(process)
 
@@ -175,18 +140,9 @@ def end(batches: Iterator[Any]) -> None:
     """
     if not isinstance(batches, _MultiProcessingDataLoaderIter):
         return
-    late = threading.Timer(END_SECONDS, _terminate, (batches._workers,))
-    late.daemon = True
-    late.start()
-    try:
+    workers: list[Any] = batches._workers
+    with if_longer(END_SECONDS, lambda: [one.terminate() for one in workers]):
         batches._shutdown_workers()
-    finally:
-        late.cancel()
-
-
-def _terminate(processes: list[Any]) -> None:
-    for one in processes:
-        one.terminate()
 
 
 def share_of_wait(times: list[dict[str, float]]) -> float | None:

@@ -7,6 +7,7 @@ unit in which gradients are summed over the workers. A step of `Trainer` is one 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from dp_ray.engine.sharded.state import whole_tensors
 from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.user_code import locating, location, raise_as, raise_located, reraise_as
-from dp_ray.engine.votes import MISSING, VOTES, LossWatch, Stats, StopVote
+from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, Stats
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
 from dp_ray.plan.order import derive_seed
@@ -87,7 +88,7 @@ class Trainer:
         self.measure_names = list(measures.functions)
         self._stats = Stats(split.shards, 1 + len(self.measure_names), world)
         self._may_lose_rows = job.may_lose_rows
-        self._stop_vote = StopVote() if is_gpu(world.device) else None
+        self._votes = Lagged() if is_gpu(world.device) else None
         self._seeds_update = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
 
     def step(self, step: int, steps: Iterator[LoadedStep], on_shard: OnShard, wants_stop: bool = False) -> Update:
@@ -125,7 +126,7 @@ class Trainer:
         split, step, rate = self._split, loaded.step, self.optimizer_step.learning_rate
         if self._seeds_update:  # what runs until the next read may draw: the same numbers on all workers
             seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self.placement.world.device)
-        known: Any = sums if self._stop_vote is not None else sums.tolist()  # without waiting for a GPU
+        known: Any = sums if self._votes is not None else sums.tolist()  # without waiting for a GPU
         if self.watch is not None:
             self.watch.take(step, known[0])
         whole, is_empty = loaded.whole, False
@@ -141,8 +142,8 @@ class Trainer:
         # An update that fp16 skipped is none: the average takes in no weights twice.
         if self.average is not None and not self.optimizer_step.has_skipped:
             self.average.update()
-        stops = bool(known[VOTES]) if self._stop_vote is None else self._stop_vote.stops(known[VOTES])
-        return Update(sums, rate, norm, stops)
+        votes = known[VOTES] if self._votes is None else self._votes.take(known[VOTES])
+        return Update(sums, rate, norm, bool(votes))
 
     def _size_of(self, step: int) -> ShardSize:
         world, split = self.placement.world, self._split
@@ -264,6 +265,7 @@ class RunningShard:
             raise_as(error, f"{where}: backward", lambda _: hint)
 
 
+@dataclass(eq=False)
 class Pass:
     """Forward and backward over the shards of a step: the unit in which gradients are summed over the workers.
 
@@ -274,31 +276,23 @@ class Pass:
     The reduction is built in the first step, whose batches tell what DDP must expect.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        loss: ShardLoss,
-        optimizer_step: OptimizerStep,
-        split: Split,
-        buffers: Buffers,
-        clock: StepClock,
-        ahead: OverlappedRead | None = None,
-    ) -> None:
-        job, self._world = placement.job, placement.world
-        self._placement = placement
+    placement: Placement
+    loss: ShardLoss
+    optimizer_step: OptimizerStep
+    split: Split
+    buffers: Buffers
+    clock: StepClock
+    ahead: OverlappedRead | None = None
+
+    def __post_init__(self) -> None:
+        placement, trained, self._world = self.placement, self.optimizer_step.trained, self.placement.world
         self._forwards = placement.forwards() if placement.is_sharded else None
-        self.optimizer_step = optimizer_step
-        self._split = split
-        self._clock = clock
-        self.loss = loss
-        parameters, sparse = list(optimizer_step.trained.values()), sparse_parameters(loss.model)
-        sums = placement.sums(parameters)
-        self.buffers = buffers
-        self._trained = Trained(loss, optimizer_step.trained, sparse, sums, buffers, clock, ahead)
-        self.seeds = ForwardSeeds(job.seed, placement.model, self._world.device)
+        sparse, sums = sparse_parameters(self.loss.model), placement.sums(list(trained.values()))
+        self._trained = Trained(self.loss, trained, sparse, sums, self.buffers, self.clock, self.ahead)
+        self.seeds = ForwardSeeds(placement.job.seed, placement.model, self._world.device)
         self.reduction = Reduction(self._trained)  # until the first step builds the job's
         self._is_prepared = False
-        self.stats = Stats(split.shards, 0, self._world)
+        self.stats = Stats(self.split.shards, 0, self._world)
         self.step = self.number = 0
         self.rows = 0  # of the whole batch
         self.flops: Flops | None = None  # of a row, on rank 0, from the first step on, if the job asks for them
@@ -321,10 +315,10 @@ class Pass:
         # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Of most losses the weight is the rows.
         self.rows = loaded.whole.stop - loaded.whole.start
         filled = [shard.shard for shard in loaded.shards if shard.rows]
-        reduction.begin(loaded.step, filled, num_filled(self.rows, self._split.shards))
+        reduction.begin(loaded.step, filled, num_filled(self.rows, self.split.shards))
         dummies: list[DummyBatch] = []
         if self._forwards is not None:
-            dummies = self._forwards.dummies(self._split, loaded.step, len(filled))
+            dummies = self._forwards.dummies(self.split, loaded.step, len(filled))
         buffers.begin(len(filled))
         if loaded.shards and loaded.shards[0].shard == 0 and not loaded.shards[0].rows:
             buffers.keep()  # without shard 0, the step leaves the buffers as they are
@@ -340,7 +334,7 @@ class Pass:
                 yield RunningShard(self, shard, batch, shard.rows, not left and not dummies)
             self.running = None
         # DDP of the others waits for this worker's gradients; FSDP waits for its rounds, which the dummies are.
-        if not filled and not dummies and self._world.world_size > 1 and not self._placement.is_sharded:
+        if not filled and not dummies and self._world.world_size > 1 and not self.placement.is_sharded:
             dummies = [DummyBatch(None, 0)]
         while dummies:
             batch, rows = dummies.pop()
@@ -367,15 +361,15 @@ class Pass:
 
     def _prepare(self, loaded: LoadedStep, stats: Stats) -> LoadedStep:
         """Build the job's reduction; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
-        job, trained, loaded_shards = self._placement.job, self._trained, iter(loaded.loaded)
+        job, trained, loaded_shards = self.placement.job, self._trained, iter(loaded.loaded)
         first = [next(loaded_shards) for _ in loaded.shards[:1]]
-        if self._placement.counts_flops and first and first[0].shard.rows:
+        if self.placement.counts_flops and first and first[0].shard.rows:
             with self._trial():
                 run = functools.partial(self._try, trained.loss, first[0])
                 self.flops = counted_flops(run, first[0].shard.rows, job, self._world.device)
         unused = job.find_unused_parameters
         is_alone = self._world.world_size == 1
-        if not self._placement.is_sharded and not is_alone:
+        if not self.placement.is_sharded and not is_alone:
             types = {one.device.type for one in trained.parameters.values()}
             if len(types) > 1:
                 raise JobError(
@@ -384,17 +378,14 @@ class Pass:
             if unused == "auto":
                 unused = self._leave_unused(first)
         self._is_prepared = True
-        self.reduction = self._placement.reduction(trained, bool(unused), stats.numbers.numel())
+        self.reduction = self.placement.reduction(trained, bool(unused), stats.numbers.numel())
         return loaded._replace(loaded=chain(first, loaded_shards))
 
     def _leave_unused(self, first: Sequence[LoadedShard]) -> bool:
         """Return whether any worker's first shard leaves a parameter without a gradient, by a trial."""
         unused, trained = torch.zeros(1, device=self._world.device), self._trained
         sparse = {id(one) for one in trained.sparse}
-        with (
-            self._trial(),
-            for_trial(trained.loss, trained.sparse, self._placement.job.compile) as replica,
-        ):
+        with self._trial(), for_trial(trained.loss, trained.sparse, self.placement.job.compile) as replica:
             for one in first:
                 if not one.shard.rows:
                     unused += 1  # it cannot show that all parameters are used

@@ -18,12 +18,7 @@ from dp_ray.engine.buffers import Buffers
 from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loading import LoadedStep, Source, find_reference, load_steps
-from dp_ray.engine.model import (
-    autocast,
-    evaluating,
-    free_memory,
-    is_out_of_memory,
-)
+from dp_ray.engine.model import autocast, evaluating, free_memory, is_out_of_memory
 from dp_ray.engine.placement import Forwards, Placement, ShardedPlacement, place
 from dp_ray.engine.prediction import Prediction, predict
 from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, make_gradients_dense
@@ -80,9 +75,7 @@ def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
             size = int(HEADROOM * torch.cuda.get_device_properties(device).total_memory)
             kept_free.append(torch.empty(size, dtype=torch.uint8, device=device))
     if job.task == "train":
-        training = TrialTraining(placement)
-        for most in (1, None):  # the first pass makes the optimizer's state
-            training.step(data, most)
+        _train(placement, data)
     elif job.task == "predict":
         _predict(job, world, model, called, forwards, data)
     for one in (evaluated, data if job.task == "evaluate" else None):
@@ -108,48 +101,40 @@ def _load(world: World, data: Data, pick: Run | None = None) -> tuple[Work, Gene
     return work, load_steps(replace(source, job=job), work, world.device, quarantine, pick)
 
 
-class TrialTraining:
-    """The steps of a training, without other workers."""
-
-    def __init__(self, placement: Placement) -> None:
-        job, model, self._world = placement.job, placement.model, placement.world
-        if job.bitwise:
-            make_gradients_dense(model)
-        self._optimizer_step = placement.optimizer_step()
-        self._average = placement.average(self._optimizer_step)  # it takes memory
-        if not model.training:
-            model.train()
-        loss = ShardLoss(
-            placement.called, build_step(job, self._world), build_metrics(job)[0], job, self._world.device
-        )
-        trained = self._optimizer_step.trained
-        self._trained = list(trained.values())
-        self._has_buckets = not placement.is_sharded and self._world.world_size > 1
-        self._is_sharded = placement.is_sharded
-        parts = Trained(loss, trained, [], placement.sums(self._trained), Buffers(model), SilentClock())
-        self._reduction = placement.reduction(parts, False, 0) if placement.is_sharded else Reduction(parts)
-
-    def step(self, data: Data, most: int | None) -> None:
-        """Run forward and backward of at most so many of this worker's shards, and the optimizer's step."""
-        (planned,) = (shards[:most] for _, shards in _shards(self._world, data))
+def _train(placement: Placement, data: Data) -> None:
+    """Run the first step of a training twice, without other workers; the first time, only its first shard."""
+    job, model, world = placement.job, placement.model, placement.world
+    if job.bitwise:
+        make_gradients_dense(model)
+    optimizer_step = placement.optimizer_step()
+    average = placement.average(optimizer_step)  # it takes memory
+    if not model.training:
+        model.train()
+    loss_of = ShardLoss(placement.called, build_step(job, world), build_metrics(job)[0], job, world.device)
+    trained = list(optimizer_step.trained.values())
+    parts = Trained(loss_of, optimizer_step.trained, [], placement.sums(trained), Buffers(model), SilentClock())
+    reduction = placement.reduction(parts, False, 0) if placement.is_sharded else Reduction(parts)
+    for most in (1, None):  # the first pass makes the optimizer's state
+        (planned,) = (shards[:most] for _, shards in _shards(world, data))
         # DDP's buckets: they hold the gradients themselves if the worker runs a single shard.
-        buckets = [torch.zeros_like(one) for one in self._trained] if self._has_buckets else []
+        has_buckets = not placement.is_sharded and world.world_size > 1
+        buckets = [torch.zeros_like(one) for one in trained] if has_buckets else []
         if buckets and len(planned) == 1:
-            for one, bucket in zip(self._trained, buckets, strict=True):
+            for one, bucket in zip(trained, buckets, strict=True):
                 one.grad = bucket
         filled = num_filled(data.split.largest_batch, data.split.shards)
-        self._reduction.begin(0, [shard.shard for shard in planned], filled)
-        with closing(_load(self._world, data)[1]) as steps:
+        reduction.begin(0, [shard.shard for shard in planned], filled)
+        with closing(_load(world, data)[1]) as steps:
             for shard, _, batch in islice(next(steps).loaded, most):
-                if not shard.rows:
-                    continue
-                with self._reduction.shard(shard.shard, shard.shard == planned[-1].shard):
-                    loss = self._reduction.replica(batch, shard.rows) / data.split.largest_batch
-                    loss.backward()  # type: ignore[no-untyped-call]
-        if not self._is_sharded:
-            list(self._reduction.summed(torch.empty(0)))
-        self._optimizer_step.rehearse()
+                if shard.rows:
+                    with reduction.shard(shard.shard, shard.shard == planned[-1].shard):
+                        loss = reduction.replica(batch, shard.rows) / data.split.largest_batch
+                        loss.backward()  # type: ignore[no-untyped-call]
+        if not placement.is_sharded:
+            list(reduction.summed(torch.empty(0)))
+        optimizer_step.rehearse()
         del buckets
+    del average
 
 
 @dataclass(eq=False)

@@ -293,7 +293,7 @@ class ShardedOptimizerStep(OptimizerStep):
         super().rehearse()
 
     def _updating(self) -> AbstractContextManager[object]:
-        return super()._updating() if self._is_exact else one_at_a_time(self.optimizer)
+        return super()._updating() if self._is_exact else apart(self.optimizer)
 
     def drop_gradients(self) -> None:
         """Drop all gradients, and give the updated parts back."""
@@ -353,12 +353,27 @@ class UnscaledParts(UnscaledStep):
 
 
 @contextmanager
-def one_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Have an optimizer update one parameter at a time, in the block, in groups of which only some are sharded.
+def apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have an optimizer update sharded parameters and others apart, in the block, where a group has both.
 
-    An operation on a list of tensors takes sharded ones or others, but not both.
+    An operation on a list of tensors takes sharded ones or others, but not both. One of torch's own optimizers takes
+    such a group for two, with the same values. Any other, which may keep values of its own in a group, updates one
+    parameter of it at a time.
     """
     mixed = [group for group in optimizer.param_groups if len({is_sharded(one) for one in group["params"]}) == 2]
+    if mixed and type(optimizer).__module__.startswith("torch.optim"):
+        groups = optimizer.param_groups
+        optimizer.param_groups = [
+            {**group, "params": params}
+            for group in groups
+            for kind in (True, False)
+            if (params := [one for one in group["params"] if is_sharded(one) is kind])
+        ]
+        try:
+            yield
+        finally:
+            optimizer.param_groups = groups
+        return
     before: list[dict[str, Any]] = [
         {key: group[key] for key in ("foreach", "fused") if key in group} for group in mixed
     ]

@@ -1,8 +1,8 @@
 """The numbers that the workers sum in a step beside the gradients (`Stats`), and what they decide by these sums.
 
-All workers see the same sums after the same step. So they stop together (`StopVote`), and end a training together at
-a loss that is NaN or infinite (`LossWatch`, for `stop_on_nan`), without a collective of its own. `StepControl` is the
-interface of a worker's loop between two steps.
+All workers see the same sums after the same step. So they stop together, since stop requests ride on each step's
+all-reduce; and they end a training together at a loss that is NaN or infinite (`LossWatch`, for `stop_on_nan`),
+without a collective of its own. `StepControl` is the interface of a worker's loop between two steps.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dp_ray.engine.clock import StepClock
 from dp_ray.engine.step import Row
 from dp_ray.engine.world import ON_GPU, HostCopy, World, is_gpu
 from dp_ray.errors import Error, ModelError
@@ -70,22 +71,25 @@ class Stats:
         self._cells[self._own, MISSING] = samples
 
 
+# Each step of the lag is one more before a stop, for which a node that is taken away may not have the time.
+LAG = 3
+
+
 @dataclass(eq=False)
 class Lagged:
-    """Reads a number of each step from a GPU, `lag` steps later, so that no step waits for it.
+    """Reads a number of each step from a GPU, LAG steps later: a step waits only if it is so many steps ahead.
 
     A number that is known already, as on a CPU, is read at once.
     """
 
-    lag: int
     _numbers: deque[HostCopy] = field(default_factory=deque)
 
     def take(self, number: torch.Tensor | float) -> float | None:
-        """Add this step's number, a scalar; return that of `lag` steps before, None if there is none."""
+        """Add this step's number, a scalar; return that of LAG steps before, None if there is none."""
         if not isinstance(number, torch.Tensor):
             return number
         self._numbers.append(HostCopy(number))
-        if len(self._numbers) <= self.lag:
+        if len(self._numbers) <= LAG:
             return None
         with waiting(ON_GPU):
             return float(self._numbers.popleft().wait())
@@ -94,22 +98,6 @@ class Lagged:
         """Return the numbers that `take` has not returned yet; this waits for the device, and takes none of them."""
         with waiting(ON_GPU):
             return [float(one.wait()) for one in self._numbers]
-
-
-@dataclass(eq=False)
-class StopVote:
-    """Stop requests ride on each step's all-reduce, so all workers stop after the same step.
-
-    On a GPU the sum is read LAG steps later, so a step waits for the GPU only where it is so many steps ahead of it.
-    Each step of the lag is one more before a stop, for which a node that is taken away may not have the time.
-    """
-
-    LAG = 3
-    _votes: Lagged = field(default_factory=lambda: Lagged(StopVote.LAG))
-
-    def stops(self, votes: torch.Tensor | float) -> bool:
-        """Add this step's votes, the number of workers that ask to stop; return whether to stop now."""
-        return bool(self._votes.take(votes))
 
 
 class NotFinite(ModelError):
@@ -129,7 +117,7 @@ class LossWatch:
     not_finite: tuple[int, float] | None = None
     _num_read: int = 0  # steps whose sums were read
     _first: int | None = None  # the first step of this attempt
-    _sums: Lagged = field(default_factory=lambda: Lagged(StopVote.LAG))
+    _sums: Lagged = field(default_factory=Lagged)
 
     def take(self, step: int, total: torch.Tensor | float) -> None:
         """Take in the sum of a step's losses."""
@@ -178,6 +166,9 @@ class StepControl:
     attempt = ""
     wants_stop = False
     slows = False
+
+    def runs_on(self, clock: StepClock) -> None:
+        """Note the clock of the worker's steps, which tells how far its GPU has come."""
 
     def before(self, step: int) -> None:
         """Note that the worker is about to run `step`."""

@@ -5,8 +5,9 @@ exceptions for every cause: only their texts tell a lost worker from a mistake i
 """
 
 import functools
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum, auto
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.errors import DataError, Error, JobError, ModelError, WorkerError
@@ -68,7 +70,8 @@ class HostCopy:
 
     def wait(self) -> torch.Tensor:
         """Return them on the host; wait for the GPU to have computed them."""
-        self._copied.synchronize()
+        if not self.is_here():
+            self._copied.synchronize()
         return self.here
 
 
@@ -146,6 +149,10 @@ def new_group(backend: str | None = None) -> Any:
     return dist.new_group(backend=backend, timeout=_timeout)
 
 
+# torch 2.13 renames it, and deprecates the old name.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def has_peers() -> bool:
     """Return whether other workers run beside this one, in its process group."""
     return dist.is_initialized() and dist.get_world_size() > 1
@@ -190,6 +197,62 @@ def check_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
         raise DataError(
             f"{key}: its length differs: {lengths}; all must read the same data: see what each node holds"
         )
+
+
+STATES = ("scheduled", "started", "over")  # of a collective, in order; gloo tells no start
+
+
+class Collective(NamedTuple):
+    """The oldest collective of a process group that is not over on a rank; if all are over, the newest.
+
+    `number` counts the group's collectives, which all of its ranks run in the same order.
+    """
+
+    group: str  # the backend, and the group's name and description
+    number: int
+    name: str
+    sizes: str  # of what goes in
+    state: str  # of STATES
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """How far the group has come on the rank; larger is further."""
+        return self.number, STATES.index(self.state)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.number} of {self.sizes}, {self.state}"
+
+
+def recorded_collectives() -> tuple[str, tuple[Collective, ...]]:
+    """Return torch's flight recorder as JSON, and where each process group stands; "" if it records nothing.
+
+    Of NCCL and gloo it holds the last collectives, by default 2,000. Another thread than that of the collectives may
+    call this, also while they hang. As JSON it holds no stacks: these would be looked up under Python's lock.
+    """
+    calls = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, which a build for CPUs has not, and of gloo
+    texts = [getattr(_distributed_c10d, name)().decode() for name in calls if hasattr(_distributed_c10d, name)]
+    recorded = [entry for text in texts for entry in json.loads(text).get("entries", ())]
+    return f"[{', '.join(texts)}]" if recorded else "", current_collectives(recorded)
+
+
+def current_collectives(recorded: Iterable[Mapping[str, Any]]) -> tuple[Collective, ...]:
+    """Return where each process group stands, of the flight recorder's entries in the order of their begin."""
+    current: dict[str, Collective] = {}
+    for entry in recorded:
+        if entry["is_p2p"]:  # of two ranks alone, with a count of its own
+            continue
+        backend, _, name = entry["profiling_name"].partition(":")
+        # gloo leaves the state as it was, and only retires what is over. NCCL also retires what has timed out.
+        is_over = entry["state"] == "completed" or (backend == "gloo" and entry["retired"])
+        state = STATES[-1] if is_over else entry["state"]
+        group = " ".join([backend, *entry["process_group"]])
+        sizes = " ".join(map(str, entry["input_sizes"])) or "nothing"
+        new = Collective(group, entry["collective_seq_id"], name, sizes, state)
+        before = current.get(group)
+        # The numbers begin anew with each job of a session, whose groups have the same names.
+        if before is None or before.state == STATES[-1] or new.number < before.number:
+            current[group] = new
+    return tuple(current.values())
 
 
 class Cause(Enum):

@@ -162,6 +162,7 @@ def json_schema() -> dict[str, Any]:
     It checks each key by itself. `dp-ray plan` also checks what must hold among several keys.
     """
     schema = Job.model_json_schema(schema_generator=_KeysOnly)
+    schema = json.loads(json.dumps(schema).replace(r"\n", " "))  # the line breaks of the descriptions in their source
     about = {
         "$schema": GenerateJsonSchema.schema_dialect,
         "title": "A job of dp_ray",

@@ -330,10 +330,7 @@ class Job(MeasuringKeys):
             **self.eval.model_dump(exclude={"dataset"}),
             "dataset": described(self.eval.dataset),
         }
-        values["outputs"] = {
-            **self.outputs.model_dump(exclude={"after"}),
-            "after": described(self.outputs.after),
-        }
+        values["outputs"] = {**self.outputs.model_dump(exclude={"after"}), "after": described(self.outputs.after)}
         values |= {key: described(getattr(self, key)) for key in self.TARGETED}
         if self.metrics:
             values["metrics"] = {name: described(metric) for name, metric in self.metrics.items()}

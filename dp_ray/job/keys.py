@@ -219,12 +219,15 @@ def _by_state(value: Any, around: frozenset[int]) -> str | None:
 
 
 TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+TargetText = Annotated[str, Field(pattern=f"^{TARGET.pattern}$")]
 
 
 class Strict(BaseModel):
-    """A frozen model in which unknown keys and wrong types are errors."""
+    """A frozen model in which unknown keys and wrong types are errors; the text below a key is its description."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
+    )
 
 
 class Target(Strict):
@@ -232,10 +235,10 @@ class Target(Strict):
 
     EXAMPLE: ClassVar[str] = "jobs.digits:Net"
 
-    target: Annotated[Any, WithJsonSchema({"type": "string", "pattern": f"^{TARGET.pattern}$"})] = Field(
-        description="`module:attribute`, imported from the current folder. From Python, a class or function too."
-    )
-    args: dict[str, Any] = Field(default_factory=dict, description="Keywords with which the target is called.")
+    target: Annotated[Any, WithJsonSchema({"type": "string", "pattern": f"^{TARGET.pattern}$"})]
+    """`module:attribute`, imported from the current folder. From Python, a class or function too."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keywords with which the target is called."""
     _told: Told = PrivateAttr()
 
     @model_validator(mode="before")
@@ -318,7 +321,7 @@ def target_parser(cls: type[Target]) -> BeforeValidator:
             raise ValueError(f"must be a target, like {{target: 'jobs.digits:Net', args: {{}}}}, got {value!r}")
         return value
 
-    return BeforeValidator(parse, json_schema_input_type=Annotated[str, Field(pattern=f"^{TARGET.pattern}$")] | cls)
+    return BeforeValidator(parse, json_schema_input_type=TargetText | cls)
 
 
 Targeted = Annotated[Any, target_parser(Target)]
@@ -340,8 +343,10 @@ def describe_target(value: Any, as_objects: bool = False) -> Any:
 class Group(Strict):
     """Parameters with optimizer args of their own."""
 
-    match: str = Field(description="A regular expression that is searched in the parameters' names.")
-    args: dict[str, Any] = Field(description="The optimizer's args for these parameters.")
+    match: str
+    """A regular expression that is searched in the parameters' names."""
+    args: dict[str, Any]
+    """The optimizer's args for these parameters."""
 
     @model_validator(mode="after")
     def _is_a_pattern(self) -> "Group":
@@ -357,26 +362,19 @@ class Optimizer(Target):
 
     EXAMPLE: ClassVar[str] = "torch.optim:Adam"
 
-    groups: list[Group] = Field(
-        default_factory=list,
-        description="Parameters with args of their own. A parameter belongs to the first group whose `match` finds "
-        "it.",
-    )
+    groups: list[Group] = Field(default_factory=list)
+    """Parameters with args of their own. A parameter belongs to the first group whose `match` finds it."""
 
 
 class Shape(Strict):
     """The short form of a scheduler: a warm-up, and then a shape, over all updates of the training."""
 
-    shape: Literal["cosine", "linear", "constant"] = Field(
-        default="constant",
-        description="In place of a target: how the learning rate goes on after the warm-up. cosine and linear: down "
-        "to 0 at the training's end. constant: it stays.",
-    )
-    warmup: Annotated[float, Field(ge=0, lt=1)] | PositiveInt = Field(
-        default=0.0,
-        description="In place of a target: the updates in which the learning rate rises to the optimizer's, in equal "
-        "steps. A share of all updates, below 1, or their number.",
-    )
+    shape: Literal["cosine", "linear", "constant"] = "constant"
+    """In place of a target: how the learning rate goes on after the warm-up. cosine and linear: down to 0 at the
+    training's end. constant: it stays."""
+    warmup: Annotated[float, Field(ge=0, lt=1)] | PositiveInt = 0.0
+    """In place of a target: the updates in which the learning rate rises to the optimizer's, in equal steps. A share
+    of all updates, below 1, or their number."""
 
 
 class Scheduler(Target):
@@ -387,14 +385,11 @@ class Scheduler(Target):
     SHAPED: ClassVar[str] = "dp_ray.engine.optimizer:warmed_up"  # what the short form calls; it stands in run.json
     LENGTHS: ClassVar = ("T_max", "total_steps", "total_iters", "num_training_steps")
 
-    per: Literal["step", "epoch"] = Field(
-        default="step", description="Step the scheduler after each step, or each epoch."
-    )
-    metric: str | None = Field(
-        default=None,
-        description="What a ReduceLROnPlateau watches: `loss`, the epoch's mean, or a metric that `eval` measures, "
-        "like `eval_loss`. It needs `scheduler.per: epoch`.",
-    )
+    per: Literal["step", "epoch"] = "step"
+    """Step the scheduler after each step, or each epoch."""
+    metric: str | None = None
+    """What a ReduceLROnPlateau watches: `loss`, the epoch's mean, or a metric that `eval` measures, like `eval_loss`.
+    It needs `scheduler.per: epoch`."""
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "Scheduler":
@@ -449,11 +444,7 @@ def _shaped(value: Any) -> Any:
 
 
 SchedulerKey = Annotated[
-    Any,
-    target_parser(Scheduler),
-    BeforeValidator(
-        _shaped, json_schema_input_type=Annotated[str, Field(pattern=f"^{TARGET.pattern}$")] | Scheduler | Shape
-    ),
+    Any, target_parser(Scheduler), BeforeValidator(_shaped, json_schema_input_type=TargetText | Scheduler | Shape)
 ]
 
 
@@ -472,56 +463,46 @@ def location(value: Any) -> Any:
 class Best(Strict):
     """The metric by which a training keeps its best weights."""
 
-    metric: str = Field(description="A metric that `eval` measures, like `eval_loss` or `eval_accuracy`.")
-    mode: Literal["min", "max"] = Field(
-        default="min", description="Whether the smallest or the largest value is best."
-    )
+    metric: str
+    """A metric that `eval` measures, like `eval_loss` or `eval_accuracy`."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the smallest or the largest value is best."""
 
 
 class Checkpoint(Strict):
     """When a training writes checkpoints, besides at its end, and which it keeps."""
 
-    every_steps: PositiveInt | None = Field(default=None, description="Write a checkpoint every so many steps.")
-    every_seconds: Literal["auto"] | NonNegativeFloat | None = Field(
-        default="auto",
-        description="Write a checkpoint every so many seconds. null: never by the clock. auto: every 300 s; without "
-        "`every_steps` also at each epoch's end, and more often if that costs at most 1 % of the time.",
-    )
-    keep: PositiveInt = Field(default=2, description="How many checkpoints are kept: the newest ones.")
-    best: Annotated[Best, BeforeValidator(_metric, json_schema_input_type=str | Best)] | None = Field(
-        default=None,
-        description="Also keep the best weights, `best.safetensors`: by `eval_loss`, or `{metric: eval_accuracy, "
-        "mode: max}`. The search for the best starts again if metric or mode change.",
-    )
+    every_steps: PositiveInt | None = None
+    """Write a checkpoint every so many steps."""
+    every_seconds: Literal["auto"] | NonNegativeFloat | None = "auto"
+    """Write a checkpoint every so many seconds. null: never by the clock. auto: every 300 s; without `every_steps`
+    also at each epoch's end, and more often if that costs at most 1 % of the time."""
+    keep: PositiveInt = 2
+    """How many checkpoints are kept: the newest ones."""
+    best: Annotated[Best, BeforeValidator(_metric, json_schema_input_type=str | Best)] | None = None
+    """Also keep the best weights, `best.safetensors`: by `eval_loss`, or `{metric: eval_accuracy, mode: max}`. The
+    search for the best starts again if metric or mode change."""
 
 
 class OnError(Strict):
     """What becomes of bad samples: they are set aside, up to a limit."""
 
-    quarantine: PositiveInt = Field(
-        description="The most samples that are set aside. One more ends the job. A sample counts once a run."
-    )
-    timeout: PositiveFloat | None = Field(
-        default=None,
-        description="Seconds after which reading a sample counts as hung. null: no limit. With a limit and "
-        "`loader.processes: 0` one process reads for each worker.",
-    )
-    finite: bool = Field(
-        default=False, description="Whether a sample with a NaN or an infinity in its floating numbers is bad."
-    )
+    quarantine: PositiveInt
+    """The most samples that are set aside. One more ends the job. A sample counts once a run."""
+    timeout: PositiveFloat | None = None
+    """Seconds after which reading a sample counts as hung. null: no limit. With a limit and `loader.processes: 0` one
+    process reads for each worker."""
+    finite: bool = False
+    """Whether a sample with a NaN or an infinity in its floating numbers is bad."""
 
 
 class Timeouts(Strict):
     """How long a step may take, and how long to wait for nodes that were lost."""
 
-    step: PositiveFloat | None = Field(
-        default=600, description="Seconds in one step after which a worker counts as hung. null: no limit."
-    )
-    capacity: PositiveFloat | None = Field(
-        default=600,
-        description="Seconds to wait for capacity after nodes were lost, if no autoscaler can add nodes. null: no "
-        "limit.",
-    )
+    step: PositiveFloat | None = 600
+    """Seconds in one step after which a worker counts as hung. null: no limit."""
+    capacity: PositiveFloat | None = 600
+    """Seconds to wait for capacity after nodes were lost, if no autoscaler can add nodes. null: no limit."""
 
 
 def _blocks(value: Any) -> Any:
@@ -532,15 +513,10 @@ def _blocks(value: Any) -> Any:
 class ShuffleBlocks(Strict):
     """A shuffle of blocks of consecutive samples, and then of the samples in windows of blocks."""
 
-    window_blocks: PositiveInt = Field(
-        default=16,
-        description="How many blocks are shuffled into each other at a time. Each shard draws from its own share of "
-        "them.",
-    )
-    block_rows: PositiveInt | None = Field(
-        default=None,
-        description="Samples in a block. null: the blocks that the dataset's `block_rows` names, like row groups.",
-    )
+    window_blocks: PositiveInt = 16
+    """How many blocks are shuffled into each other at a time. Each shard draws from its own share of them."""
+    block_rows: PositiveInt | None = None
+    """Samples in a block. null: the blocks that the dataset's `block_rows` names, like row groups."""
 
 
 BlocksKey = Annotated[
@@ -551,30 +527,27 @@ BlocksKey = Annotated[
 class Eval(Strict):
     """When and on which dataset a training evaluates its model, besides at its end."""
 
-    dataset: Targeted = Field(description="The dataset to evaluate on, which task evaluate uses too.")
-    every_steps: PositiveInt | None = Field(default=None, description="Evaluate every so many steps.")
-    every_epochs: PositiveInt | None = Field(
-        default=None, description="Evaluate every so many epochs. Default: 1 if `every_steps` is not set."
-    )
-    batch_size: PositiveInt | None = Field(
-        default=None, description="Samples in a global batch of an evaluation. Default: the job's `batch_size`."
-    )
+    dataset: Targeted
+    """The dataset to evaluate on, which task evaluate uses too."""
+    every_steps: PositiveInt | None = None
+    """Evaluate every so many steps."""
+    every_epochs: PositiveInt | None = None
+    """Evaluate every so many epochs. Default: 1 if `every_steps` is not set."""
+    batch_size: PositiveInt | None = None
+    """Samples in a global batch of an evaluation. Default: the job's `batch_size`."""
 
 
 class EarlyStopping(Strict):
     """Stop a training once a metric has not improved for a while."""
 
-    metric: str = Field(
-        description="A metric that `eval` measures, like `eval_loss`; or `epoch_loss`, the epoch's mean, which "
-        "`loss` names too."
-    )
-    patience: PositiveInt = Field(
-        description="How many evaluations in a row may bring no improvement; of `epoch_loss`, how many epochs."
-    )
-    min_delta: NonNegativeFloat = Field(
-        default=0.0, description="By how much at least a value must be better than the best one to be an improvement."
-    )
-    mode: Literal["min", "max"] = Field(default="min", description="Whether smaller or larger values are better.")
+    metric: str
+    """A metric that `eval` measures, like `eval_loss`; or `epoch_loss`, the epoch's mean, which `loss` names too."""
+    patience: PositiveInt
+    """How many evaluations in a row may bring no improvement; of `epoch_loss`, how many epochs."""
+    min_delta: NonNegativeFloat = 0.0
+    """By how much at least a value must be better than the best one to be an improvement."""
+    mode: Literal["min", "max"] = "min"
+    """Whether smaller or larger values are better."""
 
     @property
     def column(self) -> str:
@@ -585,23 +558,21 @@ class EarlyStopping(Strict):
 class Ema(Strict):
     """The exponential moving average of the weights."""
 
-    decay: Annotated[float, Field(ge=0, lt=1)] = Field(
-        description="The share of the average that stays in each update: average = decay * average + (1 - decay) * "
-        "weights."
-    )
-    evaluate: bool = Field(
-        default=True, description="Evaluate the average during the training, in place of the weights."
-    )
+    decay: Annotated[float, Field(ge=0, lt=1)]
+    """The share of the average that stays in each update: average = decay * average + (1 - decay) * weights."""
+    evaluate: bool = True
+    """Evaluate the average during the training, in place of the weights."""
 
 
 class Hooks(Strict):
     """Functions of your own that are called on rank 0 with a view of the training, which they cannot change."""
 
-    on_step: Targeted | None = Field(default=None, description="Called after each step.")
-    on_evaluate: Targeted | None = Field(default=None, description="Called after each evaluation.")
-    on_end: Targeted | None = Field(
-        default=None, description="Called once the training has ended, and its weights are written."
-    )
+    on_step: Targeted | None = None
+    """Called after each step."""
+    on_evaluate: Targeted | None = None
+    """Called after each evaluation."""
+    on_end: Targeted | None = None
+    """Called once the training has ended, and its weights are written."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -612,8 +583,10 @@ class Hooks(Strict):
 class Elastic(Strict):
     """As many workers as the cluster has room for, between `min` and `max`."""
 
-    min: PositiveInt = Field(description="The fewest workers with which the job runs.")
-    max: PositiveInt = Field(description="The most workers with which the job runs.")
+    min: PositiveInt
+    """The fewest workers with which the job runs."""
+    max: PositiveInt
+    """The most workers with which the job runs."""
 
     @model_validator(mode="after")
     def _in_order(self) -> "Elastic":
@@ -625,88 +598,65 @@ class Elastic(Strict):
 class MixedPrecision(Strict):
     """The dtypes in which `fsdp` gathers parameters and sums gradients."""
 
-    param: Literal["bf16", "fp16"] | None = Field(
-        default=None, description="The dtype of the gathered parameters, and so of the model's work. null: their own."
-    )
-    reduce: Literal["fp32", "bf16", "fp16"] | None = Field(
-        default=None, description="The dtype in which gradients are summed. null: that of the gathered parameters."
-    )
+    param: Literal["bf16", "fp16"] | None = None
+    """The dtype of the gathered parameters, and so of the model's work. null: their own."""
+    reduce: Literal["fp32", "bf16", "fp16"] | None = None
+    """The dtype in which gradients are summed. null: that of the gathered parameters."""
 
 
 class Fsdp(Strict):
     """How `strategy: fsdp` shards a model over the workers."""
 
-    blocks: Literal["auto"] | Annotated[list[str], Field(min_length=1)] = Field(
-        default="auto",
-        description="The classes of the modules that are gathered as one, by name. auto: those that the model's "
-        "`_no_split_modules` names, else the items of its ModuleLists and Sequentials.",
-    )
-    reshard_after_forward: Literal["auto"] | bool = Field(
-        default="auto",
-        description="Whether a block's parameters are freed after its forward, and gathered again for its backward. "
-        "auto: yes, except for those outside the blocks.",
-    )
-    offload: bool = Field(
-        default=False, description="Keep parameters, gradients and the optimizer's state in the host's memory."
-    )
-    mixed_precision: MixedPrecision | None = Field(
-        default=None, description="Gather parameters and sum gradients in other dtypes. null: in their own."
-    )
+    blocks: Literal["auto"] | Annotated[list[str], Field(min_length=1)] = "auto"
+    """The classes of the modules that are gathered as one, by name. auto: those that the model's `_no_split_modules`
+    names, else the items of its ModuleLists and Sequentials."""
+    reshard_after_forward: Literal["auto"] | bool = "auto"
+    """Whether a block's parameters are freed after its forward, and gathered again for its backward. auto: yes,
+    except for those outside the blocks."""
+    offload: bool = False
+    """Keep parameters, gradients and the optimizer's state in the host's memory."""
+    mixed_precision: MixedPrecision | None = None
+    """Gather parameters and sum gradients in other dtypes. null: in their own."""
 
 
 class ActivationBudget(Strict):
     """How many blocks keep their activations, where the others compute theirs again."""
 
-    budget: Annotated[float, Field(ge=0, le=1)] = Field(
-        description="The share of the blocks that keep their activations: the last ones of the model. 0 is `true`, "
-        "1 is `false`."
-    )
+    budget: Annotated[float, Field(ge=0, le=1)]
+    """The share of the blocks that keep their activations: the last ones of the model. 0 is `true`, 1 is `false`."""
 
 
 class Loader(Strict):
     """The torch DataLoader of each worker."""
 
-    processes: NonNegativeInt = Field(
-        default=0,
-        description="Processes that load data for each worker: DataLoader's num_workers. 0: the worker loads itself.",
-    )
-    prefetch: PositiveInt = Field(default=2, description="Batches that each process loads ahead.")
-    pin_memory: Literal["auto"] | bool = Field(
-        default="auto", description="Load batches into pinned memory. auto: if the worker has a GPU."
-    )
-    persistent: bool = Field(default=True, description="Keep the processes from one epoch to the next.")
-    context: Literal["fork", "spawn", "forkserver"] | None = Field(
-        default=None, description="How the processes are started. null: the system's default."
-    )
+    processes: NonNegativeInt = 0
+    """Processes that load data for each worker: DataLoader's num_workers. 0: the worker loads itself."""
+    prefetch: PositiveInt = 2
+    """Batches that each process loads ahead."""
+    pin_memory: Literal["auto"] | bool = "auto"
+    """Load batches into pinned memory. auto: if the worker has a GPU."""
+    persistent: bool = True
+    """Keep the processes from one epoch to the next."""
+    context: Literal["fork", "spawn", "forkserver"] | None = None
+    """How the processes are started. null: the system's default."""
 
 
 class Outputs(Strict):
     """What is kept of a prediction's outputs, and how it is written."""
 
-    after: Targeted | None = Field(
-        default=None,
-        description="A function of a shard's outputs, on its device: what it returns is kept in their place. If it "
-        "has a parameter `inputs`, it gets the model's inputs too.",
-    )
-    keep: Annotated[list[str], Field(min_length=1)] | None = Field(
-        default=None,
-        description="The outputs that are kept, by path, like `[logits, hidden_states.0]`, or `hidden_states.*`. "
-        "null: all of them.",
-    )
-    dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
-        default=None,
-        description="The type in which floating outputs are kept. null: as the model gives them.",
-    )
-    carry: Annotated[list[str], Field(min_length=1)] | None = Field(
-        default=None,
-        description="Keys of the dataset's items whose values are written beside each row, like `[id, path]`: "
-        "numbers, text, truth values, lists of these.",
-    )
-    file_bytes: PositiveInt = Field(
-        default=1 << 30,
-        description="About how many bytes each file of the outputs has. A resumed run keeps the files with which it "
-        "began.",
-    )
+    after: Targeted | None = None
+    """A function of a shard's outputs, on its device: what it returns is kept in their place. If it has a parameter
+    `inputs`, it gets the model's inputs too."""
+    keep: Annotated[list[str], Field(min_length=1)] | None = None
+    """The outputs that are kept, by path, like `[logits, hidden_states.0]`, or `hidden_states.*`. null: all of
+    them."""
+    dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None
+    """The type in which floating outputs are kept. null: as the model gives them."""
+    carry: Annotated[list[str], Field(min_length=1)] | None = None
+    """Keys of the dataset's items whose values are written beside each row, like `[id, path]`: numbers, text, truth
+    values, lists of these."""
+    file_bytes: PositiveInt = 1 << 30
+    """About how many bytes each file of the outputs has. A resumed run keeps the files with which it began."""
 
     @model_validator(mode="after")
     def _carries_once(self) -> "Outputs":
@@ -722,76 +672,52 @@ def _in_order(samples: list[int]) -> list[int]:
 class WorkKeys(Strict):
     """What to run, on what data, and how it is cut."""
 
-    name: str | None = Field(
-        default=None,
-        description="Name of the run: its directory is STORAGE/NAME. Default: the job file's name; from Python, the "
-        "time.",
-    )
-    task: Literal["predict", "evaluate", "train"] = Field(
-        default="predict",
-        description="What to do. A key that only another task needs is ignored, so one file serves all three. "
-        "evaluate uses `eval.dataset` and `eval.batch_size` if there is an `eval`.",
-    )
-    model: Targeted = Field(
-        description="A class or function that gives a torch.nn.Module. For a TorchScript file: `torch.jit:load` with "
-        "args `{f: PATH}`."
-    )
-    dataset: Targeted = Field(
-        description="A class or function that gives a map-style dataset, with `__len__` and `__getitem__`. "
-        "`__getitems__` is used if there is one."
-    )
-    batch_size: PositiveInt = Field(description="Samples in a global batch, over all workers.")
-    shards: PositiveInt | Literal["auto"] | None = Field(
-        default=None,
-        description="Pieces into which each global batch is cut. Default: the largest number of workers. auto: the "
-        "fewest that fit the workers' GPUs, which the run finds once before its first step. A resumed run keeps the "
-        "number with which it began.",
-    )
+    name: str | None = None
+    """Name of the run: its directory is STORAGE/NAME. Default: the job file's name; from Python, the time."""
+    task: Literal["predict", "evaluate", "train"] = "predict"
+    """What to do. A key that only another task needs is ignored, so one file serves all three. evaluate uses
+    `eval.dataset` and `eval.batch_size` if there is an `eval`."""
+    model: Targeted
+    """A class or function that gives a torch.nn.Module. For a TorchScript file: `torch.jit:load` with args `{f:
+    PATH}`."""
+    dataset: Targeted
+    """A class or function that gives a map-style dataset, with `__len__` and `__getitem__`. `__getitems__` is used if
+    there is one."""
+    batch_size: PositiveInt
+    """Samples in a global batch, over all workers."""
+    shards: PositiveInt | Literal["auto"] | None = None
+    """Pieces into which each global batch is cut. Default: the largest number of workers. auto: the fewest that fit
+    the workers' GPUs, which the run finds once before its first step. A resumed run keeps the number with which it
+    began."""
 
 
 class WorkerKeys(Strict):
     """On what to run: the workers, and what each of them takes from the cluster."""
 
-    workers: NonNegativeInt | Elastic = Field(
-        default=1,
-        description="Number of workers. A range, like `{min: 1, max: 8}`, grows and shrinks with the cluster. 0 runs "
-        "in this process, without Ray.",
-    )
-    gpus_per_worker: Literal["auto"] | NonNegativeFloat = Field(
-        default="auto",
-        description="GPUs of each worker. auto: 1 if the cluster has GPUs or its autoscaler may add some, else 0. "
-        "2 or more: for a model over several GPUs. 0.5: two workers share a GPU, and communicate by gloo.",
-    )
-    cpus_per_worker: NonNegativeFloat = Field(
-        default=1,
-        description="CPUs that Ray reserves for each worker, and the threads of torch on it. With `workers: 0` torch "
-        "keeps its own number, but with `bitwise`.",
-    )
-    resources_per_worker: dict[str, NonNegativeFloat] = Field(
-        default_factory=dict, description="Other Ray resources of each worker, like `{slot: 1}`."
-    )
-    accelerator_type: str | None = Field(
-        default=None, description="Use only nodes with this type of accelerator, as Ray names it, like `A100`."
-    )
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-        default="PACK",
-        description="Ray's placement strategy: workers on as few nodes as possible, or on as many. STRICT_PACK needs "
-        "one node for all workers, STRICT_SPREAD a node for each.",
-    )
-    devices: Annotated[list[str], Field(min_length=1)] | None = Field(
-        default=None,
-        description="The devices of each worker, by hand: `[cpu]`, or `[cuda:0, cpu]` for a model over both. With "
-        "several workers `cuda:0` is the first of a worker's own GPUs, which Ray reserves; else it is the machine's.",
-    )
-    timeouts: Timeouts = Field(
-        default=Timeouts(), description="How long a step may take, and how long to wait for nodes that were lost."
-    )
-    env: dict[str, str] = Field(
-        default_factory=dict,
-        repr=False,
-        description="Environment variables of the workers, and of the driver while it builds the dataset. Their "
-        "values are not kept in the run directory.",
-    )
+    workers: NonNegativeInt | Elastic = 1
+    """Number of workers. A range, like `{min: 1, max: 8}`, grows and shrinks with the cluster. 0 runs in this
+    process, without Ray."""
+    gpus_per_worker: Literal["auto"] | NonNegativeFloat = "auto"
+    """GPUs of each worker. auto: 1 if the cluster has GPUs or its autoscaler may add some, else 0. 2 or more: for a
+    model over several GPUs. 0.5: two workers share a GPU, and communicate by gloo."""
+    cpus_per_worker: NonNegativeFloat = 1
+    """CPUs that Ray reserves for each worker, and the threads of torch on it. With `workers: 0` torch keeps its own
+    number, but with `bitwise`."""
+    resources_per_worker: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    """Other Ray resources of each worker, like `{slot: 1}`."""
+    accelerator_type: str | None = None
+    """Use only nodes with this type of accelerator, as Ray names it, like `A100`."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Ray's placement strategy: workers on as few nodes as possible, or on as many. STRICT_PACK needs one node for
+    all workers, STRICT_SPREAD a node for each."""
+    devices: Annotated[list[str], Field(min_length=1)] | None = None
+    """The devices of each worker, by hand: `[cpu]`, or `[cuda:0, cpu]` for a model over both. With several workers
+    `cuda:0` is the first of a worker's own GPUs, which Ray reserves; else it is the machine's."""
+    timeouts: Timeouts = Timeouts()
+    """How long a step may take, and how long to wait for nodes that were lost."""
+    env: dict[str, str] = Field(default_factory=dict, repr=False)
+    """Environment variables of the workers, and of the driver while it builds the dataset. Their values are not kept
+    in the run directory."""
 
     @property
     def min_workers(self) -> int:
@@ -837,209 +763,133 @@ def gpu_number(device: str) -> int | None:
 class JobKeys(WorkerKeys, WorkKeys):
     """The keys of a job, each by itself; `Job` adds what must hold among them."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        default=0,
-        description="Seed of the samples' order, of the model's initial weights and of all other random numbers.",
-    )
-    shuffle: bool | BlocksKey = Field(
-        default=False,
-        description="train only: take the samples in another random order in each epoch. blocks: shuffle blocks, "
-        "like the row groups of files, and the samples in windows of them.",
-    )
-    order: Literal["dataset", "shuffled"] = Field(
-        default="dataset",
-        description="predict and evaluate only: take the samples in the dataset's order, or shuffled.",
-    )
-    drop_last: bool = Field(
-        default=False, description="Drop an epoch's last global batch if it is smaller than `batch_size`."
-    )
-    epochs: PositiveInt = Field(
-        default=1,
-        description="train only: how many times to go through the dataset. With more of them a finished run goes on.",
-    )
-    max_steps: PositiveInt | None = Field(
-        default=None,
-        description="train only: the most steps in all. null: no limit. With more of them a finished run goes on.",
-    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the samples' order, of the model's initial weights and of all other random numbers."""
+    shuffle: bool | BlocksKey = False
+    """train only: take the samples in another random order in each epoch. blocks: shuffle blocks, like the row groups
+    of files, and the samples in windows of them."""
+    order: Literal["dataset", "shuffled"] = "dataset"
+    """predict and evaluate only: take the samples in the dataset's order, or shuffled."""
+    drop_last: bool = False
+    """Drop an epoch's last global batch if it is smaller than `batch_size`."""
+    epochs: PositiveInt = 1
+    """train only: how many times to go through the dataset. With more of them a finished run goes on."""
+    max_steps: PositiveInt | None = None
+    """train only: the most steps in all. null: no limit. With more of them a finished run goes on."""
 
-    inputs: Literal["auto", "all", "first"] | Annotated[list[str], Field(min_length=1)] = Field(
-        default="auto",
-        description="What the model gets: all of an item, or the first of a pair (input, target). A list picks "
-        "values of a dict: of `[image]` the value itself, of several keys a dict. auto: first in train and evaluate. "
-        "In predict auto follows the model's `forward`, and a line says if the target is left out.",
-    )
-    target: str | Annotated[list[str], Field(min_length=1)] | None = Field(
-        default=None,
-        description="The key of an item's target, like `label`, if `inputs` is a list of keys; several give a dict.",
-    )
-    call: Literal["auto", "one", "args", "kwargs"] = Field(
-        default="auto",
-        description="How the model is called. one: `model(inputs)`. args: `model(*inputs)`. kwargs: "
-        "`model(**inputs)`. auto: args for a tuple or list, else one.",
-    )
-    collate: Targeted | None = Field(
-        default=None,
-        description="A function that makes a batch of a list of samples, or a class of such; its args are keywords. "
-        "Default: torch's default_collate.",
-    )
-    scatter: Literal["samples", "batch"] = Field(
-        default="samples",
-        description="samples: collate each shard by itself. batch: collate the whole global batch, then cut it, for "
-        "a collate that pads to the longest sample.",
-    )
-    batch_dim: NonNegativeInt = Field(
-        default=0,
-        description="The dimension of tensors that holds the rows, as `dim` of nn.DataParallel. One-dimensional "
-        "tensors hold them in dimension 0.",
-    )
-    loader: Loader = Field(default=Loader(), description="The torch DataLoader of each worker.")
-    on_error: OnError | None = Field(
-        default=None,
-        description="Set samples aside that raise, hang or cannot be collated, like `{quarantine: 100}`, and go on "
-        "without them. null: such a sample ends the job.",
-    )
+    inputs: Literal["auto", "all", "first"] | Annotated[list[str], Field(min_length=1)] = "auto"
+    """What the model gets: all of an item, or the first of a pair (input, target). A list picks values of a dict: of
+    `[image]` the value itself, of several keys a dict. auto: first in train and evaluate. In predict auto follows the
+    model's `forward`, and a line says if the target is left out."""
+    target: str | Annotated[list[str], Field(min_length=1)] | None = None
+    """The key of an item's target, like `label`, if `inputs` is a list of keys; several give a dict."""
+    call: Literal["auto", "one", "args", "kwargs"] = "auto"
+    """How the model is called. one: `model(inputs)`. args: `model(*inputs)`. kwargs: `model(**inputs)`. auto: args
+    for a tuple or list, else one."""
+    collate: Targeted | None = None
+    """A function that makes a batch of a list of samples, or a class of such; its args are keywords. Default: torch's
+    default_collate."""
+    scatter: Literal["samples", "batch"] = "samples"
+    """samples: collate each shard by itself. batch: collate the whole global batch, then cut it, for a collate that
+    pads to the longest sample."""
+    batch_dim: NonNegativeInt = 0
+    """The dimension of tensors that holds the rows, as `dim` of nn.DataParallel. One-dimensional tensors hold them in
+    dimension 0."""
+    loader: Loader = Loader()
+    """The torch DataLoader of each worker."""
+    on_error: OnError | None = None
+    """Set samples aside that raise, hang or cannot be collated, like `{quarantine: 100}`, and go on without them.
+    null: such a sample ends the job."""
 
-    skip: Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(_in_order)] | None = Field(
-        default=None,
-        description="train only: samples of `dataset` to leave out, by their indices, like `[812, 1007]`. They are "
-        "not read, and count with weight 0.",
-    )
-    stop_on_nan: bool = Field(
-        default=False,
-        description="train only: end the run with an error at the first step whose loss is NaN or infinite. No "
-        "checkpoint of that step or a later one is kept.",
-    )
+    skip: Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(_in_order)] | None = None
+    """train only: samples of `dataset` to leave out, by their indices, like `[812, 1007]`. They are not read, and
+    count with weight 0."""
+    stop_on_nan: bool = False
+    """train only: end the run with an error at the first step whose loss is NaN or infinite. No checkpoint of that
+    step or a later one is kept."""
 
-    loss: Targeted | None = Field(
-        default=None,
-        description="A function of (outputs, target) that returns a number for each row or element, or (sum, "
-        "weight). A loss of torch.nn or torch.nn.functional, named as a target, is built to do so.",
-    )
-    step: Targeted | None = Field(
-        default=None,
-        description="A function `step(model, batch)` in place of the model's call and the loss, for items or models "
-        "of another kind.",
-    )
-    metrics: dict[str, Targeted] = Field(
-        default_factory=dict,
-        description="Metrics by name. Each returns what a loss returns, or is a torchmetrics class, which is "
-        "measured in evaluations only and needs the extra `metrics`. A name must not be a column of the history.",
-    )
-    eval: Eval | None = Field(default=None, description="Evaluate the model during a training and at its end.")
-    optimizer: Annotated[Any, target_parser(Optimizer)] | None = Field(
-        default=None, description="A class or function that is called with the trainable parameters. train needs one."
-    )
-    scheduler: SchedulerKey | None = Field(
-        default=None,
-        description="A class or function that is called with the optimizer and gives a learning rate scheduler; or "
-        "`{warmup: 0.05, shape: cosine}`. Its args `T_max`, `total_steps`, `total_iters` and `num_training_steps` "
-        "may be `auto`: how often the training steps it in all.",
-    )
-    early_stopping: EarlyStopping | None = Field(
-        default=None,
-        description="train only: end the training once a metric has not improved for a while, like `{metric: "
-        "eval_loss, patience: 3}`. With more patience a run that it has ended goes on.",
-    )
-    ema: Ema | None = Field(
-        default=None,
-        description="train only: also keep the exponential moving average of the weights, `ema.safetensors`, like "
-        "`{decay: 0.999, evaluate: true}`.",
-    )
-    hooks: Hooks = Field(
-        default=Hooks(),
-        description="train only: functions that rank 0 calls with a view of the training, like `{on_step: "
-        "'my_hooks:log'}`.",
-    )
-    grad_clip: PositiveFloat | None = Field(
-        default=None, description="The largest norm of the whole batch's gradient. null: gradients are not clipped."
-    )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        default="fp32",
-        description="bf16 and fp16 run the model under autocast. fp16 adds a loss scaler on which all workers agree.",
-    )
-    activation_checkpointing: bool | Annotated[list[str], Field(min_length=1)] | ActivationBudget = Field(
-        default=False,
-        description="train only: blocks keep their inputs alone, and their backward runs their forward again. true: "
-        "the blocks that `fsdp.blocks: auto` finds. A list names their classes. The numbers stay the same bits.",
-    )
-    compile: bool = Field(default=False, description="Compile the model with torch.compile.")
-    sync_batchnorm: bool = Field(
-        default=False,
-        description="BatchNorm over the whole global batch, for GPUs only. Needs a worker for each shard.",
-    )
-    find_unused_parameters: Literal["auto"] | bool = Field(
-        default="auto",
-        description="Whether the model may leave parameters unused. auto: each of several workers runs its first "
-        "shard twice to find out, and then restores the model. Other state that a forward changes is changed twice. "
-        "true: if other parameters are used from step to step. With `strategy: fsdp`, auto looks in each step.",
-    )
-    bitwise: bool = Field(
-        default=False,
-        description="Weights, losses and outputs are the same bits on any number of workers from 1 to `shards`.",
-    )
-    checkpoint: Checkpoint = Field(
-        default=Checkpoint(),
-        description="When a training writes checkpoints, besides at its end, and which it keeps.",
-    )
-    init_from: Annotated[str, Field(min_length=1), BeforeValidator(location)] | None = Field(
-        default=None,
-        description="Start from a weights file (`.safetensors`, `.pt`), a run directory or a checkpoint. From "
-        "Python, a Result too.",
-    )
-    strict: bool = Field(
-        default=True,
-        description="Whether `init_from` must have all of the model's weights and no others, as in torch's "
-        "`load_state_dict`. false: load those that fit by name and size. A line names the others.",
-    )
+    loss: Targeted | None = None
+    """A function of (outputs, target) that returns a number for each row or element, or (sum, weight). A loss of
+    torch.nn or torch.nn.functional, named as a target, is built to do so."""
+    step: Targeted | None = None
+    """A function `step(model, batch)` in place of the model's call and the loss, for items or models of another
+    kind."""
+    metrics: dict[str, Targeted] = Field(default_factory=dict)
+    """Metrics by name. Each returns what a loss returns, or is a torchmetrics class, which is measured in evaluations
+    only and needs the extra `metrics`. A name must not be a column of the history."""
+    eval: Eval | None = None
+    """Evaluate the model during a training and at its end."""
+    optimizer: Annotated[Any, target_parser(Optimizer)] | None = None
+    """A class or function that is called with the trainable parameters. train needs one."""
+    scheduler: SchedulerKey | None = None
+    """A class or function that is called with the optimizer and gives a learning rate scheduler; or `{warmup: 0.05,
+    shape: cosine}`. Its args `T_max`, `total_steps`, `total_iters` and `num_training_steps` may be `auto`: how often
+    the training steps it in all."""
+    early_stopping: EarlyStopping | None = None
+    """train only: end the training once a metric has not improved for a while, like `{metric: eval_loss, patience:
+    3}`. With more patience a run that it has ended goes on."""
+    ema: Ema | None = None
+    """train only: also keep the exponential moving average of the weights, `ema.safetensors`, like `{decay: 0.999,
+    evaluate: true}`."""
+    hooks: Hooks = Hooks()
+    """train only: functions that rank 0 calls with a view of the training, like `{on_step: 'my_hooks:log'}`."""
+    grad_clip: PositiveFloat | None = None
+    """The largest norm of the whole batch's gradient. null: gradients are not clipped."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """bf16 and fp16 run the model under autocast. fp16 adds a loss scaler on which all workers agree."""
+    activation_checkpointing: bool | Annotated[list[str], Field(min_length=1)] | ActivationBudget = False
+    """train only: blocks keep their inputs alone, and their backward runs their forward again. true: the blocks that
+    `fsdp.blocks: auto` finds. A list names their classes. The numbers stay the same bits."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    sync_batchnorm: bool = False
+    """BatchNorm over the whole global batch, for GPUs only. Needs a worker for each shard."""
+    find_unused_parameters: Literal["auto"] | bool = "auto"
+    """Whether the model may leave parameters unused. auto: each of several workers runs its first shard twice to find
+    out, and then restores the model. Other state that a forward changes is changed twice. true: if other parameters
+    are used from step to step. With `strategy: fsdp`, auto looks in each step."""
+    bitwise: bool = False
+    """Weights, losses and outputs are the same bits on any number of workers from 1 to `shards`."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When a training writes checkpoints, besides at its end, and which it keeps."""
+    init_from: Annotated[str, Field(min_length=1), BeforeValidator(location)] | None = None
+    """Start from a weights file (`.safetensors`, `.pt`), a run directory or a checkpoint. From Python, a Result
+    too."""
+    strict: bool = True
+    """Whether `init_from` must have all of the model's weights and no others, as in torch's `load_state_dict`. false:
+    load those that fit by name and size. A line names the others."""
 
-    input_device: str | None = Field(
-        default=None, description="The device to which inputs go. Default: that of the model's first parameter."
-    )
-    device_map: Literal["auto"] | None = Field(
-        default=None,
-        description="auto: place the model's blocks on the worker's devices, about the same bytes of parameters on "
-        "each. null: the model places its parts itself.",
-    )
-    blocks: Annotated[list[str], Field(min_length=1)] | None = Field(
-        default=None,
-        description="The modules that `device_map: auto` places, by name, in the order in which they run. Default: "
-        "the children of a torch.nn.Sequential.",
-    )
+    input_device: str | None = None
+    """The device to which inputs go. Default: that of the model's first parameter."""
+    device_map: Literal["auto"] | None = None
+    """auto: place the model's blocks on the worker's devices, about the same bytes of parameters on each. null: the
+    model places its parts itself."""
+    blocks: Annotated[list[str], Field(min_length=1)] | None = None
+    """The modules that `device_map: auto` places, by name, in the order in which they run. Default: the children of a
+    torch.nn.Sequential."""
 
-    strategy: Literal["ddp", "fsdp"] = Field(
-        default="ddp",
-        description="ddp: each worker holds the whole model. fsdp: each worker holds a part of each parameter, of "
-        "its gradient and of its optimizer state (torch's FSDP2).",
-    )
-    fsdp: Fsdp = Field(default=Fsdp(), description="How `strategy: fsdp` shards the model over the workers.")
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: each worker holds the whole model. fsdp: each worker holds a part of each parameter, of its gradient and
+    of its optimizer state (torch's FSDP2)."""
+    fsdp: Fsdp = Fsdp()
+    """How `strategy: fsdp` shards the model over the workers."""
 
-    outputs: Outputs = Field(
-        default=Outputs(), description="predict only: what is kept of the outputs, and how it is written."
-    )
-    retries: NonNegativeInt = Field(
-        default=3,
-        description="How many times all workers are started again, after a loss, a hang or an error that may pass, "
-        "before the job fails.",
-    )
-    flops: bool = Field(
-        default=False,
-        description="train and predict: count the floating-point operations of a row. Rank 0 runs its first shard "
-        "once more for it, without a trace in the result.",
-    )
-    profile: str | None = Field(
-        default=None,
-        description="Steps to trace with torch.profiler, and the rank: `10-20:3`, or `10-20:slowest` in a training. "
-        "Without a rank: rank 0. slowest alone: five steps from step 10 on.",
-    )
-    trackers: list[Literal["tensorboard", "mlflow", "wandb", "trackio"]] | None = Field(
-        default=None,
-        description="Where a run's history goes besides its directory, like `[tensorboard, mlflow]`. null: "
-        "tensorboard. The others are extras, which their own environment variables configure.",
-    )
-    storage: Annotated[str, Field(min_length=1)] = Field(
-        default="runs",
-        description="Folder or URL (`s3://...`, `gs://...`) of the run directories. All workers must share it.",
-    )
+    outputs: Outputs = Outputs()
+    """predict only: what is kept of the outputs, and how it is written."""
+    retries: NonNegativeInt = 3
+    """How many times all workers are started again, after a loss, a hang or an error that may pass, before the job
+    fails."""
+    flops: bool = False
+    """train and predict: count the floating-point operations of a row. Rank 0 runs its first shard once more for it,
+    without a trace in the result."""
+    profile: str | None = None
+    """Steps to trace with torch.profiler, and the rank: `10-20:3`, or `10-20:slowest` in a training. Without a rank:
+    rank 0. slowest alone: five steps from step 10 on."""
+    trackers: list[Literal["tensorboard", "mlflow", "wandb", "trackio"]] | None = None
+    """Where a run's history goes besides its directory, like `[tensorboard, mlflow]`. null: tensorboard. The others
+    are extras, which their own environment variables configure."""
+    storage: Annotated[str, Field(min_length=1)] = "runs"
+    """Folder or URL (`s3://...`, `gs://...`) of the run directories. All workers must share it."""
 
     @property
     def skipped(self) -> list[int]:

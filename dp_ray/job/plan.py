@@ -5,50 +5,35 @@ from collections.abc import Iterable, Mapping
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Scheduler
-from dp_ray.plan.costs import (
-    Checkpoints,
-    Due,
-    Evaluations,
-    PlacedBlock,
-    Plan,
-    ends_elsewhere,
-    num_scheduled,
-    profiled_of,
-    remarks,
-    too_short,
-    what_auto_does,
-)
+from dp_ray.plan import costs
 from dp_ray.plan.split import Split, chunk_sizes
 from dp_ray.text import counted
 
 
-def plan_of(
-    job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = (), blocks: Iterable[PlacedBlock] = ()
-) -> Plan:
+def plan_of(job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = ()) -> costs.Plan:
     """Return the plan of a job over datasets of these lengths, by key: `dataset`, and in a training `eval.dataset`.
 
     Raises DataError if no step is left, and JobError if workers without rows would deadlock SyncBatchNorm.
     """
     split = split_of(job, rows["dataset"])
     _check(job, split)
-    about = [*remarks(split, job.max_workers)]
+    about = [*costs.remarks(split, job.max_workers)]
     if job.finds_shards:
-        about.append(what_auto_does(split.largest_batch, job.max_workers))
+        about.append(costs.what_auto_does(split.largest_batch, job.max_workers))
     if job.skipped:
         about.append(f"skip: {counted(len(job.skipped), 'sample')} of the dataset left out, in each epoch")
     if job.task == "train" and isinstance(job.scheduler, Scheduler):
         # A scheduler of torch's may state a length that is not the training's.
         name = job.scheduler.label.partition(":")[2] if job.scheduler.is_torchs else ""
-        num = num_scheduled(split, job.scheduler.per)
-        mismatch = ends_elsewhere(name, job.scheduler.args, num, job.scheduler.per, job.epochs)
+        num = costs.num_scheduled(split, job.scheduler.per)
+        mismatch = costs.ends_elsewhere(name, job.scheduler.args, num, job.scheduler.per, job.epochs)
         about += [mismatch] if mismatch else []
-    return Plan(
+    return costs.Plan(
         split=split,
         min_workers=job.min_workers,
         max_workers=job.max_workers,
         evaluations=evaluations_of(job, rows["eval.dataset"]) if has_evaluations(job) else None,
         checkpoints=checkpoints_of(job) if job.task == "train" else None,
-        blocks=tuple(blocks),
         remarks=(*about, *more_remarks),
     )
 
@@ -63,7 +48,7 @@ def with_schedule(job: Job, split: Split) -> Job:
     """Return the job, its scheduler with the length of this training in place of `auto`."""
     if not isinstance(job.scheduler, Scheduler) or not job.scheduler.is_planned:
         return job
-    length = max(1, num_scheduled(split, job.scheduler.per))
+    length = max(1, costs.num_scheduled(split, job.scheduler.per))
     return job.model_copy(update={"scheduler": job.scheduler.planned(length)})
 
 
@@ -72,27 +57,27 @@ def has_evaluations(job: Job) -> bool:
     return job.task == "train" and job.eval is not None
 
 
-def evaluations_of(job: Job, rows: int) -> Evaluations:
+def evaluations_of(job: Job, rows: int) -> costs.Evaluations:
     """Return the evaluations of a training whose `eval.dataset` has `rows` samples."""
     assert job.eval is not None
     each = job.eval.every_epochs or (None if job.eval.every_steps else 1)
     split = Split(rows, job.over_eval().batch_size, job.num_shards)
-    return Evaluations(split, Due(job.eval.every_steps, each))
+    return costs.Evaluations(split, costs.Due(job.eval.every_steps, each))
 
 
-def checkpoints_of(job: Job) -> Checkpoints:
+def checkpoints_of(job: Job) -> costs.Checkpoints:
     """Return when a training writes checkpoints: by default at the end of each epoch, and more by the clock."""
     when = job.checkpoint
     is_auto = when.every_seconds == "auto" and when.every_steps is None
-    due = Due(when.every_steps, 1 if is_auto else None)
-    return Checkpoints(due, when.keep, when.every_seconds, when.best.metric if when.best else None)
+    due = costs.Due(when.every_steps, 1 if is_auto else None)
+    return costs.Checkpoints(due, when.keep, when.every_seconds, when.best.metric if when.best else None)
 
 
 def _check(job: Job, split: Split) -> None:
     """Raise JobError or DataError if the job and the length of its dataset do not fit together."""
     try:
         if job.profile is not None:
-            profiled_of(job.profile, split.total_steps)
+            costs.profiled_of(job.profile, split.total_steps)
     except ValueError as error:
         raise JobError(f"profile: {error}") from None
     if job.skipped:
@@ -117,9 +102,9 @@ def _check_scheduler(job: Job, split: Split) -> None:
     """Raise JobError if the scheduler ends before the training: one that is stepped further raises an error."""
     if not isinstance(job.scheduler, Scheduler) or split.steps == 0:
         return
-    most, needed = job.scheduler.most_steps, num_scheduled(split, job.scheduler.per)
+    most, needed = job.scheduler.most_steps, costs.num_scheduled(split, job.scheduler.per)
     if most is not None and most < needed:
-        raise JobError(too_short(most, needed, job.scheduler.per))
+        raise JobError(costs.too_short(most, needed, job.scheduler.per))
     warmup = job.scheduler.args.get("warmup") if job.scheduler.label == Scheduler.SHAPED else None
     if job.task == "train" and isinstance(warmup, int) and warmup >= needed:
         raise JobError(

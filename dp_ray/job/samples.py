@@ -89,6 +89,7 @@ class ReadRequest(NamedTuple):
     ahead: Sequence[int] = ()
 
 
+@dataclasses.dataclass(eq=False)
 class IndexLists:
     """The batch sampler of a worker's DataLoader: one ReadRequest for each piece that it collates.
 
@@ -97,15 +98,9 @@ class IndexLists:
     `look_ahead`, if there is one, gives for the pieces the blocks to read ahead with each.
     """
 
-    def __init__(
-        self,
-        order: Order | BlockOrder,
-        pieces: Callable[[], Iterator[Shard]],
-        look_ahead: Callable[[Iterator[Shard]], Iterator[Sequence[int]]] | None = None,
-    ) -> None:
-        self.order = order
-        self.pieces = pieces
-        self.look_ahead = look_ahead
+    order: Order | BlockOrder
+    pieces: Callable[[], Iterator[Shard]]
+    look_ahead: Callable[[Iterator[Shard]], Iterator[Sequence[int]]] | None = None
 
     def __iter__(self) -> Iterator[ReadRequest]:
         order = self.order

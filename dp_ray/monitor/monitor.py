@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -162,6 +163,8 @@ class Monitor:
                 if self.attempts.is_current(attempt):
                     self._hangs.watchdog.take(message)
             case Interrupted(ranks=ranks):
+                # If NCCL or the user has ended a worker that was late, why is known only from what it told before.
+                message = replace(message, what=message.what + self._hangs.watchdog.found)
                 lost, hung = self.attempts.workers(ranks), self._hangs.end(ranks)
                 self.attempts.interrupt()
                 self.failed = None  # the next attempt may succeed

@@ -210,9 +210,8 @@ class Done:
         spans = self._steps.get(piece.shard)
         if not spans:
             return False
-        before = (
-            bisect_right(spans, (piece.step, float("inf"))) - 1
-        )  # the last span that begins at or before the step
+        # The last span that begins at or before the step.
+        before = bisect_right(spans, (piece.step, float("inf"))) - 1
         return before >= 0 and piece.step < spans[before][1]
 
     def through(self, shards: Iterable[int]) -> int:

@@ -11,6 +11,8 @@ alone.
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import TypeVar
 
+from dp_ray.plan.split import worker_shards
+
 Node = tuple[int, int]
 T = TypeVar("T")
 
@@ -37,6 +39,12 @@ def nodes(shards: range, node: Node) -> list[Node]:
         return [node]
     left, right = halves(node)
     return nodes(shards, left) + nodes(shards, right)
+
+
+def nodes_by_rank(shards: int, workers: int, filled: int) -> list[list[Node]]:
+    """Return each worker's nodes that have rows, where the first `filled` of the shards have some."""
+    own = [worker_shards(shards, workers, rank) for rank in range(workers)]
+    return [[node for node in nodes(one, (0, shards)) if node[0] < filled] for one in own]
 
 
 def fold(held: Mapping[Node, T], node: Node, add: Callable[[T, T], T]) -> T | None:

@@ -179,7 +179,8 @@ class CheckpointWriter:
         self._keep = keep
         self._world = sharers or World()
         # Two groups of sharers: the thread's collectives must not mix with the loop's.
-        self._votes, self._commits = (None, None) if sharers is None else (new_group("gloo"), new_group("gloo"))
+        self._votes: Any = None if sharers is None else new_group("gloo")
+        self._commits: Any = None if sharers is None else new_group("gloo")
         if sharers is not None and sharers.rank == 0:
             for folder in (checkpoints, checkpoints.child(PIECES)):
                 folder.create()

@@ -34,6 +34,7 @@ BEFORE_RETRY = "before-retry.json"  # the result of a prediction that is retried
 SHAPES = "shapes.parquet"
 SWEEP = "sweep.json"  # in the directory of a sweep: its definition and its trials
 CHECKPOINTS = "checkpoints"  # the folder of a training's checkpoints
+FLIGHT_RECORDER = "flight_recorder"  # the folder of the collectives of attempts that hung
 NAME = re.compile(r"step-(\d+)\.safetensors")  # of a checkpoint
 
 
@@ -54,7 +55,7 @@ TRACES = frozenset(
     (
         *("run.json", "result.json", "about.json", "report.html", "story.json", "progress.json", "attempt.json"),
         *("lease.json", "stop.json", "init_from.json", "init_from", "previews", "shapes.parquet", "reports", "times"),
-        *("recent.parquet", "tensorboard", "trackers", "files", "reference-of-dataset.json"),
+        *("flight_recorder", "recent.parquet", "tensorboard", "trackers", "files", "reference-of-dataset.json"),
         *("reference-of-eval.dataset.json",),
     )
 )

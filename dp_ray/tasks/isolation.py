@@ -27,7 +27,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as executor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from typing import Any, NamedTuple
@@ -83,19 +82,10 @@ class NotRestored(Exception):
     """Settings have another value than before, and torch has no way back."""
 
 
-@dataclass(frozen=True)
-class Belongings:
-    """The child processes, threads and open files of a process, which can remain after a job."""
-
-    children: frozenset[psutil.Process]
-    threads: frozenset[threading.Thread]
-    files: frozenset[str]
-
-
 @contextmanager
 def isolated() -> Iterator[list[str]]:
     """Restore this process after the block; the list that it yields then names what remains."""
-    before = Belongings(frozenset(_children()), frozenset(threading.enumerate()), frozenset(_open_files()))
+    children, threads, files = _children(), threading.enumerate(), _open_files()
     restorers = {name: restored() for name, restored in RESTORED.items()}
     for restorer in restorers.values():
         next(restorer)
@@ -110,16 +100,15 @@ def isolated() -> Iterator[list[str]]:
                 remains.append(f"{name}: {error}")
             except Exception:  # user code may have broken anything
                 remains.append(name)
-        _end_processes(before)
+        _end_processes([child for child in _children() if child not in children])
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # what was compiled holds the models
         free_memory()
-        remains += _remains(before)
+        remains += _remains([one for one in threading.enumerate() if one not in threads], files)
 
 
-def _end_processes(before: Belongings) -> None:
+def _end_processes(started: list[psutil.Process]) -> None:
     """End the processes that the job started; Python starts its server of forked processes again if it is needed."""
-    started = [child for child in _children() if child not in before.children]
     server: Any = forkserver._forkserver
     for child in started:
         if child.pid == getattr(server, "_forkserver_pid", None):
@@ -143,15 +132,15 @@ def _children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child.pid != tracker]
 
 
-def _remains(before: Belongings) -> list[str]:
+def _remains(started: list[threading.Thread], files_before: set[str]) -> list[str]:
     """Name what there is now and was not before: threads that do not end soon, and open files."""
-    threads = [one for one in threading.enumerate() if one not in before.threads and not _is_foreign(one)]
+    threads = [one for one in started if not _is_foreign(one)]
     until = time.monotonic() + END_SECONDS
     for one in threads:
         one.join(max(0.0, until - time.monotonic()))
     return [
         *(f"the thread {one.name!r}" for one in threads if one.is_alive()),
-        *(f"the open file {name}" for name in sorted(_open_files() - before.files)),
+        *(f"the open file {name}" for name in sorted(_open_files() - files_before)),
     ]
 
 

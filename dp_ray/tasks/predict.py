@@ -59,6 +59,7 @@ def predict_outputs(context: Context) -> None:
             PartWriter(parts, plan.agree, recorder.keep, context.notify) as writer,
         ):
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, context.notify)
+            control.runs_on(times.clock)
             prediction = Prediction(
                 job, world.device, work, times.clock, placement.forwards(), placement.counts_flops
             )

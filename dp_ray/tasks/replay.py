@@ -298,18 +298,8 @@ def _run_steps_before(
     say(f"from the state after {counted(state.step, 'step')}: {counted(wanted - state.step, 'step')} to run again")
     times = StepTimes()
     until = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step)
-    loop = TrainingLoop(
-        context=Context(job, world, run, send=lambda _: None, control=ProgressLines(wanted, say)),
-        trainer=trainer,
-        split=split,
-        train_state=state,
-        evaluator=RecordedEvaluations(history),
-        early_stopping=None,
-        hooks=None,
-        checkpointer=None,
-        times=times,
-        profiler=None,
-    )
+    alone = Context(job, world, run, send=lambda _: None, control=ProgressLines(wanted, say))
+    loop = TrainingLoop(alone, trainer, split, state, RecordedEvaluations(history), times)
     with (
         closing(load_steps(Source(job, dataset), until, world.device, quarantine, times=times)) as steps,
         Recorder(world, lambda _: None) as recorder,
@@ -328,6 +318,8 @@ def _replayed(
         for one, losses in findings.rows
         for at, (sample, position) in enumerate(zip(one.indices.tolist(), one.shard.positions, strict=True))
     ]
+    # NaN first, then infinities and numbers downwards, then what is not known.
+    rows.sort(key=lambda row: (2, 0.0) if row.loss is None else (0, 0.0) if math.isnan(row.loss) else (1, -row.loss))
     return Replayed(
         run_dir=str(run),
         step=choice.step,
@@ -340,15 +332,7 @@ def _replayed(
         loss=loss,
         history_loss=history.row(choice.step).get("loss"),
         row_losses="; ".join(dict.fromkeys(losses.how for _, losses in findings.rows)),
-        # By their losses: NaN, then infinities and numbers downwards, then what is not known.
-        rows=tuple(
-            sorted(
-                rows,
-                key=lambda row: (
-                    (2, 0.0) if row.loss is None else (0, 0.0) if math.isnan(row.loss) else (1, -row.loss)
-                ),
-            )
-        ),
+        rows=tuple(rows),
         weights=findings.weights,
         batch=findings.batch,
         output=_described(findings.output),

@@ -18,7 +18,7 @@ from dp_ray.engine.world import World, error_of, failed_in_group
 from dp_ray.job.job import Job
 from dp_ray.messages import Send
 from dp_ray.storage import Storage
-from dp_ray.system.process import environment
+from dp_ray.system.process import environment, patched
 from dp_ray.tasks.evaluate import evaluate
 from dp_ray.tasks.find_shards import find_shards
 from dp_ray.tasks.predict import predict_outputs
@@ -90,24 +90,20 @@ def deterministic(job: Job) -> Iterator[None]:
         yield
         return
     threads, algorithms = torch.get_num_threads(), deterministic_algorithms()
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    benchmarks = torch.backends.cudnn.benchmark
     torch.set_num_threads(max(1, int(job.cpus_per_worker)))
     use_deterministic_algorithms(True)
-    # Filled memory only shows reads of what was never written; it costs a pass over each new tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with environment({SWITCH: "1"}):
+        with (
+            environment({SWITCH: "1"}),
+            # Filled memory only shows reads of what was never written; it costs a pass over each new tensor.
+            patched(torch.utils.deterministic, fill_uninitialized_memory=False),
+            patched(torch.backends.cudnn, benchmark=False),
+            patched(torch.backends.mha, _is_fastpath_enabled=False),
+        ):
             yield
     finally:
         torch.set_num_threads(threads)
         use_deterministic_algorithms(*algorithms)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = benchmarks
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextmanager

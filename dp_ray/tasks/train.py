@@ -55,6 +55,7 @@ def train(context: Context) -> None:
     check_watched(job, states)
     step, times, ahead = build_step(job, world), StepTimes(clock_on(world.device)), OverlappedRead()
     watch = LossWatch(str(run)) if job.stop_on_nan else None
+    control.runs_on(times.clock)
     with closing(Trainer(placement, step, measures, split, times.clock, ahead, watch)) as trainer:
         if trainer.optimizer_step.says_left_out is not None:
             context.notify(trainer.optimizer_step.says_left_out)
@@ -63,7 +64,7 @@ def train(context: Context) -> None:
         train_state = restore(training, trainer)
         trainer.synchronise()
         hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
-        evaluation = Evaluation(job, step, measures, states, world.device, forwards=placement.forwards())
+        evaluation = Evaluation(job, step, measures, states, world.device, placement.forwards())
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(context, "dataset", dataset))
         stopping = EarlyStopping.of(job, train_state)
@@ -80,7 +81,7 @@ def train(context: Context) -> None:
             evaluator = None if job.eval is None else Evaluator(context, trainer, evaluation)
             tracing = profiler if profiler.is_wanted else None
             loop = TrainingLoop(
-                context, trainer, split, train_state, evaluator, stopping, hooks, checkpointer, times, tracing
+                context, trainer, split, train_state, evaluator, times, stopping, hooks, checkpointer, tracing
             )
             on_shard = shape_reporter(recorder, probe)
             on_shard = with_loss_check(job, start, world, on_shard, context.notify)
@@ -227,20 +228,16 @@ class TrainingLoop:
     split: Split
     train_state: TrainState
     evaluator: Evaluates | None
-    early_stopping: EarlyStopping | None
-    hooks: Hooks | None
-    checkpointer: PieceKeeper | None
     times: StepTimes
-    profiler: StepProfiler | None
+    early_stopping: EarlyStopping | None = None
+    hooks: Hooks | None = None
+    checkpointer: PieceKeeper | None = None
+    profiler: StepProfiler | None = None
 
     def run(self, steps: Iterator[LoadedStep], start: int, end: int, recorder: Recorder, on_shard: OnShard) -> None:
         """Run the steps from `start` to before `end`, or to the one after which all workers stop; keep the state."""
-        trainer, control, clock, checkpointer = (
-            self.trainer,
-            self.context.control,
-            self.times.clock,
-            self.checkpointer,
-        )
+        trainer, checkpointer = self.trainer, self.checkpointer
+        control, clock = self.context.control, self.times.clock
         is_alone = self.context.world.world_size == 1  # it stops as soon as it is asked; several agree on a step
         self.times.begin()
         for step in range(start, end):

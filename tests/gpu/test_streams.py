@@ -2,6 +2,10 @@
 
 import gc
 import itertools
+import re
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -19,18 +23,19 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.engine import loading
 from dp_ray.engine.buffers import EARLY
-from dp_ray.engine.clock import Part, StepClock, TimedStep, clock_on
+from dp_ray.engine.clock import DevicePlace, Part, StepClock, TimedStep, clock_on
 from dp_ray.engine.loading import LoadedShard, on_device
 from dp_ray.engine.model import free_memory
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.trainer import Trainer
-from dp_ray.engine.votes import LossWatch, NotFinite, StopVote
-from dp_ray.engine.world import TIMEOUT, World, form_group, new_group
+from dp_ray.engine.votes import LAG, Lagged, LossWatch, NotFinite
+from dp_ray.engine.world import TIMEOUT, Collective, World, form_group, new_group, recorded_collectives
 from dp_ray.job.plan import split_of
 from dp_ray.messages import Measured
 from dp_ray.plan.split import Shard, Split, Work
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support.builders import ddp_reduction_of, steps_of, trainer_of
+from tests.support.cluster import ROOT
 from tests.support.group import history_of
 from tests.support.training import Pairs
 
@@ -193,13 +198,13 @@ def no_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-STEPS = 16
+UNWAITED = 16
 
 
 @pytest.mark.parametrize("keys", [{}, {"bitwise": True}, {"grad_clip": 1.0}, {"precision": "bf16"}])
 def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> None:
     made, loaded, split = small_trainer(cuda, **keys)
-    work = itertools.islice(Work(split, 1, 0), STEPS)
+    work = itertools.islice(Work(split, 1, 0), UNWAITED)
     early, others = itertools.islice(work, EARLY), work  # in early steps the parameters are compared on the CPU
     for step, _ in early:
         made.step(step, loaded, lambda *_: None)
@@ -208,20 +213,20 @@ def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> 
             made.step(step, loaded, lambda *_: None)
         with pytest.raises(RuntimeError, match="synchron"):
             torch.ones((), device=cuda).item()
-    assert step == STEPS - 1
+    assert step == UNWAITED - 1
 
 
 def test_the_watch_over_losses_lags_on_a_gpu_and_names_the_step(cuda: torch.device) -> None:
     watch, numbers = LossWatch("run"), torch.tensor([1.0, float("nan")], device=cuda)
     with no_waits():
-        for step in range(3, 3 + StopVote.LAG):
+        for step in range(3, 3 + LAG):
             watch.take(step, numbers[int(step >= 4)])
             watch.check()
     assert not watch.is_finite(), "where a checkpoint is due, it waits for the GPU and knows"
-    for step in range(3 + StopVote.LAG, 4 + StopVote.LAG):
+    for step in range(3 + LAG, 4 + LAG):
         watch.check()
         watch.take(step, numbers[0])
-    watch.take(4 + StopVote.LAG, numbers[0])
+    watch.take(4 + LAG, numbers[0])
     with pytest.raises(NotFinite, match="step 4: the loss is nan"):
         watch.check()
     late = LossWatch("run")
@@ -232,14 +237,14 @@ def test_the_watch_over_losses_lags_on_a_gpu_and_names_the_step(cuda: torch.devi
 
 
 def test_the_stop_vote_lags_on_a_gpu_and_waits_for_no_later_step(cuda: torch.device) -> None:
-    vote = StopVote()
+    votes = Lagged()
     for step in range(40):
         asked = step >= 20
-        assert vote.stops(torch.full((), float(asked), device=cuda)) == (step - StopVote.LAG >= 20)
+        assert bool(votes.take(torch.full((), float(asked), device=cuda))) == (step - LAG >= 20)
     ahead: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]  # half a second of the GPU, behind which this step stands
     ahead.record()
-    vote.stops(torch.ones((), device=cuda))
+    votes.take(torch.ones((), device=cuda))
     assert not ahead.query(), "the vote of this step was waited for"
 
 
@@ -291,6 +296,58 @@ def test_the_parts_of_steps_are_read_without_waiting_for_the_device(device: torc
     assert [one.step for one in timed] == list(range(50))
     assert 0.3 * seconds < sum(sum(one.seconds) for one in timed) <= 1.05 * seconds
     assert all(one.seconds[Part.FORWARD] > 0 and one.seconds[Part.BACKWARD] > 0 for one in timed)
+
+
+def test_a_hung_kernel_is_seen_from_another_thread_and_waited_for_by_nobody(cuda: torch.device) -> None:
+    clock, found = clock_on(cuda), list[Any]()
+    clock.end_step(0, 4)
+    torch.cuda.synchronize(cuda)
+    assert clock.place() == DevicePlace(0, Part.OTHER)
+    clock.enter(Part.FORWARD)
+    torch.cuda._sleep(4 * 10**9)  # type: ignore[no-untyped-call]  # some two seconds
+    clock.enter(Part.EXCHANGE)
+    clock.end_step(1, 4)
+    with no_waits():
+        asking, began = threading.Thread(target=lambda: found.append(clock.place())), time.perf_counter()
+        asking.start()
+        asking.join()
+    assert time.perf_counter() - began < 0.5
+    assert found == [DevicePlace(0, Part.FORWARD)]
+    torch.cuda.synchronize(cuda)
+    assert clock.place() == DevicePlace(1, Part.OTHER)
+
+
+ASSERTS = """
+import torch
+from dp_ray.engine.clock import Part, clock_on
+clock = clock_on(torch.device("cuda:0"))
+clock.end_step(0, 4)
+torch.cuda.synchronize()
+clock.enter(Part.FORWARD)
+torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")]
+try:
+    torch.cuda.synchronize()
+except RuntimeError:
+    print(clock.place())
+"""
+
+
+def test_a_gpu_that_has_failed_says_what_it_raises(cuda: torch.device) -> None:
+    """In a process of its own: it runs nothing any more."""
+    done = subprocess.run([sys.executable, "-c", ASSERTS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert re.match(r"raises CUDA error: device-side assert", done.stdout), done.stderr[-3000:]
+
+
+def test_the_flight_recorder_has_a_groups_last_collective(device: torch.device, group_of_one: None) -> None:
+    dist.all_reduce(torch.ones(3, 2, device=device))
+    group = "nccl 0 default_pg" if device.type == "cuda" else "gloo 0 default_pg"
+    end = time.monotonic() + 30
+    while time.monotonic() < end:  # NCCL's own thread looks now and then at what is over
+        found = next(one for one in recorded_collectives()[1] if one.group == group)
+        if found.state == "over":
+            break
+        time.sleep(0.1)
+    assert found == Collective(group, found.number, "all_reduce", "[3, 2]", "over")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.nets import Gpt, Texts
-from dp_ray.engine.votes import StepControl, StopVote
+from dp_ray.engine.votes import LAG, StepControl
 from dp_ray.plan.order import Order
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, plain_training, run_here
 from tests.support import training
@@ -134,7 +134,7 @@ def test_all_processes_stop_after_the_same_step_and_go_on_to_the_same_end(
     job = job_on(device, **MLP, bitwise=True, shards=3, workers=processes, epochs=4)
     run_group(job, tmp_path / "whole")
     run_group(job, tmp_path / "stopped", Asks(20))
-    lag = StopVote.LAG if device.type == "cuda" and processes > 1 else 0
+    lag = LAG if device.type == "cuda" and processes > 1 else 0
     assert len(history_of(tmp_path / "stopped")) == 20 + 1 + lag
     run_group(job, tmp_path / "stopped")
     assert bits(tmp_path / "stopped") == bits(tmp_path / "whole")

@@ -107,6 +107,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "loader": {"model": PARTLY, "loader": {"processes": 1, "context": "forkserver"}},
     "long": {"model": PARTLY, "batch_size": 1, "shards": 1, "max_steps": 20},
     "kept": {"checkpoint": {"every_steps": 2}},
+    "hung": {"model": {"target": "tests.sim.hanging:Hanging"}, "batch_size": 2, "shards": 2, "max_steps": 30},
     "paused": {"model": wide(pauses=True), "bitwise": True, "shards": 8, "max_steps": 2},
 }
 # Autocast takes other kernels to half precision on a GPU than on a CPU.

@@ -11,7 +11,8 @@ import torch
 class Mutant(NamedTuple):
     """A call that is left out: `owner.method` where the function `caller` of the module calls it.
 
-    `shows` is what the report then says: a race of these words, `garbage` in a checkpoint, or `stopped`.
+    `shows` is what the report then says: a race of these words, `garbage` in a checkpoint, or `ended`: by a vote or a
+    number that nobody gave.
     """
 
     module: str
@@ -28,8 +29,8 @@ MUTANTS = {
     "the loader's copy is not noted": Mutant("engine.loading", "_copied_ahead", "record_event", "ddp", 1, RACE),
     "a batch waits for no copy": Mutant("engine.loading", "_wait_for", "wait_event", "ddp", 1, RACE),
     "a batch may be freed": Mutant("engine.loading", "_wait_for", "record_stream", "ddp", 1, REUSE),
-    "a vote's copy is not noted": Mutant("engine.world", "__init__", "record", "long", 1, "stopped"),
-    "a vote is read too early": Mutant("engine.world", "wait", "synchronize", "long", 1, "stopped"),
+    "a vote's copy is not noted": Mutant("engine.world", "__init__", "record", "long", 1, "ended"),
+    "a vote is read too early": Mutant("engine.world", "wait", "synchronize", "long", 1, "ended"),
     "outputs are copied too early": Mutant("engine.world", "__init__", "wait_stream", "predict", 1, RACE),
     "outputs may be freed": Mutant("engine.world", "__init__", "record_stream", "predict", 1, REUSE),
     "a checkpoint waits for no copy": Mutant("rundir.checkpoint", "_stage", "synchronize", "kept", 1, "garbage"),

@@ -14,12 +14,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.engine.model import free_memory
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, form_group
-from dp_ray.errors import Error
 from dp_ray.messages import Measured
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
-from tests.sim import jobs, mutants
+from tests.sim import hanging, jobs, mutants
 from tests.support import simgpu, training
 from tests.support.trainings import initial
 
@@ -42,6 +41,7 @@ class Plan(NamedTuple):
     ports: list[int]
     jobs: list[str]
     mutants: list[str]
+    hangs: bool = False  # instead of all others, the job `hung`
 
 
 def run_plan(plan: Plan, rank: int) -> None:
@@ -51,6 +51,11 @@ def run_plan(plan: Plan, rank: int) -> None:
     """
     torch.set_num_threads(1)
     own = [rank * 2, rank * 2 + 1]
+    if plan.hangs:
+        torch.cuda.set_device(own[0])
+        with group("nccl", plan, rank):
+            control = hanging.Watched(rank, Path(plan.folder, f"told.{rank}.json"))
+            run(plan, rank, "gpu", "hung", [f"cuda:{own[0]}"], control=control)
     with group("gloo", plan, rank):
         for name in plan.jobs:
             run(plan, rank, "cpu", name, ["cpu"] * jobs.num_devices(name))
@@ -76,7 +81,15 @@ def group(backend: str, plan: Plan, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run(plan: Plan, rank: int, kind: str, name: str, devices: list[str], mutant: str | None = None) -> None:
+def run(
+    plan: Plan,
+    rank: int,
+    kind: str,
+    name: str,
+    devices: list[str],
+    mutant: str | None = None,
+    control: StepControl | None = None,
+) -> None:
     """Run a job, and write what was seen of it."""
     size, where = plan.size, Path(plan.folder) / kind / name
     storage = Storage(str(where))
@@ -88,8 +101,8 @@ def run(plan: Plan, rank: int, kind: str, name: str, devices: list[str], mutant:
     with mutants.applied(mutant):
         world = World(rank, size, rank, 0, "host", there[0], there)
         try:
-            run_task(jobs.job(name, size, devices), world, storage, sent.append, counting)
-        except Error as error:  # alone: other workers would wait
+            run_task(jobs.job(name, size, devices), world, storage, sent.append, control or counting)
+        except Exception as error:  # alone: other workers would wait
             if mutant is None or size > 1:
                 raise
             ended = str(error)

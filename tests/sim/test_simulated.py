@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -14,9 +15,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.engine.buffers import EARLY
-from tests.sim.conftest import Set
+from dp_ray.engine.clock import DevicePlace, Part
+from dp_ray.engine.world import World
+from dp_ray.messages import Beat, WorkerReady
+from dp_ray.monitor.watchdog import Watchdog
+from tests.sim.conftest import Set, begin
+from tests.sim.hanging import HUNG, STEP, told
 from tests.sim.jobs import JOBS, NOT_BITWISE, OTHER_KERNELS, num_devices
 from tests.sim.mutants import METHODS, MUTANTS, NO_ORDER
 from tests.support.cluster import ROOT
@@ -29,7 +36,9 @@ with_each_job = pytest.mark.parametrize("name", JOBS)
 is_training = {"loader": True} | {name: keys.get("task", "train") == "train" for name, keys in JOBS.items()}
 TRAININGS = [name for name in JOBS if is_training[name]]
 # Host waits of a step: "unused" asks the other workers; fp16's scaler reads whether there were infinities.
-MOST_WAITS = {"unused": 1, "unused bitwise": 1, "fp16": 1, "fsdp fp16": 1}
+# For the vote of three steps before, which a GPU has computed long since if it keeps up; for fp16's scaler instead.
+WAITS = 1
+MOST_WAITS = {"unused": 2, "unused bitwise": 2}
 # What a step of one shard launches more than plain torch, which waits for its two copies to the GPU.
 MORE = {"kernels": 11, "copies": 1, "host waits": -2}
 
@@ -103,7 +112,7 @@ def test_a_worker_opens_no_context_on_anothers_gpu(set_of: Sets, size: int, name
 @pytest.mark.parametrize("name", TRAININGS)
 def test_the_host_waits_for_no_step(set_of: Sets, size: int, name: str) -> None:
     for report in set_of(size).reports("gpu", name):
-        assert usual_step(report)["host waits"] <= MOST_WAITS.get(name, 0)
+        assert usual_step(report)["host waits"] <= MOST_WAITS.get(name, WAITS)
 
 
 def test_a_step_launches_what_plain_torch_launches_and_little_more(set_of: Sets) -> None:
@@ -123,8 +132,8 @@ def usual_step(report: dict[str, Any]) -> dict[str, int]:
 def test_a_wait_that_is_left_out_shows(set_of: Sets, name: str) -> None:
     mutant = MUTANTS[name]
     reports = set_of(mutant.size).reports(name, mutant.job)
-    if mutant.shows == "stopped":
-        assert reports[0]["ended"] == "stopped as it was asked"
+    if mutant.shows == "ended":
+        assert reports[0]["ended"] != "well"
     elif mutant.shows == "garbage":
         assert reports[0]["garbage"]
     else:
@@ -147,6 +156,24 @@ def test_each_wait_of_the_code_has_a_mutant() -> None:
 
 def is_of_a_stream(call: ast.Attribute) -> bool:
     return call.attr in METHODS and not (isinstance(call.value, ast.Name) and call.value.id == "self")
+
+
+def test_a_hung_kernel_is_told_from_the_gpu_that_waits_for_it(library: Path, tmp_path: Path) -> None:
+    """Both loops wait for their GPU some steps further on; what they wait in does not tell the cause."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    plan = {"folder": str(tmp_path), "size": 2, "ports": [0, store.port], "jobs": [], "mutants": [], "hangs": True}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    processes = [begin("tests.sim", str(library), str(tmp_path / "plan.json"), str(rank)) for rank in range(2)]
+    assert [process.wait(300) for process in processes] == [0, 0]
+    places, waits, steps = zip(*(told(tmp_path / f"told.{rank}.json") for rank in range(2)), strict=True)
+    assert places == (DevicePlace(STEP - 1, Part.EXCHANGE), DevicePlace(STEP - 1, Part.FORWARD))
+    assert min(steps) > STEP
+    dog = Watchdog(1.0, [WorkerReady("a", World(rank, 2), 0, ()) for rank in range(2)])
+    for rank in range(2):
+        dog.take(Beat("a", rank, steps[rank], 9.0, "stack", waits[rank], places[rank]))
+    hang = dog.hang()
+    assert hang is not None
+    assert hang.ranks == (HUNG,)
 
 
 # What of tests/gpu needs CUDA and neither time, Triton nor a program of its own; the rest runs on the CPU.

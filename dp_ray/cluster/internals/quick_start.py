@@ -138,10 +138,7 @@ def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None
     """
     import ray
 
-    with (
-        _without_needless_processes(logs) if is_quick() else nullcontext(),
-        workers_forked_by(fork_server),
-    ):
+    with _without_needless_processes(logs) if is_quick() else nullcontext(), workers_forked_by(fork_server):
         ray.init(
             "local",
             num_cpus=num_cpus,

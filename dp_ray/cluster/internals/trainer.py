@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,6 +14,7 @@ from dp_ray.cluster.internals.core import label_of, put_apart
 from dp_ray.cluster.internals.train import OwnController, WorkerRestarts, WorkerScaling, WorkersStart
 from dp_ray.cluster.internals.variables import WARN_BLOCKING
 from dp_ray.system.imports import postponed
+from dp_ray.system.process import patched
 
 with postponed("ray.data", "pandas"):
     from ray.train.torch import TorchTrainer
@@ -69,12 +70,8 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
         """Add our callback, and drop those that start a needless process: together two seconds of each run."""
-        rays_own = data_parallel_trainer.DatasetsCallback
-        data_parallel_trainer.DatasetsCallback = _NoDatasets
-        try:
+        with patched(data_parallel_trainer, DatasetsCallback=_NoDatasets):
             made = super()._create_default_callbacks()
-        finally:
-            data_parallel_trainer.DatasetsCallback = rays_own
         return [self._on_start, *(one for one in made if type(one) not in self._unneeded)]
 
     def start(self) -> None:
@@ -95,7 +92,7 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         make = functools.partial(OwnController, takes_idle)
         self._controller = actor.remote(variables, [put_apart((make, {**given, **self._policies}))])
         self._ended = self._controller.run.remote().future()
-        return _Begun()
+        return SimpleNamespace(error=None)  # `fit` looks for an error in it
 
     @property
     def has_ended(self) -> bool:
@@ -131,10 +128,3 @@ class _NoDatasets:
 
     def __init__(self, **_: Any) -> None:
         pass
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """The result that `fit` gets from a controller that has begun: it looks for an error there."""
-
-    error: None = None

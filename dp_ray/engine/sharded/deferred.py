@@ -34,59 +34,6 @@ class CannotDefer(Exception):
     """An action of a constructor that cannot be recorded."""
 
 
-@dataclass
-class Failures:
-    """The first error in a recording: the constructor, or torch, may catch it and go on another way.
-
-    Without `exact`, a recording need only have the right sizes and types, and not the numbers.
-    """
-
-    exact: bool
-    first: Exception | None = None
-
-    def refuse(self, reason: str) -> None:
-        """Raise CannotDefer, because of the numbers."""
-        if self.exact:
-            raise CannotDefer(reason)
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note what the block raises."""
-        try:
-            yield
-        except Exception as error:
-            self.first = self.first or error
-            raise
-
-
-class RandomState:
-    """The state of torch's random numbers, to see whether others than the recorded operations draw or set them.
-
-    The recording draws a number for each operation that will. So a state that was kept before it is another.
-    """
-
-    def __init__(self, failures: Failures) -> None:
-        self._failures = failures
-        self._first = self._expected = torch.default_generator.get_state()
-
-    def drawn(self) -> None:
-        """Note a draw. Raises CannotDefer if the state is not that of the last draw."""
-        with plainly():
-            self.check()
-            torch.rand(())
-            self._expected = torch.default_generator.get_state()
-
-    def check(self) -> None:
-        """Raise CannotDefer if the state is not that of the last draw."""
-        with plainly():
-            if not torch.equal(torch.default_generator.get_state(), self._expected):
-                self._failures.refuse("it seeds or sets torch's random numbers, or draws them in a thread")
-
-    def restore(self) -> None:
-        """Go back to the state before the recording."""
-        torch.default_generator.set_state(self._first)
-
-
 @dataclass(frozen=True)
 class Ref:
     """A tensor of the recording: a view of the memory number `memory`."""
@@ -124,16 +71,45 @@ class Operation:
 
 @dataclass
 class Recording:
-    """The operations of a constructor, and the bytes of each memory."""
+    """The operations of a constructor, the bytes of each memory, and the first error.
 
+    The constructor, or torch, may catch an error and go on another way. Without `exact`, a recording need only have
+    the right sizes and types, and not the numbers. It draws a number for each operation that will: so it sees by the
+    state of torch's random numbers whether others draw or set them.
+    """
+
+    exact: bool = True
     operations: list[Operation] = field(default_factory=list)
     storages: list[torch.UntypedStorage] = field(default_factory=list)
-    exact: bool = True
+    first_error: Exception | None = None
     _numbers: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.failures = Failures(self.exact)
-        self.random = RandomState(self.failures)
+        self._random = self._drawn = torch.default_generator.get_state()
+
+    def refuse(self, reason: str) -> None:
+        """Raise CannotDefer, because of the numbers."""
+        if self.exact:
+            raise CannotDefer(reason)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what the block raises."""
+        try:
+            yield
+        except Exception as error:
+            self.first_error = self.first_error or error
+            raise
+
+    def check_random(self) -> None:
+        """Raise CannotDefer if the state of the random numbers is not that of the last draw."""
+        with plainly():
+            if not torch.equal(torch.default_generator.get_state(), self._drawn):
+                self.refuse("it seeds or sets torch's random numbers, or draws them in a thread")
+
+    def restore_random(self) -> None:
+        """Go back to the state of the random numbers before the recording."""
+        torch.default_generator.set_state(self._random)
 
     def memory_of(self, tensor: torch.Tensor) -> int:
         """Return the number of a meta tensor's memory; a new one if it was not seen before."""
@@ -146,9 +122,9 @@ class Recording:
     def ref(self, tensor: torch.Tensor) -> Ref:
         """Return what makes the tensor again in `replay`; raise CannotDefer if no operation made its memory."""
         if not self.knows(tensor):
-            self.failures.refuse("it has memory that no recorded operation has made")
+            self.refuse("it has memory that no recorded operation has made")
         if tensor.is_conj() or tensor.is_neg():
-            self.failures.refuse("it keeps a conjugate, or an imaginary part of one, as a view")
+            self.refuse("it keeps a conjugate, or an imaginary part of one, as a view")
         geometry = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
         return Ref(self.memory_of(tensor), tensor.dtype, *geometry)
 
@@ -164,7 +140,10 @@ class Recording:
     def add(self, operation: Operation) -> None:
         """Note an operation that ran."""
         if operation.is_random:
-            self.random.drawn()
+            self.check_random()
+            with plainly():
+                torch.rand(())
+                self._drawn = torch.default_generator.get_state()
         self.operations.append(operation)
 
 
@@ -178,14 +157,14 @@ def record(build: Callable[[], Any], exact: bool = True) -> tuple[Any, Recording
     recording = Recording(exact=exact)
     built = None
     try:
-        with Recorder(recording), AsIfReal(recording.failures), _replaced(recording):
+        with Recorder(recording), AsIfReal(recording), _replaced(recording):
             built = build()
-        recording.random.check()
-        failed = recording.failures.first if exact else None
+        recording.check_random()
+        failed = recording.first_error if exact else None
     except Exception as error:
-        failed = recording.failures.first or error
+        failed = recording.first_error or error
     finally:
-        recording.random.restore()
+        recording.restore_random()
     if failed is not None:
         reason = str(failed) if isinstance(failed, CannotDefer) else f"{type(failed).__name__}: {failed}"
         raise CannotDefer(reason) from failed
@@ -284,13 +263,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with self._recording.failures.noting(), torch._C.DisableTorchFunction():
+        with self._recording.noting(), torch._C.DisableTorchFunction():
             return self._dispatched(function, args, dict(kwargs or {}))
 
     def _dispatched(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
         is_random = torch.Tag.nondeterministic_seeded in function.tags
-        _check_moves(function, tensors, kwargs, self._recording.failures)
+        _check_moves(function, tensors, kwargs, self._recording)
         if not any(map(is_meta, tensors)) and (tensors or _name(function) in AT_ONCE):
             if is_random:
                 raise CannotDefer(f"{function} draws random numbers into a tensor of plain values")
@@ -300,9 +279,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(isinstance(one, torch.Generator) for one in tree_flatten((args, kwargs))[0]):
             raise CannotDefer(f"{function} draws from a generator of its own")
         if not all(map(is_meta, _written(function, args, kwargs, torch.Tensor))):
-            self._recording.failures.refuse(f"{function} writes into a tensor of plain values what is known later")
+            self._recording.refuse(f"{function} writes into a tensor of plain values what is known later")
         if _name(function) == "set_" and not all(map(is_meta, tensors)):
-            self._recording.failures.refuse(f"{function} gives a recorded tensor the memory of plain values")
+            self._recording.refuse(f"{function} gives a recorded tensor the memory of plain values")
         noted = tree_map(self._noted, (args, kwargs))
         takes_device = any(one.name == "device" for one in function._schema.arguments)
         on_meta = {**kwargs, "device": META} if takes_device else kwargs
@@ -314,7 +293,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, torch.device) and value == META:  # of a copy that names its source's device
             return CPU
         if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
-            self._recording.failures.refuse("it uses the storage of a tensor that is made later")
+            self._recording.refuse("it uses the storage of a tensor that is made later")
         if not isinstance(value, torch.Tensor):
             return value
         return self._recording.ref(value) if is_meta(value) else _kept(value)
@@ -349,16 +328,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return first.memory if is_whole and all(one.memory != first.memory for one in others) else None
 
 
-def _check_moves(function: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any], failures: Failures) -> None:
+def _check_moves(function: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any], recording: Recording) -> None:
     """Refuse a move to another device, and for one that copies here and would copy no real tensor."""
     device = kwargs.get("device")
     if device is None:
         return
     if device.type not in ("cpu", "meta"):
-        failures.refuse(f"{function} makes a tensor on {device}")
+        recording.refuse(f"{function} makes a tensor on {device}")
     is_move = _name(function) == "_to_copy" and is_meta(tensors[0]) != (device == META)
     if is_move and kwargs.get("dtype") in (None, tensors[0].dtype):
-        failures.refuse("it moves a tensor to the CPU, where it would be already")
+        recording.refuse("it moves a tensor to the CPU, where it would be already")
 
 
 def _written(function: Any, args: Any, kwargs: Any, kind: type) -> Iterator[Any]:
@@ -416,27 +395,27 @@ _ANSWERS = {
 class AsIfReal(TorchFunctionMode):
     """A mode in which meta tensors say that they are on the CPU: else constructors leave them alone.
 
-    Raises CannotDefer for a question that has no right answer, and notes all errors in `failures`.
+    Raises CannotDefer for a question that has no right answer, and notes all errors in the recording.
     """
 
-    def __init__(self, failures: Failures) -> None:
+    def __init__(self, recording: Recording) -> None:
         super().__init__()
-        self._failures = failures
+        self._recording = recording
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if (answer := _ANSWERS.get(function)) is not None and is_meta(args[0]):
             return answer
-        with self._failures.noting():
+        with self._recording.noting():
             return self._answer(function, args, kwargs or {})
 
     def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = [one for one in (*args, kwargs.get("device")) if isinstance(one, str | torch.device)]
         if any(one in (META, "meta") for one in named):
-            self._failures.refuse("it makes tensors on the meta device itself")
+            self._recording.refuse("it makes tensors on the meta device itself")
         if torch.is_autocast_enabled("cpu"):
-            self._failures.refuse("it computes under autocast")
+            self._recording.refuse("it computes under autocast")
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if function in MOVES:
             return _move(function, args, kwargs)
@@ -444,10 +423,10 @@ class AsIfReal(TorchFunctionMode):
             with plainly() if function is Tensor.__deepcopy__ else nullcontext():
                 return function(*args, **kwargs)
         if function in READS:
-            self._failures.refuse(f"it reads {READS[function]} of a tensor that is made later")
+            self._recording.refuse(f"it reads {READS[function]} of a tensor that is made later")
         if function is Tensor.__deepcopy__:
             if type(first) is not Tensor or not first.is_leaf or first.grad is not None or vars(first):
-                self._failures.refuse("it copies a tensor with a history or with attributes")
+                self._recording.refuse("it copies a tensor with a history or with attributes")
             return _deep_copy(first, *args[1:])
         if function is Tensor.new_tensor:  # torch leaves out the numbers
             return torch.tensor(*args[1:], **{"dtype": first.dtype, **kwargs})
@@ -526,7 +505,7 @@ def _note_rejections(function: Callable[..., Any], recording: Recording) -> Call
     """Note a function as one operation: its steps depend on the numbers that it draws."""
 
     def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with recording.failures.noting():
+        with recording.noting():
             if not is_meta(tensor) or kwargs.get("generator") is not None:
                 raise CannotDefer(f"{function.__name__} of a plain tensor, or with a generator of its own")
             ref = recording.ref(tensor)
@@ -548,8 +527,8 @@ def _refusing(function: Callable[..., Any], recording: Recording, reason: str) -
         if threading.get_ident() == mine and not any(
             isinstance(one, torch.Tensor) and not is_meta(one) for one in args
         ):
-            with recording.failures.noting():
-                recording.failures.refuse(reason)
+            with recording.noting():
+                recording.refuse(reason)
         return function(*args, **kwargs)
 
     return refused

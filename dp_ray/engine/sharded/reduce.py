@@ -16,9 +16,9 @@ from torch import nn
 
 from dp_ray.engine.reduce import GRADIENTS, Gradients, Reduction, Trained, Work, add, zeros_that_add_nothing
 from dp_ray.engine.sharded.state import Sharded
-from dp_ray.engine.world import gathered
+from dp_ray.engine.world import all_gather, gathered
 from dp_ray.plan.split import worker_shards
-from dp_ray.plan.tree import Node, fold, nodes
+from dp_ray.plan.tree import Node, fold, nodes_by_rank
 from dp_ray.system.threads import waiting
 
 
@@ -189,15 +189,7 @@ class TreeShardedReduction(ShardedReduction):
     def _sum_replicated(self, parameters: Sequence[nn.Parameter]) -> None:
         assert self.sums is not None
         held, self.sums.held = self.sums.held, {}
-        size = self._sharded.world.world_size
-        by_rank = [
-            [
-                node
-                for node in nodes(worker_shards(self._shards, size, rank), (0, self._shards))
-                if node[0] < self._filled  # it has rows
-            ]
-            for rank in range(size)
-        ]
+        by_rank = nodes_by_rank(self._shards, self._sharded.world.world_size, self._filled)
         for number, parameter in enumerate(self.sums.parameters):
             if any(parameter is one for one in parameters):
                 sums = {node: [one[number]] for node, one in held.items()}
@@ -214,9 +206,9 @@ class TreeShardedReduction(ShardedReduction):
         rows = [nothing if one is None else _numbers(one) for one in mine]
         rows += [nothing] * (max(map(len, by_rank)) - len(rows))
         sent = torch.stack(rows)
-        received = [torch.empty_like(sent) for _ in by_rank]
+        received = sent.new_empty(len(by_rank), *sent.shape)
         with waiting("the other workers' gradients"):
-            dist.all_gather(received, sent)
+            all_gather(received.view(-1), sent.view(-1))
         sums: dict[Node, Gradients] = {}
         for theirs, got in zip(by_rank, received, strict=True):
             sums.update((node, [row]) for node, row in zip(theirs, got, strict=False))

@@ -16,15 +16,14 @@ from torch import nn, optim
 from dp_ray.engine.buffers import make_room
 from dp_ray.engine.model import advice_on, loaded_of, misfits, other_sizes
 from dp_ray.engine.optimizer import load_optimizer, norm_of_norms, norms_of
-from dp_ray.engine.world import CPU, World
+from dp_ray.engine.world import CPU, World, all_gather
 from dp_ray.errors import ModelError
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import Stored, in_memory, is_sharded, laid_out, local, rows_of
 
-# torch 2.13 renames them, and deprecates the old names.
+# torch 2.13 renames it, and deprecates the old name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -101,7 +100,7 @@ class Gather(Collective):
                     theirs.copy_(input_tensor.view(-1))
             return None
         with waiting(f"the other workers to gather {self._block}, which all must run (strategy: fsdp)"):
-            work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            work: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 
 
@@ -269,22 +268,27 @@ class Sharded:
             if gradient.numel() and (is_first or id(one) not in whole)
         ]
         device = gradients[0].device if gradients else CPU
-        norms = [torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in mine]
-        squares = [norm.double().square().to(device) for norm in norms]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+        total = _stacked(norms_of(mine), device).square().sum()
         with waiting("the other workers' norms"):
             dist.all_reduce(total)
         return total.sqrt().float()
 
     def infinite_if_any(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return infinity if any worker's `gradients` are not all finite, else 0: a scalar; every rank calls this."""
-        largest = [torch.linalg.vector_norm(one, torch.inf) for one in gradients if one.numel()]
-        device = self.world.device
-        bad = [one.isfinite().logical_not().to(device) for one in largest]
-        is_any = torch.stack(bad).any().float() if bad else torch.zeros((), device=device)
+        largest = norms_of([one for one in gradients if one.numel()], torch.inf)
+        is_any = _stacked(largest, self.world.device).isfinite().logical_not().any().float()
         with waiting("the other workers' gradients"):
             dist.all_reduce(is_any, dist.ReduceOp.MAX)
         return torch.where(is_any > 0, torch.inf, 0.0)
+
+
+def _stacked(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return norms as one tensor on the device, float64 [norms]."""
+    if not norms:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    if len({(one.device, one.dtype) for one in norms}) > 1:
+        norms = [one.to(device, torch.float64) for one in norms]
+    return torch.stack(list(norms)).to(device, torch.float64)
 
 
 @contextmanager

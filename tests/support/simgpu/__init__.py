@@ -6,7 +6,8 @@ back, so tests run theirs apart.
 
 It shows what depends on the rules of a GPU: which stream runs what, which work waits for which, which calls make the
 host wait or open a context on another GPU, and that random numbers of a GPU have generators of their own. Its numbers
-are the CPU's. It cannot show what depends on time (lag, queues, hangs), memory limits, or NCCL's and CUDA's own bits.
+are the CPU's. It cannot show what depends on time (lag, queues), memory limits, or NCCL's and CUDA's own bits. Of
+hangs it shows those that a test makes: `hang` and `lose_peers`.
 """
 
 import ctypes
@@ -102,6 +103,20 @@ def contexts() -> dict[int, str]:
 
     pairs = (text.split(" by ", 1) for text in torch.ops.simgpu.contexts())
     return {int(device): by for device, by in pairs}
+
+
+def hang(device: int) -> None:
+    """Give the current stream of a GPU a kernel that never ends."""
+    import torch
+
+    torch.ops.simgpu.hang(device)
+
+
+def lose_peers() -> None:
+    """Have each collective of this process hang from now on, as if its peers did not come."""
+    import torch
+
+    torch.ops.simgpu.lose_peers()
 
 
 def _torch_folder() -> Path:

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <list>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 
 namespace simgpu {
@@ -41,6 +42,7 @@ Clock host; // of all threads together: they hand work to each other in ways tha
 std::unordered_map<const void*, Memory> memories;
 std::map<StreamKey, std::vector<Access>> in_flight; // what may still use memory that a stream may hand out again
 std::list<CopyToHost> copies;
+std::map<StreamKey, int64_t> hung; // a stream's kernel that never ends
 std::vector<std::string> races;
 std::map<c10::DeviceIndex, std::string> contexts;
 std::array<std::atomic<int64_t>, kCounts> counts{};
@@ -207,7 +209,22 @@ void stream_learns(StreamKey stream, const Clock& clock) {
   merge(clocks[stream], clock);
 }
 
+void hang(StreamKey stream) {
+  Locked locked(lock);
+  hung.emplace(stream, ++clocks[stream][stream]);
+}
+
+bool hangs(const Clock& clock) {
+  Locked locked(lock);
+  return std::any_of(hung.begin(), hung.end(), [&](const auto& one) {
+    const auto known = clock.find(one.first);
+    return known != clock.end() && known->second >= one.second;
+  });
+}
+
 void host_learns(const Clock& clock) {
+  while (hangs(clock))
+    std::this_thread::sleep_for(std::chrono::seconds(1));
   std::vector<std::function<void()>> done;
   {
     Locked locked(lock);
@@ -225,6 +242,8 @@ void host_learns(const Clock& clock) {
 
 bool host_knows(const Clock& clock) {
   Locked locked(lock);
+  if (!hung.empty())
+    return !hangs(clock);
   return std::all_of(clock.begin(), clock.end(), [](const auto& one) { return host[one.first] >= one.second; });
 }
 
@@ -254,6 +273,10 @@ TORCH_LIBRARY_FRAGMENT(simgpu, library) {
   library.def("counts() -> int[]", all_counts);
   library.def("on_context(int device, str by) -> ()", [](int64_t device, std::string by) {
     on_context(static_cast<c10::DeviceIndex>(device), by);
+  });
+  library.def("hang(int device) -> ()", [](int64_t device) {
+    const auto index = static_cast<c10::DeviceIndex>(device);
+    hang(key_of(index, current_stream(index)));
   });
   library.def("has_context(int device) -> bool", [](int64_t device) {
     return has_context(static_cast<c10::DeviceIndex>(device));

@@ -46,6 +46,11 @@ Clock clock_of_device(c10::DeviceIndex device);     // of all streams of a devic
 void host_learns(const Clock&);                     // the host has waited for an event
 bool host_knows(const Clock&);                      // whether it has waited for that, or for something behind it
 
+// A kernel that never ends: what the stream is given from now on, and all that waits for it, never runs. From then on
+// an event of any other work is done as soon as it is recorded: only what hangs is told from the rest.
+void hang(StreamKey stream);
+bool hangs(const Clock&);
+
 // A copy to pinned memory of the host, to be done when the host has seen an event behind it.
 void on_copy_to_host(StreamKey stream, std::function<void()> copy);
 

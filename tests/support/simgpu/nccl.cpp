@@ -2,13 +2,16 @@
 //
 // An asynchronous one runs on a stream of the group's own, behind what the caller's stream holds; wait() makes the
 // caller's stream wait for it, and the host for nothing. A synchronous one runs on the caller's stream. Tensors of
-// several GPUs, and of the CPU, are refused. The numbers are gloo's, which are those of a run on CPUs.
+// several GPUs, and of the CPU, are refused. The numbers are gloo's, which are those of a run on CPUs. One that waits for
+// a kernel that hangs is never begun; once the peers are lost, each one hangs.
 #include "clocks.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
+
+#include <atomic>
 
 namespace simgpu {
 namespace {
@@ -18,6 +21,7 @@ using c10d::Backend;
 using c10d::ReduceOp;
 using c10d::Work;
 using Tensors = std::vector<Tensor>;
+std::atomic<bool> has_lost_peers{false};
 template <class T>
 using Ptr = c10::intrusive_ptr<T>;
 
@@ -220,7 +224,10 @@ class SimNccl final : public Backend {
     count(kKernels);
     for (const auto& one : reads)
       on_access(one.storage().data(), false, key, name);
-    exchange();
+    if (has_lost_peers)
+      hang(key);
+    if (!hangs(clock_of(key)))
+      exchange();
     for (const auto& one : writes)
       on_access(one.storage().data(), true, key, name);
     return c10::make_intrusive<StreamWork>(getRank(), type, writes, all, stream);
@@ -266,6 +273,7 @@ void follow_nccl(const Ptr<c10d::ProcessGroup>& group) {
 
 TORCH_LIBRARY_FRAGMENT(simgpu, library) {
   library.def("follow_nccl", follow_nccl);
+  library.def("lose_peers() -> ()", [] { has_lost_peers = true; });
 }
 
 } // namespace simgpu
