@@ -14,7 +14,7 @@ from dp_ray.job.job import Job
 from dp_ray.outputs.files import MERGED, OUTPUTS
 from dp_ray.rundir import files
 from dp_ray.rundir.checkpoint import CHECKPOINTS
-from dp_ray.rundir.claim import base_storage, check_shared, is_aside, put_back, settle, with_shards_of_run
+from dp_ray.rundir.claim import check_shared, is_aside, located, put_back, settle, with_shards_of_run
 from dp_ray.rundir.history import HISTORY, METRICS
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.rundir.start import INDEX, WEIGHTS, write_weights
@@ -447,9 +447,9 @@ def test_relative_storage_in_a_shipped_folder_is_under_the_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert base_storage(job_of()).path == f"{tmp_path}/runs"
+    assert located(job_of().storage).path == f"{tmp_path}/runs"
     shipped = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     shipped.mkdir(parents=True)
     monkeypatch.chdir(shipped)
-    assert base_storage(job_of()).path == f"{Path.home()}/runs"
-    assert base_storage(job_of(storage=f"{tmp_path}/x")).path == f"{tmp_path}/x"
+    assert located(job_of().storage).path == f"{Path.home()}/runs"
+    assert located(job_of(storage=f"{tmp_path}/x").storage).path == f"{tmp_path}/x"

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 import dp_ray
 from dp_ray.errors import Error, StorageError
+from dp_ray.report.comparison import figures
+from dp_ray.report.run_data import read_run
 from dp_ray.results.compare import comparison_text, comparison_values, read_compared_run
 from dp_ray.results.text import BLOCKS, sparkline
 from dp_ray.rundir.claim import held
@@ -21,6 +23,7 @@ from tests.support import training
 from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
 from tests.support.fresh import loaded_by
+from tests.support.reported import write_run
 from tests.support.trainings import short_training as train
 
 
@@ -185,3 +188,20 @@ def test_a_sparkline_is_as_wide_as_it_may_and_rises_with_its_values(values: list
     assert len(line) == min(width, len(values))
     levels = [BLOCKS.index(block) for block in line]
     assert levels == sorted(levels)
+
+
+@pytest.mark.parametrize(
+    ("result", "speed"),
+    [
+        ({"world_sizes": [2]}, 20.0),
+        ({"world_sizes": [2, 1]}, None),  # the loop is that of the last attempt, which ran a part of the rows
+        ({"world_sizes": [2], "status": "failed"}, None),  # nobody knows how many rows the loop ran
+    ],
+)
+def test_the_page_and_the_comparison_tell_one_speed_of_a_run_without_a_history(
+    here: Path, result: dict[str, Any], speed: float | None
+) -> None:
+    run = Storage(str(here / "run"))
+    write_run(run, 10, task="predict", workers=[{"loop_seconds": 1.0}, {"loop_seconds": 2.0}], **result)
+    assert read_compared_run(run).rows_per_second == speed
+    assert figures([read_run(run)])["rows per second"] == ["" if speed is None else f"{speed:.0f}"]

@@ -32,7 +32,6 @@ from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.messages import Interrupted
 from dp_ray.monitor.attempts import interruption_of
-from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs import merging, parts
 from dp_ray.outputs.files import FileMerge, prove_outputs
@@ -341,7 +340,7 @@ def test_what_the_page_needs_is_imported_while_the_workers_run(
     monkeypatch.delitem(sys.modules, page, raising=False)
     there: list[bool] = []
 
-    def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
+    def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor) -> None:
         time.sleep(0.1)
         there.append(page in sys.modules)
         run_in_process(prepared.job, claimed, monitor, prepared.plan.rows)

@@ -20,6 +20,7 @@ from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import Collective, World, current_collectives, recorded_collectives
 from dp_ray.messages import Beat, Interrupted, Note, Started, WorkerReady
 from dp_ray.monitor.watchdog import collectives_behind
+from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.storage import Storage
 from dp_ray.tasks.setup import Context
@@ -77,9 +78,12 @@ class StaysAway(StepControl):
         run, rank = context.run, context.world.rank
         dist.all_reduce(torch.ones(5))
         work = dist.all_reduce(torch.ones(2, 4), async_op=True) if rank == 0 else None
-        text, found = recorded_collectives()
-        run.write_text(f"told-{rank}", json.dumps([json.loads(text), found]))
         end = time.monotonic() + 60
+        text, found = recorded_collectives()
+        # gloo wakes who waits for a collective a moment before it notes that this is over.
+        while found[0].sizes != "[2, 4]" and (rank == 0 or found[0].state != "over") and time.monotonic() < end:
+            text, found = recorded_collectives()
+        run.write_text(f"told-{rank}", json.dumps([json.loads(text), found]))
         while not run.exists("told-0") and time.monotonic() < end:
             time.sleep(0.05)
         if work is None:
@@ -240,6 +244,33 @@ def test_a_worker_that_records_nothing_leaves_no_file(monkeypatch: pytest.Monkey
     late.beat(101.0)
     assert late.beat(1.0).collectives == ()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("died", "records", "blamed"),
+    [
+        ((0, 1), [1], (0,)),  # rank 0 was killed; NCCL ended rank 1, which had lost its peer
+        ((0, 1, 2), [0, 2], (1,)),
+        ((0, 1), [0, 1], (0, 1)),  # both waited too long for nobody that died
+        ((0, 1), [], (0, 1)),
+        ((1,), [], (1,)),
+    ],
+)
+def test_a_survivor_that_nccl_ended_is_not_blamed(
+    tmp_path: Path, died: tuple[int, ...], records: list[int], blamed: tuple[int, ...]
+) -> None:
+    monitor = monitor_of(job={"workers": 3}, run=RunDir(Storage(str(tmp_path)), "", False))
+    for rank in range(3):
+        monitor.take(WorkerReady("a", World(rank, 3, node=f"10.0.0.{rank}"), 100 + rank, ()))
+    (tmp_path / "flight_recorder").mkdir()
+    for rank in records:
+        (tmp_path / "flight_recorder" / f"a-nccl-rank-{rank}").write_bytes(b"")
+        (tmp_path / "flight_recorder" / f"before-nccl-rank-{1 - rank % 2}").write_bytes(b"")  # of an earlier attempt
+    monitor.take(Interrupted(IncidentKind.WORKER, "its process was killed, or crashed", died))
+    (told,) = monitor.incidents.log.interruptions
+    assert told.ranks == blamed
+    assert told.nodes == tuple(f"10.0.0.{rank}" for rank in blamed)
+    assert ("NCCL then ended rank" in told.what) == (blamed != died)
 
 
 def test_what_late_workers_told_stands_in_the_incident_that_somebody_else_makes() -> None:

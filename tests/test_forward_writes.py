@@ -231,7 +231,7 @@ def test_each_step_that_runs_again_has_the_historys_loss(tmp_path: Path, width: 
     run_group(made, run.location)
     for step, row in enumerate(history_of(Path(run.location))):
         found: list[Replayed] = []
-        replay(run.location, StepChoice(step, None), found.append, lambda line: None)
+        found += replay(run.location, StepChoice(step, None), lambda line: None)
         assert found[0].loss == row["loss"]
 
 

@@ -263,5 +263,5 @@ def test_a_run_whose_args_no_file_holds_is_not_run_again_from_its_file(tmp_path:
     with pytest.raises(JobError, match=r"dataset\.args\.value\S* was given as a Python object"):
         check_no_objects(run, "evaluate", kept, {})
     with pytest.raises(JobError, match=r"dataset\.args\.value\S* was given as a Python object"):
-        replay(str(run), StepChoice(1), nobody, nobody)
+        list(replay(str(run), StepChoice(1), nobody))
     check_no_objects(run, "evaluate", kept, {"dataset": "a:b"})

@@ -15,7 +15,7 @@ import pytest
 import dp_ray
 from dp_ray.errors import DataError, StorageError
 from dp_ray.report import page
-from dp_ray.report.comparison import comparison_of, differing, save_page
+from dp_ray.report.comparison import comparison_of, save_page, shown_differences
 from dp_ray.report.page import REPORT, duration, facts_of, page_of
 from dp_ray.report.run_data import read_run, worker_grid
 from dp_ray.rundir.history import METRICS
@@ -275,7 +275,7 @@ def test_runs_are_compared_key_by_key() -> None:
         {"name": "a", "optimizer": {"args": {"lr": 0.1}}, "seed": 1},
         {"name": "b", "optimizer": {"args": {}}},
     )
-    assert differing([one, other]) == {"optimizer.args.lr": ["0.1", "-"], "seed": ["1", "-"]}
+    assert shown_differences([one, other]) == {"optimizer.args.lr": ["0.1", "-"], "seed": ["1", "-"]}
 
 
 def test_the_first_screen_in_words(run: Storage) -> None:

@@ -108,10 +108,9 @@ class Custom(torch.optim.AdamW):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Custom])
 def test_a_scalar_beside_sharded_parameters_has_a_group_of_its_own(kind: type[torch.optim.AdamW]) -> None:
-    matrix, scalar = Rows(torch.ones(3, 2)), nn.Parameter(torch.ones(()))
-    optimizer = kind(
-        [{"params": [scalar, matrix], "lr": 0.5}, {"params": [bias := Rows(torch.ones(2))]}], foreach=True
-    )
+    matrix, scalar, bias = Rows(torch.ones(3, 2)), nn.Parameter(torch.ones(())), Rows(torch.ones(2))
+    given: list[dict[str, Any]] = [{"params": [scalar, matrix], "lr": 0.5}, {"params": [bias]}]
+    optimizer = kind(given, foreach=True)
     groups = optimizer.param_groups
     with apart(optimizer):
         seen = [
@@ -125,7 +124,7 @@ def test_a_scalar_beside_sharded_parameters_has_a_group_of_its_own(kind: type[to
     assert [group["foreach"] for group in groups] == [True, True]
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations of its block."""
 
     count = 0
@@ -140,12 +139,12 @@ def test_the_norms_of_all_gradients_of_a_dtype_take_one_operation(order: float) 
     made = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     gradients = [torch.randn(number % 7 + 1, 3, generator=made).to(dtypes[number % 3]) for number in range(300)]
-    with Operations() as operations:
+    with Operations() as operations:  # type: ignore[no-untyped-call]
         norms = norms_of(gradients, order)
     assert operations.count <= 3 + len(gradients), "an empty tensor for each, and a norm for each dtype"
     for gradient, norm in zip(gradients, norms, strict=True):
         wide = torch.promote_types(gradient.dtype, torch.float32)
         assert torch.equal(norm, torch.linalg.vector_norm(gradient, order, dtype=wide))
-    with Operations() as operations:
+    with Operations() as operations:  # type: ignore[no-untyped-call]
         norms_of(gradients[::3], order)
     assert operations.count == 1

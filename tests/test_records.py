@@ -1,6 +1,7 @@
 """Each JSON file and each growing table of a run: its form, what is made of a bad one, kills while it is written."""
 
 import importlib
+import io
 import json
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from dp_ray.rundir.listing import PROGRESS_JSON
 from dp_ray.rundir.quarantine import RECORDS_JSON
 from dp_ray.rundir.start import INDEX_JSON, PIN_JSON, Start, WeightsIndex
 from dp_ray.steps import times
-from dp_ray.steps.reports import Collector, Journal, read_journal, table_of
+from dp_ray.steps.reports import Collector, ReportFile, read_journal
 from dp_ray.steps.times import StepTimeWriter, read_step_times
 from dp_ray.storage import Storage
 from dp_ray.system.process import Process
@@ -332,8 +333,7 @@ def timed(run: Storage, attempt: int, first: int, end: int) -> None:
     writer.begin(attempt)
     seconds = np.zeros((end - first, len(PARTS)), np.float32)
     writer.add(World(), TimedSteps(np.arange(first, end), np.full(end - first, 4, np.int32), seconds))
-    writer._table.write()  # here, and not in its thread
-    writer.close()
+    writer.close()  # writes here, and not in its thread
 
 
 def times_of(run: Storage) -> list[tuple[int, int]]:
@@ -343,8 +343,8 @@ def times_of(run: Storage) -> list[tuple[int, int]]:
 
 def reported(run: Storage, first: int, end: int) -> None:
     """A journal that gets steps one by one, and is saved after each; a second worker is one step behind."""
-    journal = Journal(run.child("reports"))
-    collector = Collector(lambda collector, ordered: journal.add(table_of(collector, ordered)))
+    file = ReportFile(io.BytesIO(), run.child("reports"))
+    collector = Collector(file.write)
     worlds = [World(rank, 2) for rank in range(2)]
     collector.begin(worlds)
     for step in range(first, end):
@@ -353,7 +353,7 @@ def reported(run: Storage, first: int, end: int) -> None:
             spans = [ShardSpan(done, 1, world.rank, 0, np.ones(1, np.float32))] if done >= first else []
             collector.take(Report(world, done, {0: Sizes("[5]", "[5]", 5)}, spans))
         collector.emit()
-        journal.save(collector)
+        file.save(collector)
 
 
 def reports_of(run: Storage) -> list[int]:

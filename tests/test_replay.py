@@ -38,7 +38,7 @@ EVAL = {"dataset": {"target": "tests.support.training:Images", "args": {"length"
 def again(run_dir: Path | str, step: int, shard: int | None = None) -> Replayed:
     """The step, run again in this process."""
     found: list[Replayed] = []
-    replay(str(run_dir), StepChoice(step, shard), found.append, lambda line: None)
+    found += replay(str(run_dir), StepChoice(step, shard), lambda line: None)
     return found[0]
 
 

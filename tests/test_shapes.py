@@ -4,6 +4,7 @@ Reports are compared with lists of what was recorded, and with a collector that 
 """
 
 import dataclasses
+import io
 import math
 import threading
 import tracemalloc
@@ -29,13 +30,11 @@ from dp_ray.plan.split import Done, Range, Shard
 from dp_ray.steps import reports
 from dp_ray.steps.reports import (
     Collector,
-    Journal,
     ReportColumns,
     ReportFile,
     read_journal,
     read_reports,
     read_spans,
-    table_of,
 )
 from dp_ray.steps.shapes import Probe, Recorder, ShardReport, decode_sizes, encode_sizes, report_interval, shape_lines
 from dp_ray.storage import Storage
@@ -902,19 +901,16 @@ def test_all_workers_together_send_at_most_a_thousand_reports_a_second(workers: 
 
 def test_reports_of_a_worker_that_is_ahead_are_kept_too(tmp_path: Path) -> None:
     folder = Storage(str(tmp_path / "reports"))
-    journal = Journal(folder)
-    blocks: list[ReportColumns] = []
-    collector, worlds = two_workers(lambda collector, rows: blocks.append(rows))
+    file = ReportFile(io.BytesIO(), folder)
+    collector, worlds = two_workers(file.write)
     for world, steps in zip(worlds, (3, 9), strict=True):
         with Recorder(world, collector.take, NEVER) as recorder:
             for step in range(steps):
                 record(recorder, Row(step, world.rank, SEEN[0], 1.0))
                 recorder.on_step(step)
     collector.emit()
-    for rows in blocks:
-        journal.add(table_of(collector, rows))
-    journal.save(collector)
-    journal.save(collector)
+    file.save(collector)
+    file.save(collector)
     done = Done([Range(0, 2, 0, 2), Range(2, 7, 1, 2)])
     found = [(step, run.shard) for _, _, run in read_journal(folder, done) for step in steps_of(run)]
     assert sorted(found) == sorted([*((step, 0) for step in range(2)), *((step, 1) for step in range(7))])

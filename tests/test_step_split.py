@@ -19,7 +19,6 @@ from dp_ray.engine.clock import PARTS, DeviceClock, DevicePlace, Part, SilentClo
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.messages import TimedSteps
-from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.rundir.claim import RunDir
 from dp_ray.steps import times as step_time_files
@@ -110,7 +109,7 @@ class SlowlyBuilt(SlowReads):
         time.sleep(STEPS * 6 * SECONDS)
 
 
-def in_a_session(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
+def in_a_session(prepared: Prepared, claimed: RunDir, monitor: Monitor) -> None:
     """Runs a job as workers do that are there already."""
     run_in_process(prepared.job, claimed, monitor, prepared.plan.rows)
 
@@ -302,7 +301,7 @@ def test_a_step_that_ran_twice_is_there_as_it_ran_last(tmp_path: Path) -> None:
 
 
 def test_the_files_are_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_time_files, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(step_time_files, "WRITE_SECONDS", 0.002)
     monkeypatch.setattr(step_time_files, "SHARE_OF_WRITES", 1e9)
     monkeypatch.setattr(step_time_files, "ROWS_IN_A_PART", 5)
     run = Storage(str(tmp_path))
@@ -313,7 +312,6 @@ def test_the_files_are_written_while_the_run_goes_on(tmp_path: Path, monkeypatch
         writer.add(World(), steps(step, 2))
         until = time.monotonic() + 20
         while read_step_times(run).num_rows < step + 2 and time.monotonic() < until:
-            writer.tick()
             time.sleep(0.002)
         assert read_step_times(run).num_rows == step + 2
     writer.close()

@@ -17,7 +17,7 @@ from dp_ray.tables import write_table
 from dp_ray.trackers import feed as feeds
 from dp_ray.trackers import feed as run_trackers
 from dp_ray.trackers import process
-from dp_ray.trackers.feed import MEMORY_JSON, TRACKERS, Ending, Feed, Memory, about_run
+from dp_ray.trackers.feed import MEMORY_JSON, TRACKERS, Feed, Memory, about_run
 from tests.support.trackers import FakeTracker, wait_until
 from tests.support.trainings import keys_of
 
@@ -52,7 +52,7 @@ def fed(tracker: FakeTracker, run: Storage, said: list[str] | None = None) -> Fe
 def ended(feed: Feed, seconds: float = 10.0, status: str = "done") -> float:
     """End a feed; the seconds that it took."""
     began = time.monotonic()
-    feed.end(Ending(status, {"loss": 0.5, "eval_outputs_digest": 1.0}), began + seconds)
+    feed.end(status, {"loss": 0.5, "eval_outputs_digest": 1.0}, began + seconds)
     feed.leave()
     return time.monotonic() - began
 

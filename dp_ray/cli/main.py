@@ -7,20 +7,19 @@ import io
 import json
 import sys
 import traceback
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TextIO
+from dataclasses import replace
+from typing import Any, TextIO
 
 import click
 
 from dp_ray.cli import options
-from dp_ray.cli.options import KeyOptions, begun, forked_early, load, say, say_import, show_error, take
+from dp_ray.cli.options import KeyOptions, begun, forked_early, say, say_import, show_error, take
 from dp_ray.cli.remote import logs, status, stop, submit
 from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
 from dp_ray.cli.sweep import sweep
 from dp_ray.errors import Error
-from dp_ray.job.files import parse_counts
+from dp_ray.job.files import load_job, parse_counts
 from dp_ray.system.imports import collector_paused
 from dp_ray.system.threads import INTERRUPTED
 from dp_ray.text import harmless, json_text
@@ -59,19 +58,12 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("job_files", metavar="JOB.yaml", nargs=-1, required=True, type=click.Path())
-@options.WORKERS
-@options.SETTINGS
-@options.NAME
-@options.STORAGE
+@options.KEYS
 @options.ADDRESS
-@options.OVERWRITE
-@options.SHAPES
-@options.INJECT
-@options.PROFILE
+@options.RUN_FLAGS
 @click.option("--keep-going", is_flag=True, help="Of several jobs: run the rest after one has failed.")
 @options.RESULT_JSON
-@options.QUIET
-@options.VERBOSE
+@options.VERBOSITY
 @click.option("--env-from", hidden=True, help="Where `submit` left the settings of env.")
 def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: str | None, **flags: Any) -> None:
     """Run a job to its end, or resume its unfinished run; several jobs run on the same workers, one after another."""
@@ -80,7 +72,7 @@ def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: s
         from dp_ray.cluster.submit import take_settings
 
         keys = replace(keys, settings=(*keys.settings, *take_settings(env_from)))
-    jobs = [load(job_file, keys) for job_file in job_files]
+    jobs = [load_job(job_file, keys.overrides()) for job_file in job_files]
     # Before the imports below, which take seconds: Ray and what workers are forked from start meanwhile.
     _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver.run import Options
@@ -105,10 +97,7 @@ def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: s
 
 @cli.command()
 @options.JOB
-@options.WORKERS
-@options.SETTINGS
-@options.NAME
-@options.STORAGE
+@options.KEYS
 @click.option("--memory", is_flag=True, help="Also the memory of a worker's devices, for each number of workers.")
 @click.option(
     "--gpu-memory",
@@ -119,7 +108,7 @@ def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: s
 @options.JSON
 def plan(job_file: str, memory: bool, gpu_memory: float | None, as_json: bool, **keys: Any) -> None:
     """Show what a run of a job will do: its steps, and which worker gets which shards; starts no Ray."""
-    job = load(job_file, KeyOptions(**keys))
+    job = load_job(job_file, KeyOptions(**keys).overrides())
     from dp_ray.driver.planning import plan_job, plan_memory_of
     from dp_ray.plan.costs import table
 
@@ -139,12 +128,11 @@ def plan(job_file: str, memory: bool, gpu_memory: float | None, as_json: bool, *
 @options.ADDRESS
 @click.option("--tolerance", type=float, help="Relative difference to allow where the job is not bitwise.")
 @options.JSON
-@options.QUIET
-@options.VERBOSE
+@options.VERBOSITY
 def verify(job_file: str, workers: str, tolerance: float | None, as_json: bool, **flags: Any) -> None:
     """Run a job on several numbers of workers and check that the results are the same."""
     counts = parse_counts(workers)
-    job = load(job_file, replace(take(KeyOptions, flags), workers=str(counts[0])))
+    job = load_job(job_file, replace(take(KeyOptions, flags), workers=str(counts[0])).overrides())
     say_import(job.run_name, flags["quiet"])
     if max(counts) > 0:
         _at_end.enter_context(forked_early(job, flags["address"]))
@@ -158,39 +146,31 @@ def verify(job_file: str, workers: str, tolerance: float | None, as_json: bool, 
 
 
 @cli.command()
-@options.of_a_training
+@options.OF_A_TRAINING
 def evaluate(**flags: Any) -> None:
     """Evaluate the weights of a training."""
-    _follow_up("evaluate", take(FollowUp, flags), take(KeyOptions, flags), flags)
+    _follow_up("evaluate", **flags)
 
 
 @cli.command()
-@options.of_a_training
+@options.OF_A_TRAINING
 def predict(**flags: Any) -> None:
     """Predict with the weights of a training."""
-    _follow_up("predict", take(FollowUp, flags), take(KeyOptions, flags), flags)
+    _follow_up("predict", **flags)
 
 
-@dataclass(frozen=True)
-class FollowUp:
-    """The training whose weights are used, which of them, and how the result is printed."""
-
-    run_dir: str
-    weights: Literal["best", "last", "ema"] | None
-    as_json: bool
-
-
-def _follow_up(task: Any, of: FollowUp, keys: KeyOptions, flags: Mapping[str, Any]) -> None:
-    say_import(keys.name or of.run_dir, flags["quiet"])
+def _follow_up(task: Any, run_dir: str, weights: Any, as_json: bool, **flags: Any) -> None:
+    keys = take(KeyOptions, flags)
+    say_import(keys.name or run_dir, flags["quiet"])
     from dp_ray.driver.from_run import follow_up
     from dp_ray.driver.run import Options, execute
 
-    job, lines = follow_up(task, of.run_dir, of.weights, keys.overrides())
+    job, lines = follow_up(task, run_dir, weights, keys.overrides())
     # On stderr, as all that is not asked for: with --json, stdout has the result alone.
     for line in () if flags["quiet"] else lines:
         say(line)
     result = execute(job, Options(**flags))
-    if of.as_json:
+    if as_json:
         click.echo(json_text(result.to_json()))
 
 
@@ -200,8 +180,7 @@ def _follow_up(task: Any, of: FollowUp, keys: KeyOptions, flags: Mapping[str, An
 @options.SETTINGS
 @options.ADDRESS
 @options.RESULT_JSON
-@options.QUIET
-@options.VERBOSE
+@options.VERBOSITY
 def retry(run_dir: str, as_json: bool, **flags: Any) -> None:
     """Run again what a prediction has set aside; what succeeds takes its place in the order of the outputs."""
     say_import(run_dir, flags["quiet"])

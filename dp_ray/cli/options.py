@@ -1,29 +1,25 @@
 """The arguments and options that several commands take, and what these commands share.
 
-`load` makes the job that they set. `begun` covers the first seconds of `dp-ray run`: Ray starts or is connected to
-while torch is imported.
+`begun` covers the first seconds of `dp-ray run`: Ray starts or is connected to while torch is imported.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, TypeVar
 
 import click
 
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.errors import Error, error_report
-from dp_ray.job.files import load_job, parse_setting, parse_workers
+from dp_ray.job.files import parse_setting, parse_workers
 from dp_ray.job.job import Job
 from dp_ray.system.imports import collector_paused
 from dp_ray.system.threads import if_longer, raise_put_off
 from dp_ray.text import harmless
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
 
 def show_error(error: Error, is_verbose: bool) -> None:
@@ -34,6 +30,17 @@ def show_error(error: Error, is_verbose: bool) -> None:
 def say(text: str) -> None:
     """Write a text to stderr: stdout has only results and what user code prints."""
     click.echo(harmless(text), err=True)
+
+
+def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a decorator that adds arguments and options to a command, in this order."""
+
+    def add(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
@@ -63,31 +70,29 @@ OVERWRITE = click.option(
 )
 
 
-def of_a_training(command: Any) -> Any:
-    """Add the arguments and options of `evaluate` and `predict` to a command."""
-    options = [
-        click.argument("run_dir", metavar="RUN_DIR"),
-        click.option(
-            "--dataset", metavar="TARGET", help="Another dataset: module:attribute, or {target: ..., args: ...}."
-        ),
-        click.option(
-            "--weights",
-            type=click.Choice(["best", "last", "ema"]),
-            help="Default: best if the training kept them, else those that it evaluated at its end: ema or last.",
-        ),
-        WORKERS,
-        SETTINGS,
-        click.option("--name", help="The run's name. Default: the training's name, then the task."),
-        ADDRESS,
-        click.option("--overwrite", is_flag=True, help="Replace a run of the same name."),
-        SHAPES,
-        RESULT_JSON,
-        QUIET,
-        click.option("--verbose", is_flag=True, help="With Ray's own log lines."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+KEYS = together(WORKERS, SETTINGS, NAME, STORAGE)
+RUN_FLAGS = together(OVERWRITE, SHAPES, INJECT, PROFILE)
+VERBOSITY = together(QUIET, VERBOSE)
+OF_A_TRAINING = together(  # the arguments and options of `evaluate` and `predict`
+    click.argument("run_dir", metavar="RUN_DIR"),
+    click.option(
+        "--dataset", metavar="TARGET", help="Another dataset: module:attribute, or {target: ..., args: ...}."
+    ),
+    click.option(
+        "--weights",
+        type=click.Choice(["best", "last", "ema"]),
+        help="Default: best if the training kept them, else those that it evaluated at its end: ema or last.",
+    ),
+    WORKERS,
+    SETTINGS,
+    click.option("--name", help="The run's name. Default: the training's name, then the task."),
+    ADDRESS,
+    click.option("--overwrite", is_flag=True, help="Replace a run of the same name."),
+    SHAPES,
+    RESULT_JSON,
+    QUIET,
+    click.option("--verbose", is_flag=True, help="With Ray's own log lines."),
+)
 
 
 @dataclass(frozen=True)
@@ -113,12 +118,7 @@ class KeyOptions:
 
 def take(kind: type[T], options: dict[str, Any]) -> T:
     """Take the fields of a dataclass out of the options of a command."""
-    return kind(**{one.name: options.pop(one.name) for one in fields(kind) if one.name in options})
-
-
-def load(job_file: str, keys: KeyOptions) -> Job:
-    """Return the job in a file, with the keys that the command line sets."""
-    return load_job(Path(job_file), keys.overrides())
+    return kind(**{name: options.pop(name) for name in signature(kind).parameters if name in options})
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from dp_ray.cli import options
-from dp_ray.cli.options import KeyOptions, load, say
+from dp_ray.cli.options import KeyOptions, say
 from dp_ray.errors import JobError
+from dp_ray.job.files import load_job
 from dp_ray.text import harmless, hide, json_text
 
 DASHBOARD = click.option("--address", required=True, help="The cluster's dashboard, like http://HEAD:8265.")
@@ -23,15 +24,12 @@ DASHBOARD = click.option("--address", required=True, help="The cluster's dashboa
 @click.option("--name", help="The run's name.")
 @click.option("--storage", help="Folder or URL of the run directories, as the cluster sees it.")
 @DASHBOARD
-@options.OVERWRITE
-@options.SHAPES
-@options.INJECT
-@options.PROFILE
+@options.RUN_FLAGS
 @options.RESULT_JSON
 def submit(job_file: str, address: str, **flags: Any) -> None:
     """Run a job on a cluster through its dashboard, and follow it; Ctrl-C asks whether to stop it or to detach."""
     keys = KeyOptions(**{key: flags[key] for key in ("workers", "settings", "name", "storage", "profile")})
-    job = load(job_file, keys)
+    job = load_job(job_file, keys.overrides())
     if not Path(job_file).is_absolute() and not Path(job_file).resolve().is_relative_to(Path.cwd()):
         raise JobError(
             f"{job_file}: is not below {Path.cwd()}, the folder that is sent to the cluster; stand above it"

@@ -141,15 +141,11 @@ def track(run_dir: str) -> None:
 def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bool) -> None:
     """Run a step of a training again in this process: its loss, its rows, what is not finite; writes nothing."""
     from dp_ray.driver.replay import replay as run_replay
-    from dp_ray.tasks.replay import Replayed, StepChoice
+    from dp_ray.tasks.replay import StepChoice
 
-    # The replay redirects stdout while user code runs; what is shown goes to the real one.
-    stdout = sys.stdout
-
-    def show(replayed: Replayed) -> None:
+    stdout = sys.stdout  # the replay redirects it while user code runs
+    for replayed in run_replay(run_dir, StepChoice(step, shard), say, debugs):
         click.echo(json_text(replayed.to_json()) if as_json else harmless("\n".join(replayed.lines())), file=stdout)
-
-    run_replay(run_dir, StepChoice(step, shard), show, say, debugs)
 
 
 @click.command("list")

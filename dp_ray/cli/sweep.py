@@ -51,17 +51,16 @@ POSITIVE = click.IntRange(1)
 @options.ADDRESS
 @click.option("--overwrite", is_flag=True, help="Delete a sweep of the same name with its trials' runs.")
 @options.JSON
-@options.QUIET
-@options.VERBOSE
+@options.VERBOSITY
 def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, as_json: bool, **flags: Any) -> None:
     """Run a job with several values of some of its keys; each trial is a run, and the same command goes on."""
     definition = _defined(job_file, take(Trials, flags), take(KeyOptions, flags))
     jobs = [definition.job(1, picked) for picked in definition.probes()]
     is_new = flags.pop("overwrite")
-    from dp_ray.rundir.claim import base_storage
+    from dp_ray.rundir.claim import located
     from dp_ray.sweeps.record import open_record
 
-    base = base_storage(jobs[0])
+    base = located(jobs[0].storage)
     record = open_record(definition, base, is_new)
     with ExitStack() as until_said:
         # A sweep that is over is only shown: it needs neither torch nor Ray.
@@ -69,13 +68,13 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
             until_said.enter_context(workers_begun(definition.name, jobs, flags["address"], flags["quiet"]))
         if not record.is_over:
             with collector_paused():
+                from dp_ray.driver.run import Options
                 from dp_ray.sweeps import run
             run.check_jobs(jobs)
             if not is_new:
                 run.check_places(record, base)
         if not dry_run and not record.is_over:
-            suggest = run.suggested if definition.search else None
-            run.run_sweep(record, base, run.How(flags, parallel, fail_fast, is_new, suggest))
+            run.run_sweep(record, base, Options(**flags), parallel, fail_fast, is_new)
         _show(record, base, dry_run, as_json)
 
 

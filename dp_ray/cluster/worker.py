@@ -66,7 +66,7 @@ from dp_ray.messages import (
 )
 from dp_ray.monitor.faults import Fault
 from dp_ray.rundir.claim import check_shared
-from dp_ray.rundir.files import FLIGHT_RECORDER
+from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
 from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.imports import end_imports, imported_files
@@ -188,7 +188,7 @@ def recorder_variables(backend: str, folder: Storage, attempt: str) -> dict[str,
     older = {size: "TORCH_NCCL_TRACE_BUFFER_SIZE", DUMP_FILE: "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # torch reads both
     values = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", size: "2000"} if "nccl" in backend else {}
     if values and isinstance(folder.fs, LocalFileSystem):
-        values[DUMP_FILE] = folder.file(f"{attempt}-nccl-rank-")
+        values[DUMP_FILE] = folder.file(NCCL_RECORD.format(attempt, ""))
     takes_older = torch.__version__ < "2.12"
     return {
         older[name] if name == size and takes_older else name: value

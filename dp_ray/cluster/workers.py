@@ -45,8 +45,9 @@ from dp_ray.messages import WorkerReady, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Progress
 from dp_ray.monitor.faults import Fault
-from dp_ray.monitor.monitor import NO_METRIC, Monitor, listening
+from dp_ray.monitor.monitor import Monitor, listening
 from dp_ray.rundir.claim import RunDir
+from dp_ray.rundir.history import NOT_MEASURED
 from dp_ray.system.imports import postponed
 from dp_ray.system.process import environment, own_folder
 from dp_ray.system.threads import if_longer, repeated
@@ -448,7 +449,7 @@ def values_of(
     yield "dp_ray_workers", {}, len(progress.workers) if is_running else 0
     yield "dp_ray_interruptions", {}, interruptions
     for name, value in progress.last.items():
-        if name not in NO_METRIC and value is not None and math.isfinite(value):
+        if name not in NOT_MEASURED and value is not None and math.isfinite(value):
             yield "dp_ray_metric", {"metric": name}, value
     each = list(progress.seconds.values())
     for part, seconds in zip(PARTS, zip(*each, strict=True), strict=False):

@@ -24,17 +24,7 @@ from dp_ray.rundir.history import RECENT, best_of, is_of_many, summary
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.quarantine import count_quarantined, has_set_aside, merge_quarantine, still_missing
 from dp_ray.rundir.start import EMA, weights_path, weights_sha256
-from dp_ray.steps.times import (
-    Outside,
-    facts_of,
-    read_step_times,
-    rows_per_second,
-    split_line,
-    steady,
-    time_split,
-    verdict_of,
-    worker_splits,
-)
+from dp_ray.steps import times as step_times
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import sha256_of
 from dp_ray.text import counted, hide, percent
@@ -103,16 +93,10 @@ def _training_values(job: Job, storage: Storage, monitor: Monitor | None) -> dic
     kept = steps_of(storage.child(CHECKPOINTS))
     best = best_of(storage, wanted.metric, wanted.mode, kept) if wanted else None
     early = monitor.stopped_early if monitor else None
-    return {
-        "best": with_best_weights(best, storage),
-        "ema": job.ema
-        and {
-            "decay": job.ema.decay,
-            "weights": str(storage.child(EMA)),
-            "sha256": sha256_of(storage, EMA),
-        },
-        "stopped_early": early and early.to_json(),
-    }
+    ema = None
+    if job.ema:
+        ema = {"decay": job.ema.decay, "weights": str(storage.child(EMA)), "sha256": sha256_of(storage, EMA)}
+    return {"best": with_best_weights(best, storage), "ema": ema, "stopped_early": early and early.to_json()}
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
@@ -128,48 +112,41 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _outside(started: float, seconds: float, progress: Progress) -> Outside | None:
+def _outside(started: float, seconds: float, progress: Progress) -> step_times.Outside | None:
     """Return the seconds before a finished run's first step and after its last; None if it had no step to run."""
     if progress.first_step_at is None or progress.last_step_at is None:
         return None
     before, after = progress.first_step_at - started, started + seconds - progress.last_step_at
-    return Outside(seconds, round(before, 3), round(max(0.0, after), 3))
+    return step_times.Outside(seconds, round(before, 3), round(max(0.0, after), 3))
 
 
 def _time_values(
-    job: Job, claimed: RunDir, outside: Outside | None, is_in_session: bool, monitor: Monitor | None
+    job: Job, claimed: RunDir, outside: step_times.Outside | None, is_in_session: bool, monitor: Monitor | None
 ) -> dict[str, Any]:
     """Return the values of the run's times; none of files that cannot be read, since they only inform."""
     values: dict[str, Any] = {}
     if outside is not None:
         values = {"seconds_before_steps": outside.before, "seconds_after_steps": outside.after}
     with contextlib.suppress(StorageError):
-        table = read_step_times(claimed.storage, NEWEST_TIMES)
-        facts = facts_of(job.describe(), None if claimed.is_resumed else outside, is_in_session)
-        verdict = verdict_of(table, facts)
-        after_start = steady(table)
+        table = step_times.read_step_times(claimed.storage, NEWEST_TIMES)
+        facts = step_times.facts_of(job.describe(), None if claimed.is_resumed else outside, is_in_session)
+        verdict = step_times.verdict_of(table, facts)
+        after_start = step_times.steady(table)
         # The split is of the same steps as the verdict.
-        values |= {"time_split": time_split(after_start), "verdict": verdict and verdict.text}
+        values |= {"time_split": step_times.time_split(after_start), "verdict": verdict and verdict.text}
         flops = monitor.flops if monitor else None
         if flops is not None:
-            devices = max(1, job.num_devices * len(worker_splits(after_start)))
-            mfu = utilization(flops, rows_per_second(after_start), devices)
+            devices = max(1, job.num_devices * len(step_times.worker_splits(after_start)))
+            mfu = utilization(flops, step_times.rows_per_second(after_start), devices)
             values |= {"flops_per_row": flops.per_row, "mfu": mfu}
     return values
 
 
 def _worker_values(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -> dict[str, Any]:
     world = worker.world
-    return {
-        "rank": world.rank,
-        "node": world.node,
-        "node_rank": world.node_rank,
-        "local_rank": world.local_rank,
-        "device": str(world.device),
-        "gpu_ids": list(worker.gpu_ids),
-        "pid": worker.pid,
-        **times.get(world.rank, {}),
-    }
+    place = {name: getattr(world, name) for name in ("rank", "node", "node_rank", "local_rank")}
+    process = {"device": str(world.device), "gpu_ids": list(worker.gpu_ids), "pid": worker.pid}
+    return {**place, **process, **times.get(world.rank, {})}
 
 
 def save_unfinished(
@@ -228,7 +205,7 @@ def time_lines(result: Result) -> Iterator[str]:
     """Yield lines on where the time of the steps went, and what limits the run; a short one has nothing to gain."""
     is_long = result.seconds >= TELLS_FROM
     if is_long and result.time_split is not None:
-        line = f"time of the steps: {split_line(result.time_split)}"
+        line = f"time of the steps: {step_times.split_line(result.time_split)}"
         before, after = result.seconds_before_steps, result.seconds_after_steps
         if before is not None:
             line += f"; {before:.1f} s before the first step, {after or 0.0:.1f} s after the last"

@@ -14,7 +14,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import object_in
 from dp_ray.outputs.read import reopen
 from dp_ray.plan.split import Split
-from dp_ray.rundir.claim import base_storage, located
+from dp_ray.rundir.claim import located
 from dp_ray.rundir.files import BEFORE_RETRY, RUN, RUN_JSON, is_finished, kept_job
 from dp_ray.rundir.quarantine import merged_positions
 from dp_ray.rundir.start import BEST, EMA, goes_on, weights_name
@@ -47,7 +47,9 @@ def follow_up(
     training, lacks these weights, or if a key that the task needs was a Python object.
     """
     run = located(run_dir)
-    kept = _job_kept(run)
+    kept = kept_job(run, "a training")
+    if kept["task"] != "train":
+        raise JobError(f"{run} is a run of task {kept['task']}, not of a training")
     values = {key: value for key, value in kept.items() if key not in LEFT_OUT}
     if task == "evaluate":
         values.pop("outputs", None)
@@ -62,14 +64,6 @@ def follow_up(
     if "name" not in overrides:
         job = job.model_copy(update={"name": _free_name(job, default)})
     return FollowUp(job, tuple(_lines(job, run, which, kept, overrides)))
-
-
-def _job_kept(run: Storage) -> dict[str, Any]:
-    """Return the job in a training's run.json."""
-    kept = kept_job(run, "a training")
-    if kept["task"] != "train":
-        raise JobError(f"{run} is a run of task {kept['task']}, not of a training")
-    return kept
 
 
 def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -193,7 +187,7 @@ def retried(run_dir: str, overrides: Mapping[str, Any]) -> Job:
     # Where the run is, not where it was: a copy's run.json names the run that was copied.
     values = {**kept, "storage": run.parent.location, "name": run.name, "env": {}}
     job = job_of(values, overrides, run.name)
-    if base_storage(job).child(job.run_name).path != run.path:
+    if located(job.storage).child(job.run_name).path != run.path:
         raise JobError(f"retry: runs in {run} itself; leave name and storage as they are")
     if is_finished(run) and not merged_positions(run):
         raise JobError(f"{run} has set no sample aside, so there is nothing to retry")

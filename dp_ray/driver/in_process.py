@@ -80,12 +80,11 @@ def with_own_model(job: Job) -> Job:
     So do the tensors and lists among args: a model may take one as its weights, a scheduler writes into a rate. A
     dataset is only read. Raises JobError if the model object cannot be copied.
     """
-    targets = {key: getattr(job, key) for key in job.TARGETED if key != "dataset"}
-    targets = {key: target for key, target in targets.items() if isinstance(target, Target)}
-    args = {key: {name: _copy_of(one) for name, one in target.args.items()} for key, target in targets.items()}
-    job = job.model_copy(
-        update={key: target.model_copy(update={"args": args[key]}) for key, target in targets.items()}
-    )
+    own: dict[str, Any] = {}
+    for key, target in ((key, getattr(job, key)) for key in job.TARGETED if key != "dataset"):
+        if isinstance(target, Target):
+            own[key] = target.model_copy(update={"args": {name: _copy_of(one) for name, one in target.args.items()}})
+    job = job.model_copy(update=own)
     if isinstance(job.model, Target):
         return job
     try:

@@ -53,10 +53,10 @@ def _lacking(job: Job) -> Iterator[str]:
 
 def _plan_of_resumed(asked: Job, rows: Mapping[str, int]) -> Plan:
     """Return the plan of a job that may resume the run in STORAGE/NAME; a remark says whether it does, or why not."""
-    from dp_ray.rundir.claim import base_storage, check_resumable, resumption, with_full_init_from, with_shards_of_run
+    from dp_ray.rundir.claim import check_resumable, located, resumption, with_full_init_from, with_shards_of_run
 
     try:
-        base = base_storage(asked)
+        base = located(asked.storage)
         job = with_shards_of_run(with_full_init_from(asked), base)
         plan, run = make_plan(job, rows, taken_over(asked, job)), base.child(job.run_name)
         if not check_resumable(job, run, rows, plan.split.total_steps):

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import pdb
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,14 +27,8 @@ from dp_ray.tasks.task import settings_of
 WITHOUT: dict[str, Any] = {"workers": 0, "env": {}, "stop_on_nan": False, "flops": False, "profile": None}
 
 
-def replay(
-    run_dir: str,
-    choice: StepChoice,
-    show: Callable[[Replayed], None],
-    say: Callable[[str], None],
-    debugs: bool = False,
-) -> None:
-    """Run a step of the training in `run_dir` again and `show` what it gave; the run directory stays as it is.
+def replay(run_dir: str, choice: StepChoice, say: Callable[[str], None], debugs: bool = False) -> Iterator[Replayed]:
+    """Run a step of the training in `run_dir` again and yield what it gave; the run directory stays as it is.
 
     `say` gets lines on what happens meanwhile. If it `debugs`, a debugger then stops in the forward of the first
     module whose output or gradient is not finite, else in the model's; or where the step raised.
@@ -54,7 +48,7 @@ def replay(
         try:
             context = ReplayContext(job, world, run, StepRows(history_of(run)), say)
             with settings_of(job, world), run_again(context, choice) as rerun:
-                show(rerun.replayed)
+                yield rerun.replayed
                 if debugs:
                     _debug(rerun, say)
         except Error as error:

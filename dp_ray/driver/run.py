@@ -34,26 +34,9 @@ from dp_ray.plan.costs import Plan, table
 from dp_ray.plan.split import Done, Range, Split
 from dp_ray.results.result import Result
 from dp_ray.results.text import relative
-from dp_ray.rundir import ledger
+from dp_ray.rundir import claim, ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
-from dp_ray.rundir.claim import (
-    RENEW_SECONDS,
-    TELL_SECONDS,
-    RunDir,
-    base_storage,
-    check_ours,
-    claim,
-    held,
-    is_aside,
-    keep_shards,
-    last_end,
-    replacement_has_begun,
-    settle,
-    stop_message,
-    wait_until_free,
-    with_full_init_from,
-    with_shards_of_run,
-)
+from dp_ray.rundir.claim import RENEW_SECONDS, TELL_SECONDS, RunDir
 from dp_ray.rundir.files import BEFORE_RETRY, SHAPES, recorded_about
 from dp_ray.rundir.history import HISTORY, RECENT, RecentHistory, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
@@ -144,7 +127,7 @@ class Prepared:
 
 
 # Runs a prepared job on workers, which the monitor follows.
-RunOnWorkers = Callable[[Prepared, RunDir, Monitor, Console], None]
+RunOnWorkers = Callable[[Prepared, RunDir, Monitor], None]
 
 
 def execute(
@@ -161,28 +144,28 @@ def execute(
     started = time.monotonic()
     console = Console(job.run_name, options.quiet, options.brief)
     prepared = prepare(job, console, options.overwrite, options.inject)
-    base = base_storage(prepared.job)
+    base = claim.located(prepared.job.storage)
     run_dir = base.child(job.run_name)
-    killed = wait_until_free(run_dir, console.say)
-    if is_aside(run_dir):
-        console.say(f"{relative(str(run_dir))}: {settle(run_dir, bool(killed and killed.step))}")
+    killed = claim.wait_until_free(run_dir, console.say)
+    if claim.is_aside(run_dir):
+        console.say(f"{relative(str(run_dir))}: {claim.settle(run_dir, bool(killed and killed.step))}")
         prepared, killed = prepare(job, console, options.overwrite, options.inject), None
     if prepared.job.finds_shards and not options.overwrite:  # the driver before may have found the number meanwhile
-        prepared = prepared.cut_as(with_shards_of_run(prepared.job, base))
+        prepared = prepared.cut_as(claim.with_shards_of_run(prepared.job, base))
     job, plan = prepared.job, prepared.plan
     again = reopen and functools.partial(reopen, plan.split)
     with contextlib.ExitStack() as after_workers, contextlib.ExitStack() as until_end:
         runner = workers or _on_own_workers(job, options, console, until_end)
-        claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, again)
+        claimed = claim.claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, again)
         if claimed.replaces:
             console.say("replaces the run of this name, which had ended before it kept a step")
         if claimed.is_resumed and claimed.lengths:
             console.say(f"continues to step {plan.split.total_steps} ({claimed.lengths})")
-        if claimed.is_resumed and (end := last_end(job, plan.split, claimed.storage, killed)):
+        if claimed.is_resumed and (end := claim.last_end(job, plan.split, claimed.storage, killed)):
             console.say(f"the last driver was {end.what}")
         execution = Execution(prepared, claimed, options, console, started, runner, workers is not None)
         after_workers.callback(execution.end_replaced)
-        until_end.enter_context(held(claimed, lambda: execution.steps_done))
+        until_end.enter_context(claim.held(claimed, lambda: execution.steps_done))
         try:
             return execution.run()
         finally:
@@ -201,8 +184,8 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
         raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
     if job.max_workers > 0:
         check_ray()
-    asked = with_full_init_from(job)
-    job = asked if overwrite else with_shards_of_run(asked, base_storage(asked))
+    asked = claim.with_full_init_from(job)
+    job = asked if overwrite else claim.with_shards_of_run(asked, claim.located(asked.storage))
     building = console.if_slow("building the dataset")
     with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
         check_targets(job)  # stdout is kept free of what user code prints
@@ -227,7 +210,7 @@ def _on_own_workers(job: Job, options: Options, console: Console, until_end: con
 
         return until_end.enter_context(OwnWorkers(options.address, options.verbose, console.say))
 
-    def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
+    def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor) -> None:
         job, rows = prepared.job, prepared.plan.rows
         workers().run(job, claimed, rows, monitor, prepared.faults)
 
@@ -253,7 +236,6 @@ class Execution:
     is_in_session: bool
     monitor: Monitor | None = None
     trackers: "RunTrackers | None" = None
-    is_replaced_settled: bool = False  # whether the run that this one replaces is removed
 
     @property
     def steps_done(self) -> int:
@@ -270,21 +252,20 @@ class Execution:
         try:
             if self.prepared.job.finds_shards:
                 self._find_shards()
-            about = recorded_about(storage, table(self.prepared.plan), self.prepared.job.max_workers == 0)
             look_seconds = RENEW_SECONDS if storage.is_atomic else TELL_SECONDS  # an object store counts each look
-            # `about` within this block only: what removes unfinished files would remove the one that it writes.
             with (
                 planned_stops(self._ask_to_stop) as stop,
-                about,
+                # Within this block only: what removes unfinished files would remove the one that it writes.
+                recorded_about(storage, table(self.prepared.plan), self.prepared.job.max_workers == 0),
                 repeated("stop requests", look_seconds, lambda: self._look(stop)),
             ):
                 self._follow_workers()
-                check_ours(self.claimed)
+                claim.check_ours(self.claimed)
                 self._merge()
         except (KeyboardInterrupt, StopRequested) as stopped:
             job, split = self.prepared.job, self.prepared.plan.split
             is_new = self.options.overwrite and not self._is_undone
-            interrupted = RunInterrupted(stop_message(job, storage, split, is_new))
+            interrupted = RunInterrupted(claim.stop_message(job, storage, split, is_new))
             self._keep_unfinished(interrupted)
             raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
@@ -305,14 +286,14 @@ class Execution:
                     if job.max_workers == 0:
                         run_in_process(with_own_objects(job), self.claimed, monitor, prepared.plan.rows)
                     else:
-                        self.workers(prepared, self.claimed, monitor, self.console)
+                        self.workers(prepared, self.claimed, monitor)
             finally:
                 monitor.close()
             shards = monitor.shards_found
             if shards is None:
                 raise WorkerError("shards: auto: the workers ended without a number of shards; run the job again")
             job = job.model_copy(update={"shards": shards})
-        keep_shards(self.claimed, job)
+        claim.keep_shards(self.claimed, job)
         self.prepared = prepared.cut_as(job)
 
     def _follow_workers(self) -> None:
@@ -328,7 +309,7 @@ class Execution:
                 run_in_process(job, self.claimed, monitor, self.prepared.plan.rows)
             else:
                 with repeated("page", PAGE_SECONDS, self._import_page):
-                    self.workers(self.prepared, self.claimed, monitor, self.console)
+                    self.workers(self.prepared, self.claimed, monitor)
 
     def _ask_to_stop(self, signal_name: str) -> bool:
         return self.monitor is not None and self.monitor.ask_to_stop(signal_name)
@@ -336,24 +317,20 @@ class Execution:
     @property
     def _is_replacing(self) -> bool:
         """Whether the run that was here before still waits aside, to be put back or removed."""
-        return self.claimed.is_replacing and not self.is_replaced_settled
+        return self.claimed.is_replacing and claim.is_aside(self.claimed.storage)
 
     @property
     def _is_undone(self) -> bool:
         """Whether this run has not begun, so that the one that it replaces is put back at its end."""
-        return self._is_replacing and not self.steps_done and not replacement_has_begun(self.claimed.storage)
-
-    def _settle_replaced(self) -> None:
-        settle(self.claimed.storage, self.steps_done > 0)
-        self.is_replaced_settled = True
+        return self._is_replacing and not self.steps_done and not claim.replacement_has_begun(self.claimed.storage)
 
     def end_replaced(self) -> None:
         """Put the run that this one replaces back, if this one has not begun, or remove it."""
         storage = self.claimed.storage
         try:
             if self._is_replacing:
-                check_ours(self.claimed)
-                self.console.say(f"{relative(str(storage))}: {settle(storage, self.steps_done > 0)}")
+                claim.check_ours(self.claimed)
+                self.console.say(f"{relative(str(storage))}: {claim.settle(storage, self.steps_done > 0)}")
         except StorageError as error:
             self.console.say(str(error))
 
@@ -370,7 +347,7 @@ class Execution:
             if planned is None or not planned.is_asked:
                 stop()
         if self.steps_done and self._is_replacing:
-            self._settle_replaced()
+            claim.settle(self.claimed.storage, is_begun=True)
 
     def _import_page(self) -> None:
         """Once the workers run, import what the page needs: this process has little to do until they end."""
@@ -400,7 +377,7 @@ class Execution:
         return result_of(job, split, self.claimed, self.monitor, self.started, error, self.is_in_session)
 
     def _keep_unfinished(self, error: BaseException) -> None:
-        check_ours(self.claimed)  # raises if another driver has claimed the run meanwhile: its files must stay
+        claim.check_ours(self.claimed)  # raises if another driver has claimed the run meanwhile: its files must stay
         result = self._result(error)
         save_unfinished(result, self.claimed.storage, self.prepared.plan.split, self.monitor, self._carried)
         self._end_trackers(result)
@@ -410,7 +387,7 @@ class Execution:
         storage, result = self.claimed.storage, self._result()
         result.save(storage)  # the run is done: a crash after this line only leaves files that nothing needs
         if self._is_replacing:
-            self._settle_replaced()
+            claim.settle(storage, is_begun=True)
         folders = [PARTS, HISTORY, QUARANTINE, LINKS]
         names = [INCIDENTS, RECENT, PROGRESS, BEFORE_RETRY]
         if result.task != "predict" or result.quarantined == 0:  # else `dp-ray retry` needs them
@@ -465,7 +442,8 @@ def follow(
         writers.append(RecentHistory(run))
         if trackers is not None:
             writers.append(trackers)
-        monitor = Monitor(job, prepared.plan.split, ReportFile(stream), writers, console, shapes, claimed)
+        file = ReportFile(stream, run.child(REPORTS))
+        monitor = Monitor(job, prepared.plan.split, file, writers, console, shapes, claimed)
         monitor.shape_reports.restore(reported)
         try:
             with console.live(monitor.progress), progress_noted(run, monitor.progress):

@@ -12,16 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from dp_ray.cluster.connect import (
-    AWAIT_SECONDS,
-    address_of,
-    connected,
-    is_connected,
-    sessions_that_fit,
-    ships_callers_code,
-    what_begins,
-    what_is_awaited,
-)
+from dp_ray.cluster import connect
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers
@@ -55,34 +46,29 @@ def session(
     torch is imported. A session that runs no job for `idle_seconds` ends. Does not wait for the workers.
     Raises JobError if a key is wrong, and ClusterError if no Ray answers or if the workers can never fit.
     """
-    return Session(worker_keys(keys), address, idle_seconds, quiet, verbose)
+    return Session(worker_keys(keys), Options(address, quiet=quiet, verbose=verbose), idle_seconds)
 
 
 class Session:
-    """Workers that stay, with torch imported and their resources held, and run one job after another."""
+    """Workers that stay, with torch imported and their resources held, and run one job after another.
+
+    Of the `options`, the address of Ray, quiet and verbose are the session's.
+    """
 
     def __init__(
-        self,
-        keys: WorkerKeys,
-        address: str | None = None,
-        idle_seconds: float | None = None,
-        quiet: bool = False,
-        verbose: bool = False,
-        at_a_time: int | None = 1,
+        self, keys: WorkerKeys, options: Options, idle_seconds: float | None = None, at_a_time: int | None = 1
     ) -> None:
         check_ray()
         self._keys = keys
-        self._address = address
+        self._options = options
         self._idle_seconds = idle_seconds
-        self._quiet = quiet
-        self._verbose = verbose
         self._sources = Sources(Path.cwd())
         self._runs = threading.Lock()  # held while a job runs
         self._runner: int | None = None  # the thread that runs it
         self._timer: threading.Timer | None = None
         self._ended = ""  # why, once it has ended
         self._open = ExitStack()
-        self._is_own = not is_connected()
+        self._is_own = not connect.is_connected()
         self.at_a_time = at_a_time  # how many such sessions shall run at a time; None: as many as fit
         self._connect()
         self._wait_idle()
@@ -96,7 +82,7 @@ class Session:
         """
         if "address" in keys:
             raise JobError("address: belongs to the session; give it to dp_ray.session")
-        options = options_of(keys := {"quiet": self._quiet, "verbose": self._verbose, **keys})
+        options = options_of(keys := {"quiet": self._options.quiet, "verbose": self._options.verbose, **keys})
         with ShortErrors(options.verbose):
             return self.execute(job_from(job, keys), options)
 
@@ -153,7 +139,7 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run_on_workers(self, prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
+    def _run_on_workers(self, prepared: Prepared, claimed: RunDir, monitor: Monitor) -> None:
         self._sources.note()
         monitor.begin("waiting for the workers")
         try:
@@ -167,27 +153,28 @@ class Session:
 
     def _connect(self) -> None:
         """Connect to Ray and start the workers."""
-        say = Console("session", self._quiet).say
-        say(what_begins(self._address))
-        if address_of(self._address) if self._is_own else ships_callers_code():
+        address, verbose = self._options.address, self._options.verbose
+        say = Console("session", self._options.quiet).say
+        say(connect.what_begins(address))
+        if connect.address_of(address) if self._is_own else connect.ships_callers_code():
             self._sources.note_sent()
         with ExitStack() as opening:
             all_workers = self._keys.max_workers * (self.at_a_time or 1)
             of_all = self._keys.model_copy(update={"workers": all_workers})
-            with if_longer(AWAIT_SECONDS, lambda: say(what_is_awaited(self._address))):
-                opening.enter_context(connected(of_all, self._address, self._verbose))
+            with if_longer(connect.AWAIT_SECONDS, lambda: say(connect.what_is_awaited(address))):
+                opening.enter_context(connect.connected(of_all, address, verbose))
             if self.at_a_time != 1:
-                self.at_a_time = sessions_that_fit(self._keys, self.at_a_time)
+                self.at_a_time = connect.sessions_that_fit(self._keys, self.at_a_time)
                 # If several sessions run at a time, the others use this connection, which then stays.
                 self._is_own = self._is_own and self.at_a_time == 1
             self._folder = opening.enter_context(own_folder())
-            self._workers = start_workers(self._keys, self._folder, self._is_own, self._verbose, say)
+            self._workers = start_workers(self._keys, self._folder, self._is_own, verbose, say)
             opening.callback(lambda: self._workers.close(0 if self._is_own else CLOSE_SECONDS))
             self._open = opening.pop_all()
 
     def _renew(self, console: Console) -> None:
         """Start the workers anew if the next job would find there what it must not; a line says why."""
-        is_fixed = self.at_a_time != 1 and ships_callers_code()  # what was sent is what all sessions run
+        is_fixed = self.at_a_time != 1 and connect.ships_callers_code()  # what was sent is what all sessions run
         edited = [] if is_fixed else self._sources.edited()
         if edited:
             why = f"{', '.join(edited)} {'was' if len(edited) == 1 else 'were'} edited"
@@ -197,7 +184,7 @@ class Session:
             why = self._workers.why_over
         else:
             return
-        if edited and not self._is_own and ships_callers_code():
+        if edited and not self._is_own and connect.ships_callers_code():
             raise ClusterError(
                 f"{why}, and the workers would still import what your own ray.init(runtime_env=...) has sent; "
                 "call ray.shutdown() and ray.init() again, or open the session without a ray.init of your own"
@@ -205,10 +192,12 @@ class Session:
         console.say(f"the workers are started anew: {why}")
         if edited:
             self._sources.forget()
-        if self._is_own and edited and address_of(self._address):  # a connection sends the code to the cluster
+        if (
+            self._is_own and edited and connect.address_of(self._options.address)
+        ):  # a connection sends the code to the cluster
             self._reconnect()
         elif self._workers.close(CLOSE_SECONDS if self._is_own else LEAVE_SECONDS) or not self._is_own:
-            self._workers = start_workers(self._keys, self._folder, self._is_own, self._verbose, console.say)
+            self._workers = start_workers(self._keys, self._folder, self._is_own, self._options.verbose, console.say)
         else:  # the end of the connection frees what these workers hold
             self._reconnect()
 

@@ -24,5 +24,5 @@ def running(jobs: Sequence[Job], options: Options) -> Iterator[Callable[[Job], R
         raise JobError(f"name: several jobs need names of their own, got {', '.join(names)}")
     from dp_ray.driver.sessions import Session, keys_for  # imports Ray, which `workers: 0` does not need
 
-    with Session(keys_for(with_workers), options.address, None, options.quiet, options.verbose) as session:
+    with Session(keys_for(with_workers), options) as session:
         yield lambda job: session.execute(job, options)

@@ -6,8 +6,8 @@ An attempt begins when all of its workers are ready. The driver follows the newe
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from dp_ray.errors import WorkerError
 from dp_ray.job.job import Job
@@ -16,6 +16,7 @@ from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.watchdog import Hang, Watchdog
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.storage import Storage
+from dp_ray.text import listed
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,19 @@ class Incidents:
     def _save(self) -> None:
         if self.run is not None:
             INCIDENTS_JSON.write(self.run, self.log)
+
+
+def without_survivors(message: Interrupted, ended_by_nccl: Collection[int]) -> Interrupted:
+    """Return the message with only those ranks that were lost first, if NCCL has ended the others' processes.
+
+    It does so where a peer is lost: with SIGABRT, so that a survivor looks as lost as its peer.
+    """
+    first = tuple(rank for rank in message.ranks if rank not in ended_by_nccl)
+    if message.kind is not IncidentKind.WORKER or not first or first == message.ranks:
+        return message
+    others = [rank for rank in message.ranks if rank in ended_by_nccl]
+    who = f"rank{'s' if len(others) > 1 else ''} {listed(others)}"
+    return replace(message, ranks=first, what=f"{message.what} (NCCL then ended {who}, whose peer was lost)")
 
 
 def interruption_of(

@@ -322,19 +322,10 @@ class Losses:
 
     def _say(self, row: dict[str, Any]) -> None:
         texts = measured({name: one for name, one in row.items() if name == "epoch_loss" or name.startswith("eval_")})
-        if texts:
-            line = f"epoch {row['epoch']}, step {row['step']}: "
-            line += ", ".join(f"{name} {value}" for name, value in texts.items())
-            self._print(line)
-
-    def end(self) -> None:
-        """Print the last line if it was left out; repeat the warning of a loss, unless no line came after it."""
-        if self._unprinted:
-            self._console.say(self._unprinted)
-        if self._not_finite is not None and self._last > self._not_finite[0]:
-            self._warn()
-
-    def _print(self, line: str) -> None:
+        if not texts:
+            return
+        line = f"epoch {row['epoch']}, step {row['step']}: "
+        line += ", ".join(f"{name} {value}" for name, value in texts.items())
         self._lines += 1
         is_due = self._lines % EVERY == 0 and time.monotonic() - self._printed_at >= LINE_SECONDS
         if self._lines > self._first and (self._console.rewrites(line) or not is_due):
@@ -343,6 +334,13 @@ class Losses:
         self._console.say(line)
         self._printed_at = time.monotonic()
         self._unprinted = ""
+
+    def end(self) -> None:
+        """Print the last line if it was left out; repeat the warning of a loss, unless no line came after it."""
+        if self._unprinted:
+            self._console.say(self._unprinted)
+        if self._not_finite is not None and self._last > self._not_finite[0]:
+            self._warn()
 
     def _warn(self) -> None:
         assert self._not_finite is not None

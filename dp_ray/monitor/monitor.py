@@ -11,59 +11,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
 
+from dp_ray import messages
 from dp_ray.engine.clock import Flops
 from dp_ray.engine.world import World
+from dp_ray.errors import StorageError
 from dp_ray.job.job import Job
-from dp_ray.messages import (
-    HERE,
-    Beat,
-    Failed,
-    FaultInjected,
-    Finished,
-    FlopsCounted,
-    GaveUp,
-    Interrupted,
-    Keep,
-    Logged,
-    Measured,
-    Message,
-    Note,
-    Printed,
-    Report,
-    ShardsFound,
-    ShardSpan,
-    Sizes,
-    Started,
-    Starting,
-    StoppedEarly,
-    Waits,
-    WorkerReady,
-    WorkerTimes,
-)
-from dp_ray.monitor.attempts import (
-    Attempts,
-    Hangs,
-    Incidents,
-    JobEnd,
-    LongWaits,
-    NodeControl,
-    PlannedStop,
-    interruption_of,
-)
+from dp_ray.monitor import attempts
 from dp_ray.monitor.console import Console, Losses, Progress
 from dp_ray.plan.split import Split
 from dp_ray.results.text import relative
 from dp_ray.rundir.claim import RunDir
+from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
+from dp_ray.rundir.history import NOT_MEASURED
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.listing import PROGRESS_JSON
-from dp_ray.steps.reports import REPORTS, Collector, Journal, ReportColumns, ReportFile
+from dp_ray.steps.reports import Collector, ReportColumns, ReportFile
 from dp_ray.steps.shapes import decode_sizes, shape_lines
 from dp_ray.steps.times import TIMES, StepTimeWriter
 from dp_ray.storage import Storage
@@ -98,90 +68,102 @@ class Monitor:
         shapes: bool,
         run: RunDir | None = None,
     ) -> None:
-        self.node_control = NodeControl()
-        self.failed: Failed | None = None
-        self.end = JobEnd()
-        self.attempts = Attempts()
+        self.node_control = attempts.NodeControl()
+        self.failed: messages.Failed | None = None
+        self.end = attempts.JobEnd()
+        self.attempts = attempts.Attempts()
         self.progress = Progress(job.run_name, split.total_steps, split.total_rows)
-        self.planned_stop = PlannedStop(job.task != "evaluate", console)  # an evaluation keeps nothing
-        storage = run.storage if run else None
+        self.planned_stop = attempts.PlannedStop(job.task != "evaluate", console)  # an evaluation keeps nothing
+        self._storage = storage = run.storage if run else None
         log = INCIDENTS_JSON.read(run.storage) if run and run.is_resumed else IncidentLog()
-        self.incidents = Incidents(log, console, storage)
+        self.incidents = attempts.Incidents(log, console, storage)
         self._console = console
-        self.waits = LongWaits(job, self.attempts, self.progress, console.say)
-        self._hangs = Hangs(job.timeouts.step, job.retries, console)
+        self.waits = attempts.LongWaits(job, self.attempts, self.progress, console.say)
+        self._hangs = attempts.Hangs(job.timeouts.step, job.retries, console)
         self._losses = Losses(console, relative(str(storage)) if storage else "RUN_DIR")
         self._writers = list(writers)
         self.metrics: dict[str, float] = {}  # the last that an evaluation measured
         self.times: dict[int, dict[str, float]] = {}  # of the workers' loops, by rank
         self.flops: Flops | None = None  # of a row, if the job asks for them
         self.shards_found: int | None = None  # by `shards: auto`
-        self.stopped_early: StoppedEarly | None = None  # why a training ended before its last step
+        self.stopped_early: messages.StoppedEarly | None = None  # why a training ended before its last step
         self.shape_reports = ShapeReports(
             file, storage, self.progress, self.incidents, console, shapes, job.batch_dim
         )
 
-    def take(self, message: Message) -> None:
+    def take(self, message: messages.Message) -> None:
         """Process a message."""
         match message:
-            case WorkerReady():
+            case messages.WorkerReady():
                 self._worker_ready(message)
-            case Report():
+            case messages.Report():
                 self._report(message)
-            case Keep():
+            case messages.Keep():
                 self.shape_reports.keep()
-            case Note(text=text) | Waits(what=text):
+            case messages.Note(text=text) | messages.Waits(what=text):
                 self._console.say(text)
-            case Logged(rows=rows):
+            case messages.Logged(rows=rows):
                 self.progress.last = rows[-1]
                 for writer in self._writers:
                     writer.add(rows)
                 self._losses.say(rows)
-            case Measured(metrics=metrics):
+            case messages.Measured(metrics=metrics):
                 self.metrics = metrics
-            case WorkerTimes(rank=rank, seconds=seconds):
+            case messages.WorkerTimes(rank=rank, seconds=seconds):
                 self.times[rank] = seconds
-            case FlopsCounted(flops=flops):
+            case messages.FlopsCounted(flops=flops):
                 self.flops = flops
-            case ShardsFound(shards=shards):
+            case messages.ShardsFound(shards=shards):
                 self.shards_found = shards
-            case StoppedEarly():
+            case messages.StoppedEarly():
                 self.stopped_early = message
                 self._console.say(message.text)
-            case Printed(world=world, lines=lines):
+            case messages.Printed(world=world, lines=lines):
                 for line in lines:
                     self._console.printed(world, line)
-            case Starting(what=what):
+            case messages.Starting(what=what):
                 self.begin(what)
-            case Started(attempt=attempt, rank=rank, step=step):
+            case messages.Started(attempt=attempt, rank=rank, step=step):
                 if self.attempts.is_current(attempt):
                     self._hangs.watchdog.start(rank, step)
                 if self.attempts.is_first_step(attempt):
                     self.progress.run(step)
                     self.incidents.resume(step)
-            case Beat(attempt=attempt):
+            case messages.Beat(attempt=attempt):
                 if self.attempts.is_current(attempt):
                     self._hangs.watchdog.take(message)
-            case Interrupted(ranks=ranks):
+            case messages.Interrupted(ranks=ranks):
                 # If NCCL or the user has ended a worker that was late, why is known only from what it told before.
                 message = replace(message, what=message.what + self._hangs.watchdog.found)
+                message = attempts.without_survivors(message, self._ended_by_nccl(ranks))
+                ranks = message.ranks
                 lost, hung = self.attempts.workers(ranks), self._hangs.end(ranks)
                 self.attempts.interrupt()
                 self.failed = None  # the next attempt may succeed
-                self.incidents.interrupt(interruption_of(message, lost, hung, self.progress.step, self.node_control))
-            case FaultInjected(what=what, world=world):
+                by = attempts.interruption_of(message, lost, hung, self.progress.step, self.node_control)
+                self.incidents.interrupt(by)
+            case messages.FaultInjected(what=what, world=world):
                 self._console.say(f"fault injection: {what}, by {world}")
                 if message.is_the_drivers:
                     os.kill(os.getpid(), signal.SIGKILL)
-            case Finished():
+            case messages.Finished():
                 self.end.finish(self.attempts.finish(message))
-            case GaveUp():
+            case messages.GaveUp():
                 self.end.give_up(message)
-            case Failed():
+            case messages.Failed():
                 if self.failed is None or self.failed.is_lost_peer:  # which only follows from another worker's end
                     self.failed = message
 
-    def _worker_ready(self, worker: WorkerReady) -> None:
+    def _ended_by_nccl(self, ranks: tuple[int, ...]) -> set[int]:
+        """Return the ranks among these whose processes have left what NCCL writes before it ends one."""
+        left: list[str] = []
+        if self._storage is not None:
+            with suppress(StorageError):
+                left = self._storage.child(FLIGHT_RECORDER).names()
+        workers = self.attempts.workers(ranks)
+        return {one.world.rank for one in workers if NCCL_RECORD.format(one.attempt, one.world.rank) in left}
+
+    def _worker_ready(self, worker: messages.WorkerReady) -> None:
         """Begin an attempt once all of its workers are ready."""
         workers = self.attempts.take(worker)
         if not workers:
@@ -194,13 +176,13 @@ class Monitor:
         nodes = {world.node for world in worlds}
         devices = ", ".join(sorted({str(world.device) for world in worlds}))
         where = f"{counted(len(worlds), 'worker')} on {counted(len(nodes), 'node')}"
-        self._console.say(f"{'in this process' if worker.attempt == HERE else where} ({devices})")
+        self._console.say(f"{'in this process' if worker.attempt == messages.HERE else where} ({devices})")
         self.shape_reports.begin(worlds, len(self.incidents.log.world_sizes) - 1)
         self.progress.start(worlds)
         for report in self.attempts.take_early():
             self._report(report)
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: messages.Report) -> None:
         if self.attempts.is_current(report.attempt):
             self.progress.take(report, self.shape_reports.take(report))
         else:
@@ -235,34 +217,26 @@ class Monitor:
             writer.close()
 
 
+@dataclass(eq=False)
 class ShapeReports:
     """The workers' shape reports, put in order, written, and printed if the user asks for it; and step times."""
 
-    def __init__(
-        self,
-        file: ReportFile,
-        run: Storage | None,
-        progress: Progress,
-        incidents: Incidents,
-        console: Console,
-        prints: bool,
-        batch_dim: int,
-    ) -> None:
-        self._file = file
-        self._journal = Journal(run.child(REPORTS)) if run else None
-        self._times = StepTimeWriter(run.child(TIMES)) if run else None
-        self._progress = progress
-        self._incidents = incidents
-        self._console = console
-        self._prints = prints
-        self._batch_dim = batch_dim
-        self._must_keep = False
-        self._is_closing = False
+    file: ReportFile
+    run: Storage | None
+    progress: Progress
+    incidents: attempts.Incidents
+    console: Console
+    prints: bool
+    batch_dim: int
+
+    def __post_init__(self) -> None:
+        self._times = StepTimeWriter(self.run.child(TIMES)) if self.run else None
+        self._must_keep = self._is_closing = False
         self._stdout = sys.stdout
         self._collector = Collector(self._on_rows)
-        self._decoded: dict[int, tuple[Any, Any]] = {}
+        self._decode = cache(decode_sizes)
 
-    def restore(self, spans: Sequence[tuple[World, Sizes, ShardSpan]]) -> None:
+    def restore(self, spans: Sequence[tuple[World, messages.Sizes, messages.ShardSpan]]) -> None:
         """Take in the reports that a resumed run has of its finished steps."""
         self._collector.restore(spans)
 
@@ -272,7 +246,7 @@ class ShapeReports:
         if self._times:
             self._times.begin(attempt)
 
-    def take(self, report: Report) -> int:
+    def take(self, report: messages.Report) -> int:
         """Take in a report; return the number of rows in it."""
         self._collector.take(report)
         if self._times and report.times is not None:
@@ -284,33 +258,29 @@ class ShapeReports:
         self._must_keep = True
 
     def emit(self) -> None:
-        """Pass on the steps that all workers have finished; write the journal if `keep` asked for it, and times."""
+        """Pass on the steps that all workers have finished; write the journal if `keep` asked for it."""
         self._collector.emit()
-        if self._times:
-            self._times.tick()
-        if self._must_keep and self._journal:
+        if self._must_keep:
             self._must_keep = False
-            self._journal.save(self._collector)
+            self.file.save(self._collector)
 
     def close(self) -> None:
         """Pass on all reports, also those of unfinished steps, and finish the file."""
         self._collector.emit()
         self._is_closing = True  # the steps that are left are not done, so they do not count as progress
         self._collector.close()
-        self._file.close()
+        self.file.close()
         if self._times:
             self._times.close()
 
     def _on_rows(self, collector: Collector, rows: ReportColumns) -> None:
-        block = self._file.write(collector, rows)
-        if self._journal:
-            self._journal.add(block)
+        self.file.write(collector, rows)
         if not self._is_closing:
-            self._incidents.advanced_at = time.monotonic()
+            self.incidents.advanced_at = time.monotonic()
             counts = np.bincount(rows.seen).tolist()
             num_rows = sum(count * collector.seen[number].rows for number, count in enumerate(counts))
-            self._progress.advance(int(rows.step[-1]) + 1, num_rows)
-        if self._prints:
+            self.progress.advance(int(rows.step[-1]) + 1, num_rows)
+        if self.prints:
             self._print(self._lines(collector, rows))
 
     def _print(self, lines: Iterator[str]) -> None:
@@ -320,20 +290,17 @@ class ShapeReports:
                 print(line, file=self._stdout)
             self._stdout.flush()
         except BrokenPipeError:
-            self._prints = False
+            self.prints = False
             # Python flushes stdout when it exits, and would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stdout.fileno())
-            self._console.say("stdout was closed, no more shapes are printed")
+            self.console.say("stdout was closed, no more shapes are printed")
 
     def _lines(self, collector: Collector, rows: ReportColumns) -> Iterator[str]:
         numbered = zip(rows.step.tolist(), rows.seen.tolist(), strict=True)
         for _, shards in groupby(numbered, key=lambda pair: pair[0]):
-            numbers = [number for _, number in shards]
-            for number in numbers:
-                if number not in self._decoded:
-                    seen = collector.seen[number]
-                    self._decoded[number] = decode_sizes(seen.input_size), decode_sizes(seen.output_size)
-            yield from shape_lines([self._decoded[number] for number in numbers], self._batch_dim)
+            seen = [collector.seen[number] for _, number in shards]
+            sizes = [(self._decode(one.input_size), self._decode(one.output_size)) for one in seen]
+            yield from shape_lines(sizes, self.batch_dim)
 
 
 INTERRUPT_SECONDS = 10.0
@@ -341,69 +308,52 @@ INTERRUPT_SECONDS = 10.0
 
 @contextmanager
 def listening(
-    monitor: Monitor, receive: Callable[[bool], list[Message]], abort: Callable[[], None] = lambda: None
+    monitor: Monitor, receive: Callable[[bool], list[messages.Message]], abort: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Feed the monitor in the background; when the block ends, all messages sent by then are taken in.
+    """Feed the monitor in a thread; when the block ends, all messages sent by then are taken in.
 
     `receive` gives the messages that have arrived; if its argument is True, it waits a moment for the first.
 
     If the monitor fails, as on a full disk, the block is aborted, and interrupted too if it runs on the main thread.
     The failure is then raised.
     """
-    listener = Listener(monitor, receive, abort)
-    try:
-        listener.start()
-        yield
-    finally:
-        listener.finish()
-        if listener.failure is not None:
-            raise listener.failure
+    has_ended, failures, caller = threading.Event(), list[BaseException](), threading.current_thread()
 
-
-class Listener(threading.Thread):
-    """A thread that feeds the monitor until `finish`; `failure` is the error that the monitor raised."""
-
-    def __init__(self, monitor: Monitor, receive: Callable[[bool], list[Message]], abort: Callable[[], None]) -> None:
-        super().__init__(name="monitor", daemon=True)
-        self.failure: BaseException | None = None
-        self._monitor = monitor
-        self._receive = receive
-        self._abort = abort
-        self._ended = threading.Event()
-        self._caller = threading.current_thread()
-
-    def run(self) -> None:
-        """Take in messages, also the last ones; if the monitor fails, abort the caller's block."""
+    def listen() -> None:
         is_last = False
         try:
             while not is_last:
                 # Looked at before the messages are fetched: so what was sent before the end is still taken in.
-                is_last = self._ended.is_set() or self._monitor.end.has_come.is_set()
-                for message in self._receive(not is_last):
-                    self._monitor.take(message)
-                self._monitor.tick()
+                is_last = has_ended.is_set() or monitor.end.has_come.is_set()
+                for message in receive(not is_last):
+                    monitor.take(message)
+                monitor.tick()
         except BaseException as error:
-            self.failure = error
-            self._monitor.planned_stop.is_closed = True
-            while not self._ended.is_set():
-                self._abort()
-                if self._caller is threading.main_thread():
+            failures.append(error)
+            monitor.planned_stop.is_closed = True
+            while not has_ended.is_set():
+                abort()
+                if caller is threading.main_thread():
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                self._ended.wait(INTERRUPT_SECONDS)  # a signal just before the block waits is lost: repeat it
+                has_ended.wait(INTERRUPT_SECONDS)  # a signal just before the block waits is lost: repeat it
 
-    def finish(self) -> None:
-        """Let the thread take in the last messages, and wait for it; its interrupt may arrive only here."""
-        self._ended.set()
-        while self.is_alive():
+    thread = threading.Thread(target=listen, name="monitor", daemon=True)
+    try:
+        thread.start()
+        yield
+    finally:
+        has_ended.set()
+        while thread.is_alive():
             try:
-                self.join()
-            except KeyboardInterrupt:
-                if self.failure is None:
+                thread.join()
+            except KeyboardInterrupt:  # that of the thread may arrive only here
+                if not failures:
                     raise
+        if failures:
+            raise failures[0]
 
 
 WRITE_SECONDS = {False: 1.0, True: 5.0}  # between two writes: on a disk, on an object store
-NO_METRIC = {"step", "epoch", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"}
 
 
 @contextmanager
@@ -427,7 +377,7 @@ def progress_noted(run: Storage, progress: Progress) -> Iterator[None]:
 def progress_values(progress: Progress) -> dict[str, Any]:
     """Return the progress as JSON values: steps, rows, rate, phase, metrics, each worker's place, rows and time."""
     counts = {name: getattr(progress, name) for name in ("step", "steps", "rows", "rows_in_all", "phase")}
-    metrics = {name: value for name, value in progress.last.items() if name not in NO_METRIC and value is not None}
+    metrics = {name: value for name, value in progress.last.items() if name not in NOT_MEASURED and value is not None}
     workers = []
     for rank in sorted(progress.workers):
         world, rows = progress.workers[rank]

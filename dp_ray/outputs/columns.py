@@ -142,11 +142,8 @@ class Layout:
     @property
     def metadata(self) -> dict[bytes, bytes]:
         """This layout as the schema's metadata; `from_metadata` is the inverse."""
-        values = {
-            "spec": self.spec.to_json(),
-            "columns": [asdict(column) for column in self.columns],
-            "batch_dim": self.batch_dim,
-        }
+        values: dict[str, Any] = {"spec": self.spec.to_json(), "columns": [asdict(column) for column in self.columns]}
+        values["batch_dim"] = self.batch_dim
         if self.carried:
             values["carried"] = [asdict(column) for column in self.carried]
         return {METADATA: json.dumps(values).encode()}
@@ -321,9 +318,8 @@ def _variable(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
     kind = column.arrow_type.field("data").type.value_type
     flat = array_of(np.concatenate(data)) if data else pa.nulls(0, kind)
     shapes = pa.array([list(row.shape) for row in rows], pa.list_(pa.int64()))
-    return pa.StructArray.from_arrays(
-        [pa.LargeListArray.from_arrays(array_of(offsets), flat), shapes], names=["data", "shape"]
-    )
+    numbers = pa.LargeListArray.from_arrays(array_of(offsets), flat)
+    return pa.StructArray.from_arrays([numbers, shapes], names=["data", "shape"])
 
 
 def _to_numpy(tensor: torch.Tensor) -> Any:

@@ -12,8 +12,7 @@ hold the outputs of a run, in order, with their rows, bytes and hashes.
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from tempfile import SpooledTemporaryFile
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 
 from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.outputs.columns import METADATA, SAMPLE_INDEX, WIDENED, Layout, from_arrow, raw_bytes
-from dp_ray.outputs.parts import POSITION, RUN_AGAIN, PartReader, RowsInOrder
+from dp_ray.outputs.parts import POSITION, RUN_AGAIN, PartReader, RowsInOrder, discard
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import FilePlan, Frontier, Range, Shard, Split
 from dp_ray.records import Record, damage_told
@@ -114,6 +113,7 @@ class FileMerge:
         self._name = plan.name(number)
         self._steps = plan.steps_of(number)
         self.first_step = self._steps.start
+        self._first, self._end = outputs.position(self._steps.start), outputs.position(self._steps.stop)
         self._missing: Collection[int] = ()
         self._seen: set[str] = set()  # all names in the folder of the parts
         self._names: list[str] = []
@@ -127,9 +127,8 @@ class FileMerge:
         Raises StorageError if the parts do not hold each position once, or if this attempt is superseded.
         """
         new = self._new_parts()
-        self._missing = frozenset(
-            self._outputs.find_missing()
-        )  # after the parts: a bad sample is kept before its part
+        # After the parts: a bad sample is kept before its part.
+        self._missing = frozenset(self._outputs.find_missing())
         while self.through < self._steps.stop and all(map(self._is_there, self._shards())):
             self.through += 1
         if new:
@@ -185,8 +184,7 @@ class FileMerge:
         layout = functools.reduce(Layout.join, [*layouts, *(reader.layout for reader in new)])
         if self._open is None or self._open.layout != layout:
             self.close()
-            first, end = self._outputs.position(self._steps.start), self._outputs.position(self._steps.stop)
-            proof = RowProof(self._outputs.order, first, end, self._missing)
+            proof = RowProof(self._outputs.order, self._first, self._end, self._missing)
             digests = StepDigests(layout, self._outputs.split.batch_size, self._steps.start)
             self._open = OpenFile(self._run, self._name, layout, proof, digests)
             new = self._readers(self._names)
@@ -197,12 +195,11 @@ class FileMerge:
 
     def _commit(self) -> None:
         """Give the file its name and its record; then its parts are not needed any more."""
-        first, end = self._outputs.position(self._steps.start), self._outputs.position(self._steps.stop)
         if self._open is not None:
-            record = self._open.commit(first, end)
+            record = self._open.commit(self._first, self._end)
         else:  # all samples of its steps were set aside: there is a record, and no file
             nothing = hashlib.sha256().hexdigest()
-            record = FileRecord(self._name, 0, first, end, 0, nothing, (nothing,) * len(self._steps))
+            record = FileRecord(self._name, 0, self._first, self._end, 0, nothing, (nothing,) * len(self._steps))
         self._open = None
         done = Range(self._steps.start, self._steps.stop, 0, self._outputs.split.shards)
         # Killed before the record, the file is merged again from its parts, and replaced. Killed after it, the parts
@@ -332,31 +329,17 @@ class StepDigests:
                     take(raw_bytes(tensor))
 
 
-@dataclass(eq=False)
-class HashedFile:
+class HashedFile(UnfinishedFile):
     """An unfinished file that hashes the bytes written to it, as the stream of a Parquet writer."""
 
-    closed = False
-    file: UnfinishedFile
-    digest: Any = field(default_factory=hashlib.sha256, init=False)
-    _bytes: int = field(default=0, init=False)
+    def __init__(self, storage: Storage, name: str) -> None:
+        super().__init__(storage, name)
+        self.digest = hashlib.sha256()
 
     def write(self, data: Any) -> None:
         """Write bytes."""
         self.digest.update(data)
-        self._bytes += len(memoryview(data).cast("B"))
-        self.file.write(data)
-
-    def tell(self) -> int:
-        """Return the number of bytes written."""
-        return self._bytes
-
-    def flush(self) -> None:
-        """Flush the file."""
-        self.file.flush()
-
-    def close(self) -> None:
-        """Do nothing, as `UnfinishedFile.close`: the writer closes its stream before the file gets its name."""
+        super().write(data)
 
 
 class OpenFile:
@@ -368,10 +351,10 @@ class OpenFile:
         self._name = name
         self.proof = proof
         self._digests = digests
-        self._stream = HashedFile(UnfinishedFile(run, f"{OUTPUTS}/{name}"))
+        self._file = HashedFile(run, f"{OUTPUTS}/{name}")
         # Neither compressed nor with dictionaries: outputs hardly compress, and are read once.
         self._writer = pq.ParquetWriter(
-            self._stream,
+            self._file,
             layout.schema,
             compression="none",
             use_dictionary=False,
@@ -410,8 +393,8 @@ class OpenFile:
             self._write_group()
         self._writer.close()
         self.close()
-        self._stream.file.commit()
-        written, sha256 = self._stream.tell(), self._stream.digest.hexdigest()
+        written, sha256 = self._file.tell(), self._file.digest.hexdigest()
+        self._file.commit()
         steps = tuple(self._digests.done)
         layout = self.layout.metadata[METADATA].decode()
         return FileRecord(self._name, self._num_rows, first, end, written, sha256, steps, layout)
@@ -424,11 +407,7 @@ class OpenFile:
     def discard(self) -> None:
         """Remove the unfinished file."""
         self.close()
-        try:
-            with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
-                self._writer.close()
-        finally:
-            self._stream.file.discard()
+        discard(self._writer, self._file)
 
 
 def hash_of_steps(records: Iterable[FileRecord]) -> str:

@@ -14,16 +14,7 @@ from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, has_peers
 from dp_ray.outputs.files import FileMerge, Outputs
 from dp_ray.plan.split import FilePlan, num_files
-from dp_ray.rundir.ledger import (
-    FILES,
-    check_newest,
-    fenced,
-    files_in,
-    note_ended,
-    note_files,
-    num_ended,
-    records_in,
-)
+from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 
@@ -44,7 +35,7 @@ class AgreedFilePlan:
 
     def known(self) -> FilePlan | None:
         """Return the plan, None if rank 0 has not made it yet."""
-        files = files_in(self.outputs.ledger.found(self.outputs.run.child(FILES)))
+        files = ledger.files_in(self.outputs.ledger.found(self.outputs.run.child(ledger.FILES)))
         return FilePlan(files, self.outputs.split.total_steps) if files else None
 
     def agree(self, row_bytes: float) -> FilePlan | None:
@@ -56,7 +47,7 @@ class AgreedFilePlan:
         if self.world.rank == 0 or not has_peers():  # workers that run one after another cannot wait for rank 0
             total = split.rows_kept * (row_bytes + SAMPLE_INDEX_BYTES)
             files = num_files(int(total), self.file_bytes, split.total_steps)
-            note_files(fenced(run, attempt), attempt, files)
+            ledger.note_files(ledger.fenced(run, attempt), attempt, files)
         looks = Looks(run, attempt)
         with waiting("rank 0, which has not run its first step yet"):
             while (plan := self.known()) is None and not self.is_stopped():
@@ -80,7 +71,7 @@ class Looks:
         """Wait for so long, or as long as the last look took; `event` ends the wait."""
         now = time.monotonic()  # the look lasted since the last pause: a slow storage is asked more seldom
         if now - self._checked > CHECK_SECONDS:
-            check_newest(self._run, self._attempt)
+            ledger.check_newest(self._run, self._attempt)
             self._checked = now
         (event or threading.Event()).wait(min(1.0, max(seconds, now - self._paused)))
         self._paused = time.monotonic()
@@ -161,7 +152,7 @@ class Merger:
         Raises the error of the merging, if there is one.
         """
         if self._has_peers:
-            note_ended(self._outputs.run, self._outputs.ledger.attempt, self._world.rank)
+            ledger.note_ended(self._outputs.run, self._outputs.ledger.attempt, self._world.rank)
         self._end()
         while self._thread.is_alive() and not control.wants_stop:
             self._thread.join(END_SECONDS)
@@ -185,7 +176,7 @@ class Merger:
                 num_mergers = min(plan.files, self._world.world_size)
                 self._enough_room = plan.enough_room(num_mergers)
                 self._most_ahead = plan.most_ahead(num_mergers)
-            whole = records_in(self._outputs.ledger.parts)
+            whole = ledger.records_in(self._outputs.ledger.parts)
             left = [number for number in range(plan.files) if number not in whole]
             for number in left[self._world.rank :: self._world.world_size]:
                 with closing(FileMerge(self._outputs, plan, number, self._between)) as merge:
@@ -203,10 +194,7 @@ class Merger:
             before = merge.through
             self._reach(before)
             # Asked before the parts are looked for: after all workers have ended, no part is committed any more.
-            have_all_ended = self._has_ended.is_set() and (
-                not self._has_peers
-                or num_ended(self._outputs.ledger.found(self._outputs.run.child(FILES))) == self._world.world_size
-            )
+            have_all_ended = self._has_ended.is_set() and (not self._has_peers or self._have_peers_ended())
             if self._steps > merge.first_step or self._has_ended.is_set():
                 if merge.advance():
                     return
@@ -219,6 +207,10 @@ class Merger:
                 self._looks.begin()  # at once: parts may have come while these were merged
             else:
                 self._pause()
+
+    def _have_peers_ended(self) -> bool:
+        names = self._outputs.ledger.found(self._outputs.run.child(ledger.FILES))
+        return ledger.num_ended(names) == self._world.world_size
 
     def _reach(self, through: float) -> None:
         """Note how far the merging is, and wake the loop if it waits for that."""

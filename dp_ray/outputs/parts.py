@@ -18,22 +18,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from dp_ray.engine.world import ON_GPU, HostCopy
 from dp_ray.errors import StorageError
-from dp_ray.outputs.columns import (
-    SAMPLE_INDEX,
-    Layout,
-    Rows,
-    carried_arrays,
-    converted,
-    rows_of,
-    to_arrow,
-    without_objects,
-)
+from dp_ray.outputs import columns
+from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, Rows
 from dp_ray.plan.split import FilePlan, Range, Shard
 from dp_ray.rundir.ledger import part_name
-from dp_ray.storage import Storage
+from dp_ray.storage import LocalFile, Storage, UnfinishedFile
 from dp_ray.system.threads import waiting
 from dp_ray.tables import array_of, numbers, undamaged
 
@@ -76,6 +69,7 @@ class WorkerParts:
     batch_dim: int = 0
 
 
+@dataclass(eq=False)
 class PartWriter:
     """A stream of one worker's outputs to part files; `before_commit` runs before a part gets its name.
 
@@ -87,19 +81,14 @@ class PartWriter:
     writes them.
     """
 
-    def __init__(
-        self,
-        parts: WorkerParts,
-        find_plan: FindPlan,
-        before_commit: Callable[[], None] = lambda: None,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self._parts = parts
-        self._find_plan = find_plan
+    parts: WorkerParts
+    find_plan: FindPlan
+    before_commit: Callable[[], None] = lambda: None
+    note: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
         self._plan: FilePlan | None = None
-        self._note = note
         self._left_out: set[str] = set()
-        self._before_commit = before_commit
         self._layout: Layout | None = None
         self._file: PartFile | None = None
         self._step: list[ShardRows] = []
@@ -119,13 +108,13 @@ class PartWriter:
         Raises ModelError if an output does not have one entry a row, or its nesting or dtype differs from before.
         Raises DataError if the values of a key are of several kinds.
         """
-        kept, left_out = without_objects(outputs)
+        kept, left_out = columns.without_objects(outputs)
         for path in left_out.keys() - self._left_out:
-            self._note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
+            self.note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
         self._left_out |= left_out.keys()
         copies: list[HostCopy] = []
-        beside = carried_arrays(carried or {}, indices)
-        layout, rows = rows_of(kept, shard.rows, self._parts.batch_dim, beside, copies)
+        beside = columns.carried_arrays(carried or {}, indices)
+        layout, rows = columns.rows_of(kept, shard.rows, self.parts.batch_dim, beside, copies)
         joined = layout if self._layout is None else self._layout.join(layout)
         if self._layout is not None and joined != self._layout:
             self.commit()  # the open part has fixed shapes, the next rows differ
@@ -136,7 +125,7 @@ class PartWriter:
         """End `step`: this worker's shards of it are taken, or an earlier attempt had committed them."""
         if self._step and self._plan is None:
             num_rows = sum(one.shard.rows for one in self._step)
-            self._plan = self._find_plan(sum(leaf.nbytes for one in self._step for leaf in one.rows) / num_rows)
+            self._plan = self.find_plan(sum(leaf.nbytes for one in self._step for leaf in one.rows) / num_rows)
             if self._plan is None:  # without a plan the rows are dropped
                 self._step, self._first_step = [], step + 1
             else:  # a part is in one file alone
@@ -149,7 +138,7 @@ class PartWriter:
         if self._group_bytes >= GROUP_BYTES and len(self._group) > coming:
             self._write_group(coming)
         ends_file = self._plan is not None and step + 1 == self._plan.steps_of(self._plan.number_of(step)).stop
-        is_full = self._file is not None and self._file.bytes >= PART_BYTES // self._parts.num_workers
+        is_full = self._file is not None and self._file.bytes >= PART_BYTES // self.parts.num_workers
         if ends_file or is_full or time.monotonic() - self._committed > PART_SECONDS:
             self.commit()
 
@@ -171,7 +160,7 @@ class PartWriter:
         self._wait()
         assert self._layout is not None
         if self._file is None:
-            self._file = PartFile(self._parts.storage, self._layout, MERGE_BYTES // self._parts.num_workers)
+            self._file = PartFile(self.parts.storage, self._layout, MERGE_BYTES // self.parts.num_workers)
         size = len(self._group) - coming
         group, self._group = self._group[:size], self._group[size:]
         self._group_bytes = sum(TENSOR_BYTES + leaf.nbytes for one in self._group for leaf in one.rows)
@@ -193,10 +182,10 @@ class PartWriter:
             self._write_group()
         self._wait()
         if self._file is not None:
-            self._before_commit()
-            shards = self._parts.shards
+            self.before_commit()
+            shards = self.parts.shards
             done = Range(self._first_step, self._end_step, shards.start, shards.stop)
-            self._file.commit(part_name(done, self._parts.attempt))
+            self._file.commit(part_name(done, self.parts.attempt))
             self._file = None
         self._first_step = self._end_step
         self._committed = time.monotonic()
@@ -217,16 +206,12 @@ class PartFile:
         """Write the rows of some shards."""
         for copy in chain.from_iterable(one.copies for one in group):
             copy.wait()
+        shards = [one.shard for one in group]
         positions = np.concatenate(
-            [
-                np.array(shard.positions, np.int64) if shard.missing else np.arange(shard.start, shard.stop)
-                for shard, *_ in group
-            ]
+            [np.array(one.positions, np.int64) if one.missing else np.arange(one.start, one.stop) for one in shards]
         )
-        leaves = [
-            to_arrow(column, [one.rows[number] for one in group])
-            for number, column in enumerate(self.layout.all_columns)
-        ]
+        every = zip(self.layout.all_columns, zip(*(one.rows for one in group), strict=True), strict=True)
+        leaves = [columns.to_arrow(column, pieces) for column, pieces in every]
         samples = np.concatenate([one.indices for one in group])
         table = pa.Table.from_arrays([array_of(positions), array_of(samples), *leaves], schema=self._schema)
         blocks = max(1, table.nbytes // min(GROUP_BYTES, self._block_bytes))
@@ -240,11 +225,16 @@ class PartFile:
 
     def discard(self) -> None:
         """Remove the unfinished file."""
-        try:
-            with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
-                self._writer.close()
-        finally:
-            self._unfinished.discard()
+        discard(self._writer, self._unfinished)
+
+
+def discard(writer: pq.ParquetWriter | pa.ipc.RecordBatchFileWriter, file: UnfinishedFile | LocalFile) -> None:
+    """End a writer of Arrow, and remove the unfinished file into which it wrote."""
+    try:
+        with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
+            writer.close()
+    finally:
+        file.discard()
 
 
 def part_schema(layout: Layout) -> pa.Schema:
@@ -257,10 +247,10 @@ def lay_out(table: pa.Table, had: Layout, wanted: Layout) -> pa.Table:
     if had == wanted:
         return table
     leading = [name for name in (POSITION, SAMPLE_INDEX) if name in table.column_names]
-    columns = [table.column(name) for name in leading]
+    arrays = [table.column(name) for name in leading]
     for before, after in zip(had.all_columns, wanted.all_columns, strict=True):
-        columns.append(converted(before, after, table.column(before.name).combine_chunks()))
-    return pa.Table.from_arrays(columns, schema=part_schema(wanted) if POSITION in leading else wanted.schema)
+        arrays.append(columns.converted(before, after, table.column(before.name).combine_chunks()))
+    return pa.Table.from_arrays(arrays, schema=part_schema(wanted) if POSITION in leading else wanted.schema)
 
 
 class PartReader:

@@ -32,6 +32,7 @@ from dp_ray.rundir.files import BEFORE_RETRY, RESULT
 from dp_ray.rundir.ledger import LEDGER_JSON, PARTS, Ledger
 from dp_ray.storage import Storage
 from dp_ray.tables import reading
+from dp_ray.tensors.tree import flatten
 
 PREVIEWS = "previews"
 ROWS = 8  # at the start, and as many at the end
@@ -235,25 +236,24 @@ class Preview:
 PREVIEWS_JSON = Record[list[Preview]](list[Preview], missing=[], damaged=IGNORE, unreachable=IGNORE, end="")
 
 
+@dataclass(frozen=True)
 class Previews:
     """The inputs of a prediction's first rows and of its last, written from the shards that hold them."""
 
-    def __init__(self, run: Storage, total_rows: int, batch_dim: int = 0) -> None:
-        self._run = run
-        self._batch_dim = batch_dim
-        self._first, self._last = ROWS, total_rows - ROWS
+    run: Storage
+    total_rows: int
+    batch_dim: int = 0
 
     def on_inputs(self, shard: Shard, indices: Any, inputs: Any) -> None:
         """Keep some inputs of a shard, if it holds such rows; what cannot be kept is left out."""
-        if shard.start >= self._first and shard.stop <= self._last:
+        last = self.total_rows - ROWS
+        if shard.start >= ROWS and shard.stop <= last:
             return
-        missing = set(shard.missing)
-        positions = [position for position in range(shard.start, shard.stop) if position not in missing]
-        rows = [at for at, position in enumerate(positions) if not self._first <= position < self._last]
+        rows = [at for at, position in enumerate(shard.positions) if not ROWS <= position < last]
         with suppress(StorageError, OSError, RuntimeError, TypeError, ValueError, OverflowError):
-            previews = list(_previews(indices, inputs, self._batch_dim, rows))
-            self._run.child(PREVIEWS).create()
-            PREVIEWS_JSON.write(self._run.child(PREVIEWS), previews, f"rows-{shard.start}.json")
+            previews = list(_previews(indices, inputs, self.batch_dim, rows))
+            self.run.child(PREVIEWS).create()
+            PREVIEWS_JSON.write(self.run.child(PREVIEWS), previews, f"rows-{shard.start}.json")
 
 
 def read_previews(run: Storage) -> list[Preview]:
@@ -264,7 +264,7 @@ def read_previews(run: Storage) -> list[Preview]:
 
 def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) -> Iterator[Preview]:
     """Yield the previews of some rows of a batch, by its first tensor."""
-    leaf = next(_tensors(inputs), None)
+    leaf = next((one for one in flatten(inputs)[0] if isinstance(one, torch.Tensor)), None)
     if leaf is None or leaf.ndim <= batch_dim or leaf.shape[batch_dim] != len(indices):
         return
     kept = leaf.movedim(batch_dim, 0)[list(rows)].detach().cpu()
@@ -277,15 +277,6 @@ def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) ->
             if row.numel() > NUMBERS:
                 text += f" ... ({'x'.join(map(str, row.shape))})"
             yield Preview(int(sample), text=text)
-
-
-def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested inputs."""
-    if isinstance(inputs, torch.Tensor):
-        yield inputs
-    elif isinstance(inputs, dict | list | tuple):
-        for one in inputs.values() if isinstance(inputs, dict) else inputs:
-            yield from _tensors(one)
 
 
 def thumbnail(row: torch.Tensor) -> torch.Tensor | None:

@@ -78,15 +78,11 @@ EXACT = {"learning_rate"}  # values without noise, which are not smoothed
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: its series as JSON values for the page's script, and as rows of figures for its table."""
+    """A chart, as the page's script draws it: its series are JSON values; `figures` are the rows of its table."""
 
     key: str
     title: str
     series: list[dict[str, Any]]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what the page's script draws."""
-        return {"key": self.key, "title": self.title, "series": self.series}
 
     @property
     def bucket(self) -> int:

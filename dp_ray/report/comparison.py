@@ -10,21 +10,11 @@ from typing import Any, NamedTuple
 from dp_ray.errors import StorageError
 from dp_ray.job.files import dotted
 from dp_ray.records import damage_told
+from dp_ray.report import page
 from dp_ray.report.charts import WHOLE, Chart, charts_of
-from dp_ray.report.page import (
-    REPORT,
-    duration,
-    metrics_of,
-    page_of,
-    rendered,
-    rows_per_second,
-    speed_text,
-    spoken,
-    time_split,
-    write_page,
-)
-from dp_ray.report.run_data import RunData, as_text, read_run
-from dp_ray.results.compare import NO_DIFFERENCE
+from dp_ray.report.run_data import RunData, read_run
+from dp_ray.results.compare import NO_DIFFERENCE, differing, mean_speed, side_by_side
+from dp_ray.results.text import as_text
 from dp_ray.rundir.files import RESULT, RUN
 from dp_ray.storage import Storage
 
@@ -57,20 +47,20 @@ def save_page(run_dirs: Sequence[str], file: str | None = None) -> str:
             raise StorageError(f"{run}: is not a run directory")
     with damage_told(" or ".join(run_dirs)):
         if file is None:
-            write_page(runs[0])
-            return runs[0].shown(REPORT)
+            page.write_page(runs[0])
+            return runs[0].shown(page.REPORT)
         place = Path(file).absolute()
-        page = page_of(runs[0]) if len(runs) == 1 else comparison_of(runs)
-    Storage(str(place.parent)).write_text(place.name, page)
+        text = page.page_of(runs[0]) if len(runs) == 1 else comparison_of(runs)
+    Storage(str(place.parent)).write_text(place.name, text)
     return str(place)
 
 
 def save_comparison(runs: Sequence[Storage], folder: Storage, trials: Trials) -> str:
     """Write the page of a sweep, with its runs, into a folder; return where it is. Raises what `save_page` raises."""
     with damage_told(" or ".join(map(str, runs))):
-        page = comparison_of(runs, trials)
-    folder.write_text(REPORT, page)
-    return folder.shown(REPORT)
+        text = comparison_of(runs, trials)
+    folder.write_text(page.REPORT, text)
+    return folder.shown(page.REPORT)
 
 
 def comparison_of(runs: Sequence[Storage], trials: Trials | None = None) -> str:
@@ -82,23 +72,17 @@ def comparison_of(runs: Sequence[Storage], trials: Trials | None = None) -> str:
     charts = overlaid(known, names)
     tables = {
         "Figures": figures(known),
-        "Final metrics": _side_by_side([{one.label: one.value for one in metrics_of(run)} for run in known]),
-        "Where the time goes": _side_by_side(
-            [{spoken(one.name): f"{one.share:.1%}" for one in time_split(run)} for run in known]
+        "Final metrics": side_by_side([{one.label: one.value for one in page.metrics_of(run)} for run in known]),
+        "Where the time goes": side_by_side(
+            [{page.spoken(one.name): f"{one.share:.1%}" for one in page.time_split(run)} for run in known]
         ),
-        "The jobs differ in": differing([run.job for run in known]),
-        "The environments differ in": differing([environment_of(run) for run in known]),
+        "The jobs differ in": shown_differences([run.job for run in known]),
+        "The environments differ in": shown_differences([environment_of(run) for run in known]),
     }
-    drawing = {
-        "steps": max(1, *(run.total_steps for run in known)),
-        "charts": [one.to_json() for one in charts],
-        "heatMaps": [],
-        "parts": None,
-        "epochs": [],
-        "interruptions": [],
-        "live": None,
-    }
-    return rendered("comparison.html", drawing, names=names, runs=known, charts=charts, tables=tables, trials=trials)
+    drawing = {"steps": max(1, *(run.total_steps for run in known)), "charts": list(map(vars, charts))}
+    return page.rendered(
+        "comparison.html", drawing, names=names, runs=known, charts=charts, tables=tables, trials=trials
+    )
 
 
 def overlaid(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:
@@ -115,25 +99,21 @@ def overlaid(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:
 
 def figures(runs: Sequence[RunData]) -> Rows:
     """Return status, steps, rows per second and seconds of each run."""
-    speeds = [rows_per_second(run) for run in runs]
+    speeds = [mean_speed(run.history, run.result) for run in runs]
     return {
         "status": [run.status for run in runs],
         "steps": [f"{run.steps_done:,} of {run.total_steps:,}" for run in runs],
-        "rows per second": [speed_text(run) for run in runs],
+        "rows per second": [page.speed_text(one) for one in speeds],
         "against the first": [f"{one / speeds[0]:.2f} x" if one and speeds[0] else "" for one in speeds],
-        "time": [duration(run.result.get("seconds")) for run in runs],
+        "time": [page.duration(run.result.get("seconds")) for run in runs],
         "interruptions": [len(run.incidents.interruptions) for run in runs],
     }
 
 
-def differing(values: Sequence[Mapping[str, Any]]) -> Rows:
+def shown_differences(values: Sequence[Mapping[str, Any]]) -> Rows:
     """Return the keys in which mappings differ, as dotted paths, with the value of each."""
-    rows = _side_by_side([dict(dotted(one)) for one in values])
-    return {
-        key: [as_text(one) for one in row]
-        for key, row in rows.items()
-        if key not in NO_DIFFERENCE and any(one != row[0] for one in row)
-    }
+    rows = differing([dict(dotted(one)) for one in values], NO_DIFFERENCE)
+    return {key: list(map(as_text, row)) for key, row in rows.items()}
 
 
 def environment_of(run: RunData) -> dict[str, Any]:
@@ -142,8 +122,3 @@ def environment_of(run: RunData) -> dict[str, Any]:
     git = driver.get("git") or {}
     code = {"git": {key: git.get(key) for key in ("commit", "branch", "changed")}} if git else {}
     return {**{key: driver[key] for key in ENVIRONMENT if key in driver}, **code}
-
-
-def _side_by_side(columns: Sequence[Mapping[str, Any]]) -> Rows:
-    keys = dict.fromkeys(key for one in columns for key in one)
-    return {key: [one.get(key) for one in columns] for key in keys}

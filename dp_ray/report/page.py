@@ -18,8 +18,10 @@ import yaml
 from markupsafe import Markup
 
 from dp_ray.report.charts import charts_of, epochs_of, workers_chart
-from dp_ray.report.run_data import RunData, WorkerGrid, as_text, read_run
-from dp_ray.rundir.history import is_inner
+from dp_ray.report.run_data import RunData, WorkerGrid, read_run
+from dp_ray.results.compare import mean_speed, rows_and_seconds
+from dp_ray.results.text import as_text
+from dp_ray.rundir.history import NOT_MEASURED, is_inner
 from dp_ray.steps.times import STEP_PARTS
 from dp_ray.storage import Storage
 from dp_ray.tables import known_numbers, numbers
@@ -30,7 +32,8 @@ HERE = Path(__file__).parent
 SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, where it was built
 EVALUATIONS = 50  # the newest, in the table
-NO_METRICS = {"step", "epoch", "rows", "learning_rate", "gradient_norm", "rows_per_second", "data_wait_seconds"}
+# What is drawn of a run alone.
+OF_A_RUN: dict[str, Any] = {"heatMaps": [], "parts": None, "epochs": [], "interruptions": [], "live": None}
 
 
 def write_page(run: Storage) -> None:
@@ -42,10 +45,10 @@ def page_of(run: Storage, live: float | None = None) -> str:
     """Return the page of a run, finished or not, as HTML; it reloads from its server every `live` seconds."""
     data = read_run(run)
     charts = [*charts_of(data.history), *workers_chart(data.incidents, data.steps_done)]
-    maps, parts = heat_maps(data.grid), step_parts(data.grid)
+    maps, parts = (heat_maps(data.grid), step_parts(data.grid)) if data.grid else ([], None)
     drawing = {
         "steps": max(1, data.total_steps),
-        "charts": [one.to_json() for one in charts],
+        "charts": list(map(vars, charts)),
         "heatMaps": maps,
         "parts": parts,
         "epochs": epochs_of(data.history),
@@ -73,7 +76,7 @@ def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
     scripts = plotting_scripts()
     return TEMPLATES.get_template(template).render(
         **values,
-        drawing=hide_in(drawing),
+        drawing=hide_in({**OF_A_RUN, **drawing}),
         can_draw=bool(scripts),
         styles=Markup((HERE / "page.css").read_text()),
         scripts=[Markup(one) for one in (*scripts, (HERE / "page.js").read_text())],
@@ -131,7 +134,7 @@ def facts_of(data: RunData) -> list[Fact]:
     aside = result.get("quarantined") or len(data.quarantined)
     facts = [
         Fact("steps", f"{done:,} of {total:,}" if done != total else f"{total:,}", early or epochs),
-        Fact("rows per second", speed_text(data), "mean of the run"),
+        Fact("rows per second", speed_text(mean_speed(data.history, result)), "mean of the run"),
         Fact("time", duration(result.get("seconds")), ", ".join(times)),
         Fact("workers", str(sizes[-1]) if sizes else "", " → ".join(map(str, sizes)) if len(set(sizes)) > 1 else ""),
         Fact("interruptions", str(len(data.incidents.interruptions))),
@@ -144,7 +147,7 @@ def metrics_of(data: RunData) -> list[Fact]:
     """Return the final metrics, or the newest of a run that goes on."""
     metrics = data.result.get("metrics") or {}
     if not metrics and data.history is not None:
-        names = [name for name in data.history.column_names if name not in NO_METRICS]
+        names = [name for name in data.history.column_names if name not in NOT_MEASURED]
         columns = {name: data.history.column(name).drop_null() for name in names}
         metrics = {name: column[-1].as_py() for name, column in columns.items() if len(column)}
     best = data.result.get("best") or {}
@@ -154,26 +157,8 @@ def metrics_of(data: RunData) -> list[Fact]:
     return [Fact(name, number(value), notes.get(name, "")) for name, value in metrics.items() if not is_inner(name)]
 
 
-def rows_per_second(data: RunData) -> float | None:
-    """Return the mean over the run: of a training by its history, else by the rows and the workers' longest loop."""
-    if data.history is not None and len(data.history):
-        rows, seconds = _rows_and_seconds(data)
-        return rows / seconds if seconds > 0 else None
-    loops = [worker.get("loop_seconds") or 0.0 for worker in data.result.get("workers", [])]
-    rows = data.result.get("rows") or 0
-    return rows / max(loops) if rows and max(loops, default=0.0) > 0 and data.status == "done" else None
-
-
-def _rows_and_seconds(data: RunData) -> tuple[float, float]:
-    assert data.history is not None
-    rows, speeds = (numbers(data.history.column(name)) for name in ("rows", "rows_per_second"))
-    is_known = speeds > 0
-    return float(rows[is_known].sum()), float((rows[is_known] / speeds[is_known]).sum())
-
-
-def speed_text(data: RunData) -> str:
-    """Return the mean speed as text."""
-    speed = rows_per_second(data)
+def speed_text(speed: float | None) -> str:
+    """Return rows per second as text."""
     return "" if speed is None else f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
 
 
@@ -182,13 +167,11 @@ def time_split(data: RunData) -> list[TimePart]:
     if shares := (data.time_split or {}).get("all"):
         parts = [TimePart(spoken(name), share, color_of(name)) for name, share in shares.items() if share > 0]
         return sorted(parts, key=lambda one: -one.share)
-    loops, waits = (
-        [worker.get(f"{name}_seconds") or 0.0 for worker in data.result.get("workers", [])]
-        for name in ("loop", "data_wait")
-    )
-    whole, wait = sum(loops), sum(waits)
+    workers = data.result.get("workers", [])
+    whole, wait = (sum(one.get(f"{name}_seconds") or 0.0 for one in workers) for name in ("loop", "data_wait"))
     if not whole and data.history is not None and len(data.history):
-        whole, wait = _rows_and_seconds(data)[1], float(numbers(data.history.column("data_wait_seconds")).sum())
+        whole = rows_and_seconds(data.history)[1]
+        wait = float(numbers(data.history.column("data_wait_seconds")).sum())
     if whole <= 0:
         return []
     share = min(1.0, wait / whole)
@@ -236,10 +219,8 @@ def job_file_of(job: dict[str, Any]) -> str:
         return str(yaml.dump(job, Dumper=yaml.SafeDumper, sort_keys=False))
 
 
-def heat_maps(grid: WorkerGrid | None) -> list[dict[str, Any]]:
+def heat_maps(grid: WorkerGrid) -> list[dict[str, Any]]:
     """Return the heat maps of a run as JSON values: milliseconds and rows of each worker, a step."""
-    if grid is None:
-        return []
     both = {"edges": grid.edges, "nodes": grid.nodes}
     counted = "without the exchange" if grid.parts else "in the model"
     return [
@@ -262,9 +243,9 @@ def heat_maps(grid: WorkerGrid | None) -> list[dict[str, Any]]:
     ]
 
 
-def step_parts(grid: WorkerGrid | None) -> dict[str, Any] | None:
+def step_parts(grid: WorkerGrid) -> dict[str, Any] | None:
     """Return the milliseconds of each part of a step over the steps, as JSON values; None if not measured."""
-    if grid is None or not grid.parts:
+    if not grid.parts:
         return None
     return {
         "edges": grid.edges,

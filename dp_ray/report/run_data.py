@@ -6,13 +6,12 @@ which has none, from its shape reports.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +24,7 @@ from dp_ray.outputs.files import names_so_far
 from dp_ray.outputs.read import read_previews
 from dp_ray.results.text import relative
 from dp_ray.rundir.claim import UnfinishedRun, unfinished
-from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON, SHAPES, is_finished
+from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON, SHAPES
 from dp_ray.rundir.history import history_of
 from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.quarantine import QUARANTINE, QUARANTINED, RECORDS_JSON, BadRecord, record_files
@@ -114,28 +113,23 @@ class RunData:
         """How many steps the run has done, as far as its files tell."""
         if self.status == "done":
             return int((self.result.get("stopped_early") or {}).get("step", self.total_steps))
-        seen = (
-            int(self.history.column("step")[-1].as_py()) + 1 if self.history is not None and len(self.history) else 0
-        )
+        seen = int(self.history.column("step")[-1].as_py()) + 1 if self.history else 0
         return max(seen, self.state.step if self.state else 0)
 
 
 def read_run(run: Storage) -> RunData:
     """Read a run's directory. A file that is damaged, or that changes meanwhile, is left out and told of."""
     data = RunData(relative(str(run)))
-    is_done = False
-    with _problem_noted(data, "the result"):
-        is_done = is_finished(run)
-    with _problem_noted(data, "the job"):
-        data.job = hide_in(renamed(RUN_JSON.read(run).get("job", {})))
     with _problem_noted(data, "the result"):
         data.result = hide_in(RESULT_JSON.read(run))
+    with _problem_noted(data, "the job"):
+        data.job = hide_in(renamed(RUN_JSON.read(run).get("job", {})))
     with _problem_noted(data, "the state"):
         data.state = unfinished(run.location)
     with _problem_noted(data, "about.json"):
         data.drivers = ABOUT_JSON.read(run).drivers
     with _problem_noted(data, "the interruptions"):
-        data.incidents = INCIDENTS_JSON.read(run, RESULT if is_done else INCIDENTS)
+        data.incidents = INCIDENTS_JSON.read(run, RESULT if data.result.get("status") == "done" else INCIDENTS)
     with _problem_noted(data, "the history"):
         data.history = history_of(run)
     with _problem_noted(data, "the times of the steps"):
@@ -186,20 +180,19 @@ def output_samples(run: Storage) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if names:
         with reading(run, names[0]) as file:
-            layout = Layout.from_metadata(file.schema_arrow.metadata)
             for batch in itertools.islice(file.iter_batches(batch_size=ROWS), 1):
-                rows += _as_rows(pa.Table.from_batches([batch]), layout)
+                rows += _as_rows(pa.Table.from_batches([batch]))
         with reading(run, names[-1]) as file:
-            layout = Layout.from_metadata(file.schema_arrow.metadata)
             if file.num_row_groups:
                 table = file.read_row_group(file.num_row_groups - 1)
-                rows += _as_rows(table.slice(max(0, len(table) - ROWS)), layout)
+                rows += _as_rows(table.slice(max(0, len(table) - ROWS)))
     # A short table's first rows are among its last too.
     samples = {row["sample_index"]: {**row, "preview": previews.get(row["sample_index"])} for row in rows}
     return list(samples.values())
 
 
-def _as_rows(table: pa.Table, layout: Layout) -> Iterator[dict[str, Any]]:
+def _as_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    layout = Layout.from_metadata(table.schema.metadata)
     carried = {one.key: table.column(one.name).to_pylist() for one in layout.carried}
     leaves: dict[str, Any] = {
         one.name: from_arrow(one, table.column(one.name).combine_chunks()) for one in layout.columns
@@ -232,16 +225,6 @@ def _number(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) and math.isfinite(value) else str(value)
 
 
-class Reports(NamedTuple):
-    """Reports of workers about some steps: arrays of one entry a report; `seconds` are those of PARTS, or none."""
-
-    step: Any
-    rank: Any
-    rows: Any
-    milliseconds: Any
-    seconds: tuple[Any, ...] = ()
-
-
 def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
     """Return the grid of a run with this many steps, from the files that there are by now; None without a report."""
     times = run.child(TIMES)
@@ -258,51 +241,32 @@ def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
     steps = min(steps, 1 + max(map(_last_step, files)))
     num_ranks = max(nodes) + 1
     columns = max(1, min(steps, MOST_COLUMNS, CELLS // num_ranks))
-    sums = _Sums(num_ranks, np.arange(columns + 1) * steps // columns)
-    for file in files:
-        for reports in _reports_in(file, is_timed):
-            sums.add(reports)
-    return sums.grid([nodes.get(rank, "") for rank in range(num_ranks)])
-
-
-class _Sums:
-    """Sums of reports in the cells of a grid."""
-
-    def __init__(self, num_ranks: int, edges: Any) -> None:
-        self._edges = edges
-        self._shape = num_ranks, len(edges) - 1
-        self._rows, self._milliseconds, self._slowest, self._steps = (np.zeros(self._shape) for _ in range(4))
-        self._parts = np.zeros((len(PARTS), len(edges) - 1))
-
-    def add(self, reports: Reports) -> None:
-        """Add reports to the cells of their steps and ranks."""
-        step, rank = reports.step, reports.rank.astype(np.int64)
-        column = np.clip(np.searchsorted(self._edges, step, side="right") - 1, 0, self._shape[1] - 1)
-        cell = rank * self._shape[1] + column
-        self._rows += self._total(cell, reports.rows)
-        self._milliseconds += self._total(cell, reports.milliseconds)
-        np.maximum.at(self._slowest.reshape(-1), cell, reports.milliseconds)
-        for number, seconds in enumerate(reports.seconds):
-            self._parts[number] += 1000 * np.bincount(column, seconds, self._shape[1])
+    edges = np.arange(columns + 1) * steps // columns
+    rows, milliseconds, slowest, worked = (np.zeros((num_ranks, columns)) for _ in range(4))
+    parts = np.zeros((len(PARTS), columns))
+    for step, rank, counts, times, seconds in (one for file in files for one in _reports_in(file, is_timed)):
+        column = np.clip(np.searchsorted(edges, step, side="right") - 1, 0, columns - 1)
+        cell = rank.astype(np.int64) * columns + column
         # A worker may have several shards of a step, each with a report of its shapes.
-        worked = cell if reports.seconds else np.unique(np.stack([step, cell]), axis=1)[1]
-        self._steps += self._total(worked, None)
-
-    def _total(self, cell: Any, weights: Any) -> Any:
-        return np.bincount(cell, weights, self._rows.size).reshape(self._shape)
-
-    def grid(self, nodes: list[str]) -> WorkerGrid:
-        """Return the means over the steps of each cell."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            rows, milliseconds = self._rows / self._steps, self._milliseconds / self._steps
-            parts = self._parts / self._steps.sum(0)
-        slowest = np.where(self._steps > 0, self._slowest, np.nan)
-        measured = {name: part for name, part in zip(PARTS, parts, strict=True) if np.nansum(part) > 0}
-        return WorkerGrid(self._edges.tolist(), nodes, rows, milliseconds, slowest, measured)
+        once = cell if is_timed else np.unique(np.stack([step, cell]), axis=1)[1]
+        for sums, where, values in ((rows, cell, counts), (milliseconds, cell, times), (worked, once, None)):
+            sums += np.bincount(where, values, sums.size).reshape(sums.shape)
+        np.maximum.at(slowest.reshape(-1), cell, times)
+        for number, each in enumerate(seconds):
+            parts[number] += 1000 * np.bincount(column, each, columns)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rows, milliseconds, parts = rows / worked, milliseconds / worked, parts / worked.sum(0)
+    slowest = np.where(worked > 0, slowest, np.nan)
+    measured = {name: part for name, part in zip(PARTS, parts, strict=True) if np.nansum(part) > 0}
+    names = [nodes.get(rank, "") for rank in range(num_ranks)]
+    return WorkerGrid(edges.tolist(), names, rows, milliseconds, slowest, measured)
 
 
-def _reports_in(file: File, is_timed: bool) -> Iterator[Reports]:
-    """Yield the reports in a file of the steps' times, or, if not `is_timed`, of shape reports."""
+def _reports_in(file: File, is_timed: bool) -> Iterator[tuple[Any, Any, Any, Any, tuple[Any, ...]]]:
+    """Yield the reports in a file of the steps' times, or, if not `is_timed`, of shape reports, in arrays.
+
+    These are the steps, ranks, rows, milliseconds, and the seconds of each of PARTS, which shape reports do not have.
+    """
     names = ["step", "rank", "rows"]
     with reading(*file) as parquet:
         for batch in parquet.iter_batches(batch_size=BATCH, columns=None if is_timed else [*names, "milliseconds"]):
@@ -312,7 +276,7 @@ def _reports_in(file: File, is_timed: bool) -> Iterator[Reports]:
             else:
                 seconds, milliseconds = (), numbers(batch.column("milliseconds"))
             step, rank, rows = (numbers(batch.column(name)) for name in names)
-            yield Reports(step, rank, rows, milliseconds, seconds)
+            yield step, rank, rows, milliseconds, seconds
 
 
 def _last_step(file: File) -> int:
@@ -330,8 +294,3 @@ def _nodes_of(file: File) -> Iterator[tuple[int, str]]:
             known, last = np.unique(numbers(ranks)[::-1], return_index=True)
             for rank, at in zip(known.tolist(), (len(ranks) - 1 - last).tolist(), strict=True):
                 yield rank, nodes[at].as_py()
-
-
-def as_text(value: Any) -> str:
-    """Return a value of a job or of an environment as text."""
-    return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)

@@ -7,6 +7,7 @@ import shutil
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -55,21 +56,18 @@ class Watched:
     def look(self) -> Snapshot:
         """Read the directory as it is now; files that change while they are read are read at the next look."""
         run = self._run
-        name = run.path.rstrip("/").rpartition("/")[2]
-        try:
+        is_there = False
+        with suppress(StorageError):  # an object store that does not answer for a moment
             is_there = run.exists(RUN)
-        except StorageError:  # an object store that does not answer for a moment
-            is_there = False
         if not is_there:
-            return Snapshot(ListedRun(name, NO_RUN))
-        row = listed_run(run, name)
+            return Snapshot(ListedRun(run.name, NO_RUN))
+        row = listed_run(run)
         try:
             progress = PROGRESS_JSON.read(run)
             began = time.monotonic()
             if row.status in ENDED or began >= self._due:
                 table = history_of(run)
-                has_losses = table is not None and "loss" in table.column_names
-                self._losses = table.column("loss").to_pylist() if table is not None and has_losses else []
+                self._losses = table.column("loss").to_pylist() if table and "loss" in table.column_names else []
                 self._due = time.monotonic() + 20 * (time.monotonic() - began)
             incidents = INCIDENTS_JSON.read(run, RESULT if row.status == "done" else INCIDENTS)
             error = str(RESULT_JSON.read(run).get("error") or "") if row.status == "failed" else ""

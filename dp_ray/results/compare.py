@@ -1,9 +1,8 @@
 """Compare runs in any state: their jobs and environments, metrics, throughput, time and curves; imports no torch."""
 
-import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,12 @@ from dp_ray.errors import StorageError
 from dp_ray.job.errors import renamed
 from dp_ray.job.files import dotted, same
 from dp_ray.job.job import Job
-from dp_ray.results.text import aligned, measured, relative, sparkline
+from dp_ray.results.text import aligned, as_text, relative, sparkline
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON
 from dp_ray.rundir.history import history_of, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
 from dp_ray.storage import Storage
+from dp_ray.tables import numbers
 from dp_ray.text import hide_in, listed, printable
 
 NO_DIFFERENCE = ("name", "storage")  # not compared: each run has its own
@@ -40,17 +40,8 @@ class ComparedRun:
 
     @property
     def rows_per_second(self) -> float | None:
-        """The rows of all steps, divided by the steps' seconds; None if unknown."""
-        if self.history is not None and len(self.history):
-            rows, rates = (self.history.column(name).to_pylist() for name in ("rows", "rows_per_second"))
-            timed = [(count, count / rate) for count, rate in zip(rows, rates, strict=True) if rate]
-            seconds = math.fsum(seconds for _, seconds in timed)
-            return sum(count for count, _ in timed) / seconds if seconds else None
-        # Without a history: the rows divided by the seconds of the loop, unless that was interrupted.
-        seconds = max((worker.get("loop_seconds", 0.0) for worker in self.result.get("workers", [])), default=0.0)
-        if not seconds or len(self.result.get("world_sizes", [])) != 1:
-            return None
-        return float(self.result["rows"] * self.result["epochs"] / seconds)
+        """The mean speed of the run; None if unknown."""
+        return mean_speed(self.history, self.result)
 
     @property
     def time_split(self) -> dict[str, float]:
@@ -69,7 +60,7 @@ class ComparedRun:
 
 def read_compared_run(run: Storage) -> ComparedRun:
     """Read a run, whatever its state; raises StorageError if it is no run, or if it is damaged."""
-    row = listed_run(run, run.path.rstrip("/").rpartition("/")[2])
+    row = listed_run(run)
     if not run.exists(RUN):
         raise StorageError(f"{run}: holds no {RUN}: not a run directory")
     if row.status == DAMAGED:
@@ -85,18 +76,35 @@ def read_compared_run(run: Storage) -> ComparedRun:
     )
 
 
+def mean_speed(history: pa.Table | None, result: Mapping[str, Any]) -> float | None:
+    """Return the rows per second of a run: its rows divided by the seconds of its steps; None if unknown."""
+    if history is not None and len(history):
+        rows, seconds = rows_and_seconds(history)
+    else:  # without a history: the seconds of the longest loop, which are those of all rows in a single attempt alone
+        loops = [worker.get("loop_seconds") or 0.0 for worker in result.get("workers", [])]
+        is_whole = result.get("status") == "done" and len(result.get("world_sizes", [])) == 1
+        rows = result.get("rows", 0) * result.get("epochs", 1)
+        seconds = max(loops, default=0.0) if is_whole else 0.0
+    return rows / seconds if rows and seconds > 0 else None
+
+
+def rows_and_seconds(history: pa.Table) -> tuple[float, float]:
+    """Return the rows of the steps in a history, and the seconds that they took."""
+    rows, speeds = (numbers(history.column(name)) for name in ("rows", "rows_per_second"))
+    is_known = speeds > 0
+    return float(rows[is_known].sum()), float((rows[is_known] / speeds[is_known]).sum())
+
+
 def comparison_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Return the runs as JSON values: results, what differs in jobs and environments, metrics, throughput, time."""
-    names = dict.fromkeys(name for run in runs for name in run.row.metrics)
-    parts = dict.fromkeys(name for run in runs for name in run.time_split)
     return {
         "runs": [run.result or run.row.to_json() for run in runs],
         "status": [run.row.status for run in runs],
         "job": differing_keys(runs),
         "environment": differing_environment(runs),
-        "metrics": {name: [run.row.metrics.get(name) for run in runs] for name in names},
+        "metrics": side_by_side([run.row.metrics for run in runs]),
         "rows_per_second": [run.rows_per_second for run in runs],
-        "time_split": {name: [run.time_split.get(name) for run in runs] for name in parts},
+        "time_split": side_by_side([run.time_split for run in runs]),
         "seconds": [run.row.seconds for run in runs],
     }
 
@@ -130,30 +138,21 @@ def _is_object(key: str, value: Any) -> bool:
 
 
 def _table(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
-    metrics = [measured(run.row.metrics) for run in runs]
+    values = comparison_values(runs)
     yield ["", *(run.where for run in runs)]
-    for key, values in (*differing_keys(runs).items(), *differing_environment(runs).items()):
-        yield [key, *map(_as_text, values)]
-    yield ["status", *(run.row.status for run in runs)]
+    for key, row in (*values["job"].items(), *values["environment"].items()):
+        yield [key, *map(as_text, row)]
+    yield ["status", *values["status"]]
     steps = [(run.row.step, run.row.steps) for run in runs]
-    yield ["steps", *(str(total) if done == total else f"{done}/{_as_text(total)}" for done, total in steps)]
-    for name in dict.fromkeys(name for one in metrics for name in one):
-        yield [f"metrics.{name}", *(one.get(name, "-") for one in metrics)]
-    yield ["rows/s", *(_figure(run.rows_per_second, ",.0f") for run in runs)]
-    parts = dict.fromkeys(name for run in runs for name in run.time_split)
-    if "time_split.data_wait" in parts:  # the share of the waits stands among the parts
-        parts.pop("data_wait_share", None)
-    for part in parts:
-        yield [part, *(_figure(run.time_split.get(part), ".3g") for run in runs)]
-    yield ["seconds", *(_figure(run.row.seconds, ".1f") for run in runs)]
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _as_text(value: Any) -> str:
-    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+    yield ["steps", *(str(total) if done == total else f"{done}/{as_text(total)}" for done, total in steps)]
+    if "time_split.data_wait" in values["time_split"]:  # the share of the waits stands among the parts
+        values["time_split"].pop("data_wait_share", None)
+    figures = {f"metrics.{name}": (row, ".6g") for name, row in values["metrics"].items()}
+    figures |= {"rows/s": (values["rows_per_second"], ",.0f")}
+    figures |= {part: (row, ".3g") for part, row in values["time_split"].items()}
+    figures |= {"seconds": (values["seconds"], ".1f")}
+    for name, (row, form) in figures.items():
+        yield [name, *("-" if value is None else format(value, form) for value in row)]
 
 
 def _curves(runs: Sequence[ComparedRun]) -> Iterator[str]:
@@ -175,18 +174,25 @@ def _curves(runs: Sequence[ComparedRun]) -> Iterator[str]:
 
 def differing_keys(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Return the keys in which the jobs of runs differ, as dotted paths, with each job's value."""
-    return _differing([dict(dotted(run.job)) for run in runs], NO_DIFFERENCE)
+    return differing([dict(dotted(run.job)) for run in runs], NO_DIFFERENCE)
 
 
 def differing_environment(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Return the versions, the git commit and the hardware in which the newest drivers of runs differ."""
-    return _differing([run.environment for run in runs if run.environment], OF_EACH_DRIVER, len(runs))
+    """Return the versions, the git commit and the hardware in which the newest drivers of runs differ.
+
+    Nothing differs as far as is known if not all runs tell theirs.
+    """
+    each_run = [run.environment for run in runs]
+    return differing(each_run, OF_EACH_DRIVER) if all(each_run) else {}
 
 
-def _differing(each_run: list[dict[str, Any]], left_out: Sequence[str], number: int = 0) -> dict[str, list[Any]]:
-    """Return the keys whose values differ; none if only some of `number` runs have values."""
-    if len(each_run) < number:
-        return {}
-    keys = dict.fromkeys(key for one in each_run for key in one if key not in left_out)
-    values = {key: [one.get(key) for one in each_run] for key in keys}
-    return {key: each for key, each in values.items() if not all(same(value, each[0]) for value in each)}
+def differing(each_run: Sequence[Mapping[str, Any]], left_out: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the keys whose values differ, with the values of all."""
+    rows = side_by_side(each_run).items()
+    return {key: row for key, row in rows if key not in left_out and not all(same(one, row[0]) for one in row)}
+
+
+def side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of each key that one of the mappings has; None stands for one that is not there."""
+    keys = dict.fromkeys(key for one in columns for key in one)
+    return {key: [one.get(key) for one in columns] for key in keys}

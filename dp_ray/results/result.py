@@ -221,9 +221,10 @@ def load(run_dir: str | Path) -> Result:
     """
     storage = Storage(str(run_dir))
     if not storage.exists(RESULT):
-        prediction = _unfinished_prediction(storage)
-        if prediction is not None:
-            return prediction
+        going = unfinished(storage.location)
+        if going is not None and going.task == "predict":  # its outputs so far can be read
+            where, steps = storage.location, going.steps
+            return Result(str(storage), going.name, going.task, going.status, steps=steps, location=where)
         why = "not a run directory"
         if storage.exists(RUN):
             why = f"the run has not finished (dp-ray report {run_dir} says how far it is)"
@@ -240,21 +241,6 @@ def load(run_dir: str | Path) -> Result:
         names = {one.name for one in fields(Result)}  # a later version may have written more
         known = {key: value for key, value in values.items() if key in names}
         return Result(**{**known, "run_dir": str(storage), "location": storage.location})
-
-
-def _unfinished_prediction(run: Storage) -> Result | None:
-    """Return what is known of a prediction without a result: its outputs so far can be read."""
-    prediction = unfinished(run.location)
-    if prediction is None or prediction.task != "predict":
-        return None
-    return Result(
-        run_dir=str(run),
-        location=run.location,
-        name=prediction.name,
-        task=prediction.task,
-        status=prediction.status,
-        steps=prediction.steps,
-    )
 
 
 def with_best_weights(best: dict[str, Any] | None, run: Storage) -> dict[str, Any] | None:

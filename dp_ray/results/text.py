@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -32,6 +33,16 @@ def relative(path: str) -> str:
 def measured(metrics: Mapping[str, float]) -> dict[str, str]:
     """Format the metrics in six digits, without those that `verify` adds."""
     return {name: f"{value:.6g}" for name, value in metrics.items() if not is_inner(name)}
+
+
+def as_text(value: Any) -> str:
+    """Return a value of a job or of an environment as text."""
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def short(value: Any) -> str:
+    """Return a number in six digits, and any other value as its text."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def time_span(seconds: float) -> str:
@@ -120,13 +131,7 @@ class Table(list[T]):
         is_cut = len(self) > 2 * ENDS + 1
         rows = [_values(row) for row in ([*self[:ENDS], *self[-ENDS:]] if is_cut else self)]
         names = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-        cells = [
-            [
-                "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-                for value in map(row.get, names)
-            ]
-            for row in rows
-        ]
+        cells = [["-" if value is None else short(value) for value in map(row.get, names)] for row in rows]
         if is_cut:
             cells.insert(ENDS, ["..." for _ in names])
         return [names, *cells] if names else []

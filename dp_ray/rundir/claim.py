@@ -23,18 +23,9 @@ from dp_ray.job.files import differences, located_at
 from dp_ray.job.job import AS_BEFORE, Job, that_count
 from dp_ray.job.keys import Elastic, Target
 from dp_ray.plan.split import Done, Split, num_filled, split_of
-from dp_ray.rundir import ledger
+from dp_ray.rundir import files, ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
-from dp_ray.rundir.files import (
-    RESULT,
-    RESULT_JSON,
-    RUN,
-    RUN_JSON,
-    has_kept_nothing,
-    holds_work,
-    is_finished,
-    replacing,
-)
+from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, RUN_JSON, is_finished
 from dp_ray.rundir.history import METRICS, unmerge_history
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, Interruption
 from dp_ray.rundir.lease import EXPIRE_SECONDS, LEASE, LEASE_JSON, Lease, last_alive, take_request
@@ -145,12 +136,12 @@ def check_resumable(
     if not claimed:
         _check_is_run(storage)
         return False
-    advice = f"give it another name (--name, name=), or replace it {replacing(storage)}"
+    advice = f"give it another name (--name, name=), or replace it {files.replacing(storage)}"
     before = claimed.get("rows", {})
     keys = [key for key in rows if before.get(key, rows[key]) != rows[key]]
     other_rows = "; ".join(f"{key}: {before[key]} rows there, {rows[key]} rows here" for key in keys)
     others = _other_job(claimed, job) or other_rows
-    if (others or not (job.is_all_targets or resume)) and has_kept_nothing(storage):
+    if (others or not (job.is_all_targets or resume)) and files.has_kept_nothing(storage):
         return False
     if others:
         raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
@@ -286,7 +277,9 @@ def with_shards_of_run(job: Job, base: Storage) -> Job:
     if isinstance(job.workers, Elastic):
         workers = Elastic(min=min(job.min_workers, shards), max=workers)
     resumed = Job.make({**dict(job), "shards": shards, "workers": workers}, job.run_name)
-    is_replaced = has_kept_nothing(storage) and (not job.finds_shards or _other_job(RUN_JSON.read(storage), resumed))
+    is_replaced = files.has_kept_nothing(storage) and (
+        not job.finds_shards or _other_job(RUN_JSON.read(storage), resumed)
+    )
     return job if is_replaced else resumed
 
 
@@ -320,11 +313,6 @@ def check_shared(run: Storage, token: str, who: str) -> None:
             f"storage is not shared by all nodes: {who} {what} the run directory {run} of the driver; "
             "set storage to a folder that every node mounts, or to a URL such as s3://bucket/folder"
         )
-
-
-def base_storage(job: Job) -> Storage:
-    """Return the job's storage, as `located` finds it."""
-    return located(job.storage)
 
 
 def located(location: str) -> Storage:
@@ -362,7 +350,7 @@ def is_aside(run: Storage) -> bool:
 
 def replacement_has_begun(run: Storage) -> bool:
     """Return whether the files of a new run say that it has begun."""
-    return is_finished(run) or holds_work(run)
+    return is_finished(run) or files.holds_work(run)
 
 
 def settle(run: Storage, is_begun: bool) -> str:

@@ -35,6 +35,7 @@ SHAPES = "shapes.parquet"
 SWEEP = "sweep.json"  # in the directory of a sweep: its definition and its trials
 CHECKPOINTS = "checkpoints"  # the folder of a training's checkpoints
 FLIGHT_RECORDER = "flight_recorder"  # the folder of the collectives of attempts that hung
+NCCL_RECORD = "{}-nccl-rank-{}"  # in it, what NCCL writes before it ends the process of an attempt's rank
 NAME = re.compile(r"step-(\d+)\.safetensors")  # of a checkpoint
 
 
@@ -207,7 +208,6 @@ def command_of(arguments: Sequence[str]) -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None

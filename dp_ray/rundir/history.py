@@ -23,6 +23,7 @@ METRICS = "metrics.parquet"
 HISTORY = "history"
 RECENT = "recent.parquet"  # of an unfinished run: the rows after the last piece
 CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
+NOT_MEASURED = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
 DIGEST = "outputs_digest"  # the metric that `verify` adds
 SEGMENT = "steps-{}-{}.parquet"  # of the steps from the first number to before the second
 SECONDS = 2.0  # between two writes of the recent rows
@@ -149,8 +150,7 @@ def summary(run: Storage) -> dict[str, float]:
     table = read_table(run, METRICS)
     with_rows = np.flatnonzero(np.from_dlpack(table.column("rows").combine_chunks()))
     until_rows = table.slice(0, int(with_rows[-1]) + 1 if len(with_rows) else 0)
-    not_measured = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
-    names = [name for name in table.column_names if name not in not_measured]
+    names = [name for name in table.column_names if name not in NOT_MEASURED]
     columns = {name: (table if is_of_many(name) else until_rows).column(name).drop_null() for name in names}
     return {name: column[-1].as_py() for name, column in columns.items() if len(column)}
 

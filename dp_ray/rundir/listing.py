@@ -62,10 +62,10 @@ def listed_runs(base: Storage, now: datetime | None = None) -> list[ListedRun]:
     now = now or datetime.now(UTC)
     names = _folders(base)
     if isinstance(base.fs, pafs.LocalFileSystem):
-        rows = [listed_run(base.child(name), name, now) for name in names]
+        rows = [listed_run(base.child(name), now) for name in names]
     else:
         with ThreadPoolExecutor(THREADS) as pool:
-            rows = list(pool.map(lambda name: listed_run(base.child(name), name, now), names))
+            rows = list(pool.map(lambda name: listed_run(base.child(name), now), names))
     return sorted_by(rows, "age")
 
 
@@ -98,9 +98,9 @@ def _folders(base: Storage) -> list[str]:
     return sorted(info.base_name for info in with_names(infos) if info.type == pafs.FileType.Directory)
 
 
-def listed_run(run: Storage, name: str, now: datetime | None = None) -> ListedRun:
+def listed_run(run: Storage, now: datetime | None = None) -> ListedRun:
     """Return a folder as a row of the list."""
-    now = now or datetime.now(UTC)
+    name, now = run.name, now or datetime.now(UTC)
     try:
         infos = with_names(run.fs.get_file_info(pafs.FileSelector(run.path)))
         written = {info.base_name: info.mtime for info in infos if info.is_file}
@@ -110,14 +110,14 @@ def listed_run(run: Storage, name: str, now: datetime | None = None) -> ListedRu
             return ListedRun(name, OF_RUNS, age=_age(written[SWEEP], now), note=note)
         if RUN not in written:
             return ListedRun(name, NO_RUN, note=f"has no {RUN}")
-        return _run(run, name, written, now)
+        return _run(run, written, now)
     except (StorageError, OSError) as error:
         return ListedRun(name, DAMAGED, note=str(error).removeprefix(f"{run}/"))
     except Exception as error:  # files of any content
         return ListedRun(name, DAMAGED, note=f"{type(error).__name__}: {error}")
 
 
-def _run(run: Storage, name: str, written: dict[str, datetime | None], now: datetime) -> ListedRun:
+def _run(run: Storage, written: dict[str, datetime | None], now: datetime) -> ListedRun:
     """Return the row of a run directory; `written` tells when each of its files was written."""
     claimed = RUN_JSON.read(run)
     # The folder is listed already: on an object store, each read of what is not there would be a request.
@@ -142,7 +142,7 @@ def _run(run: Storage, name: str, written: dict[str, datetime | None], now: date
     numbers = {key: _number(math.nan if value is None else value) for key, value in metrics.items()}
     note = "" if is_driven else str(result.get("error") or early.get("text") or "")
     return ListedRun(
-        name=name,
+        name=run.name,
         status="running" if is_driven else str(result.get("status") or "unfinished"),
         task=str(claimed["job"]["task"]),
         age=_age(max(filter(None, times), default=None), now),

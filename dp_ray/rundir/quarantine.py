@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,61 +45,57 @@ class QuarantineFull(DataError):
     """More samples are bad than the job sets aside; it ends the job, whose next attempt would find them again."""
 
 
+@dataclass(eq=False)
 class QuarantineFiles:
     """The bad samples that this worker finds in a dataset, which it writes; it counts those of all workers.
 
     `after` is the step of a training after which the dataset is evaluated. `note` tells each sample once.
     """
 
-    def __init__(
-        self, run: Storage, dataset: str, limit: int, attempt: str | None, note: Callable[[str], None]
-    ) -> None:
-        self.after: int | None = None
-        self._run = run
-        self._folder = run.child(QUARANTINE)
-        self._dataset = dataset
-        self._limit = limit
-        self._attempt = attempt
-        self._note = note
-        self._files = RecordFiles(self._folder)
+    run: Storage
+    dataset: str
+    limit: int
+    attempt: str | None
+    note: Callable[[str], None]
+    after: int | None = None
+
+    def __post_init__(self) -> None:
+        self._files = RecordFiles(self.run.child(QUARANTINE))
 
     def keep(self, shard: Shard, bad: Mapping[int, BadSample]) -> None:
         """Write a shard's bad samples, by position; raises QuarantineFull if the run has more than the limit."""
-        if self._attempt is not None:
-            check_newest(self._run, self._attempt)
-        after, step = self.after, shard.step
-        name = (
-            f"{self._dataset}-{step}-{shard.shard}"
-            if after is None
-            else f"{self._dataset}-{after}-{step}.{shard.shard}"
-        )
+        if self.attempt is not None:
+            check_newest(self.run, self.attempt)
+        place = f"{shard.step}-{shard.shard}" if self.after is None else f"{self.after}-{shard.step}.{shard.shard}"
+        name = f"{self.dataset}-{place}.json"
         records = [self._record(shard, position, one) for position, one in sorted(bad.items())]
-        RECORDS_JSON.write(self._folder, records, f"{name}.json")
+        RECORDS_JSON.write(self._files.folder, records, name)
         # Counted after the write, so that of workers that pass the limit together the last one sees it.
         files = self._files.look()
-        known = distinct(others for one, others in files.items() if one != f"{name}.json")
+        known = distinct(others for one, others in files.items() if one != name)
         for record in records:
-            if (self._dataset, record["sample_index"]) not in known:
-                self._note(f"set aside: {_line(record)}")
+            if (self.dataset, record["sample_index"]) not in known:
+                self.note(f"set aside: {_line(record)}")
         firsts = {(one["dataset"], one["sample_index"]): one for records in files.values() for one in records}
-        if len(firsts) > self._limit:
+        if len(firsts) > self.limit:
             lines = [f"\n  {_line(record)}" for record in list(firsts.values())[:SHOWN]]
             lines += [f"\n  and {len(firsts) - SHOWN} more"] if len(firsts) > SHOWN else []
-            limit = f"{counted(len(firsts), 'sample')} cannot be used, and on_error.quarantine is {self._limit}"
+            limit = f"{counted(len(firsts), 'sample')} cannot be used, and on_error.quarantine is {self.limit}"
             advice = "mend them, or set on_error.quarantine higher and run the job again"
             raise QuarantineFull(f"{limit}; {advice}:{''.join(lines)}")
 
     def _record(self, shard: Shard, position: int, bad: BadSample) -> BadRecord:
         step = shard.step if self.after is None else self.after
-        where = {"sample_index": bad.sample, "epoch": shard.epoch, "step": step, "position": position}
-        beside = {} if bad.carried is None else {"carried": bad.carried}
         return {
-            **where,
-            **beside,
+            "sample_index": bad.sample,
+            "epoch": shard.epoch,
+            "step": step,
+            "position": position,
+            **({} if bad.carried is None else {"carried": bad.carried}),
             "type": encodable(bad.kind),
             "message": hide(encodable(bad.message)),
             "traceback": hide(encodable(bad.traceback)),
-            "dataset": self._dataset,
+            "dataset": self.dataset,
         }
 
 
@@ -143,10 +139,8 @@ def has_set_aside(run: Storage) -> bool:
 
 def count_quarantined(run: Storage) -> int:
     """Return how many samples the run has set aside: each once, in however many epochs."""
-    folder = run.child(QUARANTINE)
-    if names := record_files(folder):
-        return len(distinct(RECORDS_JSON.read(folder, name) for name in names))
-    return len(distinct([_merged(run)]))
+    files = RecordFiles(run.child(QUARANTINE)).look()
+    return len(distinct(files.values() if files else [_merged(run)]))
 
 
 @dataclass(eq=False)
@@ -162,27 +156,14 @@ class RecordFiles:
         self._read = {name: self._read.get(name) or RECORDS_JSON.read(self.folder, name) for name in names}
         return self._read
 
-
-class Missing:
-    """The positions of a prediction that have no outputs, since their samples were set aside.
-
-    If it `grows`, each call looks for more of them.
-    """
-
-    def __init__(self, run: Storage, grows: bool) -> None:
-        self._files = RecordFiles(run.child(QUARANTINE))
-        self._grows = grows
-        self._found = self._files.look()
-
-    def __call__(self) -> list[int]:
-        if self._grows:
-            self._found = self._files.look()
-        return sorted(record["position"] for records in self._found.values() for record in records)
+    def positions(self) -> list[int]:
+        """Return the positions in these records, in order: those of a prediction have no outputs."""
+        return sorted(record["position"] for records in self.look().values() for record in records)
 
 
 def positions_set_aside(run: Storage) -> list[int]:
     """Return the positions of a prediction that have no outputs, in order."""
-    return Missing(run, grows=False)()
+    return RecordFiles(run.child(QUARANTINE)).positions()
 
 
 def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[BadRecord] = ()) -> None:
@@ -190,22 +171,11 @@ def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[Bad
 
     `more` are records that are in no file any more.
     """
-    folder = run.child(QUARANTINE)
-    names = record_files(folder)
-
-    def together() -> Iterator[Sequence[BadRecord]]:
-        yield from (RECORDS_JSON.read(folder, name) for name in names)
-        if more:
-            yield more
-
-    values: dict[str, list[Any]] = {key: [] for key in carry}
-    for record in itertools.chain.from_iterable(together() if carry else ()):
-        for key in carry:
-            values[key].append(_carried(record, key))
-    kinds = {key: _kind(found) for key, found in values.items()}
+    files = [*RecordFiles(run.child(QUARANTINE)).look().values(), *([more] if more else [])]
+    kinds = {key: _kind([_carried(one, key) for records in files for one in records]) for key in carry}
     schema = pa.schema([*SCHEMA, *((CARRIED + key, kind) for key, kind in kinds.items())])
     with run.writing(QUARANTINED) as stream, pq.ParquetWriter(stream, schema) as writer:
-        for records in together():
+        for records in files:
             columns = [pa.array([one[field.name] for one in records], field.type) for field in SCHEMA]
             for key, kind in kinds.items():
                 carried = [_carried(one, key) for one in records]

@@ -1,14 +1,15 @@
 """Put the workers' shape reports in order, on the driver, and write them as Parquet.
 
 `Collector` orders them and passes a step on as soon as all workers have finished it, so memory does not grow with the
-number of steps. `ReportFile` is the table of a whole run; `Journal` keeps the reports of committed steps while the
-run goes on, so that they survive a killed driver.
+number of steps. `ReportFile` is the table of a whole run. It also keeps the reports of committed steps while the run
+goes on, so that they survive a killed driver.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,28 +126,22 @@ class Collector:
 
     def pending(self) -> ReportColumns | None:
         """Return the reports that are not passed on yet, None if there are none; they stay pending."""
-        spans = [(worker, span) for worker, pending in self._pending.items() for span in pending]
-        if not spans:
-            return None
-        rows = _expand(spans)
-        return rows.where(rows.step > self._emitted)
+        return self._unpassed([(worker, span) for worker, pending in self._pending.items() for span in pending])
 
     def close(self) -> None:
         """Pass on everything, also steps that some workers have not finished."""
         self._emit(1 << 62)
 
     def _emit(self, through: int) -> None:
-        taken = [
-            (worker, span) for worker, pending in self._pending.items() for span in _take_through(pending, through)
-        ]
-        if not taken:
-            return
-        rows = _expand(taken)
-        fresh = rows.step > self._emitted  # a later attempt repeats steps that were passed on already
-        if not fresh.all():
-            rows = rows.where(fresh)
-        if len(rows):
+        of_workers = self._pending.items()
+        taken = [(worker, span) for worker, pending in of_workers for span in _take_through(pending, through)]
+        if rows := self._unpassed(taken):
             self.on_rows(self, rows)
+
+    def _unpassed(self, spans: Sequence[tuple[int, ShardSpan]]) -> ReportColumns | None:
+        """Return the reports of workers that are not passed on yet: a later attempt repeats steps that were."""
+        rows = _expand(spans) if spans else None
+        return rows and rows.where(rows.step > self._emitted)
 
 
 def _take_through(pending: deque[ShardSpan], through: int) -> list[ShardSpan]:
@@ -170,10 +165,8 @@ def _split_span(span: ShardSpan, step: int) -> tuple[ShardSpan, ShardSpan | None
     early = late = span.milliseconds
     if len(early) > 1:  # else it is the mean of all steps, which both parts keep
         early, late = early[:count], late[count:]
-    return (
-        span._replace(num_steps=count, milliseconds=early),
-        span._replace(first_step=step, num_steps=span.num_steps - count, milliseconds=late),
-    )
+    rest = span._replace(first_step=step, num_steps=span.num_steps - count, milliseconds=late)
+    return span._replace(num_steps=count, milliseconds=early), rest
 
 
 def _fold(pending: deque[ShardSpan]) -> deque[ShardSpan]:
@@ -195,20 +188,13 @@ def _fold(pending: deque[ShardSpan]) -> deque[ShardSpan]:
 
 def _expand(taken: Sequence[tuple[int, ShardSpan]]) -> ReportColumns:
     """Return one row for each step of each span, ordered; of a step that was run twice, the newest worker's row."""
-    counts = np.array([span.num_steps for _, span in taken], np.int64)
-    starts = np.cumsum(counts) - counts
-    step = np.arange(counts.sum()) + np.repeat(
-        np.array([span.first_step for _, span in taken], np.int64) - starts, counts
-    )
-    shard = np.repeat(np.array([span.shard for _, span in taken], np.int32), counts)
-    world = np.repeat(np.array([world for world, _ in taken], np.int32), counts)
-    seen = np.repeat(np.array([span.seen for _, span in taken], np.int32), counts)
-    times = [
-        span.milliseconds
-        if len(span.milliseconds) == span.num_steps
-        else np.repeat(span.milliseconds, span.num_steps)
-        for _, span in taken
-    ]
+    workers, spans = zip(*taken, strict=True)
+    counts = np.array([span.num_steps for span in spans], np.int64)
+    starts = np.array([span.first_step for span in spans], np.int64) - (np.cumsum(counts) - counts)
+    step = np.arange(counts.sum()) + np.repeat(starts, counts)
+    places = [span.shard for span in spans], workers, [span.seen for span in spans]
+    shard, world, seen = (np.repeat(np.array(each, np.int32), counts) for each in places)
+    times = [np.broadcast_to(span.milliseconds, span.num_steps) for span in spans]  # one may be the mean of all
     order = np.lexsort((shard, step))  # stable: of the rows of a step and shard, the newest worker's is last
     rows = ReportColumns(step, shard, world, seen, np.concatenate(times)).where(order)
     repeated = (rows.step[1:] == rows.step[:-1]) & (rows.shard[1:] == rows.shard[:-1])
@@ -218,7 +204,11 @@ def _expand(taken: Sequence[tuple[int, ShardSpan]]) -> ReportColumns:
 
 
 class ReportFile:
-    """A Parquet file with one row for each shard report, written block by block."""
+    """A Parquet file with one row for each shard report, written block by block.
+
+    With a folder as `journal`, the reports of committed steps are kept there while the run goes on. Workers may be
+    ahead of others: their reports cannot be ordered yet, and go to a file that is replaced each time.
+    """
 
     SCHEMA = pa.schema(
         [
@@ -234,19 +224,35 @@ class ReportFile:
         ]
     )
 
-    def __init__(self, sink: Any) -> None:
+    def __init__(self, sink: Any, journal: Storage | None = None) -> None:
         self._writer = pq.ParquetWriter(sink, self.SCHEMA)
         self._blocks: list[pa.Table] = []
         self._rows = 0
+        self._journal = journal
+        self._pieces = PartTable(journal, PIECE, ROWS_IN_A_PIECE) if journal else None
 
-    def write(self, collector: Collector, rows: ReportColumns) -> pa.Table:
-        """Write a collector's rows; return them as a table."""
+    def write(self, collector: Collector, rows: ReportColumns) -> None:
+        """Write a collector's rows."""
         block = table_of(collector, rows)
         self._blocks.append(block)
         self._rows += len(rows)
         if self._rows >= ROWS_IN_A_GROUP:
             self._write_group()
-        return block
+        if self._pieces:
+            self._pieces.add(block)
+            if self._pieces.num_new >= ROWS_IN_A_GROUP:
+                self._pieces.write()
+
+    def save(self, collector: Collector) -> None:
+        """Write the journal: the ordered reports in pieces, the collector's pending ones to their own file."""
+        if not self._journal or not self._pieces:
+            return
+        self._pieces.write()
+        pending = collector.pending()
+        if pending is not None:
+            with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
+                self._journal.create()
+                write_table(self._journal, PENDING, table_of(collector, pending))
 
     def close(self) -> None:
         """Write the remaining reports and finish the file."""
@@ -286,15 +292,10 @@ def table_of(collector: Collector, rows: ReportColumns) -> pa.Table:
 
 def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
     """Read the shard reports of a ReportFile, ordered by step and shard."""
-    decoded: dict[str, Any] = {}
+    decode = cache(decode_sizes)
     for batch in file.iter_batches():
         for row in batch.to_pylist():
-            for key in ("input_size", "output_size"):
-                text = row[key]
-                if text not in decoded:
-                    decoded[text] = decode_sizes(text)
-                row[key] = decoded[text]
-            yield ShardReport(**row)
+            yield ShardReport(**{**row, **{key: decode(row[key]) for key in ("input_size", "output_size")}})
 
 
 def read_spans(file: pq.ParquetFile, done: Done) -> list[tuple[World, Sizes, ShardSpan]]:
@@ -317,32 +318,6 @@ def read_spans(file: pq.ParquetFile, done: Done) -> list[tuple[World, Sizes, Sha
         (world, seen, ShardSpan(first, len(times), shard, -1, np.array(times, np.float32)))
         for world, seen, first, shard, times in spans
     ]
-
-
-class Journal:
-    """The reports of committed steps on disk while a run goes on.
-
-    Workers may be ahead of others: their reports cannot be ordered yet, and go to a file that is replaced each time.
-    """
-
-    def __init__(self, folder: Storage) -> None:
-        self._folder = folder
-        self._pieces = PartTable(folder, PIECE, ROWS_IN_A_PIECE)
-
-    def add(self, block: pa.Table) -> None:
-        """Take a block of ordered reports; write them once there are enough."""
-        self._pieces.add(block)
-        if self._pieces.num_new >= ROWS_IN_A_GROUP:
-            self._pieces.write()
-
-    def save(self, collector: Collector) -> None:
-        """Write all reports: the ordered ones in pieces, the collector's pending ones to their own file."""
-        self._pieces.write()
-        pending = collector.pending()
-        if pending is not None:
-            with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
-                self._folder.create()
-                write_table(self._folder, PENDING, table_of(collector, pending))
 
 
 def journal_files(folder: Storage) -> list[str]:

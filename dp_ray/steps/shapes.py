@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from dp_ray.errors import ModelError
 from dp_ray.messages import Keep, Report, ShardSpan, Sizes
 from dp_ray.plan.split import Shard
 from dp_ray.steps.times import packed
+from dp_ray.system.threads import repeated
 from dp_ray.tensors.scatter import num_rows
 from dp_ray.tensors.tree import sizes
 
@@ -114,7 +116,7 @@ class Recorder:
         self._world = world
         self._send = send
         self._attempt = attempt
-        self._interval = interval if interval is not None else report_interval(world.world_size)
+        interval = report_interval(world.world_size) if interval is None else interval
         self._numbers: dict[Sizes, int] = {}
         self._unsent: dict[int, Sizes] = {}  # sizes that the driver does not know yet, by number
         self._open: dict[int, tuple[int, int, list[float]]] = {}  # by shard: first step, number of its sizes, times
@@ -125,9 +127,8 @@ class Recorder:
         self._sent_through = -1
         self._lock = threading.Lock()  # for what is recorded; never held while sending, which may take long
         self._sending = threading.Lock()  # one report after the other: the driver takes them in order
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._send_regularly, name="shape-reports", daemon=True)
-        self._thread.start()
+        self._is_open = ExitStack()
+        self._is_open.enter_context(repeated("shape-reports", interval, self.flush))
 
     def on_shard(self, shard: Shard, seen: Sizes, milliseconds: float) -> None:
         """Record a shard's sizes and the milliseconds of its forward."""
@@ -174,13 +175,8 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
+        self._is_open.close()
         self.flush()
-
-    def _send_regularly(self) -> None:
-        while not self._stopped.wait(self._interval):
-            self.flush()
 
     def _take(self) -> Report | None:
         with self._lock:

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from dp_ray.messages import Logged, TimedSteps
 from dp_ray.plan.split import Split
 from dp_ray.rundir.history import CLOCKED, forget
 from dp_ray.storage import Storage
-from dp_ray.system.threads import waiting
+from dp_ray.system.threads import repeated, waiting
 from dp_ray.tables import PartTable, array_of, array_of_texts, numbers, read_table, table_of_rows
 from dp_ray.text import listed, percent
 
@@ -76,10 +76,9 @@ class StepTimeWriter:
     def __init__(self, folder: Storage) -> None:
         self._table = PartTable(folder, PART, ROWS_IN_A_PART, compression="zstd", use_dictionary=["node"])
         self._attempt = 0
-        self._written = time.monotonic()
-        self._seconds = 0.0
-        self._thread = ThreadPoolExecutor(1, "step-times")
-        self._writing: Future[None] | None = None
+        self._due = 0.0
+        self._is_open = ExitStack()
+        self._is_open.enter_context(repeated("step-times", WRITE_SECONDS, self._write))
 
     def begin(self, attempt: int) -> None:
         """Begin an attempt of the run, counted from 0."""
@@ -94,23 +93,16 @@ class StepTimeWriter:
         after = [array_of(one) for one in (timed.rows, *timed.seconds.T)]
         self._table.add(pa.Table.from_arrays([*before, node, *after], schema=SCHEMA))
 
-    def tick(self) -> None:
-        """Begin to write what is new, if it is time for it."""
-        pause = max(WRITE_SECONDS, self._seconds / SHARE_OF_WRITES)
-        is_writing = self._writing is not None and not self._writing.done()
-        if not is_writing and time.monotonic() - self._written >= pause:
-            self._written = time.monotonic()
-            self._writing = self._thread.submit(self._write)
-
     def close(self) -> None:
-        """Write what is new, and wait for it."""
-        self._thread.submit(self._write)
-        self._thread.shutdown()
+        """Write what is new."""
+        self._is_open.close()
+        self._table.write()
 
     def _write(self) -> None:
         began = time.monotonic()
-        self._table.write()
-        self._seconds = time.monotonic() - began
+        if began >= self._due:
+            self._table.write()
+            self._due = began + (time.monotonic() - began) / SHARE_OF_WRITES
 
 
 def read_step_times(run: Storage, newest: int | None = None) -> pa.Table:
@@ -180,10 +172,8 @@ def worker_splits(table: pa.Table) -> list[WorkerSplit]:
     names = table["node"].combine_chunks().dictionary.to_pylist()
     rank, place = numbers(table["rank"]), numbers(table["node"])
     _, first, worker = np.unique(rank.astype(np.int64) * len(names) + place, return_index=True, return_inverse=True)
-    steps, rows, *seconds = (
-        np.bincount(worker, weights).tolist()
-        for weights in (None, numbers(table["rows"]), *(numbers(table[part]) for part in STEP_PARTS))
-    )
+    summed = [None, *(numbers(table[name]) for name in ("rows", *STEP_PARTS))]
+    steps, rows, *seconds = (np.bincount(worker, weights).tolist() for weights in summed)
     splits = [
         WorkerSplit(
             int(rank[row]),
@@ -287,56 +277,29 @@ class Facts:
     outside: Outside | None = None
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A rule on one part of the step: the share from which on it limits a run, and a sentence for that share.
-
-    If `is_of_one`, the worker with the largest share counts, for which the others wait; else all workers together.
-    """
-
-    kind: str
-    part: str
-    share: float
-    says: str
-    is_of_one: bool = False
-
-    def verdict(self, workers: Sequence[WorkerSplit]) -> Verdict | None:
-        """Return the verdict on the workers' steps; None below the limit."""
-        groups = [[one] for one in workers] if self.is_of_one else [workers]
-        share = max(shares_of(group)[self.part] for group in groups)
-        return Verdict(self.kind, share, self.says.format(percent(share))) if share >= self.share else None
-
-
-LIMITS = (
-    Limit(
-        "exchange",
-        "exchange",
+# Of a part of the step: the share from which on it limits a run, and a sentence for that share.
+LIMITS = {
+    "exchange": (
         0.25,
         "the exchange is the limit: {} of the step is summing gradients over the workers; "
         "a larger batch_size needs fewer exchanges, fewer workers make each cheaper",
     ),
-    Limit(
-        "checkpoint",
-        "checkpoint",
+    "checkpoint": (
         0.15,
         "the storage is the limit: {} of the time is waiting for checkpoints; "
         "raise checkpoint.every_steps or checkpoint.every_seconds, or use a faster storage",
-        is_of_one=True,  # rank 0 alone writes checkpoints
     ),
-    Limit(
-        "evaluation",
-        "evaluation",
+    "evaluation": (
         0.3,
         "evaluations are the limit: {} of the time; raise eval.every_steps or eval.every_epochs, or eval.batch_size",
     ),
-    Limit(
-        "outputs",
-        "outputs",
+    "outputs": (
         0.3,
         "writing is the limit: {} of the step is moving and writing outputs; "
         "keep less with outputs.keep, outputs.dtype or outputs.after, or use a faster storage",
     ),
-)
+}
+OF_RANK_0 = "checkpoint"  # it alone writes checkpoints, so that its share counts, and not that of all workers
 
 
 def facts_of(job: Mapping[str, Any], outside: Outside | None = None, is_in_session: bool = False) -> Facts:
@@ -356,7 +319,7 @@ def decide(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict:
     What is outside of the steps comes first, then the rule with the largest share. Only keys of a job are advised.
     """
     verdicts = [_slower(one, part, workers) for part in COMPARED for one in workers]
-    verdicts += [_data(workers, facts.processes), *(limit.verdict(workers) for limit in LIMITS)]
+    verdicts += [_data(workers, facts.processes), *(_limited(part, workers) for part in LIMITS)]
     largest = max(filter(None, verdicts), key=lambda one: one.share, default=None)
     return _outside(facts) or largest or _waiting(workers) or _balanced(workers)
 
@@ -378,6 +341,14 @@ def _outside(facts: Facts) -> Verdict | None:
         return None
     text = f"the end is the limit: {percent(after / whole)} of {whole:.0f} s are after the last step"
     return Verdict("end", after / whole, f"{text}{AT_THE_END[facts.task]}; use a faster storage")
+
+
+def _limited(part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
+    """Return the verdict on a part of the step; None below its limit."""
+    limit, says = LIMITS[part]
+    groups = [[one] for one in workers] if part == OF_RANK_0 else [workers]
+    share = max(shares_of(group)[part] for group in groups)
+    return Verdict(part, share, says.format(percent(share))) if share >= limit else None
 
 
 def _slower(one: WorkerSplit, part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
@@ -475,7 +446,6 @@ class History:
         send: Callable[[Logged], None],
         new_data_wait: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._folder = folder
         self._split = split
         self._names = names
         self._extra = dict.fromkeys(extra)  # a dict keeps the order of the first measurement

@@ -16,7 +16,7 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job.files import differences
 from dp_ray.job.job import Job
 from dp_ray.records import damage_told
-from dp_ray.results.text import aligned, relative
+from dp_ray.results.text import aligned, relative, short
 from dp_ray.rundir.claim import check_reads_nothing_of, kept, lost, wait_until_free, with_full_init_from
 from dp_ray.rundir.files import RUN, SWEEP, SWEEP_JSON, State, Sweep, SweepTrial
 from dp_ray.rundir.lease import LEASE
@@ -68,6 +68,31 @@ class SweepRecord:
         done = sum(trial.state == "done" for trial in self.trials)
         return done == len(self._trials) and done >= self.definition.count
 
+    @property
+    def best_first(self) -> list[Trial]:
+        """The trials: the best value of the metric first, at the end those without a value, by their numbers."""
+        metric, sign = self.definition.metric, 1 if self.definition.mode == "min" else -1
+        values = [(value is None, sign * (value or 0.0)) for value in (trial.value(metric) for trial in self.trials)]
+        return [trial for _, trial in sorted(zip(values, self.trials, strict=True), key=lambda one: one[0])]
+
+    @property
+    def has_best(self) -> bool:
+        """Whether a trial has a value of the metric, so that the first of `best_first` is the best."""
+        return any(trial.value(self.definition.metric) is not None for trial in self.trials)
+
+    def rows(self, base: Storage) -> tuple[list[str], list[list[str]]]:
+        """Return the head of the table and a row for each trial, best first."""
+        definition, metric = self.definition, self.definition.metric
+        measured = [] if metric is None else [metric]
+        rows = []
+        for trial in self.best_first:
+            values = [hide(short(one)) for one in definition.values(trial.picked).values()]
+            value = trial.value(metric)
+            scores = ["-" if value is None else f"{value:.6g}" for _ in measured]
+            place = relative(base.shown(definition.run_name(trial.number)))
+            rows.append([str(trial.number), *values, *scores, trial.state, place])
+        return ["trial", *(axis.key for axis in definition.axes), *measured, "state", "run"], rows
+
     def put(self, trial: Trial) -> None:
         """Keep a trial in place of what is known of it.
 
@@ -115,13 +140,13 @@ def open_record(definition: Definition, base: Storage, is_new: bool = False) -> 
     Raises JobError if the directory holds another sweep, or something else.
     """
     folder = base.child(definition.name)
-    if folder.exists(SWEEP) and is_new:
-        return SweepRecord(folder, definition, _new_trials(definition))
-    if not folder.exists(SWEEP):
+    has_sweep = folder.exists(SWEEP)
+    if not has_sweep:
         if folder.exists(RUN):
             raise JobError(f"{folder} holds a run; give the sweep another name (--name)")
         if set(folder.names()) - {LEASE}:
             raise JobError(f"{folder} holds files that are no sweep; choose another --name or --storage")
+    if is_new or not has_sweep:
         return SweepRecord(folder, definition, _new_trials(definition))
     with damage_told(f"{folder}/{SWEEP}"):
         kept_sweep = SWEEP_JSON.read(folder)
@@ -209,39 +234,10 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
 NAMED = 40  # characters of a value in a trial's name
 
 
-def best_first(record: SweepRecord) -> list[Trial]:
-    """Return the trials: the best value of the metric first, at the end those without a value, by their numbers."""
-    metric, mode = record.definition.metric, record.definition.mode
-    sign = 1 if mode == "min" else -1
-    ranked = [(value, trial) for trial in record.trials if (value := trial.value(metric)) is not None]
-    ranked.sort(key=lambda one: (sign * one[0], one[1].number))
-    known = {trial.number for _, trial in ranked}
-    return [*(trial for _, trial in ranked), *(trial for trial in record.trials if trial.number not in known)]
-
-
 def table(record: SweepRecord, base: Storage) -> str:
     """Return the trials as a table, best first: number, values, metric, state, run."""
-    head, rows = trial_rows(record, base)
+    head, rows = record.rows(base)
     return aligned([[printable(cell) for cell in row] for row in [head, *rows]])
-
-
-def trial_rows(record: SweepRecord, base: Storage) -> tuple[list[str], list[list[str]]]:
-    """Return the head of the table and a row for each trial, best first."""
-    definition, metric = record.definition, record.definition.metric
-    measured = [] if metric is None else [metric]
-    rows = []
-    for trial in best_first(record):
-        values = [hide(_as_text(one)) for one in definition.values(trial.picked).values()]
-        value = trial.value(metric)
-        scores = ["-" if value is None else f"{value:.6g}" for _ in measured]
-        place = relative(base.shown(definition.run_name(trial.number)))
-        rows.append([str(trial.number), *values, *scores, trial.state, place])
-    return ["trial", *(axis.key for axis in definition.axes), *measured, "state", "run"], rows
-
-
-def has_best(record: SweepRecord) -> bool:
-    """Return whether the first trial, of those with the best first, has a value of the metric."""
-    return any(trial.value(record.definition.metric) is not None for trial in record.trials)
 
 
 def value_name(trial: Trial, definition: Definition) -> str:
@@ -249,13 +245,9 @@ def value_name(trial: Trial, definition: Definition) -> str:
     values = definition.values(trial.picked)
     last = [key.rpartition(".")[2] for key in values]
     keys = last if len(set(last)) == len(last) else list(values)
-    texts = [hide(_as_text(one)) for one in values.values()]
+    texts = [hide(short(one)) for one in values.values()]
     settings = (f"{key} {text[:NAMED]}" for key, text in zip(keys, texts, strict=True))
     return f"{trial.number}: {', '.join(settings)}"
-
-
-def _as_text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def space(definition: Definition) -> list[str]:
@@ -264,14 +256,14 @@ def space(definition: Definition) -> list[str]:
         return []
     lines = [f"{definition.count} trials, whose values {definition.search} draws from"]
     for axis in definition.axes:
-        drawn = ", ".join(map(_as_text, axis.values)) if isinstance(axis, Choices) else str(axis)
+        drawn = ", ".join(map(short, axis.values)) if isinstance(axis, Choices) else str(axis)
         lines.append(f"  {axis.key}: {hide(drawn)}")
     return lines
 
 
 def to_json(record: SweepRecord, base: Storage) -> dict[str, Any]:
     """Return the sweep as JSON values: its trials, best first."""
-    definition, ordered = record.definition, best_first(record)
+    definition, ordered = record.definition, record.best_first
     return {
         "name": definition.name,
         "sweep_dir": str(record.folder),
@@ -280,7 +272,7 @@ def to_json(record: SweepRecord, base: Storage) -> dict[str, Any]:
         "over": {axis.key: axis.describe() for axis in definition.axes},
         "search": definition.search,
         "count": definition.count,
-        "best": ordered[0].number if has_best(record) else None,
+        "best": ordered[0].number if record.has_best else None,
         "trials": [
             {
                 "number": trial.number,

@@ -8,11 +8,11 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -32,16 +32,7 @@ from dp_ray.rundir.claim import with_full_init_from, with_shards_of_run
 from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, RUN_JSON, is_finished
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
-from dp_ray.sweeps.record import (
-    SweepRecord,
-    Trial,
-    best_first,
-    has_best,
-    numbers,
-    remove_sweep,
-    trial_rows,
-    value_name,
-)
+from dp_ray.sweeps.record import SweepRecord, Trial, numbers, remove_sweep, value_name
 from dp_ray.system.process import environment
 from dp_ray.system.threads import ask_others, planned_stops
 from dp_ray.text import harmless
@@ -72,19 +63,15 @@ def opened(jobs: Sequence[Job], count: int, options: Options, parallel: int | No
     if not on_ray:
         yield [Lane(lambda job: execute(job, options), lambda: None)]
         return
-    from dp_ray.driver.sessions import (
-        Session,  # imports Ray, which `workers: 0` does not need
-        keys_for,  # imports Ray, which `workers: 0` does not need
-    )
+    from dp_ray.driver.sessions import Session, keys_for  # imports Ray, which `workers: 0` does not need
 
     keys, wanted = keys_for(on_ray), 1 if is_here or count == 1 else parallel and min(parallel, count)
-    how = options.address, None, options.quiet, options.verbose
     with ExitStack() as closing:
-        sessions = [closing.enter_context(Session(keys, *how, at_a_time=wanted))]
+        sessions = [closing.enter_context(Session(keys, options, at_a_time=wanted))]
         fits = sessions[0].at_a_time or 1
         if wanted is not None and fits < wanted:
             say(f"there is room for {fits} of {wanted} trials at a time")
-        sessions += [closing.enter_context(Session(keys, *how)) for _ in range(min(fits, count) - 1)]
+        sessions += [closing.enter_context(Session(keys, options)) for _ in range(min(fits, count) - 1)]
         try:
             yield [Lane(partial(one.execute, options=options), one.abort) for one in sessions]
         finally:
@@ -92,26 +79,26 @@ def opened(jobs: Sequence[Job], count: int, options: Options, parallel: int | No
                 one.abort()  # no job runs now, and the end of the connection frees what they hold
 
 
+@dataclass
 class Stop:
     """A request that the trials that run stop after their step, and no other begins; or that all end at once."""
 
-    def __init__(self) -> None:
-        self.is_asked = False
-        self.is_by_signal = False
-        self.is_at_once = False
-        self._by = "SIGTERM"
+    is_asked: bool = False
+    is_by_signal: bool = False
+    is_at_once: bool = False
+    by: str = "SIGTERM"
 
     def ask(self, signal_name: str) -> bool:
         """Ask for it, as a signal does; return False if it was asked for before."""
         if self.is_asked:
             return False
-        self.is_asked, self.is_by_signal, self._by = True, True, signal_name
+        self.is_asked, self.is_by_signal, self.by = True, True, signal_name
         return True
 
     def pass_on(self) -> None:
         """Ask the jobs of other threads, if it is asked for; to be called again, until each runs a step."""
         if self.is_asked:
-            ask_others(self._by)
+            ask_others(self.by)
 
 
 def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: Stop) -> None:
@@ -126,70 +113,38 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
         if stop.is_by_signal:
             raise KeyboardInterrupt
         return
-    threads = _Threads(lanes, work, stop)
+    errors: list[BaseException] = []
+    # The threads are not joined: Python 3.11 takes a thread for ended whose join is interrupted.
+    ends = [Future[None]() for _ in lanes]
+
+    def work_in(lane: Lane, end: Future[None]) -> None:
+        try:
+            work(lane)
+        except KeyboardInterrupt:
+            stop.ask("SIGTERM")  # it was asked before, but where `dp-ray stop` has stopped this run alone
+        except BaseException as error:  # raised when all have ended
+            errors.append(error)
+            stop.is_asked = True
+        finally:
+            end.set_result(None)
+
     try:
         with planned_stops(stop.ask):
-            for lane in lanes:
-                threading.Thread(target=threads.work_in, args=(lane,), name="trials", daemon=True).start()
-            while threads.run(LOOK_SECONDS):
+            for place in zip(lanes, ends, strict=True):
+                threading.Thread(target=work_in, args=place, name="trials", daemon=True).start()
+            while wait(ends, LOOK_SECONDS).not_done:
                 stop.pass_on()
     except KeyboardInterrupt:
         stop.is_asked = stop.is_at_once = True
         stop.pass_on()
         for lane in lanes:
             lane.abort()
-        while threads.run(LOOK_SECONDS):
-            pass
+        wait(ends)
         raise
-    if threads.errors:
-        raise threads.errors[0]
+    if errors:
+        raise errors[0]
     if stop.is_by_signal:
         raise KeyboardInterrupt
-
-
-class _Threads:
-    """A thread for each lane. They are not joined: Python 3.11 takes a thread for ended whose join is interrupted."""
-
-    def __init__(self, lanes: Sequence[Lane], work: Callable[[Lane], None], stop: Stop) -> None:
-        self.errors: list[BaseException] = []
-        self._work = work
-        self._stop = stop
-        self._left = list(lanes)
-        self._one_ended = threading.Event()
-
-    def run(self, seconds: float) -> bool:
-        """Wait some seconds or until a thread has ended; return whether any still runs."""
-        if self._left:
-            self._one_ended.wait(seconds)
-            self._one_ended.clear()
-        return bool(self._left)
-
-    def work_in(self, lane: Lane) -> None:
-        """Run the trials of a lane, in its own thread."""
-        try:
-            self._work(lane)
-        except KeyboardInterrupt:
-            self._stop.ask("SIGTERM")  # it was asked before, but where `dp-ray stop` has stopped this run alone
-        except BaseException as error:  # raised when all have ended
-            self.errors.append(error)
-            self._stop.is_asked = True
-        finally:
-            self._left.remove(lane)
-            self._one_ended.set()
-
-
-Suggest = Callable[[Definition, int, int, Sequence[Trial]], Picked]
-
-
-@dataclass(frozen=True)
-class How:
-    """The way to run a sweep, as opposed to its definition: flags of the command line."""
-
-    flags: Mapping[str, Any]  # those of a run: address, quiet, verbose
-    parallel: int | None = None
-    fail_fast: bool = False
-    overwrite: bool = False
-    suggest: Suggest | None = None
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:
@@ -211,15 +166,20 @@ def check_places(record: SweepRecord, base: Storage) -> None:
 
 
 class Sweep:
-    """A sweep that runs: which trial is next, and what becomes of each; several threads may run trials."""
+    """A sweep that runs: which trial is next, and what becomes of each; several threads may run trials.
 
-    def __init__(self, record: SweepRecord, base: Storage, how: How, say: Say) -> None:
+    If it is to `fail_fast`, it stops after the first trial that fails.
+    """
+
+    def __init__(
+        self, record: SweepRecord, base: Storage, say: Say, fail_fast: bool = False, is_verbose: bool = False
+    ) -> None:
         self.stop = Stop()
         self._record = record
         self._base = base
         self._definition = record.definition
-        self._how = how
         self._say = say
+        self._fail_fast, self._is_verbose = fail_fast, is_verbose
         self._left = [trial for trial in record.trials if trial.state != "done"]
         self._draws = threading.Lock()
 
@@ -236,10 +196,10 @@ class Sweep:
             before = self._record.trials
             if self._left:
                 trial = self._left.pop(0)
-            elif self._how.suggest is not None and len(before) < self._definition.count:
+            elif self._definition.search is not None and len(before) < self._definition.count:
                 seed = self._definition.job(1, next(iter(self._definition.probes()))).seed
                 number = len(before) + 1
-                trial = Trial(number, self._how.suggest(self._definition, seed, number, before))
+                trial = Trial(number, suggested(self._definition, seed, number, before))
             else:
                 return None
             # Within the lock: the next draw of another thread counts this trial.
@@ -282,28 +242,31 @@ class Sweep:
             return
         self._record.put(replace(trial, state="failed", error=f"{type(error).__name__}: {error}"))
         Console(self._definition.name).say(f"trial {trial.number} failed:")
-        print(harmless(error_report(error, bool(self._how.flags.get("verbose")))), file=sys.stderr)
-        if self._how.fail_fast:
+        print(harmless(error_report(error, self._is_verbose)), file=sys.stderr)
+        if self._fail_fast:
             self.stop.is_asked = True
 
 
-def run_sweep(record: SweepRecord, base: Storage, how: How) -> None:
+def run_sweep(
+    record: SweepRecord, base: Storage, options: Options, parallel: int | None, fail_fast: bool, overwrite: bool
+) -> None:
     """Run the trials of a sweep that are not done; those that fail are told, and the others go on.
 
+    The options are those of each run: address, quiet, verbose; `parallel` trials run at a time, None: as many as fit.
     At the end, write the page that compares their runs. Raises RunInterrupted if Ctrl-C or SIGTERM stopped the sweep,
     and ClusterError if no Ray answers or a session has ended.
     """
-    definition, say = record.definition, Console(record.definition.name, how.flags["quiet"]).say
+    definition, say = record.definition, Console(record.definition.name, options.quiet).say
     jobs = [definition.job(1, picked) for picked in definition.probes()]
-    sweep = Sweep(record, base, how, say)
+    sweep = Sweep(record, base, say, fail_fast, options.verbose)
     num_left = sum(trial.state != "done" for trial in record.trials)
     num_left += max(0, definition.count - len(record.trials))  # which a search has not drawn yet
     with contextlib.ExitStack() as until_end:
-        if not how.overwrite:
+        if not overwrite:
             until_end.enter_context(record.held(say))
         try:
-            with opened(jobs, num_left, Options(**how.flags), how.parallel, say) as lanes:
-                if how.overwrite:  # not before there are workers for what takes its place
+            with opened(jobs, num_left, options, parallel, say) as lanes:
+                if overwrite:  # not before there are workers for what takes its place
                     remove_sweep(record.folder, base, jobs, say)
                     check_places(record, base)  # else it is done before the workers start
                     until_end.enter_context(record.held(say))
@@ -311,7 +274,7 @@ def run_sweep(record: SweepRecord, base: Storage, how: How) -> None:
         except KeyboardInterrupt as stopped:
             if not record.is_over:
                 done = sum(trial.state == "done" for trial in record.trials)
-                again = "run it again without --overwrite" if how.overwrite else "run the same command"
+                again = "run it again without --overwrite" if overwrite else "run the same command"
                 raise RunInterrupted(
                     f"interrupted: {done} of {definition.count} trials are done; {again} to go on"
                 ) from stopped
@@ -325,12 +288,12 @@ def _write_page(record: SweepRecord, base: Storage, say: Say) -> None:
         from dp_ray.report.comparison import Trials, save_comparison
 
         definition = record.definition
-        runs = [(one, base.child(definition.run_name(one.number))) for one in best_first(record)]
+        runs = [(one, base.child(definition.run_name(one.number))) for one in record.best_first]
         compared = [(one, run) for one, run in runs if run.exists(RUN)][:COMPARED]
         if compared:
             names = [value_name(one, definition) for one, _ in compared]
-            head, rows = trial_rows(record, base)
-            trials = Trials(definition.name, names, head, rows, has_best(record))
+            head, rows = record.rows(base)
+            trials = Trials(definition.name, names, head, rows, record.has_best)
             place = save_comparison([run for _, run in compared], record.folder, trials)
             say(f"page: {relative(place)}")
     except Exception as error:  # whatever it is, the runs stand
@@ -362,10 +325,8 @@ def _as_known(trials: Iterable[Trial], metric: str | None, space: dict[str, Base
     known = []
     for trial in trials:
         value = trial.value(metric)
-        if trial.state not in ("done", "failed"):
-            state = TrialState.RUNNING
-        else:
-            state = TrialState.FAIL if value is None else TrialState.COMPLETE
+        ended = TrialState.FAIL if value is None else TrialState.COMPLETE
+        state = ended if trial.state in ("done", "failed") else TrialState.RUNNING
         known.append(create_trial(state=state, value=value, params=dict(trial.picked), distributions=space))
     return known
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dp_ray.engine.clock import Part, clock_on
 from dp_ray.engine.items import split_passthrough
@@ -25,7 +26,7 @@ from dp_ray.plan.order import Order
 from dp_ray.plan.split import Done, Shard, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
-from dp_ray.rundir.quarantine import Missing
+from dp_ray.rundir.quarantine import QUARANTINE, RecordFiles
 from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
 from dp_ray.tasks.hooks import slow_forward
@@ -45,7 +46,8 @@ def predict_outputs(context: Context) -> None:
     work = Work(split, world.world_size, world.rank, done)
     forget_from(run, lambda step, shard: Shard(step, int(shard), 0, 0) in done)
     quarantine = quarantine_of(set_aside(replace(context, attempt=begun.attempt), "dataset", dataset))
-    missing = Missing(run, grows=quarantine is not None)
+    aside = RecordFiles(run.child(QUARANTINE))
+    missing = partial(list, aside.positions()) if quarantine is None else aside.positions
     outputs = Outputs(run, begun, split, Order(split.rows, job.seed, 0, job.is_shuffled), missing)
     plan = AgreedFilePlan(outputs, job.outputs.file_bytes, world, lambda: control.wants_stop)
     parts = WorkerParts(run.child(PARTS), work.shards, begun.attempt, world.world_size, job.batch_dim)

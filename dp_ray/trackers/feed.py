@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from dp_ray.rundir.history import history_of, is_inner
 from dp_ray.rundir.lease import last_alive
 from dp_ray.storage import Storage
 from dp_ray.text import counted, hide, hide_in
-from dp_ray.trackers.process import PACKAGES, Tracker, TrackerError, TrackerProcess, TrackerRefused, check_installed
+from dp_ray.trackers.process import PACKAGES, TrackerError, TrackerProcess, TrackerRefused, check_installed
 
 TRACKERS = "trackers"
 
@@ -50,21 +50,15 @@ RETRY_SECONDS = (1.0, 2.0, 5.0, 15.0, 30.0)
 END_RETRY_SECONDS = 0.5
 
 
-@dataclass(frozen=True)
-class Ending:
-    """The status and the metrics with which the run ended."""
-
-    status: str
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
 class Feed:
     """The queue and thread of one tracker; no method but `leave` waits for the tracker.
 
     `connect` starts it anew, `say` prints a line. The history's files are read where the queue lacks steps.
     """
 
-    def __init__(self, name: str, connect: Callable[[], Tracker], run: Storage, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, connect: Callable[[], TrackerProcess], run: Storage, say: Callable[[str], None]
+    ) -> None:
         self.name = name
         self._connect = connect
         self._run = run
@@ -72,13 +66,13 @@ class Feed:
         self._memory = MEMORY_JSON.read(run.child(TRACKERS), f"{name}.json")
         self._is_remembered = True
         self._remember_at = 0.0
-        self._tracker: Tracker | None = None
+        self._tracker: TrackerProcess | None = None
         self._is_open = False
         self._tried = (0, 0.0)  # the end of the last rows that were sent, and the time that they got
         self._queue: deque[dict[str, Any]] = deque()
         self._has_forgotten = False  # rows that are in the history's files, now or later
         self._has_news = threading.Condition()
-        self._ending: Ending | None = None
+        self._ending: tuple[str, Mapping[str, float]] | None = None  # the status and metrics of the run's end
         self._until = 0.0
         self._has_said = False
         self.is_done = False
@@ -96,10 +90,10 @@ class Feed:
             self._queue.extend(rows[-QUEUED_ROWS:])
             self._has_news.notify()
 
-    def end(self, ending: Ending, until: float) -> None:
+    def end(self, status: str, metrics: Mapping[str, float], until: float) -> None:
         """Have the tracker get what it lacks, and its run ended, until a time of time.monotonic()."""
         with self._has_news:
-            self._until, self._ending = until, ending
+            self._until, self._ending = until, (status, metrics)
             self._has_news.notify()
 
     def leave(self) -> None:
@@ -168,9 +162,10 @@ class Feed:
             tracker.log(rows, self._tried[1])
             self._remember(replace(self._memory, next_step=rows[-1]["step"] + 1))
         if ending is not None:
-            metrics = {name: value for name, value in ending.metrics.items() if not is_inner(name)}
-            tracker.finish(ending.status, metrics, max(1.0, self._until - time.monotonic()))
-            self._remember(replace(self._memory, status=ending.status), at_once=True)
+            status, measured = ending
+            metrics = {name: value for name, value in measured.items() if not is_inner(name)}
+            tracker.finish(status, metrics, max(1.0, self._until - time.monotonic()))
+            self._remember(replace(self._memory, status=status), at_once=True)
             self.is_done = True
         elif not self._is_remembered:
             self._remember(self._memory)
@@ -247,7 +242,7 @@ def end_all(feeds: Sequence[Feed], status: str, metrics: Mapping[str, float | No
     until = time.monotonic() + seconds
     known = {name: value for name, value in metrics.items() if value is not None}
     for feed in feeds:
-        feed.end(Ending(status, known), until)
+        feed.end(status, known, until)
     for feed in feeds:
         feed.leave()
 
@@ -286,9 +281,8 @@ def send_late(run_dir: str) -> Iterator[str]:
         raise JobError(f"{run}: has not ended; its trackers get what they lack when it goes on")
     check_installed(names)
     said: list[str] = []
-    feeds = [
-        Feed(name, partial(TrackerProcess, name, about_run(job, str(run)), {}), run, said.append) for name in names
-    ]
+    about = about_run(job, str(run))
+    feeds = [Feed(name, partial(TrackerProcess, name, about, {}), run, said.append) for name in names]
     end_all(feeds, result["status"], result["metrics"], LATE_SECONDS)
     if lacking := [feed.name for feed in feeds if not feed.is_done]:
         raise StorageError(f"{run}: {', '.join(lacking)} did not answer: {said[-1]}")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dp_ray.errors import Error, JobError
 from dp_ray.text import hide
@@ -36,22 +36,6 @@ class TrackerRefused(TrackerError):
     """A tracker's package raised an error: its process lives, and can open the run again."""
 
 
-class Tracker(Protocol):
-    """The interface of a tracker for its feed; each method but `close` may raise TrackerError."""
-
-    def open(self, run_id: str | None, next_step: int) -> tuple[str, int]:
-        """Open the tracker's run, or a new one; return its id, and the first step that it lacks."""
-
-    def log(self, rows: Sequence[dict[str, Any]], at: float) -> None:
-        """Send rows of the history, and wait until they are taken; `at` is the time that they get."""
-
-    def finish(self, status: str, metrics: Mapping[str, float], seconds: float) -> None:
-        """End the tracker's run within some seconds."""
-
-    def close(self) -> None:
-        """End the connection, whatever state it is in; another thread may call it."""
-
-
 def check_installed(trackers: Sequence[str]) -> None:
     """Raise JobError, which says what to install, if the package of a tracker is missing."""
     for name in trackers:
@@ -60,7 +44,10 @@ def check_installed(trackers: Sequence[str]) -> None:
 
 
 class TrackerProcess:
-    """A tracker whose package runs in a process of its own; `about` is what it gets of the run when it opens."""
+    """A tracker whose package runs in a process of its own; `about` is what it gets of the run when it opens.
+
+    Each method but `close` may raise TrackerError.
+    """
 
     def __init__(self, name: str, about: Mapping[str, Any], env: Mapping[str, str]) -> None:
         self._about = about
@@ -81,7 +68,7 @@ class TrackerProcess:
         return str(reply["run_id"]), int(reply["next_step"])
 
     def log(self, rows: Sequence[dict[str, Any]], at: float) -> None:
-        """Send rows of the history, and wait until they are taken."""
+        """Send rows of the history, and wait until they are taken; `at` is the time that they get."""
         self._ask({"do": "log", "rows": list(rows), "at": at}, LOG_SECONDS)
 
     def finish(self, status: str, metrics: Mapping[str, float], seconds: float) -> None:
@@ -91,7 +78,7 @@ class TrackerProcess:
             self._process.wait(LEAVE_SECONDS)
 
     def close(self) -> None:
-        """End the process at once, if it has not ended by itself."""
+        """End the process at once, if it has not ended by itself; another thread may call it."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._says):

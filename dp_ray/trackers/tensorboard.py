@@ -81,9 +81,8 @@ class TensorBoardWriter:
         suffix = f".{time.time_ns()}"  # the writer's own file name has only whole seconds
         self._path.mkdir(parents=True, exist_ok=True)
         self._writer = tensorboardX.event_file_writer.EventsWriter(str(self._path / "events"), suffix)
-        log = tensorboardX.proto.event_pb2.SessionLog
+        log, event = tensorboardX.proto.event_pb2.SessionLog, tensorboardX.proto.event_pb2.Event
         # It replaces what was written from this step on.
-        event = tensorboardX.proto.event_pb2.Event
         self._writer.write_event(event(wall_time=time.time(), step=step, session_log=log(status=log.START)))
 
 

@@ -96,11 +96,13 @@ def monitor_of(
     shapes: bool = False,
     quiet: bool = False,
     nodes: NodeControl | None = None,
+    run: RunDir | None = None,
 ) -> Monitor:
-    """Build the monitor of two workers without a run directory; it has taken in the messages."""
+    """Build the monitor of two workers, by default without a run directory; it has taken in the messages."""
     made = Job.make({**PREDICTION, **(job or {})}, "job")
     writers = [TensorBoardWriter(Storage("nowhere"))]
-    monitor = Monitor(made, Split(20, 10, 2), ReportFile(io.BytesIO()), writers, Console("job", quiet), shapes)
+    console, file = Console("job", quiet), ReportFile(io.BytesIO())
+    monitor = Monitor(made, Split(20, 10, 2), file, writers, console, shapes, run)
     if nodes is not None:
         monitor.node_control = nodes
     for message in messages:

@@ -16,7 +16,8 @@ import pytest
 
 import benchmarks.__main__
 from dp_ray.cli import main
-from dp_ray.cli.options import KeyOptions, load
+from dp_ray.cli.options import KeyOptions
+from dp_ray.job.files import load_job
 from dp_ray.job.job import Job
 from tests.support.cluster import ROOT
 from tests.support.pages import Block, blocks_of
@@ -163,4 +164,4 @@ def check(command: list[str]) -> Job | None:
     workers, settings = given["workers"], given["settings"]
     counts = workers.split(",") if name == "verify" else [workers]
     files = given.get("job_files", (given.get("job_file"),))
-    return [load(file, KeyOptions(count, settings)) for count in counts for file in files][-1]
+    return [load_job(file, KeyOptions(count, settings).overrides()) for count in counts for file in files][-1]

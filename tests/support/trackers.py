@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dp_ray.trackers.process import TrackerError, TrackerRefused
+from dp_ray.trackers.process import TrackerError, TrackerProcess, TrackerRefused
 
 
-class FakeTracker:
+class FakeTracker(TrackerProcess):
     """Keeps what it gets over several connections; `knows_its_steps` says that it tells them when it is opened."""
 
     def __init__(self, knows_its_steps: bool = False) -> None:
