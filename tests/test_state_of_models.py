@@ -239,7 +239,7 @@ def test_an_extra_state_that_is_a_tensor_comes_back_with_the_weights(tmp_path: P
 
 @pytest.mark.slow
 def test_an_extra_state_of_a_sharded_model_comes_back(tmp_path: Path) -> None:
-    """From a checkpoint, from weights, and from a file of torch's, which may hold one that is no tensor."""
+    """From a checkpoint, and from weights."""
     given: dict[str, Any] = {**odd("Counted"), "args": {"is_tensor": True}}
     keys: dict[str, Any] = {"workers": 2, "strategy": "fsdp", "shards": 2}
     for name in ("straight", "broken"):
