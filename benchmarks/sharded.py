@@ -19,7 +19,7 @@ from benchmarks.turns import take_turns
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
-from dp_ray.rundir.start import ShardedWriter
+from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
@@ -176,7 +176,7 @@ def blocked(rank: int, port: int, world_size: int, folder: str, repeats: int, to
     inputs, targets = next(_batches(world))
     nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    writer = ShardedWriter(Storage(f"{folder}/ours"), 1, world)
+    writer = CheckpointWriter(Storage(f"{folder}/ours"), 1, sharers=world)
     pairs = []
     for step in range(repeats + 1):
         dist.barrier()

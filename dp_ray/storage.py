@@ -215,17 +215,14 @@ class Storage:
 
     def read_bytes(self, name: str) -> bytes:
         """Return a file's contents."""
-        with self._named(f"cannot read {name}"), self._stream_of(name) as stream:
-            return stream.read()  # type: ignore[no-any-return]
-
-    def _stream_of(self, name: str) -> pa.NativeFile:
-        """Open a file for reading from its start; pyarrow would decompress what is named *.gz."""
-        return self.fs.open_input_stream(self.file(name), compression=None)
+        with self._named(f"cannot read {name}"), self.fs.open_input_file(self.file(name)) as stream:
+            # Without a size pyarrow asks for 256 KB at a time: on S3, a request each, and perhaps of two versions.
+            return stream.read(stream.size())  # type: ignore[no-any-return]
 
     def sha256(self, name: str) -> str:
         """Return the SHA-256 of a file's bytes, in hexadecimal; the file is read in pieces."""
         digest = hashlib.sha256()
-        with self._named(f"cannot read {name}"), self._stream_of(name) as stream:
+        with self._named(f"cannot read {name}"), self.fs.open_input_file(self.file(name)) as stream:
             while piece := stream.read(PIECE):
                 digest.update(piece)
         return digest.hexdigest()

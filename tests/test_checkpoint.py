@@ -18,8 +18,16 @@ from torch.optim import lr_scheduler
 from dp_ray.engine.model import load_weights
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.rundir import checkpoint as state_module
-from dp_ray.rundir.checkpoint import CheckpointWriter, load_checkpoint, newest, pack, steps_of, unpack
-from dp_ray.rundir.start import open_checkpoint, read_start
+from dp_ray.rundir.checkpoint import (
+    CheckpointWriter,
+    load_checkpoint,
+    newest,
+    open_checkpoint,
+    pack,
+    steps_of,
+    unpack,
+)
+from dp_ray.rundir.start import read_start
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import write_tensors
 
@@ -71,10 +79,10 @@ def test_a_state_that_went_through_a_file_goes_on_as_if_it_had_not(tmp_path: Pat
     writer.save(5, {"said": 1}, [part.state_dict() for part in first])
     writer.wait()
     writer.close()
-    about, states = load_checkpoint(Storage(str(tmp_path)), "step-5.safetensors")
-    assert about == {"said": 1}
+    read = load_checkpoint(Storage(str(tmp_path)), "step-5.safetensors")
+    assert read.about == {"said": 1}
     second = trained(kind, schedule)
-    for part, state in zip(second, states, strict=True):
+    for part, state in zip(second, read.state, strict=True):
         part.load_state_dict(state)
     assert walk(*second, 5, 12) == rates[5:]
     assert repr(second[0].state_dict()) == repr(whole[0].state_dict())
@@ -107,6 +115,9 @@ def test_a_sparse_tensor_is_read_row_by_row_as_a_dense_one(tmp_path: Path) -> No
     assert torch.equal(stored.whole(), made.to_dense())
     assert torch.equal(stored.rows(2, 4), made.to_dense()[2:4])
     assert stored.rows(1, 1).shape == (0, 2)
+    whole = load_checkpoint(Storage(str(tmp_path)), "step-1.safetensors").state["buffer"]
+    assert whole.is_sparse and not whole.is_coalesced(), "a model that is whole goes on with what it had"
+    assert torch.equal(whole._values(), made._values()) and torch.equal(whole._indices(), made._indices())
 
 
 def test_what_cannot_be_kept_is_named() -> None:
@@ -144,7 +155,7 @@ def test_what_changes_after_the_copy_is_not_in_the_file(tmp_path: Path, monkeypa
     go.set()
     writer.wait()
     writer.close()
-    assert load_checkpoint(Storage(str(tmp_path)), "step-1.safetensors")[1]["w"].eq(1).all()
+    assert load_checkpoint(Storage(str(tmp_path)), "step-1.safetensors").state["w"].eq(1).all()
 
 
 @pytest.mark.root
@@ -157,7 +168,7 @@ def test_a_full_storage_is_told_and_the_checkpoint_before_stays(small_disk: Path
         writer.wait()
     writer.close()
     assert [path.name for path in small_disk.iterdir()] == ["step-1.safetensors"]
-    assert load_checkpoint(Storage(str(small_disk)), "step-1.safetensors")[1]["w"].sum() == 100
+    assert load_checkpoint(Storage(str(small_disk)), "step-1.safetensors").state["w"].sum() == 100
 
 
 def test_damaged_and_foreign_checkpoints_are_passed_over_and_told(tmp_path: Path) -> None:
@@ -178,12 +189,38 @@ def test_damaged_and_foreign_checkpoints_are_passed_over_and_told(tmp_path: Path
         return "it is of a different job" if (tmp_path / "foreign").exists() else None
 
     found = newest(storage, fits, told.append)
-    assert found is not None and found[0] == "step-3.safetensors"
+    assert found is not None and found.name == "step-3.safetensors"
     assert [line.split()[1] for line in told] == ["step-5.safetensors", "step-4.safetensors"]
     assert "is damaged" in told[0] and "not those that were written" in told[1]
     (tmp_path / "foreign").touch()
     assert newest(storage, fits, told.append) is None
     assert "step-1.safetensors is ignored" in told[-1] and "of a different job" in told[-1]
+
+
+def test_a_whole_checkpoint_is_read_in_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an object store each read is a request."""
+    (tmp_path / "checkpoints").mkdir()
+    storage = Storage(str(tmp_path / "checkpoints"))
+    writer = CheckpointWriter(storage, 1)
+    save(writer, 3, 1.5)
+    writer.wait()
+    writer.close()
+    run, start = run_of(tmp_path), f"{tmp_path}/checkpoints/step-3.safetensors"
+    read_start(run, start)  # which pins it
+    read: list[str] = []
+    read_bytes = Storage.read_bytes
+    monkeypatch.setattr(Storage, "open", None)
+
+    def noted(storage: Storage, name: str) -> bytes:
+        read.append(name)
+        return read_bytes(storage, name)
+
+    monkeypatch.setattr(Storage, "read_bytes", noted)
+    found = newest(storage, lambda about: None, read.append)
+    assert found is not None and found.state["model"]["w"].eq(1.5).all()
+    weights, _ = read_start(run, start)
+    assert weights["w"].eq(1.5).all()
+    assert read == ["step-3.safetensors", "init_from.json", "step-3.safetensors"]
 
 
 def run_of(folder: Path) -> Storage:

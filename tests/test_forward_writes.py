@@ -239,7 +239,8 @@ def test_a_checkpoint_of_before_opens_and_one_of_a_usual_model_is_as_before(tmp_
     """Without the new entries, a buffer that is in no state_dict begins anew."""
     keys: dict[str, Any] = {"workers": 1, "epochs": 2, "checkpoint": {"every_steps": 2}}
     run_group(job("hiding", **keys), tmp_path / "new", StopsBefore(2))
-    about, state = load_checkpoint(Storage(str(tmp_path / "new" / "checkpoints")), "step-2.safetensors")
+    made = load_checkpoint(Storage(str(tmp_path / "new" / "checkpoints")), "step-2.safetensors")
+    about, state = made.about, made.state
     assert state[WRITTEN].keys() == {"buffers"}
     assert state[WRITTEN]["buffers"].keys() == {"hidden"}
     del state[WRITTEN]
@@ -251,4 +252,4 @@ def test_a_checkpoint_of_before_opens_and_one_of_a_usual_model_is_as_before(tmp_
     assert len(history_of(tmp_path / "old")) == 4
     run_group(job_of("conv", "Images", workers=1, batch_size=14, max_steps=2), tmp_path / "usual")
     (kept,) = (tmp_path / "usual" / "checkpoints").glob("*.safetensors")
-    assert WRITTEN not in load_checkpoint(Storage(str(kept.parent)), kept.name)[1]
+    assert WRITTEN not in load_checkpoint(Storage(str(kept.parent)), kept.name).state

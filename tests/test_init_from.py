@@ -14,13 +14,13 @@ import dp_ray
 from dp_ray.driver.from_run import follow_up
 from dp_ray.engine.sharded.state import load_rows
 from dp_ray.engine.world import World
-from dp_ray.errors import DataError, JobError, ModelError
+from dp_ray.errors import DataError, JobError, ModelError, StorageError
 from dp_ray.outputs import parts
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.rundir.history import CLOCKED
 from dp_ray.rundir.start import read_start
 from dp_ray.storage import Storage
-from dp_ray.tensors.files import in_memory
+from dp_ray.tensors.files import in_memory, write_tensors
 from tests.support import training
 from tests.support.cluster import Run
 
@@ -315,3 +315,23 @@ def test_what_is_loaded_row_by_row_is_the_same() -> None:
     assert 0.5 not in model.head.weight
     with pytest.raises(ModelError, match=r"no tensor that fits"):
         load_rows(nn.Linear(2, 2), weights, "w", World(), False)
+    nested = {"epoch": 3, "model": model.state_dict()}
+    with pytest.raises(ModelError, match=r"missing: body.*it holds weights in 'model': save that alone"):
+        load_rows(model, nested, "own.pt", World(), advice="; set strict")
+
+
+@pytest.mark.parametrize("sharers", [None, World()])
+@pytest.mark.parametrize("name", ["weights.safetensors", "trained/checkpoints/step-3.safetensors"])
+def test_a_file_that_was_damaged_before_the_run_began_is_told(
+    tmp_path: Path, name: str, sharers: World | None
+) -> None:
+    """The hash that is pinned is that of the wrong bytes."""
+    keep(tmp_path, 3, 0.25)
+    write_tensors(Storage(str(tmp_path)), "weights.safetensors", {"w": torch.ones(3)})
+    data = bytearray((tmp_path / name).read_bytes())
+    data[-1] ^= 4
+    (tmp_path / name).write_bytes(data)
+    run = Storage(str(tmp_path / "run"))
+    run.create()
+    with pytest.raises(StorageError, match=r"safetensors: is damaged: its bytes are not those that were written"):
+        read_start(run, str(tmp_path / name), sharers=sharers)

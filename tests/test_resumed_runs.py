@@ -129,7 +129,7 @@ def test_what_is_asked_of_a_longer_run_that_stopped_is_of_it_and_not_of_the_shor
     assert [row["step"] for row in stopped.history] == list(range(33))
     asked = ("evaluate", place, "--quiet", "--name")
     assert status_of(monkeypatch, *asked, "last", "--weights", "last") == 0
-    newest = load_checkpoint(Storage(f"{place}/checkpoints"), "step-32.safetensors")[1]["model"]
+    newest = load_checkpoint(Storage(f"{place}/checkpoints"), "step-32.safetensors").state["model"]
     expected = eval_loss(newest)
     assert expected != pytest.approx(eval_loss(shorter.weights), rel=1e-3)
     assert dp_ray.load(tmp_path / "last").metrics["loss"] == pytest.approx(expected, rel=1e-6)

@@ -118,6 +118,15 @@ def test_a_large_file_is_sent_once_and_never_copied(server: Server, named: bool)
     assert server.copies() == []
 
 
+def test_a_file_is_read_in_one_request(server: Server) -> None:
+    """Else a file that is replaced meanwhile would be read in parts of two versions."""
+    storage = Storage(server.url("counted"))
+    with storage.writing("x") as stream:
+        stream.write(b"xyz" * MEGABYTE)
+    assert storage.read_bytes("x") == b"xyz" * MEGABYTE
+    assert sum(line.startswith("GET ") and "/counted/x" in line for line in server.log.read_text().splitlines()) == 1
+
+
 def assert_ended(server: Server, run: str) -> None:
     """The files of a prediction that has ended are there, and no others."""
     left = {name for name in server.objects(run) if not name.startswith(("times/", "previews/"))}

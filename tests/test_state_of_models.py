@@ -24,7 +24,7 @@ from dp_ray.plan.split import Split, Work
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import compiling, run_task
 from tests.support.builders import prediction_of, predictions_of
-from tests.support.group import ProcessExit, measured, run_group
+from tests.support.group import ProcessExit, StopsBefore, measured, run_group, weights_of
 from tests.support.odd import Counted, Observed
 from tests.support.training import Pairs, mlp
 from tests.support.trainings import job_of
@@ -235,6 +235,22 @@ def test_an_extra_state_that_is_a_tensor_comes_back_with_the_weights(tmp_path: P
     keys = {"task": "predict", "model": given, "init_from": trained.weights_path, "dataset": list(data)}
     outputs = dp_ray.run(**keys, **place, batch_size=5, name="predicted", quiet=True).outputs
     torch.testing.assert_close(outputs, model.eval()(data).detach())
+
+
+@pytest.mark.slow
+def test_an_extra_state_of_a_sharded_model_comes_back(tmp_path: Path) -> None:
+    """From a checkpoint, and from weights."""
+    given: dict[str, Any] = {**odd("Counted"), "args": {"is_tensor": True}}
+    keys: dict[str, Any] = {"workers": 2, "strategy": "fsdp", "shards": 2}
+    for name in ("straight", "broken"):
+        job = job_of(given, **keys, checkpoint={"every_steps": 2})
+        run_group(job, tmp_path / name, StopsBefore(4) if name == "broken" else None)
+    run_group(job, tmp_path / "broken")
+    counts = [int(weights_of(tmp_path / name)["0._extra_state"]) for name in ("straight", "broken")]
+    assert counts[0] == counts[1] > 0
+    start = str(tmp_path / "straight" / "weights.safetensors")
+    run_group(job_of(given, **keys, init_from=start, max_steps=1), tmp_path / "on")
+    assert int(weights_of(tmp_path / "on")["0._extra_state"]) == counts[0] + 1
 
 
 def test_an_optimizer_that_wants_a_closure_is_refused_before_anything_starts() -> None:

@@ -115,10 +115,10 @@ def test_it_is_that_of_a_loop_written_by_hand(tmp_path: Path) -> None:
 def ending(folder: Path) -> tuple[Any, ...]:
     """All bits that a training leaves, its last checkpoint's too, and its history."""
     last = max(int(path.stem[5:]) for path in (folder / "checkpoints").glob("step-*.safetensors"))
-    about, state = load_checkpoint(Storage(str(folder / "checkpoints")), f"step-{last}.safetensors")
+    kept = load_checkpoint(Storage(str(folder / "checkpoints")), f"step-{last}.safetensors")
     files = [weights_of(folder), load_file(folder / "ema.safetensors"), load_file(folder / "best.safetensors")]
     bits = [{name: one.numpy().tobytes() for name, one in file.items()} for file in files]
-    return bits, repr(history_of(folder)), repr((about, state))
+    return bits, repr(history_of(folder)), repr((kept.about, kept.state))
 
 
 @pytest.mark.slow

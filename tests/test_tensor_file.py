@@ -1,7 +1,9 @@
 """Tensors in safetensors files: read and written by the real library too, and refused when a byte is wrong."""
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.storage import Storage
-from dp_ray.tensors.files import DTYPES, read_tensors, sha256_of, write_tensors
+from dp_ray.tensors.files import DTYPES, TensorFile, read_tensors, sha256_of, write_tensors
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 LIBRARY_KNOWS = [dtype for dtype in DTYPES.values() if dtype not in (torch.complex64,)]
@@ -76,10 +78,38 @@ def test_every_changed_byte_and_every_cut_is_refused(tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(StorageError, match="is damaged"):
             read_tensors(storage, "file")
+        with pytest.raises(StorageError, match="is damaged"):
+            TensorFile(storage, "file").check()
     for end in range(len(whole)):
         (tmp_path / "file").write_bytes(whole[:end])
         with pytest.raises(StorageError, match="is damaged"):
             read_tensors(storage, "file")
+        with pytest.raises(StorageError, match="is damaged"):
+            TensorFile(storage, "file")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [3], "data_offsets": [4, 16]},
+        {"dtype": "F32", "shape": [3], "data_offsets": [-12, 0]},
+        {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [-3], "data_offsets": [0, 12]},
+        {"dtype": "F32", "shape": [-1, -3], "data_offsets": [0, 12]},
+        {"dtype": "F32", "shape": [3.0], "data_offsets": [0, 12]},
+        {"dtype": "F32", "shape": [1 << 70], "data_offsets": [0, 12]},
+        {"dtype": "F32", "shape": [1 << 32, 1 << 32], "data_offsets": [0, 0]},
+        {"dtype": "F99", "shape": [3], "data_offsets": [0, 12]},
+        {"dtype": "F32", "shape": [3]},
+        [],
+    ],
+)
+def test_a_foreign_file_without_a_checksum_whose_table_is_wrong_is_refused(tmp_path: Path, entry: Any) -> None:
+    header = json.dumps({"a": entry}).encode()
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+    for read in (TensorFile, read_tensors):
+        with pytest.raises(StorageError, match="is damaged, or no safetensors file"):
+            read(Storage(str(tmp_path)), "file")
 
 
 def test_a_dtype_that_the_format_does_not_know_is_named(tmp_path: Path) -> None:

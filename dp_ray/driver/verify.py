@@ -230,7 +230,7 @@ def _first_difference(run: Run, first: tuple[int, Result], other: tuple[int, Res
 def _first_parameter(run: Run, first: int, other: int, steps: int) -> str | None:
     """Name the first tensor of the state that differs after `steps` steps, and by how much; None if none differs."""
     ends = [run(count, max_steps=steps, name=f"verify-{count}-until-{steps}") for count in (first, other)]
-    states = [load_checkpoint(one.storage().child(CHECKPOINTS), name_of(steps))[1]["model"] for one in ends]
+    states = [load_checkpoint(one.storage().child(CHECKPOINTS), name_of(steps)).state["model"] for one in ends]
     for one in ends:
         one.storage().remove()
     for name, tensor in states[0].items():

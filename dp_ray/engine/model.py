@@ -273,6 +273,14 @@ def loaded_of(
     return f"; loads {len(own) - len({*missing, *sizes} & own)} of {len(own)} tensors of the model{differences}"
 
 
+def advice_on(weights: Mapping[str, Any], advice: str) -> str:
+    """Return what to do about weights that do not fit; of a checkpoint of the user's own, to save a value alone."""
+    for key, one in weights.items():
+        if isinstance(one, Mapping) and one and all(isinstance(inner, torch.Tensor) for inner in one.values()):
+            return f"; it holds weights in {key!r}: save that alone, torch.save(found[{key!r}], file)"
+    return advice
+
+
 def load_weights(
     model: nn.Module, weights: Mapping[str, Any], where: str, is_strict: bool = True, advice: str = ""
 ) -> str:
@@ -286,11 +294,7 @@ def load_weights(
     try:
         keys = model.load_state_dict({key: one for key, one in weights.items() if key not in sizes}, is_strict)
     except (RuntimeError, TypeError, AttributeError) as error:
-        mappings = {key: list(one.values()) for key, one in weights.items() if isinstance(one, Mapping) and one}
-        inner = [key for key, values in mappings.items() if all(isinstance(one, torch.Tensor) for one in values)]
-        advice = advice if is_strict else ""
-        if inner:  # a checkpoint of the user's own, of which one value holds the weights
-            advice = f"; it holds weights in {inner[0]!r}: save that alone, torch.save(found[{inner[0]!r}], file)"
+        advice = advice_on(weights, advice if is_strict else "")
         raise ModelError(f"the weights of {where} are not this model's: {str(error).rstrip('.')}{advice}") from None
     if is_strict or keys is None:
         return ""

@@ -26,14 +26,14 @@ from dp_ray.engine.optimizer import Average
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.reduce import DdpReduction, Reduction, ShardSums, Trained
 from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
-from dp_ray.engine.sharded.state import Sharded
+from dp_ray.engine.sharded.state import AlignedParts, Sharded, load_rows, rows_of_optimizer, whole_tensors
 from dp_ray.engine.update import OptimizerStep, ShardedAverage, ShardedOptimizerStep, load_part
 from dp_ray.engine.world import CPU, World, gathered
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Done, Split, Work
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import Stored, moved
+from dp_ray.tensors.files import moved
 from dp_ray.tensors.tree import map_leaves
 
 
@@ -46,7 +46,17 @@ class Placement:
     called: nn.Module
     world: World
 
-    is_sharded = False  # whether each worker holds a part: files are then read and written by all of them
+    is_sharded = False  # whether each worker holds a part
+
+    @property
+    def sharers(self) -> World | None:
+        """The workers that share the reading and writing of the state; None: a worker takes all of it."""
+        return self.world if self.is_sharded else None
+
+    @property
+    def counts_flops(self) -> bool:
+        """Whether this worker counts a shard's flops: it runs the shard alone, as none can of a sharded model."""
+        return self.job.flops and self.world.rank == 0 and not self.is_sharded
 
     @property
     def blocks(self) -> Blocks:
@@ -124,20 +134,26 @@ class ShardedPlacement(Placement):
         """Return the average of the weights, if the job keeps one: of this worker's part of them."""
         return None if self.job.ema is None else ShardedAverage(self.job, self.sharded, optimizer_step.aligned)
 
-    def load_weights(
-        self, weights: Mapping[str, Stored], where: str, is_strict: bool = True, advice: str = ""
-    ) -> str:
+    def load_weights(self, weights: Mapping[str, Any], where: str, is_strict: bool = True, advice: str = "") -> str:
         """Load this worker's rows of the weights; returns and raises what a whole model's does."""
-        return self.sharded.load_weights(weights, where, is_strict, advice)
+        loaded = load_rows(self.model, weights, where, self.world, is_strict, advice)
+        for name, module in self.model.named_modules():
+            key = f"{name}._extra_state".lstrip(".")
+            if key in weights and type(module).set_extra_state is not nn.Module.set_extra_state:
+                module.set_extra_state(whole_tensors(weights[key]))
+        return loaded
 
     def load_state(self, name: str, part: Any, state: Any) -> None:
-        """Load this worker's rows of a part of a training's state, which is stored."""
+        """Load what this worker holds of a part of a training's state, which is stored."""
         if name == "model":
             self.load_weights(state, "the checkpoint")
-        elif name == "ema":
-            part.load_state_dict(state)
-        else:
-            load_part(name, part, self.sharded.rows_of(part, state))
+            return
+        if isinstance(part, torch.optim.Optimizer):
+            parameters = [one for group in part.param_groups for one in group["params"]]
+            state = rows_of_optimizer(state, parameters, self.world)
+        elif not isinstance(part, AlignedParts | ShardedAverage):  # which take their rows themselves
+            state = whole_tensors(state)
+        load_part(name, part, state)
 
 
 def place(job: Job, world: World, note: Callable[[str], None]) -> Placement:

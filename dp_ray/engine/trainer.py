@@ -363,8 +363,7 @@ class Pass:
         """Build the job's reduction; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
         job, trained, loaded_shards = self.placement.job, self._trained, iter(loaded.loaded)
         first = [next(loaded_shards) for _ in loaded.shards[:1]]
-        # Of a sharded model, no worker can run a shard alone.
-        if job.flops and self._world.rank == 0 and not self.placement.is_sharded and first and first[0].shard.rows:
+        if self.placement.counts_flops and first and first[0].shard.rows:
             with self._trial():
                 run = functools.partial(self._try, trained.loss, first[0])
                 self.flops = counted_flops(run, first[0].shard.rows, job, self._world.device)

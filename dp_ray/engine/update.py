@@ -31,6 +31,7 @@ from dp_ray.engine.sharded.state import (
     ELEMENTWISE,
     AlignedParts,
     Sharded,
+    load_rows,
     one_thread,
     sharded_as,
     whole_tensors,
@@ -405,7 +406,7 @@ class ShardedAverage:
     """
 
     def __init__(self, job: Job, sharded: Sharded, aligned: AlignedParts | None) -> None:
-        self._sharded = sharded
+        self._world = sharded.world
         self._model = sharded.model
         self._parameters, self._buffers = list(self._model.parameters()), list(self._model.buffers())
         self._aligned = {} if aligned is None else {id(one.parameter): one for one in aligned.parts}
@@ -454,7 +455,7 @@ class ShardedAverage:
         """Load this worker's rows of a state whose tensors are stored, by way of the model."""
         weights = self._of_model()
         before = [one.clone() for one in weights]
-        self._sharded.load_weights(weights_of_average(state), "the checkpoint's ema")
+        load_rows(self._model, weights_of_average(state), "the checkpoint's ema", self._world)
         copy_all(self._of_average(), weights)
         copy_all(weights, before)
         self._averaged.n_averaged.copy_(whole_tensors(state["n_averaged"]))

@@ -1,21 +1,27 @@
 """Checkpoints: the state of a training between two steps, written in the background and read without unpickling.
 
-A checkpoint is one safetensors file, `checkpoints/step-N.safetensors`, for N steps done. Rank 0 alone writes it.
-Of a sharded model each worker writes a piece, `checkpoints/pieces/step-N.R-of-W.safetensors`; the file written after
-all pieces holds the rest and their checksums. Pieces that no file names are left over from a killed attempt.
+A checkpoint is a safetensors file, `checkpoints/step-N.safetensors`, for N steps done, and any number of pieces.
+A whole model's has none, and rank 0 alone writes it. Of a sharded model each worker writes a piece,
+`checkpoints/pieces/step-N.R-of-W.safetensors`; the file written after all pieces holds the rest and their checksums.
+Pieces that no file names are left over from a killed attempt.
+
+`CheckpointWriter` writes one, and `open_checkpoint` opens it: a worker that holds the whole model reads it at once,
+and `sharers` read the rows that each of them holds.
 """
 
-import functools
 import json
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from dp_ray.engine.world import World, broadcast, gathered, is_rank_0, new_group
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.rundir.files import CHECKPOINTS as CHECKPOINTS
 from dp_ray.rundir.files import NAME as NAME
@@ -27,13 +33,16 @@ from dp_ray.tensors.files import (
     TensorFile,
     check_dtype,
     is_dense,
+    is_sharded,
     laid_out,
-    parse_tensors,
+    local,
+    made_dense,
     rows_of,
     write_tensors,
 )
 
 PIECES = "pieces"
+NO_PIECES: dict[str, Any] = {"step": 0, "sha256": [], "shapes": {}}
 PIECE_NAME = re.compile(r"step-(\d+)\.\d+-of-\d+\.safetensors")
 
 
@@ -93,28 +102,28 @@ def pack(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return _pack(state, "", tensors), tensors
 
 
-def sparse(indices: torch.Tensor, values: torch.Tensor, shape: list[int], is_coalesced: bool) -> torch.Tensor:
-    """Return a sparse tensor of its parts, which are not checked."""
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
+def unpack(plain: Any, tensors: Mapping[str, Any]) -> Any:
+    """Undo `pack`: tensors get the strides that they had, and sparse ones are sparse again.
 
-
-def unpack(
-    plain: Any,
-    tensors: Mapping[str, Any],
-    lay_out: Callable[[Any, Any], Any] = laid_out,
-    make_sparse: Callable[[Any, Any, list[int], bool], Any] = sparse,
-) -> Any:
-    """Undo `pack`; `lay_out` gives a tensor the strides that it had, `make_sparse` makes a sparse one."""
+    Of tensors that are `Stored` all are so, to be read with the strides that they had; sparse ones are read as dense.
+    """
     if not isinstance(plain, dict):
         return plain
     (kind, value), *more = plain.items()
     if kind == "tensor":
-        return lay_out(tensors[value], more[0][1]) if more else tensors[value]
-    if kind == "sparse":
-        return make_sparse(*(unpack(inner, tensors, lay_out, make_sparse) for inner in value))
+        one = tensors[value]
+        if not more:
+            return one
+        strides = tuple(more[0][1])
+        return replace(one, strides=strides) if isinstance(one, Stored) else laid_out(one, strides)
     if kind == "dict":
-        return {key: unpack(inner, tensors, lay_out, make_sparse) for key, inner in value}
-    items = [unpack(inner, tensors, lay_out, make_sparse) for inner in value]
+        return {key: unpack(inner, tensors) for key, inner in value}
+    items = [unpack(inner, tensors) for inner in value]
+    if kind == "sparse":
+        indices, values, shape, is_coalesced = items
+        if isinstance(indices, Stored):
+            return made_dense(indices, values, shape)
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
     return tuple(items) if kind == "tuple" else items
 
 
@@ -155,15 +164,29 @@ def _check_plain(value: Any, path: str) -> Any:
 class CheckpointWriter:
     """The writer of checkpoints, in the background; it keeps the newest `keep` and the best.
 
+    Rank 0 makes one. Of a sharded model each of its `sharers` does, and all save after the same steps, on which they
+    `agree`: each writes its piece, and rank 0 the rest after all pieces.
+
     `passed_over` are the steps of checkpoints that could not be resumed. They do not count as the newest, and are
     removed once the next checkpoint is written.
     """
 
-    def __init__(self, checkpoints: Storage, keep: int, passed_over: Collection[int] = ()) -> None:
+    def __init__(
+        self, checkpoints: Storage, keep: int, passed_over: Collection[int] = (), sharers: World | None = None
+    ) -> None:
         self._passed_over = set(passed_over)
         self._checkpoints = checkpoints
         self._keep = keep
+        self._world = sharers or World()
+        # Two groups of sharers: the thread's collectives must not mix with the loop's.
+        self._votes: Any = None if sharers is None else new_group("gloo")
+        self._commits: Any = None if sharers is None else new_group("gloo")
+        if sharers is not None and sharers.rank == 0:
+            for folder in (checkpoints, checkpoints.child(PIECES)):
+                folder.create()
+            checkpoints.child(PIECES).remove_unfinished()
         self._staged: dict[str, torch.Tensor] = {}
+        self._shapes: dict[str, list[int]] = {}  # of the tensors of which each sharer writes its rows
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self.seconds = 0.0  # spent in the background so far
@@ -188,13 +211,16 @@ class CheckpointWriter:
         self.wait()  # its tensors are in the memory that the copy takes again
         plain, tensors = pack(state)
         with waiting("the GPU, which may be in a collective"):
-            self._stage(self._own(tensors))
+            self._stage(tensors)
         text = json.dumps({**about, "state": plain})
         self._writing = self._thread.submit(self._write, step, text, best_step, before)
 
     def agree(self, is_due: bool) -> bool:
-        """Return whether all workers save now; only this one does, if it is due."""
-        return is_due
+        """Return whether the sharers save now: rank 0's checkpoint is due. Each calls this after each step."""
+        vote = torch.tensor(int(is_due))
+        with waiting("rank 0"):
+            dist.broadcast(vote, src=0, group=self._votes)
+        return bool(vote)
 
     def wait(self) -> None:
         """Wait for the file that is being written; re-raises the write's error, such as a StorageError."""
@@ -206,33 +232,42 @@ class CheckpointWriter:
         """Wait for the write in progress and end the thread; the write's error is not raised here."""
         self._thread.shutdown()
 
-    def _own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors of the state that this worker writes."""
-        return tensors
-
     def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy the tensors to memory that is reused, because fresh pages cost more than the copy.
+        """Copy what this worker writes to memory that is reused, because fresh pages cost more than the copy.
 
-        The copies from a GPU are queued, and waited for once.
+        That are its rows of sharded tensors, and on rank 0 all others. The copies from a GPU are queued, and waited
+        for once.
         """
+        if self._commits is not None:
+            self._shapes = {key: list(one.shape) for key, one in tensors.items() if is_sharded(one)}
+        own = {key: local(one) for key, one in tensors.items() if key in self._shapes or self._world.rank == 0}
         staged = {}
-        for key, tensor in tensors.items():
+        for key, tensor in own.items():
             kept = self._staged.get(key)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
                 kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             kept.copy_(tensor.detach(), non_blocking=True)
             staged[key] = kept
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        for device in {tensor.device for tensor in own.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self._staged = staged
 
     def _write(self, step: int, text: str, best_step: int | None, before: Callable[[], None]) -> None:
         began = time.monotonic()
         before()
-        write_tensors(self._checkpoints, name_of(step), self._staged, text)
-        self._remove_old(
-            step, best_step
-        )  # after the write: a crash between leaves one more than is kept, never fewer
+        rank, size = self._world.rank, self._world.world_size
+        if self._commits is not None:
+            mine = {key: self._staged[key] for key in self._shapes}
+            checksum = write_tensors(self._checkpoints.child(PIECES), piece_name(step, rank, size), mine)
+            checksums: list[Any] = [None] * size  # by rank
+            dist.all_gather_object(checksums, checksum, group=self._commits)
+            pieces = {"step": step, "sha256": checksums, "shapes": self._shapes}
+            text = json.dumps({**json.loads(text), PIECES: pieces})
+        if rank == 0:
+            rest = {key: one for key, one in self._staged.items() if key not in self._shapes}
+            write_tensors(self._checkpoints, name_of(step), rest, text)
+            # After the write: a crash between leaves one more than is kept, never fewer.
+            self._remove_old(step, best_step)
         self.seconds += time.monotonic() - began
 
     def _remove_old(self, step: int, best_step: int | None) -> None:
@@ -249,51 +284,93 @@ class CheckpointWriter:
                 pieces.delete(name)
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint: its name, its description, and its state.
+
+    The tensors of the state are in memory, or `Stored`. `unchecked` are the files from which those will be read.
+    """
+
+    name: str
+    about: dict[str, Any]
+    state: Any
+    unchecked: list[TensorFile]
+
+    def check(self, sharers: World | None) -> None:
+        """Raise StorageError if a file of this worker's share is damaged: the sharers share the reading."""
+        for one in () if sharers is None else self.unchecked[sharers.rank :: sharers.world_size]:
+            one.check()
+
+
+def load_checkpoint(storage: Storage, name: str) -> Checkpoint:
+    """Read a whole checkpoint; raises StorageError if it is damaged or no checkpoint."""
+    return open_checkpoint(storage, name, storage.read_bytes(name))
+
+
+def open_checkpoint(storage: Storage, name: str, data: bytes | None = None) -> Checkpoint:
+    """Open a checkpoint, of one file or with pieces: its state has a `Stored` for each tensor.
+
+    If the bytes of the file `name` have been read already, as `data`, the pieces are read too, and its tensors are in
+    memory. Raises StorageError if a file is missing, is no checkpoint, or of what is read, is damaged.
+    """
+    first = TensorFile(storage, name, data)
+    try:
+        about = dict(json.loads(first.text))
+        pieces = about.pop(PIECES, NO_PIECES)
+        files = [TensorFile(storage.child(PIECES), one) for one in piece_names(pieces)]
+        for file, checksum in zip(files, pieces["sha256"], strict=True):
+            if file.digest != checksum:
+                raise StorageError(f"{file.where}: is not the piece that was written for this checkpoint")
+        tensors: dict[str, Any] = first.tensors()
+        by_rank = [file.tensors() for file in files]
+        for key, shape in pieces["shapes"].items():
+            rows = partial(_rows_of_pieces, [one[key] for one in by_rank], shape[0])
+            tensors[key] = Stored(tuple(shape), rows)
+        if data is not None:
+            for file in files:
+                file.check()
+            tensors = {key: one.whole() for key, one in tensors.items()}
+        state = unpack(about.pop("state"), tensors)
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{first.where}: is no checkpoint of dp_ray: {error!r}") from None
+    return Checkpoint(name, about, state, [first, *files] if data is None else [])
+
+
 def newest(
     checkpoints: Storage,
     fits: Callable[[dict[str, Any]], str | None],
     note: Callable[[str], None],
+    sharers: World | None = None,
     until: int | None = None,
-) -> tuple[str, dict[str, Any], Any] | None:
-    """Return the newest undamaged checkpoint that fits the job: its name, description and state; None if none does.
+) -> Checkpoint | None:
+    """Return the newest undamaged checkpoint that fits the job, the same on every rank; None if none does.
 
     `fits` returns None, or why a checkpoint does not fit. `note` reports each checkpoint that is ignored. `until` is
-    the last step of interest.
+    the last step of interest. Of a sharded model, its `sharers` open it. Every rank calls this.
     """
-    for step in reversed(steps_of(checkpoints)):
-        if until is not None and step > until:
-            continue
-        name = name_of(step)
+    if sharers is None and not is_rank_0():  # rank 0 chooses: another rank may find another one by now
+        name = broadcast("")
+        return load_checkpoint(checkpoints, name) if name else None
+    steps = [step for step in steps_of(checkpoints) if until is None or step <= until]
+    if sharers is not None:
+        steps = json.loads(broadcast(json.dumps(steps)))
+    chosen: Checkpoint | None = None
+    while steps and chosen is None:
+        name = name_of(steps.pop())
         try:
-            about, state = load_checkpoint(checkpoints, name)
-            misfit = fits(about)
+            opened = load_checkpoint(checkpoints, name) if sharers is None else open_checkpoint(checkpoints, name)
+            opened.check(sharers)
+            misfit = fits(opened.about)
         except StorageError as error:
             misfit = str(error)
-        if misfit is None:
-            return name, about, state
-        note(f"checkpoint {name} is ignored, the one before it is tried: {misfit}")
-    return None
-
-
-def load_checkpoint(storage: Storage, name: str) -> tuple[dict[str, Any], Any]:
-    """Read a checkpoint: its description and its state; raises StorageError if it is damaged or no checkpoint."""
-    return parse(storage.read_bytes(name), f"{storage}/{name}", storage)
-
-
-def parse(data: bytes, where: str, storage: Storage) -> tuple[dict[str, Any], Any]:
-    """Parse a checkpoint's bytes as `load_checkpoint` does; `where` names the file, `storage` is its folder."""
-    tensors, text = parse_tensors(data, where)
-    try:
-        about = dict(json.loads(text))
-        description = about.pop(PIECES, None)
-        if description is not None:
-            files = open_pieces(storage, description)
-            for file in files:
-                file.check()
-            tensors |= {key: one.whole() for key, one in stored_in(files, description).items()}
-        return about, unpack(about.pop("state"), tensors)
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{where}: is no checkpoint of dp_ray: {error!r}") from None
+        misfits = [one for one in ([misfit] if sharers is None else gathered(misfit)) if one is not None]
+        if misfits:
+            note(f"checkpoint {name} is ignored, the one before it is tried: {misfits[0]}")
+        else:
+            chosen = opened
+    if sharers is None:
+        broadcast("" if chosen is None else chosen.name)
+    return chosen
 
 
 def piece_name(step: int, rank: int, world_size: int) -> str:
@@ -301,30 +378,10 @@ def piece_name(step: int, rank: int, world_size: int) -> str:
     return f"step-{step}.{rank}-of-{world_size}.safetensors"
 
 
-def piece_names(description: dict[str, Any] | None) -> list[str]:
-    """Return the file names of a checkpoint's pieces, by rank; none if it has none."""
-    if description is None:
-        return []
-    size = len(description["sha256"])
-    return [piece_name(description["step"], rank, size) for rank in range(size)]
-
-
-def open_pieces(checkpoints: Storage, description: dict[str, Any]) -> list[TensorFile]:
-    """Open a checkpoint's pieces, by rank; raises StorageError if one is missing, or not that which was written."""
-    files = [TensorFile(checkpoints.child(PIECES), name) for name in piece_names(description)]
-    for one, checksum in zip(files, description["sha256"], strict=True):
-        if one.digest != checksum:
-            raise StorageError(f"{one.where}: is not the piece that was written for this checkpoint")
-    return files
-
-
-def stored_in(files: list[TensorFile], description: dict[str, Any]) -> dict[str, Stored]:
-    """Return the whole tensors, each to be read from the pieces that hold its rows."""
-    pieces = [one.tensors() for one in files]
-    return {
-        key: Stored(tuple(shape), functools.partial(_rows_of_pieces, [one[key] for one in pieces], shape[0]))
-        for key, shape in description["shapes"].items()
-    }
+def piece_names(pieces: dict[str, Any]) -> list[str]:
+    """Return the file names of a checkpoint's pieces, by rank."""
+    size = len(pieces["sha256"])
+    return [piece_name(pieces["step"], rank, size) for rank in range(size)]
 
 
 def _rows_of_pieces(pieces: list[Stored], rows: int, start: int, stop: int) -> torch.Tensor:

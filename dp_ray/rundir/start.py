@@ -1,4 +1,4 @@
-"""The weights that a run leaves and those that it starts from (`init_from`), and the checkpoints of sharded models.
+"""The weights that a run leaves, and those that it starts from (`init_from`), which may be in a checkpoint.
 
 Weights are one file, or above `LIMIT` several in the layout of Hugging Face, with an index. What `init_from` names
 may change while a job runs, as another run's newest checkpoint does. So the file's name and hash are pinned in the
@@ -10,44 +10,33 @@ import hashlib
 import io
 import json
 import pickle
-import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dp_ray.engine.optimizer import weights_of_average
-from dp_ray.engine.world import World, broadcast, gathered, is_rank_0, new_group
+from dp_ray.engine.world import World, broadcast, is_rank_0
 from dp_ray.errors import JobError, StorageError
 from dp_ray.records import Record
 from dp_ray.rundir.checkpoint import (
     CHECKPOINTS,
     NAME,
+    NO_PIECES,
     PIECES,
-    CheckpointWriter,
+    Checkpoint,
     name_of,
-    open_pieces,
-    parse,
-    piece_name,
+    open_checkpoint,
     piece_names,
     steps_of,
-    stored_in,
-    unpack,
 )
 from dp_ray.rundir.files import is_finished, read_or_advise, replacing
 from dp_ray.storage import Storage
-from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import (
     Stored,
     TensorFile,
     as_bytes,
-    in_memory,
-    is_sharded,
-    local,
-    made_dense,
-    parse_tensors,
     read_tensors,
     sha256_of,
     write_tensors,
@@ -257,30 +246,38 @@ def pin_start(run: Storage, location: str, is_strict: bool = True) -> Start:
     return PIN_JSON.parse(broadcast(text))
 
 
-def read_start(run: Storage, location: str, is_strict: bool = True) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the weights with which the run began, and the whole checkpoint (about and state) if they come from one.
+def read_start(
+    run: Storage, location: str, is_strict: bool = True, sharers: World | None = None
+) -> tuple[dict[str, Any], Checkpoint | None]:
+    """Return the weights with which the run began, and the whole checkpoint if they come from one.
 
-    Raises JobError if the pinned file is gone or has changed.
+    Of a model that is sharded among `sharers` the tensors are `Stored`, unless they are of a file of torch's (`.pt`).
+    Raises JobError if the pinned file is gone or has changed, and StorageError if it was damaged already.
     """
     start = pin_start(run, location, is_strict)
     storage, name = file_of(run, location, start)
-    data, where = storage.read_bytes(name), f"{storage}/{name}"
-    check_pinned(run, where, start, hashlib.sha256(data).hexdigest())
-    if NAME.fullmatch(name):
-        about, state = parse(data, where, storage)
-        return state["model"], {"about": about, "state": state}
-    if name.endswith(INDEXES):
-        return {key: one.whole() for key, one in open_index(storage, name).items()}, None
-    return read_torch(data, where) if name.endswith(TORCH_FILES) else parse_tensors(data, where)[0], None
-
-
-def check_pinned(run: Storage, where: str, start: Start, got: str) -> None:
-    """Raise JobError if a file is not the one with which the run began; `got` is its hash."""
+    where = f"{storage}/{name}"
+    data = storage.read_bytes(name) if sharers is None or name.endswith(TORCH_FILES) else None
+    got = storage.sha256(name) if data is None else hashlib.sha256(data).hexdigest()
     if got != start.sha256:
         raise JobError(
             f"init_from: {where} is not the file with which this run began: "
             f"its sha256 is {got}, expected {start.sha256}; {_advice(run)}"
         )
+    if NAME.fullmatch(name):
+        opened = open_checkpoint(storage, name, data)
+        opened.check(sharers)
+        return opened.state["model"], opened
+    if data is not None and name.endswith(TORCH_FILES):
+        return read_torch(data, where), None
+    if name.endswith(INDEXES):
+        tensors = open_index(storage, name)
+    else:
+        file = TensorFile(storage, name, data)
+        if data is None:
+            file.check()
+        tensors = file.tensors()
+    return tensors if sharers is not None else {key: one.whole() for key, one in tensors.items()}, None
 
 
 def describe_start(run: Storage, location: str) -> str:
@@ -332,7 +329,7 @@ def _pin(run: Storage, location: str, is_strict: bool) -> Start:
 
 def _pieces_of(source: Storage, name: str) -> list[str]:
     try:
-        return piece_names(json.loads(TensorFile(source, name).text or "{}").get(PIECES))
+        return piece_names(json.loads(TensorFile(source, name).text or "{}").get(PIECES, NO_PIECES))
     except (StorageError, ValueError):  # whoever loads it raises the error
         return []
 
@@ -364,108 +361,6 @@ def read_torch(data: bytes, where: str) -> dict[str, Any]:
     return loaded
 
 
-class ShardedWriter(CheckpointWriter):
-    """The writer of this worker's piece of each checkpoint; rank 0 writes the rest after all pieces.
-
-    Every rank makes one, and all save after the same steps, on which they `agree`.
-    """
-
-    def __init__(self, checkpoints: Storage, keep: int, world: World, passed_over: Collection[int] = ()) -> None:
-        super().__init__(checkpoints, keep, passed_over)
-        self._world = world
-        self._shapes: dict[str, list[int]] = {}
-        # Two groups: the thread's collectives must not mix with the loop's.
-        self._votes, self._commits = new_group("gloo"), new_group("gloo")
-        if world.rank == 0:
-            for folder in (checkpoints, checkpoints.child(PIECES)):
-                folder.create()
-            checkpoints.child(PIECES).remove_unfinished()
-
-    def agree(self, is_due: bool) -> bool:
-        """Return whether all workers save now: rank 0's checkpoint is due. Every rank calls this after each step."""
-        vote = torch.tensor(int(is_due))
-        with waiting("rank 0"):
-            dist.broadcast(vote, src=0, group=self._votes)
-        return bool(vote)
-
-    def _own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this worker's rows of the sharded tensors, and on rank 0 the others."""
-        self._shapes = {key: list(one.shape) for key, one in tensors.items() if is_sharded(one)}
-        return {key: local(one) for key, one in tensors.items() if is_sharded(one) or self._world.rank == 0}
-
-    def _write(self, step: int, text: str, best_step: int | None, before: Callable[[], None]) -> None:
-        began = time.monotonic()
-        before()
-        rank, size = self._world.rank, self._world.world_size
-        mine = {key: self._staged[key] for key in self._shapes}
-        checksum = write_tensors(self._checkpoints.child(PIECES), piece_name(step, rank, size), mine)
-        checksums: list[Any] = [None] * size
-        dist.all_gather_object(checksums, checksum, group=self._commits)
-        if rank == 0:
-            pieces = {"step": step, "sha256": checksums, "shapes": self._shapes}  # checksums by rank
-            whole = {**json.loads(text), PIECES: pieces}
-            rest = {key: one for key, one in self._staged.items() if key not in self._shapes}
-            write_tensors(self._checkpoints, name_of(step), rest, json.dumps(whole))
-            self._remove_old(step, best_step)
-        self.seconds += time.monotonic() - began
-
-
-@dataclass(frozen=True)
-class OpenCheckpoint:
-    """A checkpoint whose tensors are read when they are needed: its description, its state, and its files."""
-
-    about: dict[str, Any]
-    state: Any
-    files: list[TensorFile]
-
-    def check(self, world: World) -> None:
-        """Raise StorageError if a file of this rank's share is damaged: the ranks share the reading."""
-        for one in self.files[world.rank :: world.world_size]:
-            one.check()
-
-
-def open_checkpoint(storage: Storage, name: str) -> OpenCheckpoint:
-    """Open a checkpoint, of one file or of pieces; its state has a `Stored` for each tensor.
-
-    Raises StorageError if a file is missing or no checkpoint; only `check` reads the tensors.
-    """
-    first = TensorFile(storage, name)
-    try:
-        about = dict(json.loads(first.text))
-        description = about.pop(PIECES, None)
-        files = [] if description is None else open_pieces(storage, description)
-        tensors = {**first.tensors(), **({} if description is None else stored_in(files, description))}
-        state = unpack(
-            about.pop("state"), tensors, lambda one, strides: replace(one, strides=tuple(strides)), made_dense
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{first.where}: is no checkpoint of dp_ray: {error!r}") from None
-    return OpenCheckpoint(about, state, [first, *files])
-
-
-def open_start(
-    run: Storage, location: str, is_strict: bool = True
-) -> tuple[dict[str, Stored], dict[str, Any] | None]:
-    """Return what `read_start` returns, with tensors that are read when they are needed.
-
-    Only a file of torch's (`.pt`) is read whole. Raises JobError if the pinned file is gone or has changed.
-    """
-    start = pin_start(run, location, is_strict)
-    storage, name = file_of(run, location, start)
-    check_pinned(run, f"{storage}/{name}", start, storage.sha256(name))
-    if NAME.fullmatch(name):
-        opened = open_checkpoint(storage, name)
-        for one in opened.files[1:]:
-            one.check()
-        return opened.state["model"], {"about": opened.about, "state": opened.state}
-    if name.endswith(INDEXES):
-        return open_index(storage, name), None
-    if name.endswith(TORCH_FILES):
-        whole = read_torch(storage.read_bytes(name), f"{storage}/{name}")
-        return {key: in_memory(one) for key, one in whole.items() if isinstance(one, torch.Tensor)}, None
-    return TensorFile(storage, name).tensors(), None
-
-
 def write_best(run: Storage, metric: str, value: float, step: int, is_averaged: bool = False) -> None:
     """Write the weights of the best checkpoint, the one after `step` steps, as a weights file of the bare module.
 
@@ -473,31 +368,10 @@ def write_best(run: Storage, metric: str, value: float, step: int, is_averaged: 
     if the checkpoint is damaged.
     """
     opened = open_checkpoint(run.child(CHECKPOINTS), name_of(step))
-    for one in opened.files:
-        one.check()
+    opened.check(World())
     state = weights_of_average(opened.state["ema"]) if is_averaged else opened.state["model"]
     stored = {name: one for name, one in state.items() if isinstance(one, Stored)}
     empty = {name: one.empty() for name, one in stored.items()}
     by_id = {id(empty[name]): one for name, one in stored.items()}
     text = json.dumps({"metric": metric, "value": value, "step": step})
     write_tensors(run, BEST, empty, text, whole=lambda tensor: by_id[id(tensor)].whole())
-
-
-def newest_open(
-    checkpoints: Storage, fits: Callable[[dict[str, Any]], str | None], note: Callable[[str], None], world: World
-) -> tuple[str, OpenCheckpoint] | None:
-    """Return what `checkpoint.newest` does to workers that read a part each; all ranks call it and get the same."""
-    # Rank 0's list: another rank may list the folder a moment later, and see another newest checkpoint.
-    for step in reversed(json.loads(broadcast(json.dumps(steps_of(checkpoints) if world.rank == 0 else [])))):
-        opened: OpenCheckpoint | None = None
-        try:
-            opened = open_checkpoint(checkpoints, name_of(step))
-            opened.check(world)
-            misfit = fits(opened.about)
-        except StorageError as error:
-            opened, misfit = None, str(error)
-        misfits = [one for one in gathered(misfit) if one is not None]
-        if opened is not None and not misfits:
-            return name_of(step), opened
-        note(f"checkpoint {name_of(step)} is ignored, the one before it is tried: {misfits[0]}")
-    return None

@@ -19,19 +19,18 @@ from typing import Any, TypeAlias
 from dp_ray.engine.clock import Part
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
-from dp_ray.engine.world import broadcast, is_rank_0
 from dp_ray.errors import JobError, ModelError
+from dp_ray.job import keys
 from dp_ray.job.files import differences, same
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Checkpoint, Scheduler
 from dp_ray.job.plan import checkpoints_of
 from dp_ray.job.samples import describe_blocks
 from dp_ray.plan.split import Split
 from dp_ray.rundir.checkpoint import (
     CHECKPOINTS,
+    Checkpoint,
     CheckpointWriter,
     TrainState,
-    load_checkpoint,
     newest,
     pack,
     steps_of,
@@ -39,15 +38,7 @@ from dp_ray.rundir.checkpoint import (
 from dp_ray.rundir.files import replacing
 from dp_ray.rundir.history import HISTORY, write_piece
 from dp_ray.rundir.ledger import check_newest
-from dp_ray.rundir.start import (
-    NEW_HEAD,
-    ShardedWriter,
-    describe_start,
-    first_step,
-    newest_open,
-    open_start,
-    read_start,
-)
+from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start
 from dp_ray.steps.times import History
 from dp_ray.tasks.setup import Context
 
@@ -67,8 +58,8 @@ class Training:
     layout: TrainingLayout
 
 
-class Keeper:
-    """The writing of a training's checkpoints, or of this worker's part of them, by a `writer`."""
+class PieceKeeper:
+    """This worker's pieces of a training's checkpoints, on which rank 0's `Checkpointer` decides."""
 
     def __init__(
         self, trainer: Trainer, train_state: TrainState, writer: CheckpointWriter, before: Callable[[], None]
@@ -79,12 +70,18 @@ class Keeper:
         self._writer = writer
         self._saved = train_state.step
 
+    def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
+        """Save this worker's piece if rank 0 saves a checkpoint."""
+        if self._writer.agree(False):
+            self.save()
+
     def log(self, step: int, update: Update) -> None:
         """Add a step that ends the training to the history, on rank 0."""
 
     def save(self) -> None:
-        """Save a checkpoint of the current state."""
-        raise NotImplementedError
+        """Save this worker's piece of the current state."""
+        self._writer.save(self._train_state.step, {}, self._trainer.state_dict(), before=self._before)
+        self._saved = self._train_state.step
 
     def finish(self) -> None:
         """Save the last step, unless it is saved, and wait until it is written."""
@@ -101,7 +98,7 @@ class Keeper:
         self._writer.close()
 
 
-class Checkpointer(Keeper):
+class Checkpointer(PieceKeeper):
     """The history and the checkpoints of a training, and its best checkpoint; only rank 0 has one."""
 
     def __init__(
@@ -136,7 +133,7 @@ class Checkpointer(Keeper):
             train_state.best = train_state.best_step = None
         train_state.best_by = by
         self._periods = checkpoints_of(job).due.periods(split)
-        self._all_agree = trainer.placement.is_sharded
+        self._all_agree = trainer.placement.sharers is not None
         # What each checkpoint tells of the job.
         self._about = {
             "fingerprint": job.fingerprint(),
@@ -207,41 +204,24 @@ class Checkpointer(Keeper):
         return True
 
 
-class PieceKeeper(Keeper):
-    """Another rank's pieces of the checkpoints that rank 0's `Checkpointer` decides on."""
-
-    def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
-        """Save this worker's piece if rank 0 saves a checkpoint."""
-        if self._writer.agree(False):
-            self.save()
-
-    def save(self) -> None:
-        """Save this worker's piece of the current state."""
-        self._writer.save(self._train_state.step, {}, self._trainer.state_dict(), before=self._before)
-        self._saved = self._train_state.step
-
-
 @contextmanager
 def checkpointing(
     training: Training, trainer: Trainer, train_state: TrainState, times: StepTimes, before: Callable[[], None]
-) -> Iterator[Checkpointer | PieceKeeper | None]:
+) -> Iterator[PieceKeeper | None]:
     """Give what keeps this worker's share of the training's state: all of it on rank 0, unless it is sharded.
 
     `before` is called, in the writer's thread, before a checkpoint counts. Every rank calls this.
     """
-    job, world = training.context.job, training.context.world
-    if world.rank != 0 and not trainer.placement.is_sharded:
+    rank, sharers = training.context.world.rank, trainer.placement.sharers
+    if rank != 0 and sharers is None:
         yield None
         return
     checkpoints = training.context.run.child(CHECKPOINTS)
     passed_over = [one for one in steps_of(checkpoints) if one > train_state.step]
-    if not trainer.placement.is_sharded:
-        writer = CheckpointWriter(checkpoints, job.checkpoint.keep, passed_over)
-    else:
-        writer = ShardedWriter(checkpoints, job.checkpoint.keep, world, passed_over)
+    writer = CheckpointWriter(checkpoints, training.context.job.checkpoint.keep, passed_over, sharers)
     keeper = (
         PieceKeeper(trainer, train_state, writer, before)
-        if world.rank != 0
+        if rank != 0
         else Checkpointer(training, trainer, train_state, times, writer, before)
     )
     with closing(keeper):
@@ -254,7 +234,7 @@ class CheckpointPace:
     Each checkpoint writes a piece of the history too, so the next one waits until the run is 1 % longer.
     """
 
-    def __init__(self, when: Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, when: keys.Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.is_auto = when.every_seconds == "auto" and when.every_steps is None
         self._seconds = LATEST if when.every_seconds == "auto" else when.every_seconds
@@ -312,8 +292,8 @@ class CheckpointPace:
 def restore(training: Training, trainer: Trainer, until: int | None = None) -> TrainState:
     """Load the training's state: of its newest checkpoint, else of `init_from`, else that of step 0.
 
-    With `until`, of the newest checkpoint of so many steps or fewer; only a model that is not sharded takes it.
-    Raises JobError if a checkpoint's steps hold other samples than this job's, or if the scheduler ends too soon.
+    With `until`, of the newest checkpoint of so many steps or fewer. Raises JobError if a checkpoint's steps hold
+    other samples than this job's, or if the scheduler ends too soon.
     """
     context, job, run = training.context, training.context.job, training.context.run
     checkpoints = run.child(CHECKPOINTS)
@@ -321,20 +301,11 @@ def restore(training: Training, trainer: Trainer, until: int | None = None) -> T
     def fits(about: dict[str, Any]) -> str | None:
         return None if job.has_fingerprint(about.get("fingerprint")) else "it is of a different job"
 
-    if trainer.placement.is_sharded:  # each worker reads its part
-        opened = newest_open(checkpoints, fits, context.notify, context.world)
-        checkpoint = None if opened is None else (opened[0], opened[1].about, opened[1].state)
-    elif is_rank_0():
-        checkpoint = newest(checkpoints, fits, context.notify, until)
-        name = broadcast(checkpoint[0] if checkpoint else "")
-    else:  # rank 0 chooses: another rank may find another one by now
-        name = broadcast("")
-        checkpoint = (name, *load_checkpoint(checkpoints, name)) if name else None
-    if checkpoint:
-        name, about, state = checkpoint
+    checkpoint = newest(checkpoints, fits, context.notify, trainer.placement.sharers, until)
+    if checkpoint is not None:
         advice = f"start anew {replacing(run)}" if until is None else "the dataset or its blocks have changed since"
-        check_layout(f"the steps of {checkpoints}/{name}", about, training.layout, advice)
-        train_state = resume(training, trainer, about, state, plans=until is None)
+        check_layout(f"the steps of {checkpoints}/{checkpoint.name}", checkpoint.about, training.layout, advice)
+        train_state = resume(training, trainer, checkpoint, plans=until is None)
     elif job.init_from is None:
         train_state = TrainState()
     else:
@@ -350,20 +321,19 @@ def start_from(training: Training, trainer: Trainer, location: str) -> TrainStat
     JobError if the checkpoint's steps or optimizer differ from this job's, or if it leaves no step to run.
     """
     context, job, run = training.context, training.context.job, training.context.run
-    read: Callable[..., Any] = open_start if trainer.placement.is_sharded else read_start
-    weights, checkpoint = read(run, location, job.strict)
+    weights, checkpoint = read_start(run, location, job.strict, trainer.placement.sharers)
     if checkpoint is None or not job.strict:
         loaded = trainer.placement.load_weights(weights, location, job.strict, NEW_HEAD)
         if context.world.rank == 0:
             context.notify(describe_start(run, location) + loaded)
         return TrainState()
-    about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file, or set strict: false"
+    about, advice = checkpoint.about, "to start anew from weights alone, name a weights file, or set strict: false"
     check_layout(f"init_from: the steps of {location}", about, training.layout, advice)
     says = check_updates(f"init_from: {location}", about.get("updates"), job, advice)
     if says is not None:
         context.notify(says)
     try:
-        train_state = resume(training, trainer, about, checkpoint["state"])
+        train_state = resume(training, trainer, checkpoint)
     except ModelError as error:
         raise ModelError(f"init_from: {location}: {error}{NEW_HEAD}") from None
     named = first_step(run)
@@ -382,20 +352,21 @@ def start_from(training: Training, trainer: Trainer, location: str) -> TrainStat
     return dataclasses.replace(train_state, best=None, best_step=None, stopping={})
 
 
-def resume(training: Training, trainer: Trainer, about: dict[str, Any], state: Any, plans: bool = True) -> TrainState:
+def resume(training: Training, trainer: Trainer, checkpoint: Checkpoint, plans: bool = True) -> TrainState:
     """Load a checkpoint into the trainer; if the training has another length now, send a note on the scheduler.
 
     A scheduler that is made for the training's length is planned anew for that, if it `plans`: a replay goes the way
     that the run went. Raises ModelError if the checkpoint has other parameters than the model.
     """
+    about = checkpoint.about
     if about["parameters"] != trainer.optimizer_step.names:
         raise ModelError("the checkpoint's parameters are not this model's")
-    trainer.load_state_dict(state)
+    trainer.load_state_dict(checkpoint.state)
     scheduler, steps = training.context.job.scheduler, training.split.total_steps
     before = about.get("steps", steps)
     if steps != before:
         schedule, rate = trainer.schedule, trainer.optimizer_step.learning_rate
-        is_planned = plans and isinstance(scheduler, Scheduler) and scheduler.is_planned
+        is_planned = plans and isinstance(scheduler, keys.Scheduler) and scheduler.is_planned
         says = ""
         if is_planned and schedule.begin_anew():
             now = trainer.optimizer_step.learning_rate

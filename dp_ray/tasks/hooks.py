@@ -33,6 +33,7 @@ from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.steps.shapes import Probe, Recorder, encode_sizes
 from dp_ray.storage import Storage
+from dp_ray.tensors.files import is_sharded
 
 Hook = Callable[["TrainingView"], object]
 
@@ -85,7 +86,7 @@ class TrainingView:
         return None if average is None else self._copied(average.tensors())
 
     def _copied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self._trainer.placement.is_sharded:
+        if any(map(is_sharded, tensors.values())):
             raise ModelError("hooks: with strategy: fsdp rank 0 has only a part of the weights; read a checkpoint")
         return {name: one.detach().clone() for name, one in tensors.items()}
 

@@ -62,8 +62,9 @@ def predict_outputs(context: Context) -> None:
         ):
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, context.notify)
             control.runs_on(times.clock)
-            counts_flops = job.flops and world.rank == 0 and not placement.is_sharded
-            prediction = Prediction(job, world.device, work, times.clock, placement.forwards(), counts_flops)
+            prediction = Prediction(
+                job, world.device, work, times.clock, placement.forwards(), placement.counts_flops
+            )
             keeper = OutputKeeper(prediction, recorder, probe, writer, merger, control, profiler, send)
             previews = Previews(run, split.rows_kept, job.batch_dim)
             times.clock.restart()

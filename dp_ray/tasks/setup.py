@@ -23,7 +23,7 @@ from dp_ray.job.samples import describe_blocks
 from dp_ray.messages import Note, Send
 from dp_ray.records import Record
 from dp_ray.rundir.quarantine import QuarantineFiles, forget
-from dp_ray.rundir.start import NEW_HEAD, describe_start, open_start, read_start
+from dp_ray.rundir.start import NEW_HEAD, describe_start, read_start
 from dp_ray.storage import Storage
 from dp_ray.text import hide_in, listed
 
@@ -135,7 +135,7 @@ def model_to_run(context: Context) -> Placement:
     job, world, run = context.job, context.world, context.run
     placement = place(job, world, context.notify)
     if job.init_from is not None:
-        weights, _ = (open_start if placement.is_sharded else read_start)(run, job.init_from, job.strict)
+        weights, _ = read_start(run, job.init_from, job.strict, placement.sharers)
         loaded = placement.load_weights(weights, job.init_from, job.strict, NEW_HEAD)
         if world.rank == 0:
             context.notify(describe_start(run, job.init_from) + loaded)

@@ -33,7 +33,7 @@ from dp_ray.rundir.ledger import begin_attempt, check_newest
 from dp_ray.rundir.start import BEST, EMA, parts_of, write_best, write_weights
 from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.checkpoints import Checkpointer, PieceKeeper, Training, checkpointing, layout_of, restore
+from dp_ray.tasks.checkpoints import PieceKeeper, Training, checkpointing, layout_of, restore
 from dp_ray.tasks.hooks import Hooks, shape_reporter, slow_forward, with_loss_check
 from dp_ray.tasks.profiling import StepProfiler
 from dp_ray.tasks.setup import Context, check_unchanged, forget_from, load_dataset, quarantine_of, set_aside
@@ -231,7 +231,7 @@ class TrainingLoop:
     times: StepTimes
     early_stopping: EarlyStopping | None = None
     hooks: Hooks | None = None
-    checkpointer: Checkpointer | PieceKeeper | None = None
+    checkpointer: PieceKeeper | None = None
     profiler: StepProfiler | None = None
 
     def run(self, steps: Iterator[LoadedStep], start: int, end: int, recorder: Recorder, on_shard: OnShard) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 
@@ -114,35 +115,8 @@ def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], 
 
     Raises StorageError if it is not safetensors, is truncated, or its checksum is wrong.
     """
-    return parse_tensors(storage.read_bytes(name), f"{storage}/{name}")
-
-
-def parse_tensors(data: bytes, where: str) -> tuple[dict[str, torch.Tensor], str]:
-    """Do what `read_tensors` does for a file's bytes; `where` names the file in errors."""
-    try:
-        size = int.from_bytes(data[:8], "little")
-        table = json.loads(data[8 : 8 + size])
-        metadata = table.pop("__metadata__", {})
-        text, body = metadata.get(TEXT, ""), memoryview(data)[8 + size :]
-        tensors = {key: _tensor(body, **entry) for key, entry in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise StorageError(f"{where}: is damaged, or no safetensors file: {error}") from None
-    if TEXT in metadata or DIGEST in metadata:  # `write_tensors` writes both
-        digest = hashlib.sha256(frame(table, text))
-        digest.update(body)
-        if digest.hexdigest() != metadata.get(DIGEST):
-            raise StorageError(f"{where}: is damaged: its bytes are not those that were written")
-    return tensors, text
-
-
-def _tensor(body: memoryview, dtype: str, shape: list[int], data_offsets: list[int]) -> torch.Tensor:
-    start, end = data_offsets
-    made = torch.empty(shape, dtype=DTYPES[dtype])
-    if end - start != made.nbytes or end > len(body):
-        raise ValueError(f"bytes {start} to {end} of {len(body)} are not a tensor of size {shape}")
-    if made.nbytes:
-        made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8))
-    return made
+    file = TensorFile(storage, name, storage.read_bytes(name))
+    return {key: one.whole() for key, one in file.tensors().items()}, file.text
 
 
 def sha256_of(storage: Storage, name: str) -> str:
@@ -191,7 +165,7 @@ def in_memory(tensor: torch.Tensor) -> Stored:
     return Stored(tuple(tensor.shape), lambda start, stop: tensor[start:stop] if tensor.ndim else tensor)
 
 
-def made_dense(indices: Stored, values: Stored, shape: list[int], is_coalesced: bool) -> Stored:
+def made_dense(indices: Stored, values: Stored, shape: list[int]) -> Stored:
     """A sparse tensor as a dense one, of which no more than the rows that are asked for is in memory."""
 
     def read(start: int, stop: int) -> torch.Tensor:
@@ -206,28 +180,36 @@ def made_dense(indices: Stored, values: Stored, shape: list[int], is_coalesced: 
 
 
 class TensorFile:
-    """A safetensors file that is read row by row: no more of it is in memory than what is asked for.
+    """A safetensors file of which only the header is read, and then the rows that are asked for.
 
-    Only the header is read at first; raises StorageError if it is damaged.
+    If its bytes have been read already, as `data`, they are checked at once, and rows come from them: on an object
+    store each other read is a request. Raises StorageError if the file is not safetensors, or is truncated.
     """
 
-    def __init__(self, storage: Storage, name: str) -> None:
+    def __init__(self, storage: Storage, name: str, data: bytes | None = None) -> None:
         self.where = f"{storage}/{name}"
-        self._storage = storage
-        self._name = name
+        self._open = partial(storage.open, name) if data is None else partial(pa.BufferReader, data)
         try:
-            with storage.open(name) as stream:
-                size = int.from_bytes(stream.read(8), "little")
-                self._table = json.loads(stream.read(min(size, stream.size())))
-            self._begin = 8 + size
+            with self._open() as stream:
+                size, end = int.from_bytes(stream.read(8), "little"), stream.size()
+                self._table = json.loads(stream.read(min(size, end)))
+            self._begin, room = 8 + size, end - 8 - size
             metadata = self._table.pop("__metadata__", {})
             self.text, self.digest = str(metadata.get(TEXT, "")), metadata.get(DIGEST)
-        except (OSError, ValueError, AttributeError) as error:
+            self._is_ours = TEXT in metadata or DIGEST in metadata  # `write_tensors` writes both
+            for one in self._table.values():
+                (start, stop), shape = one["data_offsets"], one["shape"]
+                num_bytes = torch.empty(shape, dtype=DTYPES[one["dtype"]], device="meta").nbytes
+                if stop - start != num_bytes or not 0 <= start <= stop <= room:
+                    raise ValueError(f"bytes {start} to {stop} of {room} are not a tensor of size {shape}")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise StorageError(f"{self.where}: is damaged, or no safetensors file: {error}") from None
+        if data is not None:
+            self.check()
 
     def tensors(self) -> dict[str, Stored]:
         """Return all its tensors, none of which is read yet."""
-        return {
+        return {  # not kept: they hold this file, and with it its bytes
             key: Stored(
                 tuple(one["shape"]),
                 partial(self._rows, DTYPES[one["dtype"]], one["shape"], one["data_offsets"][0]),
@@ -237,12 +219,12 @@ class TensorFile:
 
     def check(self) -> None:
         """Raise StorageError if its bytes are not those that were written; it is read in pieces."""
-        if self.digest is None:
+        if not self._is_ours:
             return
         digest = hashlib.sha256(frame(self._table, self.text))
-        with self._storage.open(self._name) as stream:
+        with self._open() as stream:
             stream.seek(self._begin)
-            while piece := stream.read(PIECE):
+            while piece := stream.read_buffer(PIECE):
                 digest.update(piece)
         if digest.hexdigest() != self.digest:
             raise StorageError(f"{self.where}: is damaged: its bytes are not those that were written")
@@ -253,12 +235,10 @@ class TensorFile:
         if not made.nbytes:
             return made
         row_bytes = torch.Size(shape[1:]).numel() * made.itemsize
-        with self._storage.open(self._name) as stream:
+        with self._open() as stream:
             stream.seek(self._begin + offset + start * row_bytes)
-            data = stream.read(made.nbytes)
-        if len(data) != made.nbytes:
-            raise StorageError(f"{self.where}: is damaged: it ends before its tensors do")
-        made.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            if stream.readinto(made.view(-1).view(torch.uint8).numpy()) != made.nbytes:
+                raise StorageError(f"{self.where}: is damaged: it ends before its tensors do")
         return made
 
 

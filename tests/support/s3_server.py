@@ -2,7 +2,7 @@
 
 Of eight requests that read below a folder `shaky` one gets an error, one breaks after a while, one ends in the middle
 of its answer, and five are answered. Below a folder `broken` all get an error while a file beside the log is there,
-whose name ends in `.broken`.
+whose name ends in `.broken`. Below a folder `counted` reads are logged too.
 """
 
 import itertools
@@ -29,7 +29,7 @@ def serve(port: int, log: Path) -> None:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         trouble = _trouble(method, path, turns, log.with_suffix(".broken"))
         is_copy = "HTTP_X_AMZ_COPY_SOURCE" in environ
-        if trouble or is_copy or method == "PUT":
+        if trouble or is_copy or method == "PUT" or (method == "GET" and "/counted/" in path):
             with log.open("a") as lines:
                 lines.write(
                     f"{'COPY' if is_copy else trouble or method} {path} {environ.get('CONTENT_LENGTH') or 0}\n"

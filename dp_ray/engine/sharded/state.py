@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from dp_ray.engine.buffers import make_room
-from dp_ray.engine.model import loaded_of, misfits, other_sizes
+from dp_ray.engine.model import advice_on, loaded_of, misfits, other_sizes
 from dp_ray.engine.optimizer import load_optimizer, norm_of_norms, norms_of
 from dp_ray.engine.world import CPU, World, all_gather
 from dp_ray.errors import ModelError
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import Stored, is_sharded, laid_out, local, rows_of
+from dp_ray.tensors.files import Stored, in_memory, is_sharded, laid_out, local, rows_of
 
 # torch 2.13 renames it, and deprecates the old name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -199,14 +199,9 @@ def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def load_rows(
-    model: nn.Module,
-    weights: Mapping[str, Stored],
-    where: str,
-    world: World,
-    is_strict: bool = True,
-    advice: str = "",
+    model: nn.Module, weights: Mapping[str, Any], where: str, world: World, is_strict: bool = True, advice: str = ""
 ) -> str:
-    """Copy this worker's rows of the weights into a sharded model, one tensor after another.
+    """Copy this worker's rows of the weights, stored or in memory, into a sharded model, one after another.
 
     If not `is_strict`, return what was loaded and what not, in words. Raise ModelError, which names missing,
     unexpected and mis-sized tensors and ends with the advice, or if nothing fits.
@@ -214,11 +209,15 @@ def load_rows(
     make_room(model, weights)
     state = model.state_dict()
     own = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
-    stored = {name: one for name, one in weights.items() if isinstance(one, Stored)}
-    missing, unexpected = sorted(own.keys() - stored.keys()), sorted(stored.keys() - state.keys())
+    stored = {
+        name: in_memory(one) if isinstance(one, torch.Tensor) else one
+        for name, one in weights.items()
+        if isinstance(one, torch.Tensor | Stored)
+    }
+    missing, unexpected = sorted(own.keys() - stored.keys()), sorted(weights.keys() - state.keys())
     sizes = other_sizes(own, stored)
     if is_strict and (mistakes := misfits(missing, unexpected, sizes)):
-        raise ModelError(f"the weights of {where} are not this model's{mistakes}{advice}")
+        raise ModelError(f"the weights of {where} are not this model's{mistakes}{advice_on(weights, advice)}")
     for name, one in own.items():
         if name in stored and name not in sizes:
             stored[name].copy_to(one, world.world_size, world.rank)
@@ -244,21 +243,6 @@ class Sharded:
         """Call a function that runs the model, with the parameters outside its blocks gathered."""
         with casting_anew() if self.recasts or not torch.is_grad_enabled() else nullcontext():
             return self.root(function, *args)
-
-    def load_weights(
-        self, weights: Mapping[str, Stored], where: str, is_strict: bool = True, advice: str = ""
-    ) -> str:
-        """Load this worker's rows of the weights; return and raise what `load_rows` does."""
-        return load_rows(self.model, weights, where, self.world, is_strict, advice)
-
-    def rows_of(self, part: Any, state: Any) -> Any:
-        """Return a stored state of an optimizer, scheduler or scaler, with what this worker holds of each tensor."""
-        if isinstance(part, AlignedParts):
-            return state
-        if not isinstance(part, torch.optim.Optimizer):
-            return whole_tensors(state)
-        parameters = [one for group in part.param_groups for one in group["params"]]
-        return rows_of_optimizer(state, parameters, self.world)
 
     @property
     def blocks(self) -> Iterator[tuple[nn.Module, list[Any]]]:
