@@ -16,12 +16,13 @@ from torch import nn
 from dp_ray.engine import loading, random
 from dp_ray.engine import model as model_module
 from dp_ray.engine.clock import DeviceClock
+from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.user_code import raise_as
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World, side_stream, text_of
+from dp_ray.engine.world import World, text_of
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.samples import ReadRequest
 from dp_ray.plan.split import Shard, Split
@@ -363,7 +364,7 @@ def test_the_history_of_a_gpu_comes_while_the_training_goes_on(
 
 def test_a_checkpoint_waits_once_for_all_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    empty, copy = torch.empty, torch.Tensor.copy_
+    copy = torch.Tensor.copy_
 
     def spied(into: torch.Tensor, tensor: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         log.append(f"copy {non_blocking}")
@@ -373,11 +374,32 @@ def test_a_checkpoint_waits_once_for_all_its_copies(tmp_path: Path, monkeypatch:
         def synchronize(self) -> None:
             log.append("wait")
 
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **keys: empty(*size, **keys))
+    class Runtime:
+        """CUDA's runtime, which knows what memory is pinned."""
+
+        pinned: ClassVar[dict[int, int]] = {}
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            self.pinned[address] = size
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            return 0 if self.pinned.pop(address) else 1
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.Tensor, "copy_", spied)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Current())
     writer = CheckpointWriter(Storage(str(tmp_path)), 1)
-    writer._stage({name: torch.ones(3).as_subclass(OnTheGpu) for name in "abc"})
-    writer.close()
+    tensors: dict[str, Any] = {name: torch.ones(3).as_subclass(OnTheGpu) for name in "abc"}
+    writer._stage(tensors)
     assert log == ["copy True"] * 3 + ["wait"]
     assert {name: one.tolist() for name, one in writer._staged.items()} == dict.fromkeys("abc", [1.0] * 3)
+    (pinned,) = Runtime.pinned.items()
+    assert pinned[1] == 3 * 64, "12 bytes each, at multiples of 64; torch's own would take 256 for the whole"
+    writer._stage(tensors)
+    assert list(Runtime.pinned.items()) == [pinned], "the same memory again"
+    other: Any = torch.ones(100).as_subclass(OnTheGpu)
+    writer._stage({"a": other})
+    assert list(Runtime.pinned.values()) == [448], "a state of another size gives back what it had"
+    writer.close()
+    assert not Runtime.pinned

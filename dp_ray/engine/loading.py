@@ -31,6 +31,7 @@ from dp_ray.engine.bad_samples import (
     end_process,
 )
 from dp_ray.engine.clock import Part, SilentClock, StepClock
+from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.items import (
     ColumnSlice,
     ItemKeys,
@@ -49,7 +50,6 @@ from dp_ray.engine.random import RngProbe, own_generators, preserved, seed_all, 
 from dp_ray.engine.step import ModelInputs
 from dp_ray.engine.timed_loader import StepTimes, TimedLoader, begin_process
 from dp_ray.engine.user_code import error_text, loader_ended_error, locating, location, read_many, reraise_as
-from dp_ray.engine.world import side_stream
 from dp_ray.errors import DataError, Error, frames_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target

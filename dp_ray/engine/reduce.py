@@ -33,10 +33,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dp_ray.engine.buffers import Buffers
 from dp_ray.engine.clock import Part, StepClock
+from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.loading import OverlappedRead
 from dp_ray.engine.model import autocast
 from dp_ray.engine.step import Metrics, Row, Step, StepOutput, row_of, run_step
-from dp_ray.engine.world import World, all_gather, begin_sum, is_gpu, new_group, side_stream
+from dp_ray.engine.world import World, all_gather, begin_sum, is_gpu, new_group
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.tree import Node, climb, fold, leaf_pairs, nodes_by_rank, parents

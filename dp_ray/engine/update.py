@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dp_ray.engine.buffers import copy_all
+from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.optimizer import (
     HALVES,
     INNER,
@@ -237,7 +238,7 @@ class OptimizerStep:
                 self.optimizer.step()
                 return False
             self._unscaled.has_run = False
-            with waiting("the GPU, which may be in a collective"):  # the scaler reads if the gradients are finite
+            with waiting(ON_GPU):  # the scaler reads if the gradients are finite
                 self.scaler.step(self._unscaled)  # type: ignore[arg-type]
             self.scaler.update()
             return not self._unscaled.has_run

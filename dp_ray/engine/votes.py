@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from dp_ray.engine.clock import StepClock
+from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.step import Row
-from dp_ray.engine.world import ON_GPU, HostCopy, World, is_gpu
+from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import Error, ModelError
 from dp_ray.plan.split import worker_shards
 from dp_ray.system.threads import waiting

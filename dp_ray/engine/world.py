@@ -32,49 +32,6 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-@functools.cache
-def side_stream(device: torch.device, use: str) -> "torch.cuda.Stream":
-    """Return this process's stream of a GPU beside the computing one, the same for each `use`.
-
-    torch keeps the memory that was made in a stream for that stream: one more for each evaluation would keep as much
-    once more.
-    """
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-ON_GPU = "the GPU, which may be in a collective"  # what a worker waits for that reads from it
-
-
-class HostCopy:
-    """A GPU's numbers on their way to the host, for which nothing waits until they are read.
-
-    They must stay as they are until then. With `beside`, what is computed next does not wait for the copy either.
-    """
-
-    def __init__(self, numbers: torch.Tensor, beside: bool = False) -> None:
-        computing = torch.cuda.current_stream(numbers.device)
-        stream = side_stream(numbers.device, "outputs") if beside else computing
-        self.here = torch.empty_like(numbers, device="cpu", pin_memory=True)
-        if beside:
-            stream.wait_stream(computing)
-        with torch.cuda.stream(stream):
-            self.here.copy_(numbers, non_blocking=True)
-        if beside:
-            numbers.record_stream(stream)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record(stream)
-
-    def is_here(self) -> bool:
-        """Return whether to read them would not wait."""
-        return bool(self._copied.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> torch.Tensor:
-        """Return them on the host; wait for the GPU to have computed them."""
-        if not self.is_here():
-            self._copied.synchronize()
-        return self.here
-
-
 @dataclass(frozen=True)
 class World:
     """One worker's place, in torch.distributed's and Ray Train's terms; by default a single worker.

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from dp_ray.engine.world import HostCopy
+from dp_ray.engine.host_copy import HostCopy
 from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.tables import array_of, plain_values
 from dp_ray.tensors.files import as_bytes

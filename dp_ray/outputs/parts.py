@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dp_ray.engine.world import ON_GPU, HostCopy
+from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.errors import StorageError
 from dp_ray.outputs import columns
 from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, Rows

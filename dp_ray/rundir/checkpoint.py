@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dp_ray.engine.host_copy import ON_GPU, PinnedMemory
 from dp_ray.engine.world import World, broadcast, gathered, is_rank_0, new_group
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.rundir.files import CHECKPOINTS as CHECKPOINTS
@@ -80,7 +81,7 @@ class TrainState:
         return values
 
     def _read(self) -> None:
-        with waiting("the GPU, which may be in a collective"):
+        with waiting(ON_GPU):
             unread = torch.stack(self._unread)[:, :2].tolist() if self._unread else ()
         for total, weight in unread:
             self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
@@ -186,6 +187,7 @@ class CheckpointWriter:
                 folder.create()
             checkpoints.child(PIECES).remove_unfinished()
         self._staged: dict[str, torch.Tensor] = {}
+        self._pinned = PinnedMemory()
         self._shapes: dict[str, list[int]] = {}  # of the tensors of which each sharer writes its rows
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -210,7 +212,7 @@ class CheckpointWriter:
         """
         self.wait()  # its tensors are in the memory that the copy takes again
         plain, tensors = pack(state)
-        with waiting("the GPU, which may be in a collective"):
+        with waiting(ON_GPU):
             self._stage(tensors)
         text = json.dumps({**about, "state": plain})
         self._writing = self._thread.submit(self._write, step, text, best_step, before)
@@ -231,6 +233,8 @@ class CheckpointWriter:
     def close(self) -> None:
         """Wait for the write in progress and end the thread; the write's error is not raised here."""
         self._thread.shutdown()
+        self._staged = {}
+        self._pinned.free()
 
     def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copy what this worker writes to memory that is reused, because fresh pages cost more than the copy.
@@ -241,11 +245,13 @@ class CheckpointWriter:
         if self._commits is not None:
             self._shapes = {key: list(one.shape) for key, one in tensors.items() if is_sharded(one)}
         own = {key: local(one) for key, one in tensors.items() if key in self._shapes or self._world.rank == 0}
+        on_gpus = {key: tensor for key, tensor in own.items() if tensor.is_cuda}
+        places = {**self._staged, **(self._pinned.places(on_gpus) if on_gpus else {})}
         staged = {}
         for key, tensor in own.items():
-            kept = self._staged.get(key)
+            kept = places.get(key)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                kept = torch.empty(tensor.shape, dtype=tensor.dtype)
             kept.copy_(tensor.detach(), non_blocking=True)
             staged[key] = kept
         for device in {tensor.device for tensor in own.values() if tensor.is_cuda}:

@@ -22,8 +22,9 @@ import pyarrow as pa
 import torch
 
 from dp_ray.engine.clock import PARTS, TimedStep
+from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.trainer import Update
-from dp_ray.engine.world import ON_GPU, HostCopy, World
+from dp_ray.engine.world import World
 from dp_ray.messages import Logged, TimedSteps
 from dp_ray.plan.split import Split
 from dp_ray.rundir.history import CLOCKED, forget

@@ -138,6 +138,11 @@ def _give_calls(torch: Any) -> None:
     cuda._initialized = True
     cuda.default_generators = tuple(sim.generator(number) for number in range(GPUS))
     cuda.device_count = lambda: GPUS
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, size, _: int(sim.host_register(address, size)),
+        cudaHostUnregister=lambda address: int(sim.host_unregister(address)),
+    )
+    cuda.cudart = lambda: cudart
     cuda.is_current_stream_capturing = cuda._is_in_bad_fork = lambda: False
     _give_memory(torch)
 

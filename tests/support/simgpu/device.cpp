@@ -206,6 +206,18 @@ void unpin(void* memory) {
   free(memory);
 }
 
+// cudaHostRegister and its inverse: memory that somebody else has allocated.
+int64_t host_register(int64_t address, int64_t bytes) {
+  std::lock_guard<std::mutex> locked(pinned_lock);
+  pinned[reinterpret_cast<const char*>(address)] = static_cast<size_t>(bytes);
+  return 0;
+}
+
+int64_t host_unregister(int64_t address) {
+  std::lock_guard<std::mutex> locked(pinned_lock);
+  return pinned.erase(reinterpret_cast<const char*>(address)) ? 0 : 1;
+}
+
 struct PinnedAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* memory = nullptr;
@@ -669,6 +681,8 @@ TORCH_LIBRARY(simgpu, library) {
     return std::optional<at::Generator>(simgpu::generator_of(static_cast<c10::DeviceIndex>(device)));
   });
   library.def("raise_at_waits(bool on) -> ()", [](bool on) { simgpu::waits_raise = on; });
+  library.def("host_register(int address, int bytes) -> int", simgpu::host_register);
+  library.def("host_unregister(int address) -> int", simgpu::host_unregister);
   library.def("memory() -> int", [] { return simgpu::kMemory; });
   library.def("allocated(int device) -> int", [](int64_t device) { return simgpu::allocated.at(device).load(); });
   library.def("resize_storage(Storage storage, int bytes) -> ()", simgpu::resize_storage);

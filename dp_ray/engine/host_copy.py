@@ -1,0 +1,99 @@
+"""How a GPU's numbers come to the host while it goes on: streams beside the computing one, copies, pinned memory."""
+
+import functools
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from dp_ray.tensors.files import from_bytes
+
+ALIGNED = 64  # bytes: each place in pinned memory begins at a multiple of it
+
+
+@functools.cache
+def side_stream(device: torch.device, use: str) -> "torch.cuda.Stream":
+    """Return this process's stream of a GPU beside the computing one, the same for each `use`.
+
+    torch keeps the memory that was made in a stream for that stream: one more for each evaluation would keep as much
+    once more.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+ON_GPU = "the GPU, which may be in a collective"  # what a worker waits for that reads from it
+
+
+class HostCopy:
+    """A GPU's numbers on their way to the host, for which nothing waits until they are read.
+
+    They must stay as they are until then. With `beside`, what is computed next does not wait for the copy either.
+    """
+
+    def __init__(self, numbers: torch.Tensor, beside: bool = False) -> None:
+        computing = torch.cuda.current_stream(numbers.device)
+        stream = side_stream(numbers.device, "outputs") if beside else computing
+        self.here = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        if beside:
+            stream.wait_stream(computing)
+        with torch.cuda.stream(stream):
+            self.here.copy_(numbers, non_blocking=True)
+        if beside:
+            numbers.record_stream(stream)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record(stream)
+
+    def is_here(self) -> bool:
+        """Return whether to read them would not wait."""
+        return bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> torch.Tensor:
+        """Return them on the host; wait for the GPU to have computed them."""
+        if not self.is_here():
+            self._copied.synchronize()
+        return self.here
+
+
+class PinnedMemory:
+    """Memory of the host to which GPUs copy without waiting: of exactly the size that is needed, and given back.
+
+    torch's own is in powers of two, nearly twice as much at worst, and is never given back to the system.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
+        self._layout: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._places: dict[str, torch.Tensor] = {}
+
+    def places(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a place for each of a GPU's tensors; the same as last time, if they have the same sizes."""
+        layout = [(key, one.shape, one.dtype) for key, one in tensors.items()]
+        if layout != self._layout:
+            self.free()
+            sizes = [-(-one.nbytes // ALIGNED) * ALIGNED for one in tensors.values()]
+            self._bytes = torch.empty(sum(sizes), dtype=torch.uint8)
+            portable = 1  # for all GPUs of the process
+            failed = _cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), portable)
+            self._is_pinned = not int(failed)
+            if not self._is_pinned:  # the copies wait; torch would raise CUDA's last error at the next kernel
+                with suppress(RuntimeError):
+                    torch.ones(1, device=next(iter(tensors.values())).device)
+            pieces = torch.split(self._bytes, sizes)
+            self._layout = layout
+            self._places = {
+                key: from_bytes(piece, one) for (key, one), piece in zip(tensors.items(), pieces, strict=True)
+            }
+        return self._places
+
+    def free(self) -> None:
+        """Give the memory back; nobody may use the places any more."""
+        if self._is_pinned:
+            _cudart().cudaHostUnregister(self._bytes.data_ptr())
+        self._bytes, self._is_pinned, self._layout, self._places = self._bytes[:0].clone(), False, [], {}
+
+
+def _cudart() -> Any:
+    """Return CUDA's runtime, as torch wraps it."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
