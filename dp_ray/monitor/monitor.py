@@ -132,16 +132,8 @@ class Monitor:
             case messages.Beat(attempt=attempt):
                 if self.attempts.is_current(attempt):
                     self._hangs.watchdog.take(message)
-            case messages.Interrupted(ranks=ranks):
-                # If NCCL or the user has ended a worker that was late, why is known only from what it told before.
-                message = replace(message, what=message.what + self._hangs.watchdog.found)
-                message = attempts.without_survivors(message, self._ended_by_nccl(ranks))
-                ranks = message.ranks
-                lost, hung = self.attempts.workers(ranks), self._hangs.end(ranks)
-                self.attempts.interrupt()
-                self.failed = None  # the next attempt may succeed
-                by = attempts.interruption_of(message, lost, hung, self.progress.step, self.node_control)
-                self.incidents.interrupt(by)
+            case messages.Interrupted():
+                self._interrupted(message)
             case messages.FaultInjected(what=what, world=world):
                 self._console.say(f"fault injection: {what}, by {world}")
                 if message.is_the_drivers:
@@ -153,6 +145,17 @@ class Monitor:
             case messages.Failed():
                 if self.failed is None or self.failed.is_lost_peer:  # which only follows from another worker's end
                     self.failed = message
+
+    def _interrupted(self, message: messages.Interrupted) -> None:
+        """Note that the workers are being replaced, and because of which of them."""
+        # If NCCL or the user has ended a worker that was late, why is known only from what it told before.
+        message = replace(message, what=message.what + self._hangs.watchdog.found)
+        message = attempts.without_survivors(message, self._ended_by_nccl(message.ranks))
+        lost, hung = self.attempts.workers(message.ranks), self._hangs.end(message.ranks)
+        self.attempts.interrupt()
+        self.failed = None  # the next attempt may succeed
+        by = attempts.interruption_of(message, lost, hung, self.progress.step, self.node_control)
+        self.incidents.interrupt(by)
 
     def _ended_by_nccl(self, ranks: tuple[int, ...]) -> set[int]:
         """Return the ranks among these whose processes have left what NCCL writes before it ends one."""
