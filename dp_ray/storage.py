@@ -51,10 +51,14 @@ class Storage:
         except OSError as error:
             raise StorageError(f"storage {location!r} cannot be reached: {error}") from None
 
-        is_local = isinstance(self.fs, pafs.LocalFileSystem)
-        base, mark, query = (self.path, "", "") if is_local else location.partition("?")
+        base, mark, query = (self.path, "", "") if self.is_local else location.partition("?")
         self._base, self._query = base, mark + query  # apart, so that `child` can extend the path before the options
         self.before_commit: Callable[[], None] = _nothing
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is a folder of a file system, be it mounted by many machines."""
+        return isinstance(self.fs, pafs.LocalFileSystem)
 
     @property
     def location(self) -> str:
@@ -78,7 +82,7 @@ class Storage:
     def holds(self, location: str) -> bool:
         """Return whether a path or URL is this folder or leads into it, by links or with `..` too."""
         scheme, mark, rest = location.partition("://")
-        if not isinstance(self.fs, pafs.LocalFileSystem):
+        if not self.is_local:
             return bool(mark) and (_bare(location) + "/").startswith(_bare(self._base) + "/")
         if mark and scheme != "file":
             return False
@@ -232,7 +236,7 @@ class Storage:
 
         The file stays under this name if it is removed under the other.
         """
-        if not all(isinstance(one.fs, pafs.LocalFileSystem) for one in (self, source)):
+        if not (self.is_local and source.is_local):
             return False
         self.delete(name)
         with suppress(OSError):

@@ -21,6 +21,7 @@ from dp_ray.cluster import worker
 from dp_ray.cluster.channel import NOTHING
 from dp_ray.cluster.decisions import Memory, Restart, RestartReason, Snapshot, WorkersFailed, decide_restart
 from dp_ray.cluster.worker import _ending_of
+from dp_ray.engine import world
 from dp_ray.engine.model import is_out_of_memory
 from dp_ray.engine.world import (
     NO_TIMEOUT,
@@ -317,6 +318,22 @@ def comes_late(rank: int, port: int) -> None:
     dist.all_reduce(torch.ones(2), group=group)
     print(found.decode(), flush=True)
     os._exit(0)
+
+
+def sends_bytes(rank: int, port: int) -> None:
+    """Rank 0 sends bytes in pieces of 7."""
+    form_group("gloo", TCPStore(LOCALHOST, port), World(rank, 2))
+    world.BROADCAST_BYTES = 7
+    for size in (0, 1, 7, 20, 21):
+        data = bytes(range(size))
+        assert bytes(world.broadcast_bytes(data if rank == 0 else b"")) == data
+    print("sent", flush=True)
+    os._exit(0)
+
+
+def test_bytes_are_sent_in_pieces() -> None:
+    ended = run_in_a_group(sends_bytes)
+    assert ended.stdout == "sent\n", ended.stderr
 
 
 def test_a_worker_may_build_its_dataset_for_longer_than_it_may_take_to_come() -> None:

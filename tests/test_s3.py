@@ -124,7 +124,32 @@ def test_a_file_is_read_in_one_request(server: Server) -> None:
     with storage.writing("x") as stream:
         stream.write(b"xyz" * MEGABYTE)
     assert storage.read_bytes("x") == b"xyz" * MEGABYTE
-    assert sum(line.startswith("GET ") and "/counted/x" in line for line in server.log.read_text().splitlines()) == 1
+    assert reads(server, "/counted/x") == 1
+
+
+def reads(server: Server, path: str) -> int:
+    """How often a file was read so far."""
+    return sum(line.startswith("GET ") and path in line for line in server.log.read_text().splitlines())
+
+
+def test_one_of_several_workers_reads_a_checkpoint(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, keys = server.url("counted/once"), {"shards": 3, "bitwise": True, "checkpoint": {"every_steps": 4}}
+    run_group(job_of("mlp", workers=3, **keys), url, StopsBefore(10))
+    newest = max(Storage(url).child("checkpoints").numbered("step-{}.safetensors"))
+    before = reads(server, f"/counted/once/checkpoints/{newest}")
+    run_group(job_of("mlp", workers=3, **keys), url)
+    assert reads(server, f"/counted/once/checkpoints/{newest}") == before + 1
+    run_group(job_of("mlp", workers=1, **keys), tmp_path)
+    got, expected = read_tensors(Storage(url), "weights.safetensors")[0], weights_of(tmp_path)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    last = list(Storage(url).child("checkpoints").numbered("step-{}.safetensors"))[-1]
+    before = reads(server, f"/counted/once/checkpoints/{last}")
+    run_group(job_of("mlp", workers=3, epochs=3, init_from=url, **keys), server.url("longer"))
+    assert reads(server, f"/counted/once/checkpoints/{last}") == before + 2, (
+        "once for the hash that is pinned, and once by all"
+    )
 
 
 def assert_ended(server: Server, run: str) -> None:

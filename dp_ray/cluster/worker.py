@@ -25,7 +25,6 @@ import psutil
 import ray
 import torch
 import torch.distributed as dist
-from pyarrow.fs import LocalFileSystem
 from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, encoded, send
@@ -187,7 +186,7 @@ def recorder_variables(backend: str, folder: Storage, attempt: str) -> dict[str,
     size = "TORCH_FR_BUFFER_SIZE"
     older = {size: "TORCH_NCCL_TRACE_BUFFER_SIZE", DUMP_FILE: "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # torch reads both
     values = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", size: "2000"} if "nccl" in backend else {}
-    if values and isinstance(folder.fs, LocalFileSystem):
+    if values and folder.is_local:
         values[DUMP_FILE] = folder.file(NCCL_RECORD.format(attempt, ""))
     takes_older = torch.__version__ < "2.12"
     return {

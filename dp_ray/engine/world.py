@@ -130,6 +130,23 @@ def broadcast(text: str) -> str:
     return texts[0]
 
 
+BROADCAST_BYTES = 1 << 26  # at once
+
+
+def broadcast_bytes(data: bytes) -> bytes:
+    """Return rank 0's bytes on every rank; without a process group, the bytes themselves. Every rank calls this."""
+    size = int(broadcast(str(len(data))))
+    if not has_peers():
+        return data
+    received: Any = None if is_rank_0() else bytearray(size)  # which is read as bytes are; a copy would double it
+    for start in range(0, size, BROADCAST_BYTES):
+        stop = min(size, start + BROADCAST_BYTES)
+        piece = bytearray(data[start:stop]) if received is None else memoryview(received)[start:stop]
+        with waiting("rank 0"):
+            dist.broadcast(torch.frombuffer(piece, dtype=torch.uint8), src=0)
+    return data if received is None else received
+
+
 def gathered(value: Any) -> list[Any]:
     """Return every rank's value, in rank order; without a process group, the own one. Every rank calls this."""
     if not has_peers():

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dp_ray.engine.host_copy import ON_GPU, PinnedMemory
-from dp_ray.engine.world import World, broadcast, gathered, is_rank_0, new_group
+from dp_ray.engine.world import World, broadcast, broadcast_bytes, gathered, has_peers, is_rank_0, new_group
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.rundir.files import CHECKPOINTS as CHECKPOINTS
 from dp_ray.rundir.files import NAME as NAME
@@ -356,7 +356,7 @@ def newest(
     """
     if sharers is None and not is_rank_0():  # rank 0 chooses: another rank may find another one by now
         name = broadcast("")
-        return load_checkpoint(checkpoints, name) if name else None
+        return open_checkpoint(checkpoints, name, read_by_all(checkpoints, name)) if name else None
     steps = [step for step in steps_of(checkpoints) if until is None or step <= until]
     if sharers is not None:
         steps = json.loads(broadcast(json.dumps(steps)))
@@ -364,7 +364,8 @@ def newest(
     while steps and chosen is None:
         name = name_of(steps.pop())
         try:
-            opened = load_checkpoint(checkpoints, name) if sharers is None else open_checkpoint(checkpoints, name)
+            data = checkpoints.read_bytes(name) if sharers is None else None
+            opened = open_checkpoint(checkpoints, name, data)
             opened.check(sharers)
             misfit = fits(opened.about)
         except StorageError as error:
@@ -376,7 +377,20 @@ def newest(
             chosen = opened
     if sharers is None:
         broadcast("" if chosen is None else chosen.name)
+        if chosen is not None and data is not None:
+            read_by_all(checkpoints, chosen.name, data)
     return chosen
+
+
+def read_by_all(storage: Storage, name: str, data: bytes | None = None) -> bytes:
+    """Return a file's bytes on every rank, all of which call this; rank 0 may have read it as `data`.
+
+    From an object store rank 0 alone reads it and sends it to the others. In a file system each rank reads it: the
+    first one of a node brings it into the node's memory.
+    """
+    if not storage.is_local and has_peers():
+        return broadcast_bytes((data or storage.read_bytes(name)) if is_rank_0() else b"")
+    return storage.read_bytes(name) if data is None else data
 
 
 def piece_name(step: int, rank: int, world_size: int) -> str:

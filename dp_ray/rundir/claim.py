@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from pyarrow import fs as pafs
-
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.files import differences, located_at
 from dp_ray.job.job import AS_BEFORE, Job, that_count
@@ -335,7 +333,7 @@ def move_aside(run: Storage) -> bool:
     if is_aside(run):  # then what is here has not begun
         run.remove()
         return True
-    if isinstance(run.fs, pafs.LocalFileSystem) and run.exists(RUN) and not os.path.islink(run.path):
+    if run.is_local and run.exists(RUN) and not os.path.islink(run.path):
         with suppress(OSError):
             os.rename(run.path, _aside(run))
             return True
@@ -345,7 +343,7 @@ def move_aside(run: Storage) -> bool:
 
 def is_aside(run: Storage) -> bool:
     """Return whether an old run waits to be put back."""
-    return isinstance(run.fs, pafs.LocalFileSystem) and os.path.isdir(_aside(run))
+    return run.is_local and os.path.isdir(_aside(run))
 
 
 def replacement_has_begun(run: Storage) -> bool:

@@ -61,7 +61,7 @@ def listed_runs(base: Storage, now: datetime | None = None) -> list[ListedRun]:
     """Return all folders of a storage as rows, the newest first; raises JobError if there is no such storage."""
     now = now or datetime.now(UTC)
     names = _folders(base)
-    if isinstance(base.fs, pafs.LocalFileSystem):
+    if base.is_local:
         rows = [listed_run(base.child(name), now) for name in names]
     else:
         with ThreadPoolExecutor(THREADS) as pool:

@@ -29,6 +29,7 @@ from dp_ray.rundir.checkpoint import (
     name_of,
     open_checkpoint,
     piece_names,
+    read_by_all,
     steps_of,
 )
 from dp_ray.rundir.files import is_finished, read_or_advise, replacing
@@ -257,7 +258,7 @@ def read_start(
     start = pin_start(run, location, is_strict)
     storage, name = file_of(run, location, start)
     where = f"{storage}/{name}"
-    data = storage.read_bytes(name) if sharers is None or name.endswith(TORCH_FILES) else None
+    data = read_by_all(storage, name) if sharers is None or name.endswith(TORCH_FILES) else None
     got = storage.sha256(name) if data is None else hashlib.sha256(data).hexdigest()
     if got != start.sha256:
         raise JobError(

@@ -241,9 +241,18 @@ void host_learns(const Clock& clock) {
 }
 
 bool host_knows(const Clock& clock) {
+  bool any_hangs;
+  {
+    Locked locked(lock);
+    any_hangs = !hung.empty();
+  }
+  if (any_hangs) {
+    if (hangs(clock))
+      return false;
+    host_learns(clock); // with it, the copies before it are there
+    return true;
+  }
   Locked locked(lock);
-  if (!hung.empty())
-    return !hangs(clock);
   return std::all_of(clock.begin(), clock.end(), [](const auto& one) { return host[one.first] >= one.second; });
 }
 
