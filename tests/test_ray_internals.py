@@ -58,9 +58,6 @@ ALLOWED = {
 CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray:init": None,  # takes _temp_dir, see below
     "ray._private:__path__": None,
-    "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available": (
-        "warn_if_disabled",
-    ),
     "ray._private.node:Node.start_api_server": ("include_dashboard", "raise_on_failure"),
     "ray._private.node:Node.start_log_monitor": (),
     "ray._private.node:Node.start_monitor": (),
@@ -143,6 +140,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray.train.v2._internal.execution.scaling_policy:NoopDecision": (),
     "ray.train.v2._internal.execution.scaling_policy:ResizeDecision": ("num_workers", "resources_per_worker"),
     "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy": ("scaling_config",),
+    "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy._cancel_resource_request": (),
     "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy._get_num_workers_for_resource_request": (),
     "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy._maybe_send_resource_request": (),
     "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy.after_controller_start": ("train_run_context",),
@@ -226,9 +224,9 @@ USED: dict[str, tuple[str, str]] = {
         "ray.train.v2._internal.exceptions:WorkerHealthCheckFailedError",
         "self.health_check_failure = failure",
     ),
-    "the coordinator of a scaling policy": (
-        "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy",
-        "self._coordinator_client: ",
+    "a scaling policy's end": (
+        "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy.before_controller_shutdown",
+        "self._cancel_resource_request()",
     ),
     "the client of the head": ("ray._private.worker:connect", "worker.gcs_client = node.get_gcs_client()"),
     "the monitor's cluster file": (
@@ -257,7 +255,7 @@ USED: dict[str, tuple[str, str]] = {
 VARIABLES = {
     "RAY_ADDRESS": "ray._private.ray_constants:RAY_ADDRESS_ENVIRONMENT_VARIABLE",
     "RAY_API_SERVER_ADDRESS": "ray._private.ray_constants:RAY_API_SERVER_ADDRESS_ENVIRONMENT_VARIABLE",
-    "RAY_AUTH_MODE": "ray._private.authentication.authentication_token_setup:AUTH_MODE_ENV_VAR",
+    "RAY_AUTH_MODE": "_raylet.so",
     "RAY_AUTH_TOKEN": "_raylet.so",
     "RAY_CHDIR_TO_TRIAL_DIR": "ray.train.constants:RAY_CHDIR_TO_TRIAL_DIR",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "_private/ray_constants.py",
@@ -275,6 +273,7 @@ VARIABLES = {
     "RAY_USE_TLS": "_raylet.so",
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "ray._common.constants:RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR",
 }
+SINCE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": (2, 57)}  # variables that older versions of the range do not have
 BINARIES = ("_raylet.so", "core/src/ray/raylet/raylet", "core/src/ray/gcs/gcs_server")
 
 
@@ -441,7 +440,9 @@ def test_ray_uses(what: str) -> None:
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_ray_reads(variable: str) -> None:
     where = VARIABLES[variable]
-    if ":" in where:
+    if tuple(map(int, ray.__version__.split(".")[:2])) < SINCE.get(variable, ()):
+        assert not any(variable in path.read_text() for path in (RAY / "train").rglob("*.py"))
+    elif ":" in where:
         assert found_at(where) == variable
     else:
         is_read = variable.encode() in (RAY / where).read_bytes()

@@ -1,7 +1,8 @@
-"""Check, before Ray is imported, that the installed Ray is a version that dp_ray works with.
+"""Look, before Ray is imported, whether the installed Ray is a version that dp_ray was tested with.
 
-dp_ray uses interfaces of Ray that change between versions (`internals/`), so it supports one series at a time.
-docs/contributing/ray.md says how to try another one.
+dp_ray uses interfaces of Ray that change between versions (`internals/`). Versions below the range lack what it
+needs. A newer one is not known: dp_ray tries it with one line, and without the quick start, whose private names are
+the likeliest to have changed. docs/contributing/ray.md says how to test another one.
 """
 
 import os
@@ -10,9 +11,9 @@ from importlib import metadata
 
 from dp_ray.errors import ClusterError
 
-AT_LEAST, BELOW = (2, 60), (2, 61)
+AT_LEAST, BELOW = (2, 56), (2, 61)
 RANGE = ">={}.{},<{}.{}".format(*AT_LEAST, *BELOW)
-TRIED = "DP_RAY_TRY_RAY"  # allows one version outside the range, to try it
+TRIED = "DP_RAY_TRY_RAY"  # takes one version for one of the range, to test it
 
 
 def installed() -> str | None:
@@ -24,9 +25,9 @@ def installed() -> str | None:
 
 
 def check_ray() -> None:
-    """Raise ClusterError if Ray is not installed, or not of the range that dp_ray works with."""
+    """Raise ClusterError if Ray is not installed, or is older than dp_ray can work with."""
     version = installed()
-    if version is not None and (_is_in_range(version) or version == os.environ.get(TRIED)):
+    if version is not None and (_minor(version) >= AT_LEAST or version == os.environ.get(TRIED)):
         return
     there = "Ray is not installed" if version is None else f"Ray {version} is installed"
     raise ClusterError(
@@ -35,6 +36,15 @@ def check_ray() -> None:
     )
 
 
-def _is_in_range(version: str) -> bool:
+def unknown_ray() -> str | None:
+    """Return the line to show if nobody has tested dp_ray with the installed Ray; None if it is of the range."""
+    version = installed() or ""
+    if AT_LEAST <= _minor(version) < BELOW or version == os.environ.get(TRIED):
+        return None
+    return f"Ray {version} is installed, and dp_ray was tested with {RANGE}: it is used without the quick start"
+
+
+def _minor(version: str) -> tuple[int, int]:
+    """Return the major and minor number; those of no release, after all others, if it has none."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    return numbers is not None and AT_LEAST <= (int(numbers[1]), int(numbers[2])) < BELOW
+    return (int(numbers[1]), int(numbers[2])) if numbers else (10**9, 0)

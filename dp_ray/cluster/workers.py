@@ -34,6 +34,7 @@ from dp_ray.cluster.connect import (
 )
 from dp_ray.cluster.decisions import WorkerDemand
 from dp_ray.cluster.internals.variables import TRAIN_ENVIRONMENT
+from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.model import check_machine
@@ -263,15 +264,15 @@ class OwnWorkers:
 def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, say: Say) -> Workers:
     """Start workers on the Ray that is connected; does not wait for them.
 
-    `say` gets lines on what they must wait for, and if they take no GPU where an autoscaler might add some.
+    `say` gets lines on an unknown Ray, on what they must wait for, and if they take no GPU where an autoscaler might
+    add some.
     `folder` is for Ray Train's own files; `is_own` says that its Ray, or the connection to it, ends with the workers.
     Raises ClusterError if they can never fit.
     """
     each = worker_resources(keys)
-    if told := without_gpus(keys, each):
-        say(told)
-    if waiting := check_can_run(keys, each):
-        say(waiting)
+    for told in (unknown_ray(), without_gpus(keys, each), check_can_run(keys, each)):
+        if told:
+            say(told)
     channel = open_channel(keys.max_workers)
     config = WorkerConfig(channel, is_own and not verbose, ray.get_runtime_context().get_node_id())
     return Workers(launch(keys, each, config, folder, is_own, verbose), channel, each, verbose)

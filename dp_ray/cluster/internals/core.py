@@ -19,12 +19,11 @@ import ray._private.utils
 import ray._private.worker
 import ray._raylet
 import yaml
-from ray._private.authentication import authentication_token_setup
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, RAY_RUNTIME_ENV_IGNORE_GITIGNORE
 from ray._private.runtime_env import packaging
 from ray.core.generated import autoscaler_pb2
 
-from dp_ray.cluster.internals.variables import UV_RUN, VARIABLES
+from dp_ray.cluster.internals.variables import AUTH_MODE, UV_RUN, VARIABLES
 from dp_ray.cluster.resources import NodeType
 from dp_ray.system.process import patched
 
@@ -36,10 +35,16 @@ _LOGS, _CLUSTER_FILE = "--logs-dir", "--autoscaling-config"  # arguments of the 
 def find_users_token() -> bool:
     """Show the user's token to the cluster from now on; return whether there is one.
 
-    Public: none; ray.init does so only at an address that it finds by itself.
+    The user's variable is heeded if it is set. Public: none; ray.init does so only at an address that it finds by
+    itself, and before 2.59 not at all.
     """
-    setup = authentication_token_setup.maybe_enable_token_auth_if_token_available
-    return bool(setup(warn_if_disabled=False))
+    if AUTH_MODE in os.environ:
+        return os.environ[AUTH_MODE].lower() == "token"
+    if not ray._raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return False
+    os.environ[AUTH_MODE] = "token"
+    ray._raylet.Config.initialize("")  # Ray reads its variables only once
+    return True
 
 
 def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:

@@ -110,6 +110,7 @@ class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
     def __init__(self, scaling_config: Any, policy: "ElasticScalingPolicy") -> None:
         super().__init__(scaling_config)
         self._policy = policy
+        self._asks_autoscaler = False
 
     def make_decision_for_non_running_worker_group(self) -> Any:
         """Called by Ray Train's controller, again and again, while no workers run."""
@@ -145,11 +146,17 @@ class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray Train's controller when it starts; asks an autoscaler for nodes only if there is one."""
         if autoscales():
+            self._asks_autoscaler = True
             super().after_controller_start(train_run_context)
 
     def _request_nodes(self) -> None:
-        if self._coordinator_client is not None:
+        if self._asks_autoscaler:
             self._maybe_send_resource_request()
+
+    def _cancel_resource_request(self) -> None:
+        """Called by Ray Train when the controller ends; Ray 2.56 would start a coordinator only to tell it."""
+        if self._asks_autoscaler:
+            super()._cancel_resource_request()
 
 
 class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
