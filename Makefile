@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv$(if $(RAY),-ray-$(RAY))
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Three processes, each with whole files: some tests wait.
 FILES := -n 3 --dist loadfile --no-loadscope-reorder
 FUZZED := $(addprefix tests/test_,fuzz.py constructors.py damaged_data.py data_files.py bad_records.py)
@@ -15,13 +16,14 @@ endif
 # Else each of a thousand processes compiles dp_ray's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test below on-ray quick gpu sim ray fuzz check bench docs clean
+.PHONY: demo test below on-ray quick gpu sim ray fuzz check bench docs lock dist matrix clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(if $(RAY),$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(ANOTHER_RAY)')
+	$(PIP) -c constraints.txt 'pip>=25.1'
+	$(PIP) -c constraints.txt -e . --group dev
+	$(if $(RAY),$(PIP) '$(ANOTHER_RAY)')
 	touch $@
 
 demo: $(VENV)/installed
@@ -67,5 +69,17 @@ bench: $(VENV)/installed
 docs: $(VENV)/installed
 	$(BIN)/python docs/reference.py
 
+# UPGRADE="NAME..." or UPGRADE=all takes newer versions.
+lock: $(VENV)/installed
+	$(BIN)/python tools/lock.py $(UPGRADE)
+
+# The same bytes each time: all files in them have the last commit's time.
+dist: $(VENV)/installed
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m hatchling build
+
+# Minutes and gigabytes: the quick start from the wheel, in a fresh environment for each Python and torch.
+matrix: dist
+	$(BIN)/python -m tools.matrix $(ONLY)
+
 clean:
-	rm -rf .venv .venv-ray-* runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ray-* dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

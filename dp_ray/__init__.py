@@ -1,5 +1,7 @@
 """Run PyTorch models data-parallel on Ray clusters: exact, elastic, merged."""
 
+__version__ = "0.2.0"
+
 TYPE_CHECKING = False  # as mypy reads it; `typing` takes longer to import than all else that `dp-ray` begins with
 
 if TYPE_CHECKING:

@@ -1,6 +1,8 @@
 """The quick start of README, from an installed wheel, in a folder that holds nothing else."""
 
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +11,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+import dp_ray
 from dp_ray.cluster.internals.variables import ADDRESS
 from tests.support.cluster import ROOT, Cluster
 from tests.support.pages import blocks_of
@@ -19,11 +23,11 @@ QUICK_START = {one.file_name: one.text for one in blocks_of(ROOT / "README.md") 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy, since setuptools leaves its own files beside the sources."""
+    """The wheel, built from a copy of what it is made of."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     shutil.copytree(ROOT / "dp_ray", source / "dp_ray", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     offline = ["--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
     pip("wheel", *offline, "--wheel-dir", str(folder), str(source))
@@ -68,9 +72,30 @@ def run(installed: Path, folder: Path, *args: str, **environment: str) -> str:
 def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dp_ray"}
-    assert "dp_ray/py.typed" in names
+    assert "dp_ray/py.typed" in names and any(name.endswith("/licenses/LICENSE") for name in names)
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dp_ray").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
+
+
+@pytest.mark.slow
+def test_sdist_and_wheel_are_the_same_bytes_each_time(wheel: Path, tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "--directory"]
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1764000000"}
+    for name in ("one", "two"):
+        subprocess.run([*build, str(tmp_path / name)], cwd=wheel.parent / "source", env=environment, check=True)
+        (wheel.parent / "source" / "README.md").touch()
+    one, two = (
+        {path.name: hashlib.sha256(path.read_bytes()).digest() for path in (tmp_path / name).iterdir()}
+        for name in ("one", "two")
+    )
+    assert one == two and len(one) == 2
+
+
+def test_the_version_is_the_newest_in_the_changelog() -> None:
+    released = re.findall(r"^## (\d+\.\d+\.\d+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released[0] == dp_ray.__version__
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == dp_ray.__version__ and cited["license"] == "Apache-2.0"
 
 
 @pytest.mark.slow

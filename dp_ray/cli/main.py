@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 import click
 
+from dp_ray import __version__
 from dp_ray.cli import options
 from dp_ray.cli.options import KeyOptions, begun, forked_early, say, say_import, show_error, take
 from dp_ray.cli.remote import logs, status, stop, submit
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(package_name="dp-ray")
+@click.version_option(__version__)
 def cli() -> None:
     """Run PyTorch models data-parallel on Ray clusters: exact, elastic, merged."""
 

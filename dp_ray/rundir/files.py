@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import psutil
 
+from dp_ray import __version__
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.errors import renamed
 from dp_ray.records import IGNORE, Damaged, Record, T
@@ -61,7 +62,7 @@ TRACES = frozenset(
     )
 )
 ABOUT = "about.json"
-PACKAGES = ("dp-ray", "torch", "ray", "numpy", "pyarrow", "torchvision", "transformers")
+PACKAGES = ("torch", "ray", "numpy", "pyarrow", "torchvision", "transformers")
 KEPT = 20  # drivers of a run that was resumed often
 
 
@@ -185,7 +186,7 @@ def _this_driver(started: datetime, git: dict[str, Any] | None) -> dict[str, Any
         "command": command_of(sys.orig_argv),
         "folder": os.getcwd(),
         "git": git,
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {"dp-ray": __version__} | {name: version for name in PACKAGES if (version := _version(name))},
         "python": platform.python_version(),
         "host": platform.node(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
