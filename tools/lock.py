@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "constraints.txt"
-HEAD = "# Written by `make lock`: the exact versions that `make` installs and CI tests; pyproject.toml holds the ranges.\n"
+HEAD = "# Written by `make lock`: the versions that `make` installs and CI tests; pyproject.toml has the ranges.\n"
 
 
 def main(upgraded: list[str]) -> None:
