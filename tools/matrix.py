@@ -40,9 +40,9 @@ def main(only: list[str]) -> int:
 
 
 def python_of(version: str) -> str | None:
-    """Return the interpreter of a version: on the path, else pyenv's newest."""
+    """Return the interpreter of a version: pyenv's newest (its shims are on the path, too), else that on the path."""
     found = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    return shutil.which(f"python{version}") or (str(found[-1]) if found else None)
+    return str(found[-1]) if found else shutil.which(f"python{version}")
 
 
 def tried(python: str, torch: str, wheel: Path) -> str:
