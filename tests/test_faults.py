@@ -111,6 +111,32 @@ def test_an_error_that_passes_is_survived(run_in_session: Run, tmp_path: Path) -
     )
 
 
+class ShortOfMemory(torch.nn.Linear):
+    """A model that finds no memory on a GPU in the second attempt, as where a killed worker's is not free yet."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(6, 3)
+        self.attempt = 0
+        if os.environ["RANK"] == "0":
+            built = Path(folder) / "built"
+            self.attempt = 1 + int(built.read_text() if built.exists() else 0)
+            built.write_text(str(self.attempt))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.attempt == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return super().forward(inputs.flatten(1))
+
+
+@pytest.mark.ray
+def test_memory_that_is_not_free_right_after_a_restart_is_waited_for(run_in_session: Run, tmp_path: Path) -> None:
+    model = {"target": "tests.test_faults:ShortOfMemory", "args": {"folder": str(tmp_path)}}
+    result = run_in_session(**passing(tmp_path, 0, model=model), inject="kill worker 1 at step 3")
+    assert [one["kind"] for one in result.interruptions] == ["worker", "error"]
+    assert "out of memory" in result.interruptions[1]["what"]
+    assert (result.status, result.world_sizes) == ("done", [2, 2, 2])
+
+
 @pytest.mark.ray
 def test_an_error_that_comes_back_ends_the_job_at_once(run: Run, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sample 60 of the dataset raised OSError"):

@@ -318,7 +318,9 @@ def error_of(failed: FailedCollective) -> Error:
 
 # What torch's own texts leave out: which key of a job to set.
 _HINTS = {
-    re.compile(r"(CUDA|HIP) error: (?!out of memory)"): "; a GPU tells an error late, so another call than "
+    re.compile(
+        r"(CUDA|HIP) error: (?!out of memory|CU\w+_STATUS_)"
+    ): "; a GPU tells an error late, so another call than "
     "this may have failed: to see which, set env: {CUDA_LAUNCH_BLOCKING: '1'} and run again",
     re.compile("does not have a deterministic implementation"): "; with bitwise: true, torch may take deterministic "
     "kernels alone: compute this in another way, or set bitwise: false",

@@ -160,7 +160,7 @@ class Monitor:
     def _ended_by_nccl(self, ranks: tuple[int, ...]) -> set[int]:
         """Return the ranks among these whose processes have left what NCCL writes before it ends one."""
         left: list[str] = []
-        if self._storage is not None:
+        if self._storage is not None and len(ranks) > 1:
             with suppress(StorageError):
                 left = self._storage.child(FLIGHT_RECORDER).names()
         workers = self.attempts.workers(ranks)
