@@ -411,6 +411,9 @@ SCENES = {
 }
 
 
+OF_MANY_CALLS = ("the journal of shapes", "a table in parts", "the times of steps")
+
+
 def killed_at_each_point(scene: Scene, folder: Path, error: BaseException) -> Iterator[tuple[Storage, Any]]:
     """Run a scene once for each of its calls of the file system, which fails; yield the folder and its old look."""
     for after in range(1000):
@@ -436,7 +439,9 @@ def is_whole(look: Any, old: Any, new: Any) -> bool:
 
 
 @pytest.mark.parametrize("error", [Killed(), OSError(28, "the disk is full")], ids=["killed", "full"])
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in OF_MANY_CALLS else name for name in SCENES]
+)
 def test_a_write_that_ends_at_any_point_leaves_the_old_or_the_new(
     name: str, error: BaseException, tmp_path: Path
 ) -> None:
