@@ -76,9 +76,8 @@ def test_a_worker_of_two_takes_what_plain_torch_takes(tmp_path: Path) -> None:
     told = [json.loads(said_by(one)) for one in group]
     plan = planned({**job_keys(CASES["mlp"]), "batch_size": 2 * GROUP_ROWS, "shards": 2, "workers": 2})
     for strategy in ("ddp", "fsdp"):
-        # They take the same; but once in a while, one of them takes a quarter more of plain torch's own.
-        taken = min(one[strategy] for one in told)
-        assert of(plan, strategy, 2).total == pytest.approx(taken, rel=0.15)
+        for one in told:
+            assert of(plan, strategy, 2).total == pytest.approx(one[strategy], rel=0.15)
 
 
 @pytest.mark.slow
