@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from dp_ray.engine.model import devices
     from dp_ray.errors import Error
     from dp_ray.job.job import Job
+    from dp_ray.parallel.module import DataParallel
     from dp_ray.results.result import Result, load
 
-__all__ = ["Error", "Job", "Result", "Session", "devices", "errors", "load", "run", "session"]
+__all__ = ["DataParallel", "Error", "Job", "Result", "Session", "devices", "errors", "load", "run", "session"]
 
 # Imported when first used, so that `dp-ray plan` and `import dp_ray` wait neither for torch nor for Ray.
 _HOMES = {
+    "DataParallel": "dp_ray.parallel.module",
     "Error": "dp_ray.errors",
     "Job": "dp_ray.job.job",
     "Result": "dp_ray.results.result",

@@ -28,7 +28,6 @@ from dp_ray.cluster.connect import check_fits, connected, in_ray_job, worker_res
 from dp_ray.cluster.internals import forked_worker, train_worker
 from dp_ray.cluster.internals.context import gpus_of
 from dp_ray.cluster.internals.core import types_in, wants_token
-from dp_ray.cluster.internals.train_worker import interface_of
 from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
 from dp_ray.cluster.resources import NodeType, addable, capacity_for, free_for, gpus_by_default
 from dp_ray.cluster.worker import named_devices
@@ -37,6 +36,7 @@ from dp_ray.engine.model import input_device
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
+from dp_ray.system.process import interface_of
 from dp_ray.system.threads import handlers_kept
 from tests.support import ray_forks
 from tests.support.cluster import ROOT, Cluster, Run, free_port

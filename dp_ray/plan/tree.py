@@ -9,7 +9,7 @@ alone.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from dp_ray.plan.split import worker_shards
 
@@ -84,6 +84,36 @@ def climb(
         value = add(value, other) if node == left else add(other, value)
         node = above[node]
     held[node] = value
+
+
+class Transfer(NamedTuple):
+    """One addition of the tree between two workers: `sender` sends the sum of `right` to `receiver`."""
+
+    node: Node
+    left: Node
+    right: Node
+    receiver: int
+    sender: int
+
+
+def transfers(owners: Mapping[int, int], node: Node) -> list[Transfer]:
+    """Return the additions between workers that sum a node on the owner of its first leaf, in order.
+
+    `owners` maps each leaf that has rows to its worker. All workers follow the same order, so none waits in a circle.
+
+    >>> transfers({0: 0, 1: 0, 2: 1}, (0, 4))
+    [Transfer(node=(0, 4), left=(0, 2), right=(2, 4), receiver=0, sender=1)]
+    """
+    own = [owners[leaf] for leaf in range(*node) if leaf in owners]
+    if len(set(own)) < 2:
+        return []
+    left, right = halves(node)
+    before = transfers(owners, left) + transfers(owners, right)
+    first_of = [next((owners[leaf] for leaf in range(*half) if leaf in owners), None) for half in (left, right)]
+    receiver, sender = first_of
+    if receiver is None or sender is None or receiver == sender:
+        return before
+    return [*before, Transfer(node, left, right, receiver, sender)]
 
 
 def leaf_pairs(node: Node) -> set[Node]:

@@ -130,6 +130,26 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
+# NCCL takes a name as the begin of names, eth1 for eth10 too, unless after an equals sign; gloo takes names whole.
+INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface with an IP address; None if there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.split("%")[0] == address for one in addresses):
+            return name
+    return None
+
+
+def bind_to(address: str) -> None:
+    """Have gloo and NCCL use the interface with this address, unless the user set one."""
+    interface = interface_of(address)
+    for variable, sign in INTERFACE_VARIABLES.items():
+        if interface and variable not in os.environ:
+            os.environ[variable] = sign + interface
+
+
 @contextmanager
 def patched(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes of a module or class of another package while the block runs."""

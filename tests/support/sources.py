@@ -17,6 +17,7 @@ ORDER += [
     "report",
     "monitor",
     "cluster",
+    "parallel",
     "driver",
     "sweeps",
     "cli",

@@ -3,14 +3,13 @@
 Public: none; `import ray.train` imports both, which takes a quarter of the time of a worker's start.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import ray
 
 from dp_ray.system.imports import postponed
+from dp_ray.system.process import bind_to
 
 with postponed("ray.data", "pandas"):
     from ray.train.backend import Backend, BackendConfig
@@ -21,24 +20,9 @@ class RayTrainWorker(RaysOwn):  # type: ignore[misc]
     """Ray Train's own, in a module that imports less."""
 
 
-# NCCL takes a name as the begin of names, eth1 for eth10 too, unless after an equals sign; gloo takes names whole.
-INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the network interface with an IP address; None if there is none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.split("%")[0] == address for one in addresses):
-            return name
-    return None
-
-
 def bind_to_ray_address() -> None:
     """Have gloo and NCCL use the interface with the node's Ray address, unless the user set one."""
-    interface = interface_of(ray.util.get_node_ip_address())
-    for variable, sign in INTERFACE_VARIABLES.items():
-        if interface and variable not in os.environ:
-            os.environ[variable] = sign + interface
+    bind_to(ray.util.get_node_ip_address())
 
 
 class _WorkerBackend(Backend):  # type: ignore[misc]

@@ -1,0 +1,383 @@
+"""`DataParallel`, the module that the user calls: one forward, one autograd node.
+
+A call is cut as torch.chunk cuts it, run by the workers, and merged in order. For autograd it is one function of the
+inputs and of the module's own parameters: its backward hands the outputs' gradients to the workers.
+"""
+
+import pickle
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from dp_ray.cluster.pool import pickled, pickled_apart
+from dp_ray.errors import DataError, JobError, ModelError
+from dp_ray.job.errors import explain
+from dp_ray.job.keys import WorkerKeys
+from dp_ray.parallel.exchange import Call, Exchange, Ticket, Workers, on_device
+from dp_ray.parallel.weights import ModuleWatch
+from dp_ray.parallel.wire import Modes, Packed, ShardOutput, unpacked
+from dp_ray.plan.split import chunk_bounds, num_filled
+from dp_ray.tensors.scatter import gather, num_rows, rows_dim
+from dp_ray.tensors.tree import TreeSpec, flatten, leaf_keys, unflatten
+
+PREFIX = "module."
+MAX_WAITING = 64
+
+
+class ShardShape(NamedTuple):
+    """What became of a shard in the last call: sizes of inputs and outputs, where it ran, and for how long."""
+
+    shard: int
+    input: Any
+    output: Any
+    rank: int
+    node: str
+    device: str
+    milliseconds: float
+
+
+class DataParallel(nn.Module):
+    """nn.DataParallel on workers of a Ray cluster: each call runs on all of them, with gradients.
+
+    `module` is the bare module. A batch is cut along `dim` into `shards` pieces as torch.chunk cuts it, by default
+    one for each worker. The outputs are merged in order, on the device of the module's parameters, else the inputs'.
+    With `bitwise`, outputs and gradients are the same bits for any number of workers, at the same `shards`. Random
+    numbers of a shard depend on (`seed`, call, shard) alone; `seed` is torch's initial one by default. At most
+    `max_waiting` calls may wait for their backward. `keys` are `address` and `quiet`, and the keys of a job that
+    concern workers: `gpus_per_worker`, `cpus_per_worker`, `placement`, `devices`, `env` and the like.
+
+    All parallel modules of a process share its workers. Raises JobError if a key is wrong or if more workers are
+    asked for than run, and ClusterError if no Ray answers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        workers: int = 1,
+        *,
+        dim: int = 0,
+        shards: int | None = None,
+        bitwise: bool = False,
+        seed: int | None = None,
+        **keys: Any,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise JobError(f"module: must be a torch.nn.Module, got a {type(module).__qualname__}")
+        self.module = module
+        self.dim = dim
+        self.shards = workers if shards is None else shards
+        self.bitwise = bitwise
+        self.seed = torch.initial_seed() % 2**63 if seed is None else seed
+        self.shapes: list[ShardShape] = []
+        self._max_waiting: int = keys.pop("max_waiting", MAX_WAITING)
+        self._address: str | None = keys.pop("address", None)
+        self._quiet: bool = keys.pop("quiet", False)
+        if self.shards < 1 or self._max_waiting < 1:
+            raise JobError(f"shards and max_waiting: must be 1 or more, got {self.shards} and {self._max_waiting}")
+        self._keys = _worker_keys({"workers": workers, **keys})
+        self._calls = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take part in the process's workers; start them if there are none."""
+        workers = Workers.taken(self._keys, self._address, self._quiet)
+        self._exchange = Exchange(workers, self.bitwise, self._max_waiting)
+        self._watch = ModuleWatch(self.module, pickled_apart)
+        try:
+            self._watch.look()  # raises what is wrong with the module before its first call
+        except BaseException:
+            self._exchange.close()
+            raise
+        end = weakref.finalize(self, self._exchange.forget)
+        end.atexit = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the workers, and return its outputs as the bare module would.
+
+        Scalar outputs become a vector of one for each shard, unless `shards` is 1. Raises DataError if the inputs'
+        tensors differ in rows, and ModelError, naming the shard and its sizes, if the module raises.
+        """
+        batch = _Batch(args, kwargs, self.shards, self.dim)
+        version = self._watch.look()
+        modes = self._modes()
+        wants = frozenset(
+            number
+            for number, one in enumerate(batch.leaves)
+            if isinstance(one, torch.Tensor) and one.requires_grad and modes.is_grad_enabled
+        )
+        trained = [one for one in self._watch.tensors if one.requires_grad]
+        call = Call(self._calls, version, modes, pickled(batch.spec), self.shards, batch.shards, wants, self.seed)
+        self._calls += 1
+        ticket: Ticket | None = None
+        if modes.is_grad_enabled and (wants or trained):
+            self._exchange.check_waiting()
+            ticket = self._exchange.keep(call)
+        outputs, members = self._exchange.forward(call)
+        trees = [pickle.loads(one.tree) for one in outputs]
+        self._take(outputs, [sizes for _, *sizes in trees], [call.owners[one.shard] for one in outputs], members)
+        ends, spec, rows = self._merged(outputs, [spec for spec, *_ in trees], batch)
+        has_graph = [any(flags) for flags in zip(*(one.requires_grad for one in outputs), strict=True)]
+        if ticket is not None and any(has_graph):
+            inputs = [batch.leaves[number] for number in sorted(wants)]
+            node = _Backward(ticket, batch, rows, has_graph, sorted(wants), self.dim)
+            with_graph = [one for one, has in zip(ends, has_graph, strict=True) if has]
+            made = iter(_Function.apply(node, with_graph, *inputs, *trained))  # type: ignore[no-untyped-call]
+            ends = [next(made) if has else one for one, has in zip(ends, has_graph, strict=True)]
+        return unflatten(spec, ends)
+
+    def _modes(self) -> Modes:
+        is_inference = torch.is_inference_mode_enabled()
+        autocast = {
+            device: torch.get_autocast_dtype(device)
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        }
+        return Modes(
+            tuple(one.training for one in self.module.modules()),
+            tuple(one.requires_grad for one in self._watch.tensors),
+            torch.is_grad_enabled() and not is_inference,
+            is_inference,
+            autocast,
+            torch.get_default_dtype(),
+            self.bitwise,
+        )
+
+    def _take(
+        self, outputs: Sequence[ShardOutput], sizes: Sequence[Any], owners: Sequence[Any], members: Sequence[Any]
+    ) -> None:
+        """Take in what comes beside the outputs: shapes, printed lines, and the buffers of shard 0."""
+        self.shapes = [
+            ShardShape(
+                one.shard,
+                _input_sizes(of_inputs),
+                of_outputs,
+                members.index(owner),
+                owner.place.node,
+                owner.place.device,
+                one.seconds * 1000,
+            )
+            for one, (of_inputs, of_outputs), owner in zip(outputs, sizes, owners, strict=True)
+        ]
+        for one in outputs:
+            if one.text:
+                sys.stdout.write(one.text)
+        if outputs and outputs[0].buffers:
+            self._watch.take_buffers({number: unpacked(one) for number, one in outputs[0].buffers.items()})
+
+    def _merged(
+        self, outputs: Sequence[ShardOutput], specs: Sequence[TreeSpec], batch: "_Batch"
+    ) -> tuple[list[Any], TreeSpec, list[list[int | None]]]:
+        """Return the merged leaves on the caller's device, their tree, and each leaf's rows in each shard.
+
+        The rows are None for a leaf that was a scalar in each shard.
+        """
+        device = self._device(batch)
+        trees, rows = [], []
+        keys = leaf_keys(specs[0])
+        for one, spec in zip(outputs, specs, strict=True):
+            leaves = [unpacked(leaf) for leaf in one.leaves]
+            by_key = dict(zip(leaf_keys(spec), leaves, strict=True))
+            rows.append([_rows_of(by_key[key], self.dim) if key in by_key else None for key in keys])
+            if self.shards > 1:
+                leaves = [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves]
+            trees.append(unflatten(spec, leaves))
+        if len(trees) == 1:
+            merged, spec = flatten(trees[0])
+            merged = [one.clone() if isinstance(one, torch.Tensor) else one.copy() for one in merged]
+        else:
+            merged, spec = flatten(gather(trees, None, self.dim))
+        ends = [on_device(one, device) if isinstance(one, torch.Tensor) else one for one in merged]
+        return ends, spec, [list(column) for column in zip(*rows, strict=True)]
+
+    def _device(self, batch: "_Batch") -> torch.device:
+        """Return the caller's device: that of the module's parameters, else of the inputs."""
+        for one in [*self._watch.tensors, *batch.leaves]:
+            if isinstance(one, torch.Tensor):
+                return one.device
+        return torch.device("cpu")
+
+    def close(self) -> None:
+        """Leave the workers; they end with the last module that uses them. The bare module stays as it is."""
+        self._exchange.close()
+
+    def __enter__(self) -> "DataParallel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the bare module's state: its keys have no prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load the bare module's state, also one with nn.DataParallel's prefix `module.`."""
+        return self.module.load_state_dict(self._without_prefix(state_dict), *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Within another module: have the keys of this one carry the prefix that torch looks for."""
+        own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        for key in own:
+            del state_dict[key]
+        bare = self._without_prefix({key.removeprefix(prefix): value for key, value in own.items()})
+        state_dict.update({f"{prefix}{PREFIX}{key}": value for key, value in bare.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _without_prefix(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        has_prefix = bool(state) and all(key.startswith(PREFIX) for key in state)
+        if not has_prefix or all(key.startswith(PREFIX) for key in self.module.state_dict()):
+            return state
+        return {key.removeprefix(PREFIX): value for key, value in state.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_exchange", "_watch")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._begin()
+
+
+def _worker_keys(keys: dict[str, Any]) -> WorkerKeys:
+    """Validate the keys. Raises JobError, which lists every wrong one."""
+    try:
+        checked = WorkerKeys.model_validate(keys)
+    except ValidationError as error:
+        raise JobError("\n".join(explain(error))) from None
+    if checked.max_workers < 1 or checked.min_workers != checked.max_workers:
+        raise JobError(f"workers: must be a number of 1 or more, got {keys['workers']!r}")
+    if len(checked.devices or ()) > 1 or (checked.gpus_per_worker != "auto" and checked.gpus_per_worker > 1):
+        raise JobError("gpus_per_worker and devices: a worker of a parallel module has one device")
+    return checked
+
+
+class _Batch:
+    """A call's arguments, cut into shards: tensors along `dim`, all else goes whole to each shard.
+
+    That are scalar tensors, numpy arrays, strings and objects. Without a tensor to cut, each shard gets the same;
+    without any argument there is one shard. Raises DataError if the tensors differ in rows.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, shards: int, dim: int) -> None:
+        self.leaves, self.spec = flatten((args, kwargs))
+        names = [".".join(map(str, keys[1:])) for keys in leaf_keys(self.spec)]
+        self.is_cut = [isinstance(one, torch.Tensor) and one.ndim > 0 for one in self.leaves]
+        named = list(zip(names, self.leaves, self.is_cut, strict=True))
+        for name, one, _ in named:
+            if isinstance(one, torch.Tensor) and (one.layout is not torch.strided or one.is_quantized):
+                raise DataError(f"input {name!r}: a tensor of layout {one.layout} cannot be cut into shards")
+        self.rows = num_rows({name: one for name, one, is_cut in named if is_cut}, dim)
+        if self.rows is None:
+            num = shards if args or kwargs else 1
+            self.bounds: list[tuple[int, int]] | None = None
+        else:
+            num = max(1, num_filled(self.rows, shards))
+            self.bounds = [chunk_bounds(self.rows, shards, shard) for shard in range(num)]
+        self.shards = [list(self._shard(shard, dim)) for shard in range(num)]
+
+    def _shard(self, shard: int, dim: int) -> Iterator[Any]:
+        for one, is_cut in zip(self.leaves, self.is_cut, strict=True):
+            if is_cut and self.bounds is not None and isinstance(one, torch.Tensor):
+                start, stop = self.bounds[shard]
+                yield one.detach().narrow(rows_dim(one, dim), start, stop - start)
+            else:
+                yield one.detach() if isinstance(one, torch.Tensor) else one
+
+
+def _rows_of(leaf: Any, dim: int) -> int | None:
+    return int(leaf.shape[rows_dim(leaf, dim)]) if leaf.ndim else None
+
+
+def _input_sizes(sizes: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """Return the sizes of a shard's arguments: of a single one its own."""
+    args, kwargs = sizes
+    if not kwargs:
+        return args[0] if len(args) == 1 else args
+    return sizes
+
+
+class _Backward(NamedTuple):
+    """What the backward of a call needs."""
+
+    ticket: Ticket
+    batch: _Batch
+    rows: list[list[int | None]]  # of each output leaf in each shard; None for a scalar
+    has_graph: list[bool]  # of each output leaf
+    inputs: list[int]  # the leaves that want a gradient
+    dim: int
+
+    def of_shards(self, given: Sequence[torch.Tensor | None]) -> dict[int, list[torch.Tensor | None]]:
+        """Cut the outputs' gradients into those of the shards' outputs."""
+        rest = iter(given)
+        columns: list[list[torch.Tensor | None]] = []
+        for rows, has in zip(self.rows, self.has_graph, strict=True):
+            one = next(rest) if has else None
+            if one is None:
+                columns.append([None] * len(rows))
+            elif rows[0] is None:  # a vector of the shards' scalars, or the scalar of a single one
+                columns.append(list(one.reshape(len(rows)).unbind()))
+            else:
+                columns.append(list(torch.split(one, [length or 0 for length in rows], rows_dim(one, self.dim))))
+        return {shard: [column[shard] for column in columns] for shard in range(len(self.batch.shards))}
+
+    def of_inputs(self, found: Mapping[int, Mapping[int, Packed | None]]) -> list[torch.Tensor | None]:
+        """Merge the shards' gradients of the inputs; of one that each shard had whole, add them up."""
+        merged: list[torch.Tensor | None] = []
+        for number in self.inputs:
+            whole = self.batch.leaves[number]
+            assert isinstance(whole, torch.Tensor)
+            pieces = [
+                None if found[shard][number] is None else unpacked(found[shard][number])  # type: ignore[arg-type]
+                for shard in range(len(self.batch.shards))
+            ]
+            if all(one is None for one in pieces):
+                merged.append(None)
+                continue
+            own = [
+                torch.zeros(shard[number].shape, dtype=whole.dtype) if one is None else one
+                for shard, one in zip(self.batch.shards, pieces, strict=True)
+            ]
+            if self.batch.is_cut[number]:
+                total = torch.cat(own, rows_dim(whole, self.dim))
+            else:
+                total = torch.stack(own).sum(0)
+            merged.append(on_device(total, whole.device))
+        return merged
+
+
+class _Function(torch.autograd.Function):
+    """The workers' forward and backward as one function of the input leaves and of the module's parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, node: _Backward, ends: list[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the outputs that have a graph on the workers."""
+        ctx.node = node
+        ctx.set_materialize_grads(False)
+        return tuple(ends)
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the input leaves and of the parameters."""
+        node: _Backward = ctx.node
+        call = node.ticket.call
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "create_graph=True: the graph of a dp_ray.DataParallel is on its workers, and cannot be "
+                "differentiated twice; compute what needs it, as a gradient penalty, within the module's forward"
+            )
+        if call is None:
+            raise RuntimeError(
+                "Trying to backward through the graph of a dp_ray.DataParallel a second time: the workers have freed "
+                "it; specify retain_graph=True for the first backward"
+            )
+        keep_graph: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+        exchange = node.ticket.exchange
+        inputs, trained = exchange.backward(call, node.of_shards(given), keep_graph)
+        if not keep_graph:
+            node.ticket.done()
+        return None, None, *node.of_inputs(inputs), *trained
