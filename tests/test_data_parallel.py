@@ -2,11 +2,21 @@
 
 import contextlib
 import copy
+import functools
+import gc
 import io
-from collections.abc import Iterator
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import ray
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +25,7 @@ from torch import nn
 import dp_ray
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, cause_of
 from dp_ray.parallel.exchange import Workers
+from dp_ray.parallel.wire import Forward
 from tests.support import parallel_models as models
 from tests.support.cluster import ROOT, Cluster
 
@@ -43,7 +54,7 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def assert_close(got: Any, wanted: Any) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @settings(max_examples=25)
@@ -178,3 +189,230 @@ def test_fewer_workers_are_shared_and_more_are_an_error() -> None:
 def test_a_module_that_cannot_be_pickled_is_an_error_that_names_the_attribute() -> None:
     with pytest.raises(JobError, match=r"the module's attribute 0\.lock: cannot be pickled .* TypeError"):
         parallel(nn.Sequential(models.Locked()))
+
+
+def sent(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The numbers of the tensors that go to workers from now on, a tuple for each call; the list grows."""
+    told: list[tuple[int, ...]] = []
+    before = workers.pool.call
+
+    def call(calls: Any) -> Any:
+        asked = [message for _, message, *_ in calls.values() if isinstance(message, Forward)]
+        if asked:
+            told.append(asked[0].sync.changed)
+            assert sum(message.sync.data is not None for message in asked) <= 1, "the others have it from the first"
+        return before(calls)
+
+    monkeypatch.setattr(workers.pool, "call", call)
+    return told
+
+
+def test_only_what_has_changed_is_sent(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
+    model, inputs = parallel(module), torch.randn(6, 2)
+    told = sent(workers, monkeypatch)
+
+    def call(*changed: int) -> None:
+        with torch.no_grad():
+            assert_close(model(inputs), module(inputs))
+        assert told.pop() == changed
+
+    call(*range(9))
+    call()  # once for inference
+    first, weight = module[0], module[2].weight
+    assert isinstance(first.weight, nn.Parameter) and isinstance(weight, nn.Parameter)
+    first.weight.data.mul_(2)  # which moves no version
+    call(0)
+    weight.detach().numpy()[0, 1] = 7
+    call(4)
+    weight.data = torch.zeros(1, 3)
+    call(4)
+    weight.data = -torch.zeros(1, 3)  # equal, and other bits
+    call(4)
+    weight.data.fill_(torch.nan)
+    call(4)
+    call()
+    weight.data.fill_(1.0)
+    optimizer = torch.optim.Adam(module[2].parameters(), fused=True)
+    model(inputs).sum().backward()
+    assert told.pop() == (4,)
+    optimizer.step()
+    call(4, 5)
+    model.train()
+    model(inputs)
+    assert told.pop() == ()
+    model.eval()
+    call(6, 7, 8)  # its buffers are shard 0's, for all
+    module[2] = nn.Linear(3, 2)
+    call(*range(9))
+    assert told == []
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, functools.partial(torch.optim.Adam, fused=True)])
+def test_fifty_steps_end_at_the_plain_loops_weights(optimizer: Any) -> None:
+    def trained(wrapped: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        torch.manual_seed(0)
+        bare = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+        model, data = wrapped(bare), torch.Generator().manual_seed(1)
+        steps = optimizer(model.parameters(), lr=0.05)
+        for _ in range(50):
+            inputs = torch.randn(10, 4, generator=data)
+            loss = (model(inputs) - inputs[:, :2].sin()).square().mean()
+            steps.zero_grad()
+            loss.backward()
+            steps.step()
+        return bare
+
+    got, wanted = trained(parallel), trained(lambda bare: bare)
+    torch.testing.assert_close(got.state_dict(), wanted.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_gan_trains_as_its_plain_loop() -> None:
+    """Two modules on the same workers; D's two forwards wait for one backward, then G trains through D."""
+
+    def trained(wrapped: Callable[[nn.Module], nn.Module]) -> list[dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        nets = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        makes, judges = map(wrapped, nets)
+        steps = [torch.optim.SGD(one.parameters(), lr=0.1) for one in nets]
+        for _ in range(5):
+            real, fake = torch.randn(6, 3), makes(torch.randn(6, 2))
+            loss = judges(fake.detach()).sigmoid().mean() - judges(real).sigmoid().mean()
+            steps[1].zero_grad()
+            loss.backward()
+            steps[1].step()
+            steps[0].zero_grad()
+            (-judges(fake).sigmoid().mean()).backward()
+            steps[0].step()
+        return [one.state_dict() for one in nets]
+
+    torch.testing.assert_close(trained(parallel), trained(lambda one: one), rtol=1e-5, atol=1e-6)
+
+
+def test_bitwise_is_the_same_bits_on_any_number_of_workers() -> None:
+    def trained(workers: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        bare = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        model = parallel(bare, workers, shards=7, bitwise=True, seed=3)
+        steps = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.randn(26, 4)).square().sum().backward()
+            steps.step()
+            steps.zero_grad()
+        return bare.state_dict()
+
+    first, *others = [trained(workers) for workers in (1, 2, 3)]
+    for one in others:
+        assert all(torch.equal(one[name], first[name]) for name in first)
+
+
+def test_buffers_are_those_of_shard_0_and_draws_are_by_seed_call_and_shard() -> None:
+    norm = nn.BatchNorm1d(2)
+    model, inputs = parallel(copy.deepcopy(norm)), torch.randn(8, 2)
+    model(inputs)
+    norm(inputs[:3])
+    assert_close(model.state_dict(), norm.state_dict())
+    drops = [parallel(nn.Dropout(0.5), workers, shards=3, seed=seed) for workers, seed in ((3, 1), (1, 1), (3, 2))]
+    ones = torch.ones(300)
+    (first, second), (same, again), (other, _) = [[model(ones), model(ones)] for model in drops]
+    assert torch.equal(first, same) and torch.equal(second, again)
+    assert not torch.equal(first, second) and not torch.equal(first, other)
+    assert not torch.equal(first[:100], first[100:200])
+
+
+def test_hooks_of_the_bare_module_run_on_the_workers() -> None:
+    module = nn.Linear(2, 2)
+    model = parallel(module)
+    before = model(torch.ones(4, 2))
+    handle = module.register_forward_hook(models.doubled)
+    assert torch.equal(model(torch.ones(4, 2)), 2 * before)
+    handle.remove()
+    assert torch.equal(model(torch.ones(4, 2)), before)
+
+
+@pytest.mark.parametrize("when", ["before", "forward", "backward"])
+def test_the_shards_of_a_lost_worker_are_run_again(workers: Workers, tmp_path: Path, when: str) -> None:
+    inputs = torch.randn(9, 2, requires_grad=True)
+
+    def run(kills: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(
+            nn.Linear(2, 4), nn.Dropout(0.5), models.Kills(kills, tmp_path / kills), nn.BatchNorm1d(4)
+        )
+        model = parallel(module, shards=3, bitwise=True, seed=5)
+        first = model(inputs)
+        if kills == "before":
+            os.kill(workers.pool.members[1].place.pid, signal.SIGKILL)
+        found = [first.detach(), *torch.autograd.grad(first.square().sum(), [inputs, *model.parameters()])]
+        second = model(inputs)
+        return [*found, second.detach(), *module.buffers()]
+
+    for got, wanted in zip(run(when), run("never"), strict=True):
+        assert torch.equal(got, wanted)
+    wait_until(lambda: len(workers.members()) == 3)
+
+
+def test_graphs_are_dropped_with_their_outputs_and_with_their_backward(workers: Workers) -> None:
+    model = parallel(nn.Sequential(nn.Linear(2, 100), nn.Tanh()))
+
+    def held() -> int:
+        with torch.no_grad():
+            model(torch.ones(3, 2))  # which brings what was dropped
+        answers = workers.pool.call(dict.fromkeys(workers.members(), ("held_bytes", model._exchange.number)))
+        return sum(answers.values())
+
+    assert held() == 0
+    output = model(torch.ones(3, 2))
+    assert held() > 1000
+    del output
+    assert held() == 0
+    output = model(torch.ones(3, 2)).sum()
+    output.backward(retain_graph=True)
+    assert held() > 1000
+    output.backward()
+    assert held() == 0
+
+
+CALLER = """
+import os, signal, sys, torch, dp_ray
+model = dp_ray.DataParallel(torch.nn.Linear(2, 2), 2, address=sys.argv[1], quiet=True)
+model(torch.ones(4, 2))
+print(*[one.place.pid for one in model._exchange.workers.pool.members], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_dead_caller_leaves_no_process(cluster: Cluster) -> None:
+    command = [sys.executable, "-c", CALLER, cluster.address]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    pids = [int(one) for one in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL
+    assert len(pids) == 2
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+@pytest.mark.slow
+def test_a_thousand_calls_leave_memory_files_and_objects_as_they_were(workers: Workers) -> None:
+    model = parallel(nn.Linear(300, 100))  # its gradients come by way of Ray's store
+    inputs = torch.randn(60, 300)
+    processes = [psutil.Process(), *(psutil.Process(one.place.pid) for one in workers.pool.members)]
+
+    def run(calls: int) -> tuple[list[int], list[int], float]:
+        for _ in range(calls):
+            model(inputs).sum().backward()
+        gc.collect()
+        used = ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
+        return [one.num_fds() for one in processes], [one.memory_info().rss for one in processes], used
+
+    files, memory, objects = run(100)
+    files_after, memory_after, objects_after = run(900)
+    assert max(after - before for before, after in zip(files, files_after, strict=True)) <= 8
+    assert max(after - before for before, after in zip(memory, memory_after, strict=True)) < 30e6
+    assert objects_after <= objects + 2e6
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until, "it has not come"
+        time.sleep(0.1)

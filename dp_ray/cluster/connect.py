@@ -90,11 +90,27 @@ def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[
         with early:
             yield
     elif ray.is_initialized():
+        if _holders:
+            why = f"this process has started its Ray for {_holders[0]}, which is open: close that first"
+            raise ClusterError(why)
         _check_heard()
         yield
     else:
         with _connected(keys, address, verbose):
             yield
+
+
+_holders: list[str] = []
+
+
+@contextmanager
+def held_for(who: str) -> Iterator[None]:
+    """Within the block, the Ray that this process has started is for `who` alone: it has no room for anything else."""
+    _holders.append(who)
+    try:
+        yield
+    finally:
+        _holders.remove(who)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from dp_ray.cluster.connect import (
     address_of,
     check_fits,
     connected,
+    held_for,
     is_connected,
     what_is_awaited,
     without_gpus,
@@ -35,7 +36,7 @@ from dp_ray.errors import ClusterError
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.console import Console
 from dp_ray.system.process import bind_to
-from dp_ray.system.threads import handlers_kept, if_longer, waits_for
+from dp_ray.system.threads import if_longer, waits_for
 from dp_ray.text import counted
 
 START_SECONDS = 300.0  # until a process has imported what it needs, on a node that has it on a slow disk
@@ -117,7 +118,7 @@ class Pool:
 
     def __init__(self, keys: WorkerKeys, target: str, address: str | None = None, quiet: bool = False) -> None:
         self.keys = keys
-        self.is_embedded = not is_connected() and address_of(address) is None
+        is_embedded = not is_connected() and address_of(address) is None
         self.members: list[Member] = []
         self._target = target
         self._coming: list[Member] = []
@@ -125,9 +126,10 @@ class Pool:
         self._has_changed = True
         self._say = Console("parallel", quiet).say
         with ExitStack() as opening:
-            opening.enter_context(handlers_kept())
             with if_longer(AWAIT_SECONDS, lambda: self._say(what_is_awaited(address))):
                 opening.enter_context(connected(keys, address, verbose=False))
+            if is_embedded:
+                opening.enter_context(held_for("dp_ray.DataParallel"))
             self.each = worker_resources(keys)
             self._group = self._reserve(opening)
             opening.callback(self._end)

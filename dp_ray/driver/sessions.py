@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from torch import nn
 
 from dp_ray.cluster import connect
 from dp_ray.cluster.ray_version import check_ray
@@ -24,6 +25,8 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
+from dp_ray.parallel.exchange import Workers
+from dp_ray.parallel.module import DataParallel
 from dp_ray.results.result import Result
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.imports import Sources
@@ -65,6 +68,7 @@ class Session:
         self._sources = Sources(Path.cwd())
         self._runs = threading.Lock()  # held while a job runs
         self._runner: int | None = None  # the thread that runs it
+        self._parallel: Workers | None = None  # those of parallel modules, in the place of the session's
         self._timer: threading.Timer | None = None
         self._ended = ""  # why, once it has ended
         self._open = ExitStack()
@@ -86,9 +90,39 @@ class Session:
         with ShortErrors(options.verbose):
             return self.execute(job_from(job, keys), options)
 
+    def parallel(self, module: nn.Module, workers: int | None = None, **keys: Any) -> DataParallel:
+        """Return a `dp_ray.DataParallel` of the module, in the place of the session's workers; by default of all.
+
+        While such a module is open, the session runs no job. After it the workers of jobs are started anew. Raises
+        ClusterError if the session has ended or runs a job, and what `dp_ray.DataParallel` raises.
+        """
+        self._check_open()
+        if not self._runs.acquire(blocking=False):
+            raise ClusterError("the session runs a job; make a parallel module of it before or after")
+        try:
+            self._stay_awake()
+            most = self._keys.max_workers
+            if workers is not None and workers > most:
+                raise JobError(f"workers: the module asks for {workers}, the session has {most}")
+            if Workers.current is None:
+                if not self._workers.close(LEAVE_SECONDS) and self._is_own:
+                    self._reconnect()
+                    self._workers.close(CLOSE_SECONDS)
+                of_all = self._keys.model_copy(update={"workers": most})
+                self._parallel = Workers.taken(of_all, self._options.address, self._options.quiet)
+                self._open.callback(self._parallel.close)
+            return DataParallel(module, workers or most, quiet=self._options.quiet, **keys)
+        finally:
+            self._wait_idle()
+            self._runs.release()
+
     def execute(self, job: Job, options: Options) -> Result:
         """Run a job on the session's workers and return its result."""
         self._check_open()
+        if self._parallel is not None and self._parallel is Workers.current:
+            raise ClusterError(
+                "the session's workers serve a dp_ray.DataParallel; close that first, and then run the job"
+            )
         if not self._runs.acquire(blocking=False):
             raise ClusterError("the session runs another job; a session runs one at a time")
         self._runner = threading.get_ident()
@@ -181,7 +215,7 @@ class Session:
         elif self._workers.remains:
             why = f"the last job left {', '.join(self._workers.remains)} behind"
         elif self._workers.is_over:
-            why = self._workers.why_over
+            why = "a parallel module had their place" if self._parallel else self._workers.why_over
         else:
             return
         if edited and not self._is_own and connect.ships_callers_code():
@@ -190,6 +224,7 @@ class Session:
                 "call ray.shutdown() and ray.init() again, or open the session without a ray.init of your own"
             )
         console.say(f"the workers are started anew: {why}")
+        self._parallel = None
         if edited:
             self._sources.forget()
         if (

@@ -354,6 +354,7 @@ class Exchange:
                 "the call's inputs were written to since"
             )
         call.owners.clear()
+        self._dropped.append(call.number)  # what is left of it
         self.forward(call)
 
     def _backward(

@@ -230,7 +230,7 @@ class Replicas:
                 output, graphs[at] = self._run(replica, asked, given, (arguments, spec), got)
                 outputs.append(output)
             if asked.modes.is_grad_enabled and any(any(one.requires_grad) for one in outputs):
-                self._graphs[asked.sync.module, asked.call] = graphs
+                self._graphs.setdefault((asked.sync.module, asked.call), {}).update(graphs)
             return outputs
         except PeerIsLost as lost:
             return PeerLost(str(lost))

@@ -1,6 +1,9 @@
 """Modules for the tests of `dp_ray.DataParallel`, which workers import by name."""
 
+import os
+import signal
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -72,3 +75,122 @@ class Locked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
+
+
+def doubled(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook."""
+    return 2 * output
+
+
+class Kills(nn.Module):
+    """Hands on its inputs; ends its process once, in its first `when` in which a value is large."""
+
+    def __init__(self, when: str, mark: Path) -> None:
+        super().__init__()
+        self.when = when
+        self.mark = mark
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.when == "forward":
+            self._end_once()
+        if self.when == "backward" and inputs.requires_grad:
+            inputs.register_hook(lambda _: self._end_once())  # type: ignore[no-untyped-call]
+        return inputs
+
+    def _end_once(self) -> None:
+        try:
+            self.mark.touch(exist_ok=False)
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class WithBuffers(nn.Module):
+    """Torch's case: one of its buffers requires a gradient."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        super().__init__()
+        self.t_rg: torch.Tensor
+        self.register_buffer("t_rg", t)
+        self.register_buffer("t_not_rg", t.clone().detach())
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return inputs * self.t_rg + self.t_not_rg
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.rnn = nn.LSTM(4, 5, num_layers=2, batch_first=True)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        self.rnn.flatten_parameters()
+        return self.rnn(self.embedding(inputs))[0]
+
+
+class TellsGrad(nn.Module):
+    """Ones where gradients are enabled, else zeros."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(inputs, float(torch.is_grad_enabled()))
+
+
+class NoInputs(nn.Module):
+    def forward(self) -> torch.Tensor:
+        return torch.ones(2)
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(10, 5)
+
+    def forward(self, *, input: torch.Tensor, unused: Any = None) -> Any:
+        return self.fc(input)
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.several = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(2)])
+        self.named = nn.ParameterDict({"a": nn.Parameter(torch.randn(3))})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.several[0] + self.several[1] * self.named["a"]
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return one * self.scale + other.sin()
+
+
+class NestedOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return [inputs * self.scale, (inputs.sin(), {"a": inputs.cos(), "b": [inputs * 2]})]
+
+
+class NestedInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs: Any) -> Any:
+        return inputs[1][0] * self.scale + inputs[0]
+
+
+class DictOfRows(nn.Module):
+    """As many keys as the first number says."""
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {str(key): inputs for key in range(int(inputs[0]))}
