@@ -306,7 +306,7 @@ def test_bitwise_is_the_same_bits_on_any_number_of_workers() -> None:
         assert all(torch.equal(one[name], first[name]) for name in first)
 
 
-def test_buffers_are_those_of_shard_0_and_draws_are_by_seed_call_and_shard() -> None:
+def test_buffers_are_those_of_shard_0_and_draws_are_by_seed() -> None:
     norm = nn.BatchNorm1d(2)
     model, inputs = parallel(copy.deepcopy(norm)), torch.randn(8, 2)
     model(inputs)

@@ -105,7 +105,7 @@ _holders: list[str] = []
 
 @contextmanager
 def held_for(who: str) -> Iterator[None]:
-    """Within the block, the Ray that this process has started is for `who` alone: it has no room for anything else."""
+    """Within the block, the Ray that this process has started is for `who` alone: it has no room for others."""
     _holders.append(who)
     try:
         yield
