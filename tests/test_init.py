@@ -43,6 +43,7 @@ def made(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     """Make a folder; the commands that are printed to type next."""
     assert status_of(monkeypatch, "init", *args) == 0
     printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) < 80
     return [line.partition("  #")[0].strip() for line in printed.splitlines() if line.startswith("  ")]
 
 

@@ -66,4 +66,6 @@ def init(folder: str, template: str) -> None:
     for line in (TEMPLATES / template / "job.yaml").read_text().splitlines():
         if line.startswith("#   "):
             click.echo(line.removeprefix("# "))
-    click.echo("\nThen change model.py and job.yaml to your own model and data; `dp-ray plan` says what is wrong.")
+    click.echo(
+        "\nThen put your own data and model into job.yaml and model.py. A job that was changed\nruns under another name (--name), or replaces the run that is there (--overwrite)."
+    )
