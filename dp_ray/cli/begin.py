@@ -67,5 +67,6 @@ def init(folder: str, template: str) -> None:
         if line.startswith("#   "):
             click.echo(line.removeprefix("# "))
     click.echo(
-        "\nThen put your own data and model into job.yaml and model.py. A job that was changed\nruns under another name (--name), or replaces the run that is there (--overwrite)."
+        "\nThen put your own data and model into job.yaml and model.py. A changed job needs\n"
+        "another --name, or --overwrite to replace the run that is there."
     )
