@@ -60,13 +60,13 @@ def init(folder: str, template: str) -> None:
                 file.write(source.read_bytes())
     except OSError as error:
         raise JobError(f"{error.filename or folder}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"Made {', '.join(sorted(map(str, files)))}. Next:\n")
+    click.echo(f"Made {', '.join(sorted(path.name for path in files))}. Next:\n")
     if Path(folder).resolve() != Path.cwd():
         click.echo(f"  cd {shlex.quote(folder)}")
     for line in (TEMPLATES / template / "job.yaml").read_text().splitlines():
         if line.startswith("#   "):
             click.echo(line.removeprefix("# "))
     click.echo(
-        "\nThen put your own data and model into job.yaml and model.py. A changed job needs\n"
-        "another --name, or --overwrite to replace the run that is there."
+        "\nThen put your own data and model into job.yaml and model.py. A changed job\n"
+        "needs another --name, or --overwrite to replace the run that is there."
     )
