@@ -13,16 +13,15 @@ from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.placement import Forwards
-from dp_ray.engine.random import ForwardSeeds, seed_all
+from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
-from dp_ray.engine.whole_batch import ShardOutput, build_over_batch, merge
-from dp_ray.engine.world import CPU, gathered, is_gpu
+from dp_ray.engine.whole_batch import ShardOutput, build_over_batch, merge, seed_of_batch
+from dp_ray.engine.world import gathered
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bound, build, keeps_state, resolve
-from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.tree import copied
@@ -180,11 +179,11 @@ class Evaluation:
         return step_output, row
 
     def _measure_batch(self, own: Sequence[ShardOutput], whole: Shard, sums: torch.Tensor) -> None:
-        """Add what sees the whole batch, weighed by the rows, to the sums of this worker's shards. Every rank calls it."""
-        merged = merge(own, self.device if is_gpu(self.device) else CPU, self.job.batch_dim)
+        """Add what sees the whole batch, weighed by rows, to the sums of own shards; every rank calls this."""
+        merged = merge(own, self.device, self.job.batch_dim)
         if merged is None:
             return
-        seed_all(derive_seed(self.job.seed, "loss", whole.epoch, whole.step), self.device)
+        seed_of_batch(self.job.seed, whole, self.device)
         for name, function in self._over_batch.items():
             with autocast(self.job.precision, self.device):
                 value = merged.measure("the loss" if name == "loss" else f"metrics.{name}", function).double()

@@ -505,9 +505,7 @@ def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:
                 )
             raise JobError(f"loss: has parameters of its own to train; {advice}")
         loss = loss.to(device)
-    if sees_all and callable(loss):
-        return loss
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+    if not sees_all and isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return functools.partial(_of_classes, loss)
     if not callable(loss):
         raise JobError(f"loss: must be a function of (outputs, target), got {_kind(loss)}")

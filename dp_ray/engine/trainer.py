@@ -27,7 +27,7 @@ from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.user_code import locating, location, raise_as, raise_located, reraise_as
 from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, Stats
-from dp_ray.engine.whole_batch import BatchLoss, detached, shard_loss
+from dp_ray.engine.whole_batch import BatchLoss, ShardOutput, detached, shard_loss
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
 from dp_ray.plan.order import derive_seed
@@ -374,7 +374,7 @@ class Pass:
         is_kept = self._is_prepared and len(filled) + len(dummies) == 1
         self.clock.enter(Part.FORWARD)
         self.buffers.begin(len(filled) if is_kept else 2)
-        own = []
+        own: list[ShardOutput] = []
         for one in filled:
             if own:
                 self.buffers.restore()
@@ -395,11 +395,7 @@ class Pass:
                 loss.keep(output)
         if not is_kept:
             self.buffers.restore()
-        whole = loaded.whole
-        # The loss may draw: the same numbers on all workers.
-        seed_all(derive_seed(self.placement.job.seed, "loss", whole.epoch, whole.step, number), self._world.device)
-        with locating(f"step {loaded.step}"):
-            loss.take(own, self.optimizer_step.seed)
+        loss.take(loaded.whole, own, self.optimizer_step.seed, number)
         return loaded, is_kept
 
     def _set_apart(self) -> list[torch.Tensor | None]:

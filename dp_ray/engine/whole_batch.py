@@ -15,14 +15,16 @@ import torch
 from torch import nn
 
 from dp_ray.engine.model import autocast
+from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of, run_step
-from dp_ray.engine.user_code import describe_compared, reraise_as
-from dp_ray.engine.world import CPU, all_gather, gathered, has_peers, is_gpu
+from dp_ray.engine.user_code import describe_compared, locating, reraise_as
+from dp_ray.engine.world import all_gather, gathered, has_peers
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bound, build, keeps_state, resolve
+from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import as_bytes
@@ -33,6 +35,7 @@ ALIGNED = 16  # bytes: where a leaf begins in what is sent, so that its bytes ca
 OUTPUTS = "0"  # the path of the outputs in (outputs, target)
 
 Gradients = Mapping[str, torch.Tensor]  # of a shard's outputs, by their paths
+Seed = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def build_over_batch(job: Job, device: torch.device) -> dict[str, Compare]:
@@ -52,6 +55,11 @@ def build_over_batch(job: Job, device: torch.device) -> dict[str, Compare]:
             raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
         functions[name] = made
     return functions
+
+
+def seed_of_batch(seed: int, whole: Shard, device: torch.device, number: int = 0) -> None:
+    """Seed what a loss of the whole batch may draw, the same on all workers."""
+    seed_all(derive_seed(seed, "loss", whole.epoch, whole.step, number), device)
 
 
 class ShardOutput(NamedTuple):
@@ -144,38 +152,30 @@ class Merged:
 def merge(own: Sequence[ShardOutput], device: torch.device, batch_dim: int) -> Merged | None:
     """Merge the shards of all workers, in order; None if no shard has rows. Every rank calls this.
 
-    `device` is where a worker's tensors are sent from. Raises ModelError, naming the shard, if the outputs of the
-    shards do not fit together.
+    `device` is the worker's. Raises ModelError, naming the shard, if the outputs of the shards do not fit together.
     """
     trees = [flatten((one.outputs, one.target)) for one in own]
-    leaves = [[_as_tensor(path, leaf) for path, leaf in zip(spec.paths, all_, strict=True)] for all_, spec in trees]
-    forms = [
-        _Form(
-            one.shard.shard,
-            one.shard.rows,
-            [_Leaf(*pair, leaf.dtype, leaf.requires_grad) for *pair, leaf in _sized(spec.paths, mine)],
-        )
-        for one, (_, spec), mine in zip(own, trees, leaves, strict=True)
-    ]
+    here: list[torch.Tensor] = []
+    forms = []
+    for one, (leaves, form) in zip(own, trees, strict=True):
+        tensors = {path: _as_tensor(path, leaf) for path, leaf in zip(form.paths, leaves, strict=True)}
+        described = [_Leaf(path, leaf.shape, leaf.dtype, leaf.requires_grad) for path, leaf in tensors.items()]
+        forms.append(_Form(one.shard.shard, one.shard.rows, described))
+        here += tensors.values()
     everybodys: list[list[_Form]] = gathered(forms)
     filled = [rank for rank, theirs in enumerate(everybodys) if theirs]
     if not filled:
         return None
-    spec = trees[0][1] if trees else None
+    spec: TreeSpec | None = trees[0][1] if trees else None
     if len(filled) < len(everybodys):  # one without rows computes the loss too, which may keep a state
         spec = gathered(spec)[filled[0]]
     assert spec is not None
-    here = [leaf for mine in leaves for leaf in mine]
     place = here[0].device if here else device
     pieces: dict[int, tuple[_Form, dict[str, torch.Tensor]]] = {}
     for theirs, raw in zip(everybodys, _exchanged(here, everybodys, device), strict=True):
-        for form, tensors in _unpacked(theirs, raw):
-            pieces[form.shard] = form, {path: one.to(place) for path, one in tensors.items()}
+        for piece, by_path in _unpacked(theirs, raw):
+            pieces[piece.shard] = piece, {path: leaf.to(place) for path, leaf in by_path.items()}
     return _joined([pieces[shard] for shard in sorted(pieces)], spec, batch_dim)
-
-
-def _sized(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Size, torch.Tensor]]:
-    return ((path, leaf.shape, leaf) for path, leaf in zip(paths, leaves, strict=True))
 
 
 def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
@@ -259,8 +259,8 @@ def _dim_of_rows(path: str, pieces: Sequence[tuple[_Form, torch.Tensor]], batch_
         if theirs.shape != piece.shape:
             raise ModelError(
                 f"output {path!r} has the size {list(piece.shape)} in shard {form.shard}, of {form.rows} rows, and "
-                f"{list(theirs.shape)} in shard {other.shard}, of {other.rows}: it must have one row for each sample, "
-                "or one size in all shards"
+                f"{list(theirs.shape)} in shard {other.shard}, of {other.rows}: it must have one row for each "
+                "sample, or one size in all shards"
             )
     return None
 
@@ -276,9 +276,11 @@ class BatchLoss(ShardLoss):
         super().__init__(model, step, measures, job, device)
         self._function = build_over_batch(job, self._device)["loss"]
         self._batch_dim = job.batch_dim
+        self._seed = job.seed
         self._gradients: dict[int, Gradients] = {}
+        self._dims: Mapping[str, int | None] = {}
         self._given: Gradients | None = None
-        self._value: torch.Tensor | None = None
+        self.value: torch.Tensor | None = None  # the loss of the step's batch
         self._kept: StepOutput | None = None
 
     def run(self, batch: Any) -> StepOutput:
@@ -293,19 +295,33 @@ class BatchLoss(ShardLoss):
         """Take the next shard's outputs from a forward that has run already."""
         self._kept = output
 
-    def take(self, own: Sequence[ShardOutput], seed: Callable[[torch.Tensor, int], torch.Tensor]) -> Merged | None:
+    def take(self, whole: Shard, own: Sequence[ShardOutput], seed: Seed, number: int = 0) -> None:
         """Compute the loss of the whole batch, of which `own` are this worker's shards; every rank calls this.
 
-        `seed` makes the gradient with which the loss's backward begins. Returns the batch; None if it has no rows.
+        `seed` makes the gradient with which the loss's backward begins. `number` is that of the step's pass.
         """
-        self._gradients, self._value = {}, None
-        merged = merge(own, self._device if is_gpu(self._device) else CPU, self._batch_dim)
-        if merged is not None:
+        self._gradients, self.value = {}, None
+        merged = merge(own, self._device, self._batch_dim)
+        if merged is None:
+            return
+        seed_of_batch(self._seed, whole, self._device, number)
+        with locating(f"step {whole.step}"):
             with self._cast():
                 loss = merged.measure("the loss", self._function)
             self._gradients = merged.gradients(loss, seed(loss, 1), [one.shard for one in own])
-            self._value = loss.detach().double()
-        return merged
+        self._dims = merged.dims
+        self.value = loss.detach().double()
+
+    def row_norms(self, shard: Shard) -> list[float]:
+        """Return, for each row of a shard, the norm of the gradient that the loss gives its outputs."""
+        squares = torch.zeros(shard.rows, dtype=torch.float64, device=self._device)
+        for path, gradient in self._gradients[shard.shard].items():
+            dim = self._dims[path]
+            if dim is not None:
+                by_row = gradient.abs().double().movedim(dim, 0).reshape(shard.rows, -1)
+                squares += by_row.square().sum(1).to(self._device)
+        norms: list[float] = squares.sqrt().tolist()
+        return norms
 
     def begin(self, shard: Shard | None) -> None:
         """Begin a shard's forward and backward; None for a round without rows."""
@@ -322,7 +338,7 @@ class BatchLoss(ShardLoss):
         step_output = self.run(batch) if kept is None else kept
         given, self._given = self._given, None
         loss = _sum_of(step_output.outputs) if given is None else _giving(step_output.outputs, given)
-        measured = [Weighted(torch.zeros(()) if self._value is None else self._value * rows, rows)]
+        measured = [Weighted(torch.zeros(()) if self.value is None else self.value * rows, rows)]
         if self._measures.functions:
             with torch.no_grad(), self._cast():
                 measured += self._measures(step_output, rows)
@@ -333,9 +349,8 @@ class BatchLoss(ShardLoss):
 
 def _with_graph(outputs: Any) -> dict[str, torch.Tensor]:
     leaves, spec = flatten((outputs,))
-    return {
-        path: leaf for path, leaf in zip(spec.paths, leaves, strict=True) if getattr(leaf, "requires_grad", False)
-    }
+    pairs = zip(spec.paths, leaves, strict=True)
+    return {path: leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
 
 
 def _sum_of(outputs: Any) -> torch.Tensor:
