@@ -15,7 +15,18 @@ from benchmarks.compare import AHEAD, Goal, Pairs, at_least, at_most, compared, 
 from benchmarks.measure import in_processes
 from benchmarks.screening import added
 from benchmarks.table import Row, rate_text, time_text
-from benchmarks.training import BATCH, ROUND, WARM, WorldLoop, allocating, blocked, ours, plain, worker
+from benchmarks.training import (
+    BATCH,
+    ROUND,
+    WARM,
+    WorldLoop,
+    allocating,
+    blocked,
+    ours,
+    plain,
+    plain_contrastive,
+    worker,
+)
 from benchmarks.turns import Baton
 from dp_ray.engine.world import World
 

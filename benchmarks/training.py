@@ -154,7 +154,7 @@ def plain_contrastive(world: World, control: StepControl) -> None:
         inputs, targets = next(batches)
         outputs = replica(inputs)
         if world.world_size > 1:
-            outputs = torch.cat(all_gather(outputs))
+            outputs = torch.cat(all_gather(outputs))  # type: ignore[no-untyped-call]
             everybodys = [torch.empty_like(targets) for _ in range(world.world_size)]
             dist.all_gather(everybodys, targets)
             targets = torch.cat(everybodys)

@@ -53,7 +53,7 @@ class Encoder(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         embedded = F.normalize(self.layers(images.flatten(0, -4)), dim=1)
-        return embedded.unflatten(0, images.shape[:-3])
+        return embedded.view(*images.shape[:-3], -1)
 
 
 def nt_xent(embedded: torch.Tensor, numbers: torch.Tensor, temperature: float = 0.2) -> torch.Tensor:
@@ -83,7 +83,7 @@ def found(model: nn.Module) -> float:
     """The share of test images whose second view is the nearest one to their first among the second views of all."""
     with torch.no_grad():
         first, second = model(Views("test").views).unbind(1)
-    return ((first @ second.T).argmax(1) == torch.arange(len(first))).float().mean().item()
+    return float(((first @ second.T).argmax(1) == torch.arange(len(first))).float().mean())
 
 
 if __name__ == "__main__":
