@@ -831,15 +831,14 @@ class JobKeys(WorkerKeys, WorkKeys):
 
     loss: ComparedKey | None = None
     """A function of (outputs, target) that returns a number for each row or element, or (sum, weight). A loss of
-    torch.nn or torch.nn.functional, named as a target, is built to do so. With `over: batch` it sees the outputs of
-    the whole batch and returns one number, as contrastive losses do."""
+    torch.nn or torch.nn.functional, named as a target, is built to do so. With `loss.over: batch` it sees the
+    outputs of the whole batch and returns one number, as contrastive losses do."""
     step: Targeted | None = None
     """A function `step(model, batch)` in place of the model's call and the loss, for items or models of another
-    kind. Beside a loss `over: batch`, it returns the outputs and the target."""
+    kind. Beside a loss over the batch, it returns the outputs and the target."""
     metrics: dict[str, ComparedKey] = Field(default_factory=dict)
-    """Metrics by name. Each returns what a loss returns, or is a torchmetrics class, which is measured in evaluations
-    only and needs the extra `metrics`; so is one that is `over: batch`. A name must not be a column of the
-    history."""
+    """Metrics by name. Each returns what a loss returns, or is a torchmetrics class, which needs the extra `metrics`.
+    Those and metrics over the batch are measured in evaluations only. A name must not be a column of the history."""
     eval: Eval | None = None
     """Evaluate the model during a training and at its end."""
     optimizer: Annotated[Any, target_parser(Optimizer)] | None = None
