@@ -17,10 +17,12 @@ from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import plan as job_plan
 from dp_ray.job.job import Job
+from dp_ray.job.targets import unmeasured
 from dp_ray.plan.split import Split
 from dp_ray.tasks.replay import StepChoice
 from tests.support.builders import run_dir_of, steps_of, trainer_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
+from tests.support.trainings import initial
 
 ROWS, BATCH = 46, 23
 ROWS_OF_MANY = 256
@@ -523,3 +525,31 @@ def test_any_model_cut_in_any_way_is_plain_torchs(
     assert [row["loss"] for row in history_of(folder)] == pytest.approx(losses, rel=tolerance)
     for name, one in weights_of(folder).items():
         assert torch.allclose(one, model.state_dict()[name], rtol=tolerance, atol=tolerance), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_a_worker_without_rows(tmp_path: Path, strategy: str, bitwise: bool) -> None:
+    """The third batch has two rows: two of three workers, or one of two, have none."""
+    expected: list[float] = []
+    model, data = initial(Twins, "float64"), Views()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for rows in (range(22), range(22, 44), range(44, 46)):
+        value = contrastive(model(data.views[0, rows], data.views[1, rows]), torch.tensor(rows))
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(value.item())
+    for workers in (1, 2, 3):
+        folder = tmp_path / str(workers)
+        run_group(job_of(batch_size=22, workers=workers, strategy=strategy, bitwise=bitwise, epochs=1), folder)
+        assert [row["loss"] for row in history_of(folder)] == pytest.approx(expected, rel=1e-12)
+        for name, one in weights_of(folder).items():
+            assert torch.allclose(one, model.state_dict()[name], rtol=1e-12, atol=1e-12), name
+
+
+def test_a_metric_that_nothing_measures_is_told() -> None:
+    job = job_of(metrics={"spread": loss_of("spread")})
+    only = "metrics.spread: is measured over whole batches, so by evaluations only, and there are none: set eval"
+    assert list(unmeasured(job)) == [only]
