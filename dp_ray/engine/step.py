@@ -29,9 +29,9 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, bound, resolve
 from dp_ray.plan.split import Shard
-from dp_ray.tensors.files import is_sharded, moved
-from dp_ray.tensors.scatter import cut, gather, num_rows, rows_dim, scatter
-from dp_ray.tensors.tree import copied, flatten, map_leaves
+from dp_ray.tensors.files import is_sharded, moved_batch
+from dp_ray.tensors.scatter import cut, gather, may_have_lists_of_rows, num_rows, rows_dim, scatter
+from dp_ray.tensors.tree import copied, flatten
 from dp_ray.text import listed
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
@@ -136,7 +136,7 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
 def beside(outputs: Any, target: Any) -> Any:
     """Move the target to the device of the first tensor of the outputs."""
     device = next((leaf.device for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)), None)
-    return target if device is None else map_leaves(lambda leaf: moved(leaf, device), target)
+    return target if device is None else moved_batch(target, device)
 
 
 def keywords_hint(model: nn.Module, inputs: Any, call: str, error: BaseException) -> str:
@@ -234,6 +234,8 @@ def _may_not_be_of_rows(value: Any, rows: int, outputs: Any, target: Any, batch_
     """
     if not isinstance(value, torch.Tensor):
         return False
+    if may_have_lists_of_rows(outputs, rows) or may_have_lists_of_rows(target, rows):
+        return False  # a trial of one row, and of two, cannot be cut from them
     if rows not in value.shape or list(value.shape).count(rows) > 1:
         return True
     others = (
@@ -298,8 +300,8 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
     if value.numel() < rows or not (rows in value.shape or value.shape[0] % rows == 0):
         raise ModelError(
             f"{what} returned {_kind(value)} for a shard of {rows} rows: one number for each row or element has the "
-            f"size [{rows}], [{rows}, ...] or [{rows} * n]; for one number per class, or for what a mask leaves, "
-            "return (sum, weight)"
+            f"size [{rows}], [{rows}, ...] or [{rows} * n]; for one number per class, or for what a mask or collate "
+            "leaves, return (sum, weight)"
         )
     return Weighted(total_of(value), value.numel())
 
@@ -584,7 +586,9 @@ def of_neighbours(
     and once more if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
     """
     try:
-        if rows < 2 or is_torchs(compare) or num_rows(seen, batch_dim) != rows:
+        if rows < 2 or is_torchs(compare) or any(may_have_lists_of_rows(one, rows) for one in seen):
+            return None
+        if num_rows(seen, batch_dim) != rows:
             return None
         together, size = _sum_and_size(value, rows)
         # The copies share the loss's parameters, which may be those of a large model.

@@ -7,7 +7,7 @@
 {'x': tensor([0, 1, 2, 3, 4]), 'name': 'odd'}
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,7 @@ def _misfit(piece: Leaf, first: Leaf, rows: int | None, dim: int) -> str | None:
     if here != there:
         return f"is {here}, that of shard 0 {there}"
     got = piece.shape[rows_dim(piece, dim)]
-    advice = "return one row of output per row of input"
+    advice = "return one row of output per row of input, and leave no sample out in the collate"
     return None if rows in (None, got) else f"has {got} rows (size {list(piece.shape)}), not {rows}: {advice}"
 
 
@@ -132,6 +132,19 @@ def num_rows(tree: Any, dim: int = 0) -> int | None:
                 f"(size {list(leaves[0].shape)}) and input{name} has {rows[-1]} (size {list(leaf.shape)})"
             )
     return rows[0] if rows else None
+
+
+def may_have_lists_of_rows(tree: Any, rows: int) -> bool:
+    """Return whether a list in a tree may have an entry for each row, as a detector's boxes: then `cut` is wrong.
+
+    A list of as many tensors that each hold all rows looks the same. Of tuples, only those of mappings count.
+    """
+    if isinstance(tree, Mapping):
+        return any(may_have_lists_of_rows(one, rows) for one in tree.values())
+    if not isinstance(tree, list | tuple):
+        return False
+    is_of_rows = len(tree) == rows and (isinstance(tree, list) or all(isinstance(one, Mapping) for one in tree))
+    return is_of_rows or any(may_have_lists_of_rows(one, rows) for one in tree)
 
 
 def rows_dim(leaf: Leaf, dim: int) -> int:

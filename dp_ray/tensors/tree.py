@@ -13,6 +13,7 @@ torch 2.11 to 2.13 has no public interface to its pytree, so this module, and no
 {'y': {1: tensor([0, 1])}}
 """
 
+import copy
 import dataclasses
 import functools
 import json
@@ -23,6 +24,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from dp_ray.errors import Error, ModelError
@@ -109,9 +111,31 @@ def map_leaves(fn: Callable[[Leaf], Any], tree: Any) -> Any:
     return unflatten(spec, [fn(leaf) for leaf in leaves])
 
 
+def map_batch(on_leaf: Callable[[Leaf], Any], on_object: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply `on_leaf` to every leaf of a batch, and `on_object` to each object that has a method `to` of its own.
+
+    Such an object is no leaf, and nothing in it is one: a graph, or what else a user's collate makes. A
+    PackedSequence counts as one: wherever its numbers are moved, its lengths stay on the CPU.
+    """
+    parts: list[Any] = []
+    spec = _describe(tree, parts, has_objects=True)
+    return unflatten(spec, [on_leaf(one) if _children(one)[0] == "leaf" else on_object(one) for one in parts])
+
+
 def copied(tree: Any) -> Any:
-    """Copy all leaves, for a model that may write into its inputs."""
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy(), tree)
+    """Copy all leaves and objects of a batch, for a model that may write into its inputs."""
+    return map_batch(
+        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy(), copy.deepcopy, tree
+    )
+
+
+def holds_objects(tree: Any) -> bool:
+    """Return whether a batch holds objects that move by a method `to` of their own, beside its leaves."""
+    return any(node.kind == "constant" and _moves_itself(node.value) for _, node in _nodes(flatten(tree)[1]))
+
+
+def _moves_itself(value: Any) -> bool:
+    return not (is_plain(value) or isinstance(value, type)) and callable(getattr(value, "to", None))
 
 
 def sizes(tree: Any) -> Any:
@@ -278,10 +302,14 @@ def _is_namedtuple(cls: type[Any]) -> bool:
     return issubclass(cls, tuple) and hasattr(cls, "_fields") and hasattr(cls, "_make")
 
 
-def _describe(node: Any, leaves: list[Leaf]) -> TreeSpec:
-    """Take a node apart: append its leaves to `leaves`, return the rest as a TreeSpec. `_build` is the inverse."""
+def _describe(node: Any, leaves: list[Any], has_objects: bool = False) -> TreeSpec:
+    """Take a node apart: append its leaves to `leaves`, return the rest as a TreeSpec. `_build` is the inverse.
+
+    With `has_objects`, what `map_batch` takes as an object counts as a leaf.
+    """
     kind, keys, values = _children(node)
-    if kind == "leaf":
+    is_object = has_objects and (isinstance(node, PackedSequence) or (kind == "constant" and _moves_itself(node)))
+    if kind == "leaf" or is_object:
         leaves.append(node)
         return TreeSpec("leaf")
     if kind == "constant":
@@ -289,7 +317,8 @@ def _describe(node: Any, leaves: list[Leaf]) -> TreeSpec:
     besides = node.default_factory if isinstance(node, defaultdict) else None
     if kind == "pytree":
         besides = take_apart(node)[2]
-    return TreeSpec(kind, type(node), keys, tuple(_describe(value, leaves) for value in values), besides)
+    children = tuple(_describe(value, leaves, has_objects) for value in values)
+    return TreeSpec(kind, type(node), keys, children, besides)
 
 
 def _build(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
