@@ -163,7 +163,7 @@ def test_what_is_kept_is_read_back_in_its_nesting(tmp_path: Path, given: Any, ke
     leaves, spec = flatten(result.outputs)
     wanted, nesting = flatten(expected)
     assert spec.paths == nesting.paths
-    assert all(torch.equal(*pair) for pair in zip(leaves, wanted, strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(*pair) for pair in zip(leaves, wanted, strict=True))
     if isinstance(expected, ModelOutput):
         assert result.outputs.logits is leaves[0]
 

@@ -1,6 +1,7 @@
 """Evaluation: means over a whole dataset, each sample counted once, the same bits on any number of workers."""
 
 import copy
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds
-from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, as_tensor, row_of, run_step
+from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
 from dp_ray.engine.world import gathered
 from dp_ray.errors import DataError, JobError
@@ -24,6 +25,8 @@ from dp_ray.job.targets import bound, build, keeps_state, resolve
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.tree import copied
+
+NO_LOSS = Weighted(torch.zeros(()), math.inf)  # of a step that gives none in an evaluation: no weight, no mean
 
 
 def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
@@ -67,7 +70,10 @@ class EvaluatedShard(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The mean of the loss and of each metric over all samples, the same on every rank, and over how many rows."""
+    """The mean of the loss and of each metric over all samples, the same on every rank, and over how many rows.
+
+    There is no loss if the user's step gives none in an evaluation.
+    """
 
     metrics: dict[str, float]
     rows: float
@@ -143,7 +149,8 @@ class Evaluation:
         if not rows:
             raise DataError("evaluation: all samples were set aside, so there is nothing to measure")
         pairs = zip(self._names, totals[::2], totals[1::2], strict=True)
-        means = {name: total / weight if weight else float("nan") for name, total, weight in pairs}
+        weighed = [(name, total, weight) for name, total, weight in pairs if name != "loss" or weight != math.inf]
+        means = {name: total / weight if weight else float("nan") for name, total, weight in weighed}
         computed = self._computed(states)
         if twice := means.keys() & computed.keys():
             raise JobError(f"metrics: two give {', '.join(sorted(twice))}; rename one")
@@ -156,7 +163,10 @@ class Evaluation:
             step_output = run_step(self.step, model, batch)
             if shard is None:
                 return step_output, None
-            loss = [self.measures.loss(step_output, shard.rows)] if self._has_loss else []
+            loss = []
+            if self._has_loss:
+                has_loss = step_output.loss is not None
+                loss = [self.measures.loss(step_output, shard.rows) if has_loss else NO_LOSS]
             measured = [*loss, *self.measures(step_output, shard.rows)]
             row = as_tensor(row_of(measured, self.device), self.device) if measured else None
         self.clock.enter(Part.OTHER)

@@ -40,7 +40,7 @@ Row: TypeAlias = list[Any] | torch.Tensor  # sums and weights of a shard: number
 
 
 class StepOutput(NamedTuple):
-    """The results of a step on one shard; a user's step may leave out all but the loss.
+    """The results of a step on one shard; a user's step may leave out all but the loss, in an evaluation that too.
 
     `compare` is the loss function, which made `loss` of `outputs` and `target`; None with a user's step.
     """
@@ -113,7 +113,8 @@ def build_step(job: Job, world: World) -> Step:
 def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
     """Call a step; it returns a loss, or a mapping `{"loss": ..., "outputs": ..., "target": ...}`.
 
-    Raises ModelError if the step raises, or if its mapping has no loss or other keys.
+    In an evaluation the mapping may lack the loss: a detector gives none then. Raises ModelError if the step raises,
+    or if its mapping has no loss or other keys.
     """
     try:
         returned = step(model, batch)
@@ -125,10 +126,11 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
         return returned
     if not isinstance(returned, Mapping):
         return StepOutput(returned)
-    if "loss" not in returned or not returned.keys() <= {"loss", "outputs", "target"}:
+    lacks_loss = "loss" not in returned and (model.training or "outputs" not in returned)
+    if lacks_loss or not returned.keys() <= {"loss", "outputs", "target"}:
         raise ModelError(
             f"step returned a mapping with the keys {list(returned)}; it must hold 'loss', and may hold 'outputs' "
-            "and 'target'"
+            "and 'target'; in an evaluation, 'outputs' are enough"
         )
     return StepOutput(**returned)
 

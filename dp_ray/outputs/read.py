@@ -65,12 +65,12 @@ class Merged:
         leaves: list[torch.Tensor | list[torch.Tensor]] = []
         for column in layout.columns:
             pieces: list[Any] = list(self._leaf(column))
-            if column.shape is None:
+            if column.shape is None or column.is_list:
                 leaves.append([row for piece in pieces for row in piece])
             elif pieces:
                 leaves.append(torch.cat(pieces))
             else:
-                leaves.append(torch.empty(0, *column.shape, dtype=column.torch_dtype))
+                leaves.append(torch.empty(0, *column.inner, dtype=column.torch_dtype))
         return rebuild(layout, leaves)
 
     def batches(self, batch_size: int, missing: Sequence[int] = ()) -> Iterator[Any]:
@@ -89,7 +89,8 @@ class Merged:
             leaves = [from_arrow(column, rows.column(column.name).combine_chunks()) for column in layout.columns]
             for at, leaf in enumerate(leaves):
                 # Rows of one shape are stacked, even if the rows of other batches have another shape.
-                if isinstance(leaf, list) and len({row.shape for row in leaf}) == 1:
+                in_list = layout.columns[at].depth is not None
+                if isinstance(leaf, list) and not in_list and len({row.shape for row in leaf}) == 1:
                     leaves[at] = torch.stack(leaf)
             yield rebuild(layout, leaves)
 

@@ -15,7 +15,7 @@ import torch
 
 from dp_ray.errors import DataError, ModelError
 from dp_ray.plan.split import chunk_bounds
-from dp_ray.tensors.tree import Leaf, difference, flatten, leaf_keys, quoted, unflatten
+from dp_ray.tensors.tree import Leaf, Ragged, difference, flatten, leaf_keys, quoted, unflatten
 from dp_ray.text import listed
 
 
@@ -74,6 +74,8 @@ def _concatenate(
 
     `others` are the paths of the leaves that have rows.
     """
+    if isinstance(pieces[0], Ragged) and len(pieces) == 1:
+        return pieces[0]  # made with a row for each of the shard's
     if all(piece.ndim == 0 for piece in pieces):
         if any(count != 1 for count in rows):
             advice = "return one value per row (of a loss: reduction='none')"

@@ -17,10 +17,11 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 import sys
 from collections import defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from torch.utils import _pytree
 from dp_ray.errors import Error, ModelError
 
 Leaf: TypeAlias = torch.Tensor | np.typing.NDArray[Any]
+IsWhole: TypeAlias = Callable[[Any], bool]
 Kind: TypeAlias = Literal["leaf", "constant", "tuple", "list", "namedtuple", "mapping", "dataclass", "pytree"]
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -89,10 +91,38 @@ class TreeSpec:
         return cls(*_container(value["kind"], value["type"], keys), keys, children)
 
 
-def flatten(tree: Any) -> tuple[list[Leaf], TreeSpec]:
-    """Take a tree apart into its leaves, depth first, and the TreeSpec from which `unflatten` rebuilds it."""
-    leaves: list[Leaf] = []
-    return leaves, _describe(tree, leaves)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ragged:
+    """A leaf whose rows differ in shape: the numbers of all of them, one after another, and the shape of each.
+
+    `depth` keys of its path lead to the list which has an entry for each row. It stands in outputs on their way to a
+    file: see `dp_ray.tensors.ragged`.
+    """
+
+    data: Any  # a tensor or array of one dimension
+    shapes: tuple[tuple[int, ...], ...]
+    depth: int
+    ndim: ClassVar = 1  # the rows
+
+    def rows(self) -> list[Any]:
+        """Return the rows, as views."""
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
+        pairs = zip([0, *ends], ends, self.shapes, strict=False)
+        return [self.data[start:end].reshape(shape) for start, end, shape in pairs]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the numbers, and of where each row begins."""
+        return int(self.data.nbytes) + 8 * len(self.shapes)
+
+
+def flatten(tree: Any, is_whole: IsWhole | None = None) -> tuple[list[Any], TreeSpec]:
+    """Take a tree apart into its leaves, depth first, and the TreeSpec from which `unflatten` rebuilds it.
+
+    What `is_whole` says to be whole counts as a leaf, whatever it is.
+    """
+    leaves: list[Any] = []
+    return leaves, _describe(tree, leaves, is_whole)
 
 
 def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
@@ -117,9 +147,8 @@ def map_batch(on_leaf: Callable[[Leaf], Any], on_object: Callable[[Any], Any], t
     Such an object is no leaf, and nothing in it is one: a graph, or what else a user's collate makes. A
     PackedSequence counts as one: wherever its numbers are moved, its lengths stay on the CPU.
     """
-    parts: list[Any] = []
-    spec = _describe(tree, parts, has_objects=True)
-    return unflatten(spec, [on_leaf(one) if _children(one)[0] == "leaf" else on_object(one) for one in parts])
+    parts, spec = flatten(tree, _is_object)
+    return unflatten(spec, [on_object(one) if _is_object(one) else on_leaf(one) for one in parts])
 
 
 def copied(tree: Any) -> Any:
@@ -131,11 +160,13 @@ def copied(tree: Any) -> Any:
 
 def holds_objects(tree: Any) -> bool:
     """Return whether a batch holds objects that move by a method `to` of their own, beside its leaves."""
-    return any(node.kind == "constant" and _moves_itself(node.value) for _, node in _nodes(flatten(tree)[1]))
+    return any(node.kind == "constant" and _is_object(node.value) for _, node in _nodes(flatten(tree)[1]))
 
 
-def _moves_itself(value: Any) -> bool:
-    return not (is_plain(value) or isinstance(value, type)) and callable(getattr(value, "to", None))
+def _is_object(node: Any) -> bool:
+    if is_plain(node) or not callable(getattr(node, "to", None)) or isinstance(node, torch.Tensor | type):
+        return False
+    return isinstance(node, PackedSequence) or _children(node)[0] == "constant"
 
 
 def sizes(tree: Any) -> Any:
@@ -215,8 +246,8 @@ def quoted(keys: Keys) -> str:
     return f" {'.'.join(map(str, keys))!r}" if keys else ""
 
 
-def difference(first: TreeSpec, other: TreeSpec) -> str | None:
-    """Return the first difference of another shard's spec from shard 0's, in words; None if they are equal.
+def difference(first: TreeSpec, other: TreeSpec, of: str = "shard 0") -> str | None:
+    """Return the first difference of another spec from that `of` shard 0, in words; None if they are equal.
 
     The order of keys does not count.
     """
@@ -224,7 +255,7 @@ def difference(first: TreeSpec, other: TreeSpec) -> str | None:
     for keys in here | there:
         one, two = here.get(keys), there.get(keys)
         if one is None or two is None or not _alike(one, two):
-            return f"output{quoted(keys)} is {_noun(two)}, that of shard 0 is {_noun(one)}"
+            return f"output{quoted(keys)} is {_noun(two)}, that of {of} is {_noun(one)}"
     return None
 
 
@@ -254,7 +285,7 @@ def _noun(spec: TreeSpec | None) -> str:
 
 def _children(node: Any) -> tuple[Kind, Keys, tuple[Any, ...]]:
     """Open one node: its kind, and the keys and values it holds."""
-    if isinstance(node, torch.Tensor) or (isinstance(node, np.ndarray) and node.dtype.kind != "O"):
+    if isinstance(node, torch.Tensor | Ragged) or (isinstance(node, np.ndarray) and node.dtype.kind != "O"):
         return "leaf", (), ()
     if _is_namedtuple(type(node)):
         return "namedtuple", type(node)._fields, tuple(node)
@@ -302,14 +333,10 @@ def _is_namedtuple(cls: type[Any]) -> bool:
     return issubclass(cls, tuple) and hasattr(cls, "_fields") and hasattr(cls, "_make")
 
 
-def _describe(node: Any, leaves: list[Any], has_objects: bool = False) -> TreeSpec:
-    """Take a node apart: append its leaves to `leaves`, return the rest as a TreeSpec. `_build` is the inverse.
-
-    With `has_objects`, what `map_batch` takes as an object counts as a leaf.
-    """
+def _describe(node: Any, leaves: list[Any], is_whole: IsWhole | None = None) -> TreeSpec:
+    """Take a node apart: append its leaves to `leaves`, return the rest as a TreeSpec. `_build` is the inverse."""
     kind, keys, values = _children(node)
-    is_object = has_objects and (isinstance(node, PackedSequence) or (kind == "constant" and _moves_itself(node)))
-    if kind == "leaf" or is_object:
+    if kind == "leaf" or (is_whole is not None and is_whole(node)):
         leaves.append(node)
         return TreeSpec("leaf")
     if kind == "constant":
@@ -317,7 +344,7 @@ def _describe(node: Any, leaves: list[Any], has_objects: bool = False) -> TreeSp
     besides = node.default_factory if isinstance(node, defaultdict) else None
     if kind == "pytree":
         besides = take_apart(node)[2]
-    children = tuple(_describe(value, leaves, has_objects) for value in values)
+    children = tuple(_describe(value, leaves, is_whole) for value in values)
     return TreeSpec(kind, type(node), keys, children, besides)
 
 
