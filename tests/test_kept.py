@@ -323,6 +323,7 @@ def test_what_is_kept_belongs_to_a_jobs_identity_and_its_absence_changes_none() 
         {"after": "a:b"},
         {"dtype": "float16"},
         {"carry": ["id"]},
+        {"ragged": True},
     ]
     assert len({make(**one).fingerprint() for one in others} | {plain}) == len(others) + 1
     train = {"task": "train", "loss": "a:l", "optimizer": "a:o"}

@@ -78,7 +78,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8,
 
 @st.composite
 def entries(draw: st.DrawFn) -> list[Any]:
-    """The outputs of some rows: one nesting of leaves, of which each has a dtype and a way to vary from row to row."""
+    """The outputs of some rows: one nesting of leaves; each leaf has a dtype and a way to vary from row to row."""
     leaf = st.tuples(st.sampled_from(DTYPES), st.sampled_from(["scalar", "list", "inner", "any"]), st.booleans())
     nesting = draw(
         st.recursive(
@@ -110,6 +110,7 @@ def entries(draw: st.DrawFn) -> list[Any]:
     return [entry(nesting) for _ in range(draw(st.integers(1, 12)))]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(entries(), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
 def test_what_rows_hold_comes_back_from_the_files(
@@ -189,6 +190,7 @@ def files_of(run: Path) -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in sorted((run / "outputs").iterdir())}
 
 
+@pytest.mark.slow
 def test_a_detectors_boxes_are_lists_in_the_files_of_any_number_of_workers(tmp_path: Path) -> None:
     result = dp_ray.run(**keys(workers=0), storage=str(tmp_path), name="run", quiet=True)
     wanted = expected()
@@ -216,6 +218,7 @@ def test_a_detectors_boxes_are_lists_in_the_files_of_any_number_of_workers(tmp_p
     assert loaded["train"]["boxes"][:] == first["boxes"].to_pylist()
 
 
+@pytest.mark.slow
 def test_a_killed_prediction_of_boxes_ends_with_the_same_files(tmp_path: Path) -> None:
     job = Job.make(keys(workers=2), "job")
     run_group(job, tmp_path / "whole")

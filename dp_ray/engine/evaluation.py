@@ -17,7 +17,7 @@ from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
-from dp_ray.engine.world import gathered
+from dp_ray.engine.world import CPU, gathered
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -40,7 +40,7 @@ def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
         where, made = f"metrics.{name}", metric
         if isinstance(metric, Target):
             made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
-            if not callable(made):
+            if not callable(made) and not keeps_state(made):
                 raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
         (states if keeps_state(made) else functions)[name] = made
         if keeps_state(made) and job.num_shards > 1:
@@ -92,7 +92,7 @@ class Evaluation:
     clock: StepClock = field(default_factory=SilentClock)
 
     def __post_init__(self) -> None:
-        self._states = {name: metric.to(self.device) for name, metric in self.states.items()}
+        self._states = {name: _moved(metric, self.device) for name, metric in self.states.items()}
         self._has_loss = self.job.loss is not None or self.job.step is not None
         self._names = self.measures.names(self._has_loss)
 
@@ -179,7 +179,7 @@ class Evaluation:
             metric = own.setdefault(name, copy.deepcopy(fresh))
             with reraise_as(f"metrics.{name}", lambda _: describe_compared(outputs, target)):
                 if isinstance(outputs, torch.Tensor):
-                    metric.to(outputs.device)
+                    _moved(metric, outputs.device)
                 metric.update(outputs, target)
 
     def _computed(self, states: dict[int, dict[str, Any]]) -> dict[str, float]:
@@ -187,7 +187,7 @@ class Evaluation:
         if not self._states:
             return {}
         if dist.is_initialized():  # to be sent to workers that have other GPUs
-            states = {shard: {name: metric.cpu() for name, metric in own.items()} for shard, own in states.items()}
+            states = {at: {name: _moved(one, CPU) for name, one in own.items()} for at, own in states.items()}
         by_shard = {shard: own for theirs in gathered(states) for shard, own in theirs.items()}
         measured: dict[str, float] = {}
         for name in self._states:
@@ -199,6 +199,11 @@ class Evaluation:
                 raise JobError(f"metrics: two give {', '.join(sorted(twice))}, one of them {name}; rename one")
             measured.update(numbers)
         return measured
+
+
+def _moved(metric: Any, device: torch.device) -> Any:
+    """Return a metric with its state on the device; one that holds no tensors may have no `to`."""
+    return metric.to(device) if hasattr(metric, "to") else metric
 
 
 def merged(name: str, metrics: Sequence[Any]) -> Any:
