@@ -17,10 +17,11 @@ from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
+from dp_ray.engine.whole_batch import ShardOutput, build_over_batch, merge, seed_of_batch
 from dp_ray.engine.world import CPU, gathered
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Target
+from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bound, build, keeps_state, resolve
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
@@ -37,6 +38,8 @@ def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
     functions: dict[str, Any] = {}
     states: dict[str, Any] = {}
     for name, metric in job.metrics.items():
+        if is_over_batch(metric):
+            continue  # an evaluation measures it of each batch
         where, made = f"metrics.{name}", metric
         if isinstance(metric, Target):
             made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
@@ -93,8 +96,15 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         self._states = {name: _moved(metric, self.device) for name, metric in self.states.items()}
-        self._has_loss = self.job.loss is not None or self.job.step is not None
+        self._has_loss = self.job.loss_of_shards
+        self._over_batch = build_over_batch(self.job, self.device)
         self._names = self.measures.names(self._has_loss)
+        if "loss" in self._over_batch:
+            self._names = ["loss", *self._names]
+        self._names += [name for name in self._over_batch if name != "loss"]
+        # The columns of what is measured of each shard.
+        first = 2 * self.job.loss_over_batch
+        self._of_shards = slice(first, first + 2 * len(self.measures.names(self._has_loss)))
 
     def run(
         self, model: nn.Module, work: Work, steps: Iterator[LoadedStep]
@@ -112,6 +122,7 @@ class Evaluation:
         with evaluating(model) as buffers:
             seeds = ForwardSeeds(self.job.seed, model, self.device)
             for loaded in map(self.forwards.begin, steps):
+                own: list[ShardOutput] = []
                 for shard, _, batch in loaded.loaded:
                     if not shard.rows:
                         continue
@@ -125,14 +136,19 @@ class Evaluation:
                                 step_output, row = self.forwards.run(self._shard, model, shard, batch)
                             buffers.restore()
                             if row is not None:
-                                sums[shard.shard, :-1] += row
+                                sums[shard.shard, self._of_shards] += row
                             self._update_states(step_output, states.setdefault(shard.shard, {}))
+                    if self._over_batch:
+                        own.append(ShardOutput(shard, step_output.outputs, step_output.target))
                     yield EvaluatedShard(shard, batch, step_output)
                 ran = sum(shard.rows > 0 for shard in loaded.shards)
                 for dummy in self.forwards.dummies(work.split, loaded.step, ran, work.done):
                     with torch.no_grad():
                         self.forwards.run(self._shard, model, None, copied(dummy.batch))
                     buffers.restore()
+                if self._over_batch:
+                    with torch.no_grad(), locating(f"evaluation step {loaded.step}"):
+                        self._measure_batch(own, loaded.whole, sums)
                 yield StepEnd(loaded.step)
             sums[0, -1] = rows
             measured = self._measured(sums, states)
@@ -171,6 +187,20 @@ class Evaluation:
             row = as_tensor(row_of(measured, self.device), self.device) if measured else None
         self.clock.enter(Part.OTHER)
         return step_output, row
+
+    def _measure_batch(self, own: Sequence[ShardOutput], whole: Shard, sums: torch.Tensor) -> None:
+        """Add what sees the whole batch, weighed by rows, to the sums of own shards; every rank calls this."""
+        merged = merge(own, self.device, self.job.batch_dim)
+        if merged is None:
+            return
+        seed_of_batch(self.job.seed, whole, self.device)
+        for name, function in self._over_batch.items():
+            with autocast(self.job.precision, self.device):
+                value = merged.measure("the loss" if name == "loss" else f"metrics.{name}", function).double()
+            place = 2 * self._names.index(name)
+            for one in own:
+                sums[one.shard.shard, place] += value * one.shard.rows
+                sums[one.shard.shard, place + 1] += one.shard.rows
 
     def _update_states(self, step_output: StepOutput, own: dict[str, Any]) -> None:
         """Update the shard's own copies of the metrics with a state."""

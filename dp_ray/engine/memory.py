@@ -39,12 +39,13 @@ from dp_ray.engine.optimizer import build_optimizer
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved, seed_all
 from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.reduce import ShardLoss, ShardSums, Trained
+from dp_ray.engine.reduce import ShardSums, Trained
 from dp_ray.engine.sharded.build import recasts, shard_in_place
 from dp_ray.engine.sharded.deferred import CannotDefer, record
 from dp_ray.engine.sharded.reduce import ShardedReduction
 from dp_ray.engine.sharded.state import Sharded, SumScatter, casting_anew
 from dp_ray.engine.step import PredictInputs, build_step, run_step
+from dp_ray.engine.whole_batch import shard_loss
 from dp_ray.engine.world import CPU, World
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
@@ -230,7 +231,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self._step = build_step(self.job, self.world)
-        self._loss = ShardLoss(self.model, self._step, build_metrics(self.job)[0], self.job, self.world.device)
+        self._loss = shard_loss(self.model, self._step, build_metrics(self.job)[0], self.job, self.world.device)
         trained = Trained(self._loss, {}, [], None, Buffers(self.model), SilentClock())
         self._reduction = None if self.sharded is None else ShardedReduction(trained, self.sharded, False)
 

@@ -26,7 +26,7 @@ from dp_ray.engine.user_code import OF_SHARDS, describe_compared, describe_input
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Target
+from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bind, bound, resolve
 from dp_ray.plan.split import Shard
 from dp_ray.tensors.files import is_sharded, moved_batch
@@ -70,12 +70,13 @@ class Weighted(NamedTuple):
 def build_step(job: Job, world: World) -> Step:
     """Return the user's step, or the plain one: the model on the inputs, the loss on its outputs and the target.
 
-    If the model is on several devices, the target is moved to the device of the outputs.
+    If the model is on several devices, the target is moved to the device of the outputs. With a loss over the batch,
+    a step only gives outputs and target.
     """
     if job.step is not None:
         step: Step = bound("step", job.step)
-        return step
-    loss = None if job.loss is None else build_loss(job.loss, world.devices[-1], job.batch_dim)
+        return _without_loss(step) if job.loss_over_batch else step
+    loss = None if job.loss is None or job.loss_over_batch else build_loss(job.loss, world.devices[-1], job.batch_dim)
     has_several, inputs_of = len(world.devices) > 1, ModelInputs(job)
 
     calls_with_one, gives_first = job.call in ("auto", "one"), job.gives_first
@@ -108,6 +109,26 @@ def build_step(job: Job, world: World) -> Step:
             raise_as(error, "loss", lambda _: describe_compared(outputs, target))
 
     return plain_step
+
+
+def _without_loss(step: Step) -> Step:
+    """Return the user's step beside a loss over the batch: it gives `{"outputs": ..., "target": ...}`."""
+
+    def outputs_step(model: nn.Module, batch: Any) -> StepOutput:
+        returned = step(model, batch)
+        if (
+            not isinstance(returned, Mapping)
+            or "outputs" not in returned
+            or not returned.keys() <= {"outputs", "target"}
+        ):
+            got = f"the keys {list(returned)}" if isinstance(returned, Mapping) else _kind(returned)
+            raise ModelError(
+                "with a loss over the batch, step returns a mapping with 'outputs', and maybe 'target', which the "
+                f"loss gets once those of all shards are there; got {got}"
+            )
+        return StepOutput(**returned)
+
+    return outputs_step
 
 
 def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
@@ -470,15 +491,25 @@ def _num_positional(model: nn.Module) -> tuple[int, float]:
 def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:
     """Return the job's loss as a function of (outputs, target); torch's own losses are built unreduced.
 
-    Raises JobError if it cannot be called, has parameters to train, or asks for a reduction that has no mean over
-    the whole global batch.
+    One that is over the batch is built as it is. Raises JobError if it cannot be called, has parameters to train, or
+    asks for a reduction that has no mean over the whole global batch.
     """
-    loss = _from_target(spec, batch_dim) if isinstance(spec, Target) else _unreduced(spec, batch_dim)
+    sees_all = is_over_batch(spec)
+    if sees_all:
+        loss = bind("loss", spec)() if inspect.isclass(resolve("loss", spec)) else bound("loss", spec)
+    else:
+        loss = _from_target(spec, batch_dim) if isinstance(spec, Target) else _unreduced(spec, batch_dim)
     if isinstance(loss, nn.Module):
         if any(parameter.requires_grad for parameter in loss.parameters()):
-            raise JobError("loss: has parameters of its own to train; make it a part of the model, and use step")
+            advice = "make it a part of the model, and use step"
+            if sees_all:
+                advice = (
+                    "make them the model's, and return them beside its outputs: what has no rows is taken from the "
+                    "first shard"
+                )
+            raise JobError(f"loss: has parameters of its own to train; {advice}")
         loss = loss.to(device)
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+    if not sees_all and isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return functools.partial(_of_classes, loss)
     if not callable(loss):
         raise JobError(f"loss: must be a function of (outputs, target), got {_kind(loss)}")

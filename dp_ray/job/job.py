@@ -13,7 +13,7 @@ from pydantic import ValidationError, model_validator
 
 from dp_ray.errors import JobError
 from dp_ray.job.errors import explain
-from dp_ray.job.keys import JobKeys, Scheduler, ShuffleBlocks, Target, describe_target
+from dp_ray.job.keys import JobKeys, Scheduler, ShuffleBlocks, Target, describe_target, is_over_batch
 from dp_ray.plan.costs import profiled_of
 from dp_ray.text import counted, hide, hide_in, hide_in_as_before
 
@@ -37,6 +37,16 @@ class MeasuringKeys(JobKeys):
             return ()
         has_loss = self.loss is not None or self.step is not None
         return tuple(f"eval_{name}" for name in (["loss", *self.metrics] if has_loss else self.metrics))
+
+    @property
+    def loss_over_batch(self) -> bool:
+        """Whether the loss sees the outputs of the whole batch at once."""
+        return is_over_batch(self.loss)
+
+    @property
+    def loss_of_shards(self) -> bool:
+        """Whether each shard has a loss of its own."""
+        return (self.loss is not None or self.step is not None) and not self.loss_over_batch
 
     @property
     def watched(self) -> dict[str, str]:
@@ -175,8 +185,11 @@ class Job(MeasuringKeys):
             and self.scheduler.per != "epoch"
         ):
             yield "scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch"
-        if self.step is not None and self.loss is not None:
-            yield "loss: is not used, because step computes the loss; leave loss or step out"
+        if self.step is not None and self.loss is not None and not self.loss_over_batch:
+            yield (
+                "loss: is not used, because step computes the loss; leave loss or step out, or let the loss see the "
+                "whole batch (over: batch) and step return {'outputs': ..., 'target': ...}"
+            )
 
     def _of_sharding(self) -> Iterator[str]:
         """Yield keys that `strategy: fsdp` contradicts."""

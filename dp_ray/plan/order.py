@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
-Purpose = Literal["dataset", "sample", "collate", "forward", "after", "update", "generator", "sweep"]
+Purpose = Literal["dataset", "sample", "collate", "forward", "after", "update", "loss", "generator", "sweep"]
 
 LIMIT = 2**63
 

@@ -200,7 +200,8 @@ def with_loss_check(job: Job, first: int, world: World, on_shard: OnShard, notif
                 f"loss: the loss of a row depends on the other rows of its shard: that of step 0, shard 0 sums up to "
                 f"{losses.together:.6g}, and with one of its {shard.rows} rows apart to "
                 f"{losses.first + losses.others:.6g}; so each of the {job.num_shards} shards has its own, and their "
-                "number counts. With shards: 1 it is that of the whole batch"
+                "number counts. With over: batch it sees the whole batch, and returns one number: "
+                "loss: {target: ..., over: batch}"
             )
 
     return on_shard_with_check
