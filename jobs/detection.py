@@ -56,9 +56,9 @@ def detector(width: int = 16) -> nn.Module:
 
     backbone = nn.Sequential(
         nn.Conv2d(3, width, 3, 2, 1), nn.ReLU(), nn.Conv2d(width, width, 3, 2, 1), nn.ReLU(),
-        nn.Conv2d(width, 256, 3, 2, 1), nn.ReLU(),
+        nn.Conv2d(width, 4 * width, 3, 2, 1), nn.ReLU(),
     )  # fmt: skip
-    backbone.out_channels = 256  # type: ignore[assignment]  # RetinaNet asks for it
+    backbone.out_channels = 4 * width  # type: ignore[assignment]  # RetinaNet asks for it
     anchors = AnchorGenerator(((12, 16, 24),), ((1.0,),))
     model: nn.Module = RetinaNet(
         backbone, num_classes=3, min_size=64, max_size=64, anchor_generator=anchors, detections_per_img=8

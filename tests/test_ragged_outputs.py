@@ -41,11 +41,8 @@ class Found(NamedTuple):
 
 def same(one: Any, other: Any) -> bool:
     """Whether two nestings hold the same types, dtypes, shapes and bits, by plain torch and Python."""
-    if isinstance(one, torch.Tensor):
-        equal = one.dtype == other.dtype and one.shape == other.shape
-        return (
-            equal and one.contiguous().numpy(force=True).tobytes() == other.contiguous().numpy(force=True).tobytes()
-        )
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        one, other = one.numpy(), other.numpy()
     if isinstance(one, np.ndarray):
         return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
     if type(one) is not type(other):
