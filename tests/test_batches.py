@@ -13,9 +13,12 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence, unpa
 from torch.utils.data import Dataset
 
 import dp_ray
+from dp_ray.driver.replay import replay
 from dp_ray.engine.bad_samples import not_finite
+from dp_ray.engine.inspect_step import OF_ANY_FORM
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
+from dp_ray.tasks.replay import StepChoice
 from dp_ray.tensors.files import moved_batch
 from dp_ray.tensors.tree import copied, holds_objects
 from tests.support.group import StopsBefore, history_of, run_group, weights_of
@@ -262,6 +265,26 @@ def test_an_evaluation_measures_lists_and_needs_no_loss(tmp_path: Path) -> None:
     watched = {**more, "checkpoint": {"best": "eval_loss"}}
     with pytest.raises(JobError, match=r"checkpoint.best.metric: eval measures eval_of_median, eval_of_rows; got"):
         dp_ray.run(**keys("lists", workers=0, **watched), storage=str(tmp_path), name="watched", quiet=True)
+
+
+@pytest.mark.slow
+def test_a_replay_says_that_the_losses_of_rows_are_not_known(tmp_path: Path) -> None:
+    for form in (*FORMS, "dense"):
+        more = {"step": f"{HERE}:dense_step"} if form == "dense" else {}
+        dp_ray.run(**keys(form, workers=0, **more), storage=str(tmp_path), name=form, quiet=True)
+        (replayed,) = replay(str(tmp_path / form), StepChoice(1), lambda line: None)
+        assert replayed.loss == replayed.history_loss
+        assert (replayed.row_losses == OF_ANY_FORM) == (form != "dense")
+        assert all((row.loss is None) == (form != "dense") for row in replayed.rows)
+
+
+def as_dense(items: list[Any]) -> dict[str, torch.Tensor]:
+    return {"first": torch.stack([numbers[0] for numbers, _ in items])}
+
+
+def dense_step(model: Any, batch: dict[str, torch.Tensor]) -> Any:
+    errors = model.of(batch["first"], batch["first"]) ** 2
+    return errors.sum(), len(errors)
 
 
 def without_loss(model: nn.Module, batch: Any) -> dict[str, Any]:

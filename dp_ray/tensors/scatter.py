@@ -7,7 +7,7 @@
 {'x': tensor([0, 1, 2, 3, 4]), 'name': 'odd'}
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from dp_ray.errors import DataError, ModelError
 from dp_ray.plan.split import chunk_bounds
-from dp_ray.tensors.tree import Leaf, Ragged, difference, flatten, leaf_keys, quoted, unflatten
+from dp_ray.tensors.tree import Leaf, Ragged, difference, flatten, leaf_keys, nodes, quoted, unflatten
 from dp_ray.text import listed
 
 
@@ -141,12 +141,11 @@ def may_have_lists_of_rows(tree: Any, rows: int) -> bool:
 
     A list of as many tensors that each hold all rows looks the same. Of tuples, only those of mappings count.
     """
-    if isinstance(tree, Mapping):
-        return any(may_have_lists_of_rows(one, rows) for one in tree.values())
-    if not isinstance(tree, list | tuple):
-        return False
-    is_of_rows = len(tree) == rows and (isinstance(tree, list) or all(isinstance(one, Mapping) for one in tree))
-    return is_of_rows or any(may_have_lists_of_rows(one, rows) for one in tree)
+    return any(
+        len(node.children) == rows
+        and (node.kind == "list" or (node.kind == "tuple" and all(one.kind == "mapping" for one in node.children)))
+        for _, node in nodes(flatten(tree)[1])
+    )
 
 
 def rows_dim(leaf: Leaf, dim: int) -> int:

@@ -160,7 +160,7 @@ def copied(tree: Any) -> Any:
 
 def holds_objects(tree: Any) -> bool:
     """Return whether a batch holds objects that move by a method `to` of their own, beside its leaves."""
-    return any(node.kind == "constant" and _is_object(node.value) for _, node in _nodes(flatten(tree)[1]))
+    return any(node.kind == "constant" and _is_object(node.value) for _, node in nodes(flatten(tree)[1]))
 
 
 def _is_object(node: Any) -> bool:
@@ -227,18 +227,19 @@ def _can_lack(spec: TreeSpec, lost: Set[Any]) -> bool:
 
 def leaf_keys(spec: TreeSpec) -> list[Keys]:
     """Return the keys from the root to each leaf, in leaf order."""
-    return [keys for keys, node in _nodes(spec) if node.kind == "leaf"]
+    return [keys for keys, node in nodes(spec) if node.kind == "leaf"]
 
 
 def ends(spec: TreeSpec) -> list[Keys]:
     """Return the keys from the root to each leaf, constant and empty container."""
-    return [keys for keys, node in _nodes(spec) if not node.children]
+    return [keys for keys, node in nodes(spec) if not node.children]
 
 
-def _nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
+def nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
+    """Yield all nodes of a tree, each with the keys that lead to it, before those below it."""
     yield above, spec
     for key, child in zip(spec.keys, spec.children, strict=True):
-        yield from _nodes(child, (*above, key))
+        yield from nodes(child, (*above, key))
 
 
 def quoted(keys: Keys) -> str:
@@ -251,7 +252,7 @@ def difference(first: TreeSpec, other: TreeSpec, of: str = "shard 0") -> str | N
 
     The order of keys does not count.
     """
-    here, there = dict(_nodes(first)), dict(_nodes(other))
+    here, there = dict(nodes(first)), dict(nodes(other))
     for keys in here | there:
         one, two = here.get(keys), there.get(keys)
         if one is None or two is None or not _alike(one, two):
