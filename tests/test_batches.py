@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence, unpa
 from torch.utils.data import Dataset
 
 import dp_ray
+from dp_ray.driver.planning import plan_memory_of
 from dp_ray.driver.replay import replay
 from dp_ray.engine.bad_samples import not_finite
 from dp_ray.engine.inspect_step import OF_ANY_FORM
@@ -285,6 +286,18 @@ def as_dense(items: list[Any]) -> dict[str, torch.Tensor]:
 def dense_step(model: Any, batch: dict[str, torch.Tensor]) -> Any:
     errors = model.of(batch["first"], batch["first"]) ** 2
     return errors.sum(), len(errors)
+
+
+def test_the_memory_of_lists_is_planned_and_that_of_objects_said_not_to_be() -> None:
+    assert plan_memory_of(job("lists", workers=2), 1.0).workers[0].devices[0].activations > 0
+    with pytest.raises(JobError, match="collate: the collate makes objects whose tensors cannot be replaced by ones"):
+        plan_memory_of(job("graph", workers=2), 1.0)
+
+
+def test_the_number_of_shards_is_found_for_a_batch_of_any_form(tmp_path: Path) -> None:
+    for form in FORMS:
+        keep = keys(form, workers=0, shards="auto", max_steps=1)
+        assert dp_ray.run(**keep, storage=str(tmp_path), name=form, quiet=True).shards == 1
 
 
 def without_loss(model: nn.Module, batch: Any) -> dict[str, Any]:

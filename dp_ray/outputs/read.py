@@ -264,11 +264,18 @@ def read_previews(run: Storage) -> list[Preview]:
 
 
 def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) -> Iterator[Preview]:
-    """Yield the previews of some rows of a batch, by its first tensor."""
-    leaf = next((one for one in flatten(inputs)[0] if isinstance(one, torch.Tensor)), None)
-    if leaf is None or leaf.ndim <= batch_dim or leaf.shape[batch_dim] != len(indices):
+    """Yield the previews of some rows of a batch, by its first tensor; of a list of images, by these."""
+    tensors = [one for one in flatten(inputs)[0] if isinstance(one, torch.Tensor)]
+    if (
+        isinstance(inputs, list | tuple)
+        and len(tensors) == len(inputs) == len(indices)
+        and all(map(_is_image, tensors))
+    ):
+        kept: Any = [tensors[at].detach().cpu() for at in rows]
+    elif tensors and tensors[0].ndim > batch_dim and tensors[0].shape[batch_dim] == len(indices):
+        kept = tensors[0].movedim(batch_dim, 0)[list(rows)].detach().cpu()
+    else:
         return
-    kept = leaf.movedim(batch_dim, 0)[list(rows)].detach().cpu()
     for sample, row in zip((indices[at] for at in rows), kept, strict=True):
         pixels = thumbnail(row)
         if pixels is not None:
@@ -278,6 +285,10 @@ def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) ->
             if row.numel() > NUMBERS:
                 text += f" ... ({'x'.join(map(str, row.shape))})"
             yield Preview(int(sample), text=text)
+
+
+def _is_image(row: torch.Tensor) -> bool:
+    return thumbnail(row) is not None
 
 
 def thumbnail(row: torch.Tensor) -> torch.Tensor | None:
