@@ -1,6 +1,7 @@
 """Evaluation: means over a whole dataset, each sample counted once, the same bits on any number of workers."""
 
 import copy
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,10 +15,10 @@ from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds
-from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, as_tensor, row_of, run_step
+from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
 from dp_ray.engine.whole_batch import ShardOutput, build_over_batch, merge, seed_of_batch
-from dp_ray.engine.world import gathered
+from dp_ray.engine.world import CPU, gathered
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
@@ -25,6 +26,8 @@ from dp_ray.job.targets import bound, build, keeps_state, resolve
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.tree import copied
+
+NO_LOSS = Weighted(torch.zeros(()), math.inf)  # of a step that gives none in an evaluation: no weight, no mean
 
 
 def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
@@ -40,7 +43,7 @@ def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
         where, made = f"metrics.{name}", metric
         if isinstance(metric, Target):
             made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
-            if not callable(made):
+            if not callable(made) and not keeps_state(made):
                 raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
         (states if keeps_state(made) else functions)[name] = made
         if keeps_state(made) and job.num_shards > 1:
@@ -70,7 +73,10 @@ class EvaluatedShard(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The mean of the loss and of each metric over all samples, the same on every rank, and over how many rows."""
+    """The mean of the loss and of each metric over all samples, the same on every rank, and over how many rows.
+
+    There is no loss if the user's step gives none in an evaluation.
+    """
 
     metrics: dict[str, float]
     rows: float
@@ -89,7 +95,7 @@ class Evaluation:
     clock: StepClock = field(default_factory=SilentClock)
 
     def __post_init__(self) -> None:
-        self._states = {name: metric.to(self.device) for name, metric in self.states.items()}
+        self._states = {name: _moved(metric, self.device) for name, metric in self.states.items()}
         self._has_loss = self.job.loss_of_shards
         self._over_batch = build_over_batch(self.job, self.device)
         self._names = self.measures.names(self._has_loss)
@@ -159,7 +165,8 @@ class Evaluation:
         if not rows:
             raise DataError("evaluation: all samples were set aside, so there is nothing to measure")
         pairs = zip(self._names, totals[::2], totals[1::2], strict=True)
-        means = {name: total / weight if weight else float("nan") for name, total, weight in pairs}
+        weighed = [(name, total, weight) for name, total, weight in pairs if name != "loss" or weight != math.inf]
+        means = {name: total / weight if weight else float("nan") for name, total, weight in weighed}
         computed = self._computed(states)
         if twice := means.keys() & computed.keys():
             raise JobError(f"metrics: two give {', '.join(sorted(twice))}; rename one")
@@ -172,7 +179,10 @@ class Evaluation:
             step_output = run_step(self.step, model, batch)
             if shard is None:
                 return step_output, None
-            loss = [self.measures.loss(step_output, shard.rows)] if self._has_loss else []
+            loss = []
+            if self._has_loss:
+                has_loss = step_output.loss is not None
+                loss = [self.measures.loss(step_output, shard.rows) if has_loss else NO_LOSS]
             measured = [*loss, *self.measures(step_output, shard.rows)]
             row = as_tensor(row_of(measured, self.device), self.device) if measured else None
         self.clock.enter(Part.OTHER)
@@ -199,7 +209,7 @@ class Evaluation:
             metric = own.setdefault(name, copy.deepcopy(fresh))
             with reraise_as(f"metrics.{name}", lambda _: describe_compared(outputs, target)):
                 if isinstance(outputs, torch.Tensor):
-                    metric.to(outputs.device)
+                    _moved(metric, outputs.device)
                 metric.update(outputs, target)
 
     def _computed(self, states: dict[int, dict[str, Any]]) -> dict[str, float]:
@@ -207,7 +217,7 @@ class Evaluation:
         if not self._states:
             return {}
         if dist.is_initialized():  # to be sent to workers that have other GPUs
-            states = {shard: {name: metric.cpu() for name, metric in own.items()} for shard, own in states.items()}
+            states = {at: {name: _moved(one, CPU) for name, one in own.items()} for at, own in states.items()}
         by_shard = {shard: own for theirs in gathered(states) for shard, own in theirs.items()}
         measured: dict[str, float] = {}
         for name in self._states:
@@ -219,6 +229,11 @@ class Evaluation:
                 raise JobError(f"metrics: two give {', '.join(sorted(twice))}, one of them {name}; rename one")
             measured.update(numbers)
         return measured
+
+
+def _moved(metric: Any, device: torch.device) -> Any:
+    """Return a metric with its state on the device; one that holds no tensors may have no `to`."""
+    return metric.to(device) if hasattr(metric, "to") else metric
 
 
 def merged(name: str, metrics: Sequence[Any]) -> Any:

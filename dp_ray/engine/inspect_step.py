@@ -19,11 +19,11 @@ from dp_ray.engine.random import ForwardSeeds, preserved
 from dp_ray.engine.step import Metrics, Step, StepOutput, run_step, weighted_sum
 from dp_ray.engine.user_code import locating, location, reraise_as
 from dp_ray.engine.whole_batch import BatchLoss, detached, shard_loss
-from dp_ray.errors import ModelError
+from dp_ray.errors import DataError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Split
-from dp_ray.tensors.scatter import scatter
-from dp_ray.tensors.tree import copied, flatten
+from dp_ray.tensors.scatter import may_have_lists_of_rows, num_rows, scatter
+from dp_ray.tensors.tree import copied, flatten, holds_objects
 
 
 class RowLosses(NamedTuple):
@@ -42,6 +42,7 @@ MEANS = "the mean of what the loss returned for a row's elements"
 OF_OUTPUTS = "the loss of each row's outputs and target, one row at a time"
 OF_BATCH = "the norm of the gradient that the loss of the whole batch gives a row's outputs"
 ALONE = "each row run alone, with the model in eval mode: not the numbers of the step itself"
+OF_ANY_FORM = "not known: not all that the collate gave are tensors with one row for each sample"
 
 
 class Place(NamedTuple):
@@ -231,14 +232,28 @@ def row_losses(
         return RowLosses(by_row.mean(1).tolist(), OWN if numbers.numel() == rows else MEANS)
     try:
         with preserved(device), autocast(job.precision, device):
+            compared = (step_output.outputs, step_output.target)
+            if job.collate is not None and not all(
+                _has_rows(one, rows, job.batch_dim) for one in (compared if compare is not None else [batch])
+            ):
+                return RowLosses([], OF_ANY_FORM)
             if compare is not None:
-                pairs = _by_row("the outputs have", (step_output.outputs, step_output.target), rows, job.batch_dim)
+                pairs = _by_row("the outputs have", compared, rows, job.batch_dim)
                 return RowLosses([_mean(compare(*pair)) for pair in pairs], OF_OUTPUTS)
             with evaluating(model):
                 batches = _by_row("the batch has", batch, rows, job.batch_dim)
                 return RowLosses([_mean(run_step(step, model, one).loss) for one in batches], ALONE)
     except Exception as error:  # a user's loss or step may take no single row
         return RowLosses([], f"not known: one row alone raises {type(error).__name__}: {error}")
+
+
+def _has_rows(tree: Any, rows: int, batch_dim: int) -> bool:
+    """Return whether the rows of what a collate of the user's has made, or of what came of it, can be told apart."""
+    try:
+        is_cut = num_rows(tree, batch_dim) == rows
+    except DataError:
+        return False
+    return is_cut and not holds_objects(tree) and not may_have_lists_of_rows(tree, rows)
 
 
 def _by_row(what: str, tree: Any, rows: int, batch_dim: int) -> list[Any]:

@@ -55,8 +55,8 @@ from dp_ray.job.targets import build, resolve
 from dp_ray.plan.costs import USABLE, DeviceMemory, MemoryPlan, WorkerMemory, shards_of_worker, worker_counts
 from dp_ray.plan.split import Split, Work, chunk_sizes, worker_shards
 from dp_ray.system.process import patched
-from dp_ray.tensors.files import is_sharded, local
-from dp_ray.tensors.tree import map_leaves
+from dp_ray.tensors.files import is_sharded, local, moved_batch
+from dp_ray.tensors.tree import holds_objects, map_leaves
 
 Bytes: TypeAlias = Counter[str]  # by device
 
@@ -92,7 +92,7 @@ def shards_that_fit(job: Job, split: Split, workers: int, batch: Any, rows: int,
         return None
     try:
         with preserved(CPU):
-            here = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, batch)
+            here = moved_batch(batch, CPU)
             held = FakeShard(job, here, rows, True).whole()
     except Exception:  # an estimate must not take the place of the error that counts
         return None
@@ -298,10 +298,11 @@ class FakeShard:
     ) -> "Runner":
         """Make what runs the shard: a training's loss, or the model alone."""
         world = World(device=input_device(self.job, model, devices), all_devices=tuple(devices))
-        batch = map_leaves(
-            lambda leaf: mode.from_tensor(leaf).to(world.device) if isinstance(leaf, torch.Tensor) else leaf,
-            self.batch,
-        )
+        if holds_objects(self.batch):
+            says = "the collate makes objects whose tensors cannot be replaced by ones without memory"
+            raise JobError(f"collate: {says}, so memory is not planned")
+        fake = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.batch)
+        batch = moved_batch(fake, world.device)
         return Runner(self.job, model, world, batch, self.rows, sharded)
 
     def _with_optimizer(self, model: nn.Module, live: LiveMemory, held: Held) -> Held:

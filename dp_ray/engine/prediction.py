@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ from dp_ray.job.samples import Indices
 from dp_ray.job.targets import bound, build, resolve
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Work
-from dp_ray.tensors.tree import Keys, Leaf, copied, ends, flatten, subtree, unflatten
+from dp_ray.tensors.ragged import without_lists
+from dp_ray.tensors.tree import Keys, Leaf, Ragged, copied, ends, flatten, subtree, unflatten
 from dp_ray.text import did_you_mean
 
 AFTER = "outputs.after"
@@ -49,6 +50,7 @@ class OutputSelector:
     def __init__(self, job: Job, device: torch.device) -> None:
         self.after = None if job.outputs.after is None else _built(job, device)
         self._takes_inputs = self.after is not None and takes_inputs(self.after)
+        self._is_ragged = job.outputs.ragged
         self._keep = job.outputs.keep
         self._dtype: torch.dtype | None = job.outputs.dtype and getattr(torch, job.outputs.dtype)
         self._reported: set[str] = set()  # outputs that `dtype` has made infinite
@@ -56,13 +58,16 @@ class OutputSelector:
     def __call__(self, outputs: Any, inputs: Any, shard: Shard) -> tuple[Any, list[str]]:
         """Return what is kept of a shard's outputs, and a line for the user for each that `dtype` makes infinite.
 
-        An error names step and shard.
+        With `outputs.ragged`, lists with an entry for each row have become leaves. An error names step and shard.
         """
         if self.after is not None:
             with reraise_as(f"{location(shard)}: {AFTER}", lambda _, got=outputs: describe_input(got)):  # type: ignore[misc]
                 outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
             if not flatten(outputs)[0]:
                 raise ModelError(f"{location(shard)}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
+        if self._is_ragged:
+            with locating(location(shard)):
+                outputs = without_lists(outputs, shard.rows)
         if self._keep is not None:
             outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, location(shard)))
         if self._dtype is None:
@@ -70,8 +75,10 @@ class OutputSelector:
         leaves, spec = flatten(outputs)
         made, notes = [], []
         for path, leaf in zip(spec.paths, leaves, strict=True):
-            made.append(_as_dtype(path or WHOLE, leaf, self._dtype))
-            if path not in self._reported and _overflows(leaf, made[-1]):
+            numbers = leaf.data if isinstance(leaf, Ragged) else leaf
+            converted = _as_dtype(path or WHOLE, numbers, self._dtype)
+            made.append(replace(leaf, data=converted) if isinstance(leaf, Ragged) else converted)
+            if path not in self._reported and _overflows(numbers, converted):
                 self._reported.add(path)
                 what = f"{path or WHOLE} has numbers too large for {_name(self._dtype)}, which are kept as inf"
                 notes.append(f"outputs.dtype: {what} (first in {location(shard)})")

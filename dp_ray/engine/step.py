@@ -29,9 +29,9 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bind, bound, resolve
 from dp_ray.plan.split import Shard
-from dp_ray.tensors.files import is_sharded, moved
-from dp_ray.tensors.scatter import cut, gather, num_rows, rows_dim, scatter
-from dp_ray.tensors.tree import copied, flatten, map_leaves
+from dp_ray.tensors.files import is_sharded, moved_batch
+from dp_ray.tensors.scatter import cut, gather, may_have_lists_of_rows, num_rows, rows_dim, scatter
+from dp_ray.tensors.tree import copied, flatten
 from dp_ray.text import listed
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
@@ -40,7 +40,7 @@ Row: TypeAlias = list[Any] | torch.Tensor  # sums and weights of a shard: number
 
 
 class StepOutput(NamedTuple):
-    """The results of a step on one shard; a user's step may leave out all but the loss.
+    """The results of a step on one shard; a user's step may leave out all but the loss, in an evaluation that too.
 
     `compare` is the loss function, which made `loss` of `outputs` and `target`; None with a user's step.
     """
@@ -134,7 +134,8 @@ def _without_loss(step: Step) -> Step:
 def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
     """Call a step; it returns a loss, or a mapping `{"loss": ..., "outputs": ..., "target": ...}`.
 
-    Raises ModelError if the step raises, or if its mapping has no loss or other keys.
+    In an evaluation the mapping may lack the loss: a detector gives none then. Raises ModelError if the step raises,
+    or if its mapping has no loss or other keys.
     """
     try:
         returned = step(model, batch)
@@ -146,10 +147,11 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
         return returned
     if not isinstance(returned, Mapping):
         return StepOutput(returned)
-    if "loss" not in returned or not returned.keys() <= {"loss", "outputs", "target"}:
+    lacks_loss = "loss" not in returned and (model.training or "outputs" not in returned)
+    if lacks_loss or not returned.keys() <= {"loss", "outputs", "target"}:
         raise ModelError(
             f"step returned a mapping with the keys {list(returned)}; it must hold 'loss', and may hold 'outputs' "
-            "and 'target'"
+            "and 'target'; in an evaluation, 'outputs' are enough"
         )
     return StepOutput(**returned)
 
@@ -157,7 +159,7 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
 def beside(outputs: Any, target: Any) -> Any:
     """Move the target to the device of the first tensor of the outputs."""
     device = next((leaf.device for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)), None)
-    return target if device is None else map_leaves(lambda leaf: moved(leaf, device), target)
+    return target if device is None else moved_batch(target, device)
 
 
 def keywords_hint(model: nn.Module, inputs: Any, call: str, error: BaseException) -> str:
@@ -255,6 +257,8 @@ def _may_not_be_of_rows(value: Any, rows: int, outputs: Any, target: Any, batch_
     """
     if not isinstance(value, torch.Tensor):
         return False
+    if may_have_lists_of_rows(outputs, rows) or may_have_lists_of_rows(target, rows):
+        return False  # a trial of one row, and of two, cannot be cut from them
     if rows not in value.shape or list(value.shape).count(rows) > 1:
         return True
     others = (
@@ -319,8 +323,8 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
     if value.numel() < rows or not (rows in value.shape or value.shape[0] % rows == 0):
         raise ModelError(
             f"{what} returned {_kind(value)} for a shard of {rows} rows: one number for each row or element has the "
-            f"size [{rows}], [{rows}, ...] or [{rows} * n]; for one number per class, or for what a mask leaves, "
-            "return (sum, weight)"
+            f"size [{rows}], [{rows}, ...] or [{rows} * n]; for one number per class, or for what a mask or collate "
+            "leaves, return (sum, weight)"
         )
     return Weighted(total_of(value), value.numel())
 
@@ -615,7 +619,9 @@ def of_neighbours(
     and once more if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
     """
     try:
-        if rows < 2 or is_torchs(compare) or num_rows(seen, batch_dim) != rows:
+        if rows < 2 or is_torchs(compare) or any(may_have_lists_of_rows(one, rows) for one in seen):
+            return None
+        if num_rows(seen, batch_dim) != rows:
             return None
         together, size = _sum_and_size(value, rows)
         # The copies share the loss's parameters, which may be those of a large model.

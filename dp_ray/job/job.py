@@ -393,7 +393,9 @@ class Job(MeasuringKeys):
 def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a described job that can change its result; `outputs` without what is not set."""
     inner = job.get("outputs") or {} if job.get("task") == "predict" else {}
-    outputs = {key: value for key, value in inner.items() if value is not None and f"outputs.{key}" not in _LEFT_OUT}
+    outputs = {
+        key: value for key, value in inner.items() if value not in (None, False) and f"outputs.{key}" not in _LEFT_OUT
+    }
     return {**{key: value for key, value in job.items() if key not in _LEFT_OUT}, "outputs": outputs}
 
 

@@ -668,6 +668,9 @@ class Outputs(Strict):
     after: Targeted | None = None
     """A function of a shard's outputs, on its device: what it returns is kept in their place. If it has a parameter
     `inputs`, it gets the model's inputs too."""
+    ragged: bool = False
+    """Lists in the outputs have an entry for each row, like the boxes in each image. Entries may differ in size, and
+    may be dicts. false: the tensors in a list hold all rows each."""
     keep: Annotated[list[str], Field(min_length=1)] | None = None
     """The outputs that are kept, by path, like `[logits, hidden_states.0]`, or `hidden_states.*`. null: all of
     them."""

@@ -34,6 +34,7 @@ from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.steps.shapes import Probe, Recorder, encode_sizes
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import is_sharded
+from dp_ray.tensors.tree import sizes
 
 Hook = Callable[["TrainingView"], object]
 
@@ -167,9 +168,12 @@ def shape_reporter(recorder: Recorder, probe: Probe) -> OnShard:
     """Return a function that records each shard with the sizes that the model saw, and its milliseconds."""
 
     def on_shard(shard: Shard, batch: Any, step_output: StepOutput) -> None:
-        seen, milliseconds = probe.last()
+        seen, milliseconds = probe.last(shard.rows)
         if seen is None:  # the user's step bypassed the model's forward
-            seen, milliseconds = Sizes(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0
+            seen, milliseconds = (
+                Sizes(encode_sizes(sizes(batch)), encode_sizes(sizes(step_output.loss)), shard.rows),
+                0.0,
+            )
         recorder.on_shard(shard, seen, milliseconds)
 
     return on_shard

@@ -158,7 +158,7 @@ class OutputKeeper:
             self.send(Note(note))
         size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)
         with advised(job, location(shard), size):
-            self.recorder.on_shard(shard, *self.probe.take())
+            self.recorder.on_shard(shard, *self.probe.take(shard.rows))
             try:
                 self.writer.on_shard(shard, done.indices, done.outputs, done.carried)
             except (ModelError, DataError) as error:
