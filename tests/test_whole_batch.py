@@ -17,10 +17,12 @@ from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import plan as job_plan
 from dp_ray.job.job import Job
+from dp_ray.job.targets import unmeasured
 from dp_ray.plan.split import Split
 from dp_ray.tasks.replay import StepChoice
 from tests.support.builders import run_dir_of, steps_of, trainer_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
+from tests.support.trainings import initial
 
 ROWS, BATCH = 46, 23
 ROWS_OF_MANY = 256
@@ -460,3 +462,94 @@ def test_a_single_shard_runs_once() -> None:
     Deep.calls = 0
     steps_of_deep(4, 128)
     assert Deep.calls == 3 * 2 * 4
+
+
+def layers(kind: str, dtype: torch.dtype) -> nn.Module:
+    made: dict[str, list[nn.Module]] = {
+        "linear": [nn.Linear(6, 4)],
+        "deep": [nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4)],
+        "conv": [nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4)],
+        "shared": [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)],
+    }
+    return nn.Sequential(*made[kind]).to(dtype)
+
+
+class Drawn(nn.Module):
+    """One of several models; one of them has both views go through the same layers."""
+
+    def __init__(self, kind: str, dtype: str) -> None:
+        super().__init__()
+        self.left = layers(kind, getattr(torch, dtype))
+        self.right = self.left if kind == "shared" else layers(kind, getattr(torch, dtype))
+        self.scale = nn.Parameter(torch.ones((), dtype=getattr(torch, dtype)))
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> Any:
+        return {"left": self.left(left), "right": self.right(right), "scale": self.scale}
+
+
+@pytest.mark.slow
+@settings(max_examples=8, suppress_health_check=list(HealthCheck), deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(["linear", "deep", "conv", "shared"]),
+    dtype=st.sampled_from(["float32", "float64"]),
+    batch_size=st.integers(7, 30),
+    shards=st.integers(3, 7),
+    workers=st.integers(1, 3),
+    strategy=st.sampled_from(["ddp", "fsdp"]),
+)
+def test_any_model_cut_in_any_way_is_plain_torchs(
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str,
+    dtype: str,
+    batch_size: int,
+    shards: int,
+    workers: int,
+    strategy: str,
+) -> None:
+    keys = {"model": {"target": f"{HERE}:Drawn", "args": {"kind": kind, "dtype": dtype}}, "strategy": strategy}
+    keys |= {"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}}}
+    folder = tmp_path_factory.mktemp("drawn")
+    run_group(job_of(dtype=dtype, batch_size=batch_size, shards=shards, workers=workers, **keys), folder)
+    torch.manual_seed(0)
+    model, data = Drawn(kind, dtype), Views(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses: list[float] = []
+    for rows in (list(range(ROWS)[at : at + batch_size]) for at in [*range(0, ROWS, batch_size)] * 2):
+        if len(losses) < 3:
+            value = contrastive(model(data.views[0, rows], data.views[1, rows]), torch.tensor(rows))
+            value.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.item())
+    tolerance = 1e-12 if dtype == "float64" else 1e-5
+    assert [row["loss"] for row in history_of(folder)] == pytest.approx(losses, rel=tolerance)
+    for name, one in weights_of(folder).items():
+        assert torch.allclose(one, model.state_dict()[name], rtol=tolerance, atol=tolerance), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_a_worker_without_rows(tmp_path: Path, strategy: str, bitwise: bool) -> None:
+    """The third batch has two rows: two of three workers, or one of two, have none."""
+    expected: list[float] = []
+    model, data = initial(Twins, "float64"), Views()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for rows in (range(22), range(22, 44), range(44, 46)):
+        value = contrastive(model(data.views[0, rows], data.views[1, rows]), torch.tensor(rows))
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(value.item())
+    for workers in (1, 2, 3):
+        folder = tmp_path / str(workers)
+        run_group(job_of(batch_size=22, workers=workers, strategy=strategy, bitwise=bitwise, epochs=1), folder)
+        assert [row["loss"] for row in history_of(folder)] == pytest.approx(expected, rel=1e-12)
+        for name, one in weights_of(folder).items():
+            assert torch.allclose(one, model.state_dict()[name], rtol=1e-12, atol=1e-12), name
+
+
+def test_a_metric_that_nothing_measures_is_told() -> None:
+    job = job_of(metrics={"spread": loss_of("spread")})
+    only = "metrics.spread: is measured over whole batches, so by evaluations only, and there are none: set eval"
+    assert list(unmeasured(job)) == [only]

@@ -75,6 +75,7 @@ PARTLY = {"target": "tests.support.training:partly_used"}
 PAIRS = "tests.support.training:Pairs"
 EVAL = {"dataset": {"target": PAIRS, "args": {"length": 17}}, "every_steps": 2, "batch_size": 8}
 RIGHT = {"right": {"target": "tests.support.training:right"}}
+OVER_BATCH = {"target": "torch.nn:CrossEntropyLoss", "over": "batch"}
 JOBS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "bitwise": {"bitwise": True, "shards": 8},
@@ -99,6 +100,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "evaluate": {"task": "evaluate", "metrics": RIGHT, "eval": EVAL},
     "predict": {"task": "predict"},
     "fsdp predict": {"task": "predict", "strategy": "fsdp"},
+    "over batch": {"loss": OVER_BATCH, "bitwise": True},
+    "fsdp over batch": {"loss": OVER_BATCH, "bitwise": True, "strategy": "fsdp"},
     "two devices": {"model": {"target": "tests.sim.jobs:OverTwo"}, "bitwise": True},  # last: it opens a second GPU
 }
 # What only some of the counts, or the mutants, run.
