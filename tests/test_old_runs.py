@@ -51,3 +51,10 @@ def test_an_old_sweep_goes_on(version: str, tmp_path: Path) -> None:
         keys = {**JOBS["sweep"], "optimizer": optimizer, "name": f"whole-{number}", "storage": str(tmp_path)}
         whole = dp_ray.run(**{**keys, "quiet": True})
         assert dp_ray.load(tmp_path / f"sweep-{number}").weights_sha256 == whole.weights_sha256
+
+
+def test_each_release_that_is_out_has_runs_that_this_version_is_tested_with() -> None:
+    released = re.findall(r"^## (\d+\.\d+\.\d+) - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released
+    there = {path.name for path in (ROOT / "tests" / "data").iterdir() if path.is_dir()}
+    assert {"90f781f", *released} <= there

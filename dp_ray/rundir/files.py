@@ -22,7 +22,7 @@ import psutil
 
 from dp_ray import __version__
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job.errors import renamed
+from dp_ray.job.old_keys import of_a_run
 from dp_ray.records import IGNORE, Damaged, Record, T
 from dp_ray.storage import Storage
 from dp_ray.system.linux import gpu_models
@@ -110,7 +110,7 @@ def kept_job(run: Storage, noun: str) -> dict[str, Any]:
     claimed = RUN_JSON.read(run)
     if not claimed:
         raise JobError(f"{run} holds no {RUN}: name the run directory of {noun}")
-    return renamed(claimed["job"])
+    return of_a_run(claimed["job"])
 
 
 def read_or_advise(record: Record[T], run: Storage) -> T:
