@@ -19,6 +19,7 @@ from dp_ray.job.files import job_maker, load_job
 from dp_ray.job.job import Job
 from dp_ray.job.old_keys import OLD_KEYS, OldKey, OldKeyWarning, has, moved, of_a_run
 from tests.support import forked
+from tests.support.cluster import ROOT
 
 # As a later version might have them: at the top, in a mapping, from one mapping into another, a whole mapping.
 TAKEN = (
@@ -165,3 +166,8 @@ def test_the_program_runs_the_job_and_says_one_line(tmp_path: Path) -> None:
     lines = [line for line in done.stderr.splitlines() if "98" in line]
     assert lines == [f"warning: {key.name}: {SAYS.format(key.new)}" for key in TAKEN[:2]]
     assert dp_ray.load(tmp_path / "job").rows == 100
+
+
+def test_the_page_of_versions_has_the_table() -> None:
+    page = (ROOT / "docs" / "versions.md").read_text()
+    assert all(f"| `{key.name}` | `{key.new}` | {key.since} | {key.gone} |" in page for key in OLD_KEYS)

@@ -58,3 +58,4 @@ def test_each_release_that_is_out_has_runs_that_this_version_is_tested_with() ->
     assert released
     there = {path.name for path in (ROOT / "tests" / "data").iterdir() if path.is_dir()}
     assert {"90f781f", *released} <= there
+    assert all((ROOT / "tests" / "data" / one / "jobs.json").exists() for one in there), "of tests/test_old_jobs.py"
