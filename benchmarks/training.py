@@ -25,7 +25,7 @@ from dp_ray.job.job import Job
 from dp_ray.messages import Send
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
-from dp_ray.system.process import keep_freed_memory
+from dp_ray.system.linux import keep_freed_memory
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError, model_validator
 from dp_ray.errors import JobError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import JobKeys, Scheduler, ShuffleBlocks, Target, describe_target, is_over_batch
+from dp_ray.job.old_keys import current
 from dp_ray.plan.costs import profiled_of
 from dp_ray.text import counted, hide, hide_in, hide_in_as_before
 
@@ -317,6 +318,7 @@ class Job(MeasuringKeys):
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
         """Return the job with these keys and values. Raises JobError, which lists every wrong key."""
+        values = current(values)
         named = {**values, "name": default_name if values.get("name") is None else values["name"]}
         for key in cls.TARGETED:
             if (args := named.pop(f"{key}_args", None)) is not None:
