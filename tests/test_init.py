@@ -76,7 +76,6 @@ def did_all(folder: Path, commands: list[str]) -> str:
         program, *args = shlex.split(command)
         done = forked.ended(PROGRAMS[program], *args, cwd=folder)
         assert done.returncode == 0, done.stderr
-        assert "are the limit" not in done.stderr  # a first run gives no cause to tune
         said += done.stdout
     return said
 
