@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
-Purpose = Literal["dataset", "sample", "collate", "forward", "after", "update", "generator", "sweep", "parallel"]
+Purpose = Literal[
+    "dataset", "sample", "collate", "forward", "after", "update", "loss", "generator", "sweep", "parallel"
+]
 
 LIMIT = 2**63
 
