@@ -1,5 +1,6 @@
 """A run in a notebook: a real kernel, whose cells are run as Jupyter runs them."""
 
+import ast
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 
 from dp_ray.results.result import Result, load
@@ -131,3 +133,38 @@ def test_the_lines_of_the_docs_work(notebook: Notebook) -> None:
     shown = [notebook.run(cell) for cell in cells]
     assert [[one.output_type for one in outputs] for outputs in shown[2:]] == [["execute_result"]] * 4
     assert shown[-1][0].data["text/plain"].split()[:3] == ["rank", "0", "288"]
+
+
+@pytest.fixture
+def own_kernel() -> Iterator[Notebook]:
+    """A kernel of the tutorial's own, which starts a Ray of its own."""
+    notebook = Notebook(ROOT)
+    keys = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    with notebook.client.setup_kernel(cwd=str(ROOT), env={**keys, "PYTHONPATH": str(ROOT)}):
+        yield notebook
+
+
+def test_the_tutorials_notebook_prints_its_sizes(own_kernel: Notebook) -> None:
+    """On 8 workers first, which the others then share. The oracle is torch.chunk."""
+    cells = [
+        one.source for one in nbformat.read(ROOT / "docs" / "tutorial.ipynb", 4).cells if one.cell_type == "code"
+    ]
+    own_kernel.run(cells[0])
+    own_kernel.run(cells[1])
+    own_kernel.run("keeper = dp_ray.DataParallel(nn.Identity(), workers=8, cpus_per_worker=0.1, quiet=True)")
+    for workers in (8, 3, 2, 1):
+        own_kernel.run(f"workers = {workers}")
+        made, looped, trained, ended = (own_kernel.run(cell) for cell in cells[2:])
+        assert not made, made[0].evalue
+        wanted = []
+        for rows in (30, 30, 30, 10):
+            wanted += [
+                f"\tIn Model: input size torch.Size([{len(one)}, 5]) output size torch.Size([{len(one)}, 2])"
+                for one in torch.arange(rows).chunk(workers)
+            ]
+            wanted.append(f"Outside: input size torch.Size([{rows}, 5]) output_size torch.Size([{rows}, 2])")
+        assert "".join(one.text for one in looped).splitlines() == wanted
+        assert "('fc.weight', [2, 5])" in trained[-1].data["text/plain"]
+        sizes = [[len(one), 5] for one in torch.arange(10).chunk(workers)]
+        assert ast.literal_eval(ended[-1].data["text/plain"]) == sizes
+    own_kernel.run("keeper.close()")

@@ -180,7 +180,9 @@ class Pool:
             member.place = ray.get(member.begun)
         except RayActorError as error:
             if member.starts >= STARTS or not self.members:
-                raise ClusterError(f"a worker could not be started: {_first_line(error)}") from error
+                # Ray's text ends with the traceback of what the process has raised.
+                last = str(error).strip().splitlines()[-1]
+                raise ClusterError(f"a worker could not be started: {_first_line(error)} {last}") from error
             self._coming.append(self._start(member.slot, member.starts + 1))
             return
         self.members = sorted([*self.members, member], key=lambda one: one.slot)

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from dp_ray.system.linux import machine, start_of
 from dp_ray.system.threads import has_begun
 
