@@ -60,7 +60,7 @@ def _told(channel: Any) -> None:
     ):
         for step in range(STEPS):
             model(batch)
-            recorder.on_shard(Shard(step, 0, step * ROWS, (step + 1) * ROWS), *probe.take())
+            recorder.on_shard(Shard(step, 0, step * ROWS, (step + 1) * ROWS), *probe.take(ROWS))
             recorder.on_step(step)
 
 

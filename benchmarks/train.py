@@ -15,7 +15,18 @@ from benchmarks.compare import AHEAD, Goal, Pairs, at_least, at_most, compared, 
 from benchmarks.measure import in_processes
 from benchmarks.screening import added
 from benchmarks.table import Row, rate_text, time_text
-from benchmarks.training import BATCH, ROUND, WARM, WorldLoop, allocating, blocked, ours, plain, worker
+from benchmarks.training import (
+    BATCH,
+    ROUND,
+    WARM,
+    WorldLoop,
+    allocating,
+    blocked,
+    ours,
+    plain,
+    plain_contrastive,
+    worker,
+)
 from benchmarks.turns import Baton
 from dp_ray.engine.world import World
 
@@ -37,6 +48,7 @@ WHAT = "train: rows a second"
 def measure() -> Iterator[Row]:
     for what, model, keys, micro_batches, goal in SIDES:
         yield _side(what, model, keys, micro_batches, goal)
+    yield _over_batch()
     yield _device_map()
     yield _on_error("loaded by the worker", {}, {})
     yield _on_error("loaded by a process, with a timeout", {"loader": {"processes": 1}}, {"timeout": 30})
@@ -49,6 +61,14 @@ def _side(what: str, model: str, keys: dict[str, Any], micro_batches: int, goal:
     against = "DDP" if micro_batches == 1 else f"DDP, {micro_batches} micro-batches under no_sync"
     where = f"{WHAT}, 2 workers, global batches of {BATCH:,}, {what}"
     return compared(where, _rates(seconds), rate_text, against, goal)
+
+
+def _over_batch() -> Row:
+    """A loss that sees the whole batch, one shard a worker."""
+    keys = {"loss": {"target": "benchmarks.training:contrastive", "over": "batch"}}
+    seconds = _in_turns(partial(ours, "mlp", keys), plain_contrastive, workers=2)
+    what = f"{WHAT}, 2 workers, global batches of {BATCH:,}, an MLP of 1.3 M, a contrastive loss over the batch"
+    return compared(what, _rates(seconds), rate_text, "DDP and a differentiable all_gather by hand", at_least(0.95))
 
 
 def _device_map() -> Row:

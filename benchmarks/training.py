@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.nn.functional import all_gather
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -23,7 +25,7 @@ from dp_ray.job.job import Job
 from dp_ray.messages import Send
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
-from dp_ray.system.process import keep_freed_memory
+from dp_ray.system.linux import keep_freed_memory
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
 
@@ -127,6 +129,36 @@ def plain(model: str, micro_batches: int, world: World, control: StepControl) ->
             inputs, targets = next(batches)
             with _unsynced(replica, number < micro_batches - 1):
                 (loss(replica(inputs), targets) / micro_batches).backward()
+        optimizer.step()
+
+
+def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss over the whole batch: rows of one class are to be alike."""
+    embedded = functional.normalize(outputs, dim=1)
+    likeness = (embedded @ embedded.T / 0.2).log_softmax(1)
+    alike = (targets[:, None] == targets).float()
+    return -((likeness * alike).sum(1) / alike.sum(1)).mean()
+
+
+def plain_contrastive(world: World, control: StepControl) -> None:
+    """DDP with a differentiable all_gather by hand, as open implementations of such losses have it."""
+    torch.manual_seed(0)
+    replica = MODELS["mlp"]()
+    if world.world_size > 1:
+        replica = DistributedDataParallel(replica)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.01, momentum=0.9)
+    batches = plain_batches(world, BATCH // world.world_size)
+    for step in range(STEPS):
+        control.before(step)
+        optimizer.zero_grad()
+        inputs, targets = next(batches)
+        outputs = replica(inputs)
+        if world.world_size > 1:
+            outputs = torch.cat(all_gather(outputs))  # type: ignore[no-untyped-call]
+            everybodys = [torch.empty_like(targets) for _ in range(world.world_size)]
+            dist.all_gather(everybodys, targets)
+            targets = torch.cat(everybodys)
+        contrastive(outputs, targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 

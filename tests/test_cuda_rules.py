@@ -17,7 +17,7 @@ from torch import nn
 from dp_ray.engine import loading, random
 from dp_ray.engine import model as model_module
 from dp_ray.engine.clock import DeviceClock
-from dp_ray.engine.host_copy import side_stream
+from dp_ray.engine.host_copy import PinnedMemory, side_stream
 from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Update
@@ -431,3 +431,37 @@ def test_a_checkpoint_waits_once_for_all_its_copies(tmp_path: Path, monkeypatch:
     assert list(Runtime.pinned.values()) == [448], "a state of another size gives back what it had"
     writer.close()
     assert not Runtime.pinned
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a container may lock no memory. CUDA keeps the error, and torch would raise it at the next kernel."""
+    kept: list[str] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            kept.append("CUDA error: out of memory")
+            return 2
+
+        def cudaHostUnregister(self, address: int) -> int:
+            raise AssertionError("what is not pinned is given back")
+
+    def kernel(*_: Any, device: torch.device) -> torch.Tensor:
+        assert device == GPU
+        if kept:
+            raise RuntimeError(kept.pop())
+        return torch.zeros(1)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "ones", kernel)
+    memory = PinnedMemory()
+    tensors: dict[str, Any] = {
+        "a": torch.arange(3.0).as_subclass(OnTheGpu),
+        "b": torch.arange(2).as_subclass(OnTheGpu),
+    }
+    places = memory.places(tensors)
+    assert not kept, "the error is taken away"
+    for key, tensor in tensors.items():
+        places[key].copy_(tensor, non_blocking=True)
+    assert {key: place.tolist() for key, place in places.items()} == {"a": [0.0, 1.0, 2.0], "b": [0, 1]}
+    assert memory.places(tensors) is places, "the same memory again"
+    memory.free()

@@ -1,4 +1,4 @@
-"""The jobs of `jobs/` that train language models with `strategy: fsdp`."""
+"""The jobs of `jobs/` that train language models with `strategy: fsdp`, and the one whose loss is over the batch."""
 
 import math
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 import dp_ray
 from dp_ray.job.files import load_job
 from jobs.characters import LETTERS, Characters, Gpt, of_run, written
+from jobs.simclr import Encoder, by_plain_torch, found
 from tests.support.cluster import ROOT
 from tests.support.group import history_of, run_group, weights_of
 from tests.support.training import plain_loop
@@ -75,3 +76,19 @@ def test_a_model_of_hugging_face_trains_on_two_workers(tmp_path: Path, kind: str
     trained = weights_of(tmp_path)
     for name, one in model.named_parameters():
         assert torch.allclose(trained[name], one, rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.slow
+def test_simclr_is_plain_torchs_on_any_workers(tmp_path: Path) -> None:
+    losses = by_plain_torch(initial(Encoder), 4)
+    for workers in (1, 2, 3):
+        run_group(job_of_file("simclr.yaml", workers=workers, max_steps=4), tmp_path / str(workers))
+        assert [row["loss"] for row in history_of(tmp_path / str(workers))] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_simclr_learns_to_find_the_other_view() -> None:
+    model = initial(Encoder)
+    before = found(model)
+    by_plain_torch(model, 30)
+    assert found(model) > 2 * before

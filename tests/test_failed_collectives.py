@@ -268,9 +268,9 @@ def run_in_a_group(member: Callable[..., None], *args: Any) -> Ended:
 
 def loses_its_peer(rank: int, port: int, how: str) -> None:
     """Rank 0 prints why its collective failed: rank 1 is killed, is too late, or never puts a key into the store."""
-    store = TCPStore(LOCALHOST, port, timeout=timedelta(seconds=1))
+    store = TCPStore(LOCALHOST, port, timeout=timedelta(seconds=4))
     # Longer than a kill takes to be seen, unless the time-out itself is wanted.
-    timeout = timedelta(seconds=1 if how == "late" else 30)
+    timeout = timedelta(seconds=4 if how == "late" else 30)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     ones = torch.ones(2)
     dist.all_reduce(ones)
@@ -294,8 +294,8 @@ def loses_its_peer(rank: int, port: int, how: str) -> None:
     ("how", "says"),
     [
         ("killed", "onnection (closed|reset)"),
-        ("late", "Timed out waiting 1000ms"),
-        ("store", "wait timeout after 1000ms"),
+        ("late", "Timed out waiting 4000ms"),
+        ("store", "wait timeout after 4000ms"),
     ],
 )
 def test_a_real_loss_is_told_as_one(how: str, says: str) -> None:

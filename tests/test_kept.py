@@ -163,7 +163,7 @@ def test_what_is_kept_is_read_back_in_its_nesting(tmp_path: Path, given: Any, ke
     leaves, spec = flatten(result.outputs)
     wanted, nesting = flatten(expected)
     assert spec.paths == nesting.paths
-    assert all(torch.equal(*pair) for pair in zip(leaves, wanted, strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(*pair) for pair in zip(leaves, wanted, strict=True))
     if isinstance(expected, ModelOutput):
         assert result.outputs.logits is leaves[0]
 
@@ -323,6 +323,7 @@ def test_what_is_kept_belongs_to_a_jobs_identity_and_its_absence_changes_none() 
         {"after": "a:b"},
         {"dtype": "float16"},
         {"carry": ["id"]},
+        {"ragged": True},
     ]
     assert len({make(**one).fingerprint() for one in others} | {plain}) == len(others) + 1
     train = {"task": "train", "loss": "a:l", "optimizer": "a:o"}

@@ -140,7 +140,7 @@ def lines(loss: str, folder: Path, **keys: Any) -> list[str]:
 @pytest.mark.slow
 def test_a_training_tells_it_once_before_its_second_step(tmp_path: Path) -> None:
     (said,) = lines("contrastive", tmp_path / "two", workers=2, shards=2)
-    assert "sums up to" in said and "each of the 2 shards has its own" in said and "shards: 1" in said
+    assert "sums up to" in said and "each of the 2 shards has its own" in said and "over: batch" in said
     assert lines("contrastive", tmp_path / "two", workers=1, shards=2) == [], "a training that goes on"
     assert lines("contrastive", tmp_path / "one", workers=1, shards=1) == []
     assert lines("own", tmp_path / "own", workers=1, shards=2) == []

@@ -56,6 +56,14 @@ def test_the_first_rows_and_the_last_are_kept(tmp_path: Path) -> None:
     assert found[-1].text == "39"
 
 
+def test_of_a_list_of_images_each_is_kept(tmp_path: Path) -> None:
+    images = [torch.randint(0, 256, (3, 8 + row, 9), dtype=torch.uint8) for row in range(3)]
+    Previews(Storage(str(tmp_path)), 3).on_inputs(Shard(0, 0, 0, 3), torch.arange(3), images)
+    found = read_previews(Storage(str(tmp_path)))
+    for image, one in zip(images, found, strict=True):
+        assert np.array_equal(pixels_of(base64.b64decode(one.png)), image.permute(1, 2, 0).numpy())
+
+
 def test_a_prediction_of_images_shows_them(tmp_path: Path, in_project: Path) -> None:
     result = dp_ray.run("jobs/digits_predict.yaml", workers=0, storage=str(tmp_path), name="run", quiet=True)
     html = (tmp_path / "run" / "report.html").read_text()

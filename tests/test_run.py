@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+import torch.distributed as dist
 from torch.utils.data import default_collate
 
 import dp_ray
@@ -123,6 +124,24 @@ def test_objects_from_python_and_a_shuffled_order(run_in_session: Run) -> None:
     loaded = dp_ray.load(result.run_dir)
     assert loaded == result
     assert torch.equal(loaded.outputs, table)
+
+
+class Patience(models.Linear):
+    """A model that returns how many seconds a collective of its group waits for peers."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        return torch.full((len(inputs),), backend.options._timeout.total_seconds())
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("step", "seconds"), [(2000, 4000.0), (60, 1800.0), (None, 7 * 86400.0)])
+def test_a_workers_group_waits_longer_than_a_step_may_take(
+    run_in_session: Run, step: float | None, seconds: float
+) -> None:
+    keys: dict[str, Any] = {"model": Patience(), "dataset": models.Rows(8), "batch_size": 4, "workers": 2}
+    result = run_in_session(**keys, timeouts={"step": step})
+    assert result.outputs.tolist() == [seconds] * 8
 
 
 @pytest.mark.ray

@@ -38,6 +38,7 @@ from dp_ray.steps.reports import (
 )
 from dp_ray.steps.shapes import Probe, Recorder, ShardReport, decode_sizes, encode_sizes, report_interval, shape_lines
 from dp_ray.storage import Storage
+from dp_ray.tensors.tree import sizes
 
 Size = torch.Size
 
@@ -69,7 +70,7 @@ def see(function: Callable[..., Any], *args: Any, batch_dim: int = 0, **kwargs: 
     model = Calls(function)
     with Probe(model, batch_dim) as probe:
         model(*args, **kwargs)
-        seen, milliseconds = probe.take()
+        seen, milliseconds = probe.take(4)
     assert milliseconds >= 0
     return decode_sizes(seen.input_size), decode_sizes(seen.output_size), seen.rows
 
@@ -81,7 +82,7 @@ def test_one_tensor_is_seen_as_its_size() -> None:
     linear = nn.Linear(5, 2)
     with Probe(linear) as probe:
         output = linear(X)
-        seen, _ = probe.take()
+        seen, _ = probe.take(4)
     assert seen == Sizes("[4, 5]", "[4, 2]", 4)
     assert (decode_sizes(seen.input_size), decode_sizes(seen.output_size)) == (X.shape, output.shape)
 
@@ -98,8 +99,8 @@ def test_positional_and_keyword_inputs_are_seen_together() -> None:
     assert see(lambda x, mask: x, X, mask=Y) == ({"0": X.shape, "mask": Y.shape}, X.shape, 4)
 
 
-def test_no_inputs_are_no_rows() -> None:
-    assert see(lambda: X) == ({}, X.shape, 0)
+def test_without_inputs_the_rows_are_the_shards() -> None:
+    assert see(lambda: X) == ({}, X.shape, 4)
 
 
 def test_nested_inputs_and_outputs_are_seen_in_their_nesting() -> None:
@@ -109,8 +110,31 @@ def test_nested_inputs_and_outputs_are_seen_in_their_nesting() -> None:
     assert seen == (expected, ({"x": Size([4, 5]), "y": "'c'"}, {"0": Size([4]), "1": Size([4, 5])}), 4)
 
 
-def test_rows_are_counted_along_the_batch_dimension() -> None:
-    assert see(lambda x, y: x, torch.ones(7, 4, 2), Y, batch_dim=1)[2] == 4
+def test_a_list_with_an_entry_for_each_row_is_seen_by_what_its_entries_have_in_common() -> None:
+    images = [torch.ones(3, 5, width) for width in (4, 4, 9, 2)]
+    found = [{"boxes": torch.ones(many, 4), "n": Y.sum(), "of": ["a"] * many} for many in (0, 3, 4, 1)]
+    assert see(lambda given: found, images) == (
+        "4 x [3, 5, *]",
+        {"boxes": "4 x [*, 4]", "n": "4 x []", "of": "4 x *"},
+        4,
+    )
+    features = [X, Y, torch.ones(4, 2), X]
+    assert see(lambda given: features, features)[0] == tuple(one.shape for one in features), "no row in each"
+    slow_first = [torch.ones(time, 4, 2) for time in (7, 3, 2, 1)]
+    assert see(lambda given: given, slow_first, batch_dim=1)[0] == tuple(one.shape for one in slow_first)
+    pair = ([torch.ones(3, 5), torch.ones(2, 5)], [Y, Y])
+    model = Calls(lambda *given: given[1][0])
+    with Probe(model) as probe:
+        model(*pair)
+        assert decode_sizes(probe.take(2)[0].input_size) == ("2 x [*, 5]", "2 x [4]"), (
+            "a call's arguments are no rows"
+        )
+
+
+def test_the_lines_count_the_entries_of_all_shards() -> None:
+    seen = [("3 x [3, *, *]", {"boxes": "3 x [*, 4]"}), ("2 x [3, *, *]", {"boxes": "2 x [5, 4]"})]
+    *_, last = shape_lines(seen, 0)
+    assert last == "Outside: input size 5 x [3, *, *] output_size {'boxes': '5 x *'}"
 
 
 def test_a_scalar_output_has_the_empty_size() -> None:
@@ -122,29 +146,29 @@ def test_the_last_of_several_calls_counts() -> None:
     with Probe(model) as probe:
         for rows in (2, 3, 2, 1):
             model(torch.ones(rows, 5))
-        assert probe.take()[0] == Sizes("[1, 5]", "[1, 1]", 1)
+        assert probe.take(1)[0] == Sizes("[1, 5]", "[1, 1]", 1)
 
 
 def test_equal_inputs_with_other_outputs_are_told_apart() -> None:
     widths = iter([1, 2, 3])
     model = Calls(lambda x: torch.ones(len(x), next(widths)))
     with Probe(model) as probe:
-        outputs = [(model(X), probe.take()[0].output_size)[1] for _ in range(3)]
+        outputs = [(model(X), probe.take(4)[0].output_size)[1] for _ in range(3)]
     assert outputs == ["[4, 1]", "[4, 2]", "[4, 3]"]
 
 
 def test_a_model_that_was_not_called_is_an_error() -> None:
     with Probe(nn.Linear(5, 2)) as probe, pytest.raises(ModelError, match="forward was not called"):
-        probe.take()
+        probe.take(4)
 
 
 def test_what_was_taken_is_not_seen_again() -> None:
     linear = nn.Linear(5, 2)
     with Probe(linear) as probe:
         linear(X)
-        probe.take()
+        probe.take(4)
         with pytest.raises(ModelError, match="forward was not called"):
-            probe.take()
+            probe.take(4)
 
 
 def test_a_call_that_raised_is_not_seen() -> None:
@@ -153,7 +177,7 @@ def test_a_call_that_raised_is_not_seen() -> None:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             linear(Y)
         with pytest.raises(ModelError, match="forward was not called"):
-            probe.take()
+            probe.take(4)
 
 
 def use_and_fail(model: nn.Module) -> None:
@@ -214,7 +238,7 @@ def plainly(tree: Any) -> Any:
 
 @given(trees)
 def test_sizes_come_back_from_json(tree: Any) -> None:
-    decoded = decode_sizes(encode_sizes(tree))
+    decoded = decode_sizes(encode_sizes(sizes(tree)))
     assert repr(decoded) == repr(plainly(tree))  # a torch.Size equals a tuple, but does not look like one
 
 

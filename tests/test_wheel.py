@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -68,13 +69,18 @@ def run(installed: Path, folder: Path, *args: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
+def files_of_the_package() -> set[str]:
+    """All that it needs: its modules, and what they read, like the templates of `init`."""
+    files = [path for path in (ROOT / "dp_ray").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {path.relative_to(ROOT).as_posix() for path in files}
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dp_ray"}
     assert "dp_ray/py.typed" in names and any(name.endswith("/licenses/LICENSE") for name in names)
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dp_ray").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == modules
+    assert {name for name in names if name.startswith("dp_ray/")} == files_of_the_package()
 
 
 @pytest.mark.slow
@@ -89,6 +95,10 @@ def test_sdist_and_wheel_are_the_same_bytes_each_time(wheel: Path, tmp_path: Pat
         for name in ("one", "two")
     )
     assert one == two and len(one) == 2
+    (sdist,) = (tmp_path / "one").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert files_of_the_package() <= names
 
 
 def test_the_version_is_the_newest_in_the_changelog() -> None:
@@ -102,6 +112,12 @@ def test_the_version_is_the_newest_in_the_changelog() -> None:
 def test_the_repository_is_not_on_the_path(installed: Path, folder: Path) -> None:
     code = "import importlib.util, dp_ray; print(dp_ray.__file__, importlib.util.find_spec('jobs'))"
     assert run(installed, folder, "-c", code).split() == [str(installed / "dp_ray" / "__init__.py"), "None"]
+
+
+@pytest.mark.slow
+def test_the_first_job_is_made_and_planned(installed: Path, tmp_path: Path) -> None:
+    run(installed, tmp_path, "-m", "dp_ray", "init")
+    assert "2,000 rows in global batches of 40" in run(installed, tmp_path, "-m", "dp_ray", "plan", "job.yaml")
 
 
 @pytest.mark.slow

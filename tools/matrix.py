@@ -17,7 +17,7 @@ from tests.support.pages import blocks_of
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OLDEST_TORCH = "2.11.0"
-COMMANDS = ("python train.py", "dp-ray run train.yaml")
+COMMANDS = ("dp-ray init", "dp-ray run job.yaml", "python train.py", "dp-ray run train.yaml")
 LIMIT = 1800  # seconds of one command
 
 

@@ -1,12 +1,13 @@
 """The command line: `main` runs it; the commands run, plan, verify, evaluate, predict, retry and schema.
 
-Those for sweeps, for submitted jobs and for showing runs stand beside this module.
+Those to begin with, for sweeps, for submitted jobs and for showing runs stand beside this module.
 """
 
 import io
 import json
 import sys
 import traceback
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TextIO
@@ -14,14 +15,17 @@ from typing import Any, TextIO
 import click
 
 from dp_ray import __version__
-from dp_ray.cli import options
+from dp_ray.cli import completion, options
+from dp_ray.cli.begin import FIRST_SCREEN, init
 from dp_ray.cli.options import KeyOptions, begun, forked_early, say, say_import, show_error, take
 from dp_ray.cli.remote import logs, status, stop, submit
 from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
 from dp_ray.cli.sweep import sweep
 from dp_ray.errors import Error
 from dp_ray.job.files import load_job, parse_counts
+from dp_ray.job.old_keys import OldKeyWarning
 from dp_ray.system.imports import collector_paused
+from dp_ray.system.process import patched
 from dp_ray.system.threads import INTERRUPTED
 from dp_ray.text import harmless, json_text
 
@@ -30,9 +34,17 @@ _at_end = ExitStack()  # closed when the outcome has been said
 
 def main() -> None:
     """Run the program; exit status 0 done, 1 the job failed, 2 bad job file or usage, 130 interrupted."""
-    with _at_end:
+    show = warnings.showwarning
+
+    def say_warning(text: Warning | str, kind: type[Warning], *where: Any) -> None:
+        if issubclass(kind, OldKeyWarning):
+            say(f"warning: {text}")  # the line of code where it arises tells a user nothing
+        else:
+            show(text, kind, *where)
+
+    with _at_end, patched(warnings, showwarning=say_warning):
         try:
-            cli(standalone_mode=False)
+            cli(standalone_mode=False, complete_var=completion.VARIABLE)
         except click.exceptions.Exit as leaving:
             sys.exit(leaving.exit_code)
         except click.ClickException as error:
@@ -51,14 +63,21 @@ def main() -> None:
             sys.exit(1)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, invoke_without_command=True
+)
 @click.version_option(__version__)
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Run PyTorch models data-parallel on Ray clusters: exact, elastic, merged."""
+    if context.invoked_subcommand is None:
+        click.echo(FIRST_SCREEN)
 
 
 @cli.command()
-@click.argument("job_files", metavar="JOB.yaml", nargs=-1, required=True, type=click.Path())
+@click.argument(
+    "job_files", metavar="JOB.yaml", nargs=-1, required=True, type=click.Path(), shell_complete=completion.job_files
+)
 @options.KEYS
 @options.ADDRESS
 @options.RUN_FLAGS
@@ -176,7 +195,7 @@ def _follow_up(task: Any, run_dir: str, weights: Any, as_json: bool, **flags: An
 
 
 @cli.command()
-@click.argument("run_dir", metavar="RUN_DIR")
+@options.RUN_DIR
 @options.WORKERS
 @options.SETTINGS
 @options.ADDRESS
@@ -205,5 +224,19 @@ def schema(out: TextIO) -> None:
     click.echo(json.dumps(json_schema(), indent=2), file=out)
 
 
-for command in (sweep, submit, status, logs, stop, report, compare, list_runs, watch, track, replay):
+for command in (
+    init,
+    completion.completion,
+    sweep,
+    submit,
+    status,
+    logs,
+    stop,
+    report,
+    compare,
+    list_runs,
+    watch,
+    track,
+    replay,
+):
     cli.add_command(command)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from dp_ray.cli.completion import folders, job_files, run_dirs
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.errors import Error, error_report
 from dp_ray.job.files import parse_setting, parse_workers
@@ -43,7 +44,9 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return add
 
 
-JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
+JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path(), shell_complete=job_files)
+RUN_DIR = click.argument("run_dir", metavar="RUN_DIR", shell_complete=run_dirs)
+RUN_DIRS = click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, shell_complete=run_dirs)
 WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers, or a range of it.")
 SETTINGS = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True, help="Set any key of the job: --set model.args.width=64."
@@ -58,7 +61,7 @@ PROFILE = click.option(
     "--profile", metavar="STEPS[:RANK]", help="Trace steps with torch.profiler: 10-20:0, 10-20:slowest, slowest."
 )
 NAME = click.option("--name", help="The run's name; its directory is STORAGE/NAME.")
-STORAGE = click.option("--storage", help="Folder or URL of the run directories.")
+STORAGE = click.option("--storage", help="Folder or URL of the run directories.", shell_complete=folders)
 ADDRESS = click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
 SHAPES = click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
 RESULT_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
@@ -74,7 +77,7 @@ KEYS = together(WORKERS, SETTINGS, NAME, STORAGE)
 RUN_FLAGS = together(OVERWRITE, SHAPES, INJECT, PROFILE)
 VERBOSITY = together(QUIET, VERBOSE)
 OF_A_TRAINING = together(  # the arguments and options of `evaluate` and `predict`
-    click.argument("run_dir", metavar="RUN_DIR"),
+    RUN_DIR,
     click.option(
         "--dataset", metavar="TARGET", help="Another dataset: module:attribute, or {target: ..., args: ...}."
     ),

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from dp_ray.cli import options
+from dp_ray.cli.completion import run_dirs
 from dp_ray.cli.options import KeyOptions, say
 from dp_ray.errors import JobError
 from dp_ray.job.files import load_job
@@ -119,7 +120,7 @@ def logs(name: str, follows: bool, address: str) -> None:
 
 
 @click.command()
-@click.argument("run", metavar="RUN_DIR|NAME")
+@click.argument("run", metavar="RUN_DIR|NAME", shell_complete=run_dirs)
 @click.option("--address", help="The dashboard of the cluster on which the submitted run NAME is.")
 @click.option("--no-wait", is_flag=True, help="Do not wait until it has stopped.")
 def stop(run: str, address: str | None, no_wait: bool) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 import click
 
 from dp_ray.cli import options
+from dp_ray.cli.completion import folders
 from dp_ray.cli.options import say
 from dp_ray.text import harmless, json_text
 
 
 @click.command()
-@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+@options.RUN_DIRS
 @options.SHAPES
 @click.option(
     "--html",
@@ -69,7 +70,7 @@ def _reported(run_dir: str, shapes: bool, as_json: bool) -> Iterator[str]:
 
 
 @click.command()
-@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+@options.RUN_DIRS
 @options.JSON
 @click.option("--html", metavar="FILE", help="Write a page with the runs' curves laid over each other.")
 def compare(run_dirs: tuple[str, ...], as_json: bool, html: str | None) -> None:
@@ -97,7 +98,7 @@ def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN_DIR")
+@options.RUN_DIR
 @click.option("--plain", is_flag=True, help="Draw the run in the terminal, and serve no page.")
 @click.option("--host", default="127.0.0.1", help="The address to serve at; default 127.0.0.1, this machine alone.")
 @click.option("--port", type=int, default=0, help="The port; default: a free one.")
@@ -121,7 +122,7 @@ def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> N
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN_DIR")
+@options.RUN_DIR
 def track(run_dir: str) -> None:
     """Send to the trackers of a run that has ended what they lack of it."""
     from dp_ray.records import damage_told
@@ -133,7 +134,7 @@ def track(run_dir: str) -> None:
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN_DIR")
+@options.RUN_DIR
 @click.option("--step", type=click.IntRange(0), required=True, help="The step, counted from 0 over all epochs.")
 @click.option("--shard", type=click.IntRange(0), help="Look at this shard of the step alone.")
 @click.option("--pdb", "debugs", is_flag=True, help="Then debug the first module that is not finite, or what raised.")
@@ -149,7 +150,7 @@ def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bo
 
 
 @click.command("list")
-@click.argument("storage", metavar="[STORAGE]", default="runs")
+@click.argument("storage", metavar="[STORAGE]", default="runs", shell_complete=folders)
 @click.option("--sort", metavar="KEY", default="age", help="A column or a metric; default: age, the newest first.")
 @click.option("--reverse", "is_reversed", is_flag=True, help="The largest first.")
 @options.JSON

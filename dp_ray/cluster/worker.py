@@ -69,7 +69,8 @@ from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
 from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.imports import end_imports, imported_files
-from dp_ray.system.process import environment, keep_freed_memory
+from dp_ray.system.linux import keep_freed_memory
+from dp_ray.system.process import environment
 from dp_ray.system.threads import waits_for
 from dp_ray.tasks.isolation import isolated
 from dp_ray.tasks.task import run_task

@@ -1,6 +1,7 @@
 """Evaluation: means over a whole dataset, each sample counted once, the same bits on any number of workers."""
 
 import copy
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,16 +15,19 @@ from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds
-from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, as_tensor, row_of, run_step
+from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
-from dp_ray.engine.world import gathered
+from dp_ray.engine.whole_batch import ShardOutput, build_over_batch, merge, seed_of_batch
+from dp_ray.engine.world import CPU, gathered
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Target
+from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bound, build, keeps_state, resolve
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.tree import copied
+
+NO_LOSS = Weighted(torch.zeros(()), math.inf)  # of a step that gives none in an evaluation: no weight, no mean
 
 
 def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
@@ -34,10 +38,12 @@ def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
     functions: dict[str, Any] = {}
     states: dict[str, Any] = {}
     for name, metric in job.metrics.items():
+        if is_over_batch(metric):
+            continue  # an evaluation measures it of each batch
         where, made = f"metrics.{name}", metric
         if isinstance(metric, Target):
             made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
-            if not callable(made):
+            if not callable(made) and not keeps_state(made):
                 raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
         (states if keeps_state(made) else functions)[name] = made
         if keeps_state(made) and job.num_shards > 1:
@@ -67,7 +73,10 @@ class EvaluatedShard(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The mean of the loss and of each metric over all samples, the same on every rank, and over how many rows."""
+    """The mean of the loss and of each metric over all samples, the same on every rank, and over how many rows.
+
+    There is no loss if the user's step gives none in an evaluation.
+    """
 
     metrics: dict[str, float]
     rows: float
@@ -86,9 +95,16 @@ class Evaluation:
     clock: StepClock = field(default_factory=SilentClock)
 
     def __post_init__(self) -> None:
-        self._states = {name: metric.to(self.device) for name, metric in self.states.items()}
-        self._has_loss = self.job.loss is not None or self.job.step is not None
+        self._states = {name: _moved(metric, self.device) for name, metric in self.states.items()}
+        self._has_loss = self.job.loss_of_shards
+        self._over_batch = build_over_batch(self.job, self.device)
         self._names = self.measures.names(self._has_loss)
+        if "loss" in self._over_batch:
+            self._names = ["loss", *self._names]
+        self._names += [name for name in self._over_batch if name != "loss"]
+        # The columns of what is measured of each shard.
+        first = 2 * self.job.loss_over_batch
+        self._of_shards = slice(first, first + 2 * len(self.measures.names(self._has_loss)))
 
     def run(
         self, model: nn.Module, work: Work, steps: Iterator[LoadedStep]
@@ -106,6 +122,7 @@ class Evaluation:
         with evaluating(model) as buffers:
             seeds = ForwardSeeds(self.job.seed, model, self.device)
             for loaded in map(self.forwards.begin, steps):
+                own: list[ShardOutput] = []
                 for shard, _, batch in loaded.loaded:
                     if not shard.rows:
                         continue
@@ -119,14 +136,19 @@ class Evaluation:
                                 step_output, row = self.forwards.run(self._shard, model, shard, batch)
                             buffers.restore()
                             if row is not None:
-                                sums[shard.shard, :-1] += row
+                                sums[shard.shard, self._of_shards] += row
                             self._update_states(step_output, states.setdefault(shard.shard, {}))
+                    if self._over_batch:
+                        own.append(ShardOutput(shard, step_output.outputs, step_output.target))
                     yield EvaluatedShard(shard, batch, step_output)
                 ran = sum(shard.rows > 0 for shard in loaded.shards)
                 for dummy in self.forwards.dummies(work.split, loaded.step, ran, work.done):
                     with torch.no_grad():
                         self.forwards.run(self._shard, model, None, copied(dummy.batch))
                     buffers.restore()
+                if self._over_batch:
+                    with torch.no_grad(), locating(f"evaluation step {loaded.step}"):
+                        self._measure_batch(own, loaded.whole, sums)
                 yield StepEnd(loaded.step)
             sums[0, -1] = rows
             measured = self._measured(sums, states)
@@ -143,7 +165,8 @@ class Evaluation:
         if not rows:
             raise DataError("evaluation: all samples were set aside, so there is nothing to measure")
         pairs = zip(self._names, totals[::2], totals[1::2], strict=True)
-        means = {name: total / weight if weight else float("nan") for name, total, weight in pairs}
+        weighed = [(name, total, weight) for name, total, weight in pairs if name != "loss" or weight != math.inf]
+        means = {name: total / weight if weight else float("nan") for name, total, weight in weighed}
         computed = self._computed(states)
         if twice := means.keys() & computed.keys():
             raise JobError(f"metrics: two give {', '.join(sorted(twice))}; rename one")
@@ -156,11 +179,28 @@ class Evaluation:
             step_output = run_step(self.step, model, batch)
             if shard is None:
                 return step_output, None
-            loss = [self.measures.loss(step_output, shard.rows)] if self._has_loss else []
+            loss = []
+            if self._has_loss:
+                has_loss = step_output.loss is not None
+                loss = [self.measures.loss(step_output, shard.rows) if has_loss else NO_LOSS]
             measured = [*loss, *self.measures(step_output, shard.rows)]
             row = as_tensor(row_of(measured, self.device), self.device) if measured else None
         self.clock.enter(Part.OTHER)
         return step_output, row
+
+    def _measure_batch(self, own: Sequence[ShardOutput], whole: Shard, sums: torch.Tensor) -> None:
+        """Add what sees the whole batch, weighed by rows, to the sums of own shards; every rank calls this."""
+        merged = merge(own, self.device, self.job.batch_dim)
+        if merged is None:
+            return
+        seed_of_batch(self.job.seed, whole, self.device)
+        for name, function in self._over_batch.items():
+            with autocast(self.job.precision, self.device):
+                value = merged.measure("the loss" if name == "loss" else f"metrics.{name}", function).double()
+            place = 2 * self._names.index(name)
+            for one in own:
+                sums[one.shard.shard, place] += value * one.shard.rows
+                sums[one.shard.shard, place + 1] += one.shard.rows
 
     def _update_states(self, step_output: StepOutput, own: dict[str, Any]) -> None:
         """Update the shard's own copies of the metrics with a state."""
@@ -169,7 +209,7 @@ class Evaluation:
             metric = own.setdefault(name, copy.deepcopy(fresh))
             with reraise_as(f"metrics.{name}", lambda _: describe_compared(outputs, target)):
                 if isinstance(outputs, torch.Tensor):
-                    metric.to(outputs.device)
+                    _moved(metric, outputs.device)
                 metric.update(outputs, target)
 
     def _computed(self, states: dict[int, dict[str, Any]]) -> dict[str, float]:
@@ -177,7 +217,7 @@ class Evaluation:
         if not self._states:
             return {}
         if dist.is_initialized():  # to be sent to workers that have other GPUs
-            states = {shard: {name: metric.cpu() for name, metric in own.items()} for shard, own in states.items()}
+            states = {at: {name: _moved(one, CPU) for name, one in own.items()} for at, own in states.items()}
         by_shard = {shard: own for theirs in gathered(states) for shard, own in theirs.items()}
         measured: dict[str, float] = {}
         for name in self._states:
@@ -189,6 +229,11 @@ class Evaluation:
                 raise JobError(f"metrics: two give {', '.join(sorted(twice))}, one of them {name}; rename one")
             measured.update(numbers)
         return measured
+
+
+def _moved(metric: Any, device: torch.device) -> Any:
+    """Return a metric with its state on the device; one that holds no tensors may have no `to`."""
+    return metric.to(device) if hasattr(metric, "to") else metric
 
 
 def merged(name: str, metrics: Sequence[Any]) -> Any:

@@ -16,27 +16,33 @@ from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.random import ForwardSeeds, preserved
-from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.step import Metrics, Step, StepOutput, run_step, weighted_sum
 from dp_ray.engine.user_code import locating, location, reraise_as
-from dp_ray.errors import ModelError
+from dp_ray.engine.whole_batch import BatchLoss, detached, shard_loss
+from dp_ray.errors import DataError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Split
-from dp_ray.tensors.scatter import scatter
-from dp_ray.tensors.tree import copied, flatten
+from dp_ray.tensors.scatter import may_have_lists_of_rows, num_rows, scatter
+from dp_ray.tensors.tree import copied, flatten, holds_objects
 
 
 class RowLosses(NamedTuple):
-    """A number for each row, in the rows' order, and in words what it is; no numbers if they cannot be had."""
+    """A number for each row, in the rows' order, and in words what it is; no numbers if they cannot be had.
+
+    If the loss is over the batch, `of_batch` is that, and the numbers are norms of its gradient.
+    """
 
     values: list[float]
     how: str
+    of_batch: float | None = None
 
 
 OWN = "what the loss returned for each row"
 MEANS = "the mean of what the loss returned for a row's elements"
 OF_OUTPUTS = "the loss of each row's outputs and target, one row at a time"
+OF_BATCH = "the norm of the gradient that the loss of the whole batch gives a row's outputs"
 ALONE = "each row run alone, with the model in eval mode: not the numbers of the step itself"
+OF_ANY_FORM = "not known: not all that the collate gave are tensors with one row for each sample"
 
 
 class Place(NamedTuple):
@@ -137,14 +143,17 @@ class StepInspection:
         self._job = job
         self._step = step
         self._device = device
-        self._loss = ShardLoss(model, step, Metrics({}, job.batch_dim), job, device)
+        self._loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device)
         self._seeds = ForwardSeeds(job.seed, model, device)
 
-    def find(self, loaded: Sequence[LoadedShard], split: Split, step: int) -> Findings:
-        """Run forward and backward of each shard with rows; raise ModelError, naming it, for user errors.
+    def find(self, step: Sequence[LoadedShard], split: Split, only: int | None = None) -> Findings:
+        """Run forward and backward of a step's shards with rows; raise ModelError, naming it, for user errors.
 
-        They are shards of a step, or some of them. The model stays as it is.
+        `only` is the shard to look at; None for all. The model stays as it is.
         """
+        if isinstance(self._loss, BatchLoss):
+            self._run_batch(self._loss, step, split)
+        loaded = [one for one in step if only in (None, one.shard.shard)]
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         weights = next((name for name, one in named if not is_finite(one)), None)
         finder, batch = NotFiniteFinder(self.model), None
@@ -154,8 +163,18 @@ class StepInspection:
                 where = not_finite(one.batch) if batch is None else ""
                 if where:
                     batch = f"{where}, in shard {one.shard.shard}"
-                rows.append((one, self._shard(one, split.whole(step).rows, finder)))
+                rows.append((one, self._shard(one, split.whole(one.shard.step).rows, finder)))
         return Findings(rows, weights, batch, finder.output, finder.gradient)
+
+    def _run_batch(self, loss: BatchLoss, step: Sequence[LoadedShard], split: Split) -> None:
+        own = []
+        for one in step:
+            size = ShardSize(one.shard.rows, split.whole(one.shard.step).rows, self._job.num_shards)
+            with self.unchanged(), advised(self._job, location(one.shard), size), locating(location(one.shard)):
+                self._seeds.begin(one.shard)
+                own.append(detached(loss.run(copied(one.batch)), one.shard))
+        if step:
+            loss.take(split.whole(step[0].shard.step), own, lambda value, _: torch.ones_like(value))
 
     def forward(self, one: LoadedShard) -> torch.Tensor:
         """Return the sum of a shard's losses."""
@@ -168,11 +187,16 @@ class StepInspection:
         size = ShardSize(one.shard.rows, batch_rows, self._job.num_shards)
         with self.unchanged(), advised(self._job, location(one.shard), size):
             with finder.forward(one.shard.shard):
+                if isinstance(self._loss, BatchLoss):
+                    self._loss.begin(one.shard)
                 loss = self.forward(one)
             step_output = self._loss.result.step_output
-            losses = row_losses(
-                self._job, self._step, self.model, copied(one.batch), step_output, one.shard.rows, self._device
-            )
+            if isinstance(self._loss, BatchLoss):
+                losses = RowLosses(self._loss.row_norms(one.shard), OF_BATCH, float(self._loss.value or 0.0))
+            else:
+                losses = row_losses(
+                    self._job, self._step, self.model, copied(one.batch), step_output, one.shard.rows, self._device
+                )
             with reraise_as(f"{location(one.shard)}: backward"):
                 (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
             return losses
@@ -208,14 +232,28 @@ def row_losses(
         return RowLosses(by_row.mean(1).tolist(), OWN if numbers.numel() == rows else MEANS)
     try:
         with preserved(device), autocast(job.precision, device):
+            compared = (step_output.outputs, step_output.target)
+            if job.collate is not None and not all(
+                _has_rows(one, rows, job.batch_dim) for one in (compared if compare is not None else [batch])
+            ):
+                return RowLosses([], OF_ANY_FORM)
             if compare is not None:
-                pairs = _by_row("the outputs have", (step_output.outputs, step_output.target), rows, job.batch_dim)
+                pairs = _by_row("the outputs have", compared, rows, job.batch_dim)
                 return RowLosses([_mean(compare(*pair)) for pair in pairs], OF_OUTPUTS)
             with evaluating(model):
                 batches = _by_row("the batch has", batch, rows, job.batch_dim)
                 return RowLosses([_mean(run_step(step, model, one).loss) for one in batches], ALONE)
     except Exception as error:  # a user's loss or step may take no single row
         return RowLosses([], f"not known: one row alone raises {type(error).__name__}: {error}")
+
+
+def _has_rows(tree: Any, rows: int, batch_dim: int) -> bool:
+    """Return whether the rows of what a collate of the user's has made, or of what came of it, can be told apart."""
+    try:
+        is_cut = num_rows(tree, batch_dim) == rows
+    except DataError:
+        return False
+    return is_cut and not holds_objects(tree) and not may_have_lists_of_rows(tree, rows)
 
 
 def _by_row(what: str, tree: Any, rows: int, batch_dim: int) -> list[Any]:

@@ -57,9 +57,9 @@ from dp_ray.job.samples import IndexLists, Indices, ReadRequest, hold_blocks, lo
 from dp_ray.job.targets import bound, build_dataset, dataset_seed, resolve
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Split, Work
-from dp_ray.tensors.files import moved
+from dp_ray.tensors.files import moved_batch
 from dp_ray.tensors.scatter import cut, num_rows, scatter
-from dp_ray.tensors.tree import flatten, map_leaves, sizes
+from dp_ray.tensors.tree import flatten, holds_objects, map_leaves, sizes
 from dp_ray.text import listed
 
 
@@ -121,8 +121,11 @@ def load_steps(
     reads a shard before it is asked for. Close the generator, also after an error: then nothing more is read in the
     background.
 
+    A shard's rows are the samples that were cut for it. What a collate of the user's makes of them is handed on as it
+    is, unless it is to be cut (`scatter: batch`): then each leaf needs one row for each sample.
+
     Raises DataError if reading a sample raises; the message names the sample and the dataset.
-    Raises DataError if a leaf of the model's inputs does not have one row for each sample.
+    Raises DataError if a leaf that needs one row for each sample has not.
     """
     job, dataset, screen = source.job, source.dataset, None
     hold_blocks(job, dataset, work)
@@ -234,15 +237,18 @@ def _without(shard: Shard, bad: dict[int, BadSample]) -> Shard:
 
 
 def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Generator[LoadedShard, None, None]:
-    """Yield each batch, or what `pick` makes of it, after a check that the inputs have one row for each sample."""
-    inputs_of, checks, dim = ModelInputs(job), job.step is None, job.batch_dim
+    """Yield each batch, or what `pick` makes of it; of torch's own collate, the inputs have one row for each sample.
+
+    Nobody but the user knows which parts of a batch of their own collate hold rows, or for their own step.
+    """
+    inputs_of, checks, dim = ModelInputs(job), job.step is None and job.collate is None, job.batch_dim
     for shard, indices, batch in loaded:
         if not shard.rows:
             yield LoadedShard(shard, indices, None)
             continue
         items = batch.batch if isinstance(batch, PassthroughBatch) else batch
         picked = items if pick is None else pick(items)
-        if checks:  # only the user's step knows which parts of its batch hold rows
+        if checks:
             inputs = inputs_of(items) if pick is None else picked
             if type(inputs) is not torch.Tensor or dim or not inputs.ndim or len(inputs) != shard.rows:
                 check_rows(job, inputs, shard)
@@ -250,13 +256,25 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
 
 
 def check_rows(job: Job, inputs: Any, piece: Shard) -> None:
-    """Raise DataError unless each leaf of the inputs has as many rows as the piece, a shard or a global batch."""
-    got = num_rows(inputs, job.batch_dim)
+    """Raise DataError unless each leaf of the inputs has as many rows as the piece, a shard or a global batch.
+
+    A global batch must have such leaves: without any, each shard would get all of it.
+    """
+    named = f"shard {piece.shard}" if piece.shard >= 0 else "the global batch"
+    must = "collate must give one row for each sample"
+    if piece.shard < 0:
+        must += ", or leave out scatter: batch: then each shard is collated by itself, and may have any form"
+    try:
+        got = num_rows(inputs, job.batch_dim)
+    except DataError as error:
+        raise DataError(f"{named} of step {piece.step} cannot be cut: {error}; {must}") from None
+    if got is None and piece.shard < 0:
+        what = f"{sizes(inputs)}, without tensors or arrays that could be cut"
+        raise DataError(f"{named} of step {piece.step} has {piece.rows} rows, but collate gave {what:.300}; {must}")
     if got is not None and got != piece.rows:
-        named = f"shard {piece.shard}" if piece.shard >= 0 else "the global batch"
         raise DataError(
             f"{named} of step {piece.step} has {piece.rows} rows, but collate gave {got} along dimension "
-            f"{job.batch_dim}: {sizes(inputs)}; collate must give one row for each sample"
+            f"{job.batch_dim}: {sizes(inputs)}; {must}"
         )
 
 
@@ -272,7 +290,7 @@ def _scattered(
         if not pieces:
             continue
         whole, indices, batch = next(loaded)
-        if batch is not None and (good is not None or whole.missing):
+        if batch is not None:
             check_rows(job, batch, whole)
         if not whole.missing:
             parts = scatter(batch, job.num_shards, job.batch_dim)
@@ -638,7 +656,8 @@ def _copied_ahead(
     ready = None
     for one in loaded:
         before = clock.enter(Part.HOST_TO_DEVICE)
-        with torch.cuda.stream(copies):
+        # Of an object's tensors it cannot be told torch that another stream uses them: these are copied by that one.
+        with torch.cuda.stream(torch.cuda.current_stream(device) if holds_objects(one.batch) else copies):
             coming = _move(one, device), copies.record_event()
         current = _wait_for(*ready, device) if ready is not None else None
         clock.enter(before)
@@ -650,7 +669,7 @@ def _copied_ahead(
 
 
 def _move(one: LoadedShard, device: torch.device) -> LoadedShard:
-    return one._replace(batch=map_leaves(lambda leaf: moved(leaf, device), one.batch))
+    return one._replace(batch=moved_batch(one.batch, device))
 
 
 def _wait_for(one: LoadedShard, copied: "torch.cuda.Event", device: torch.device) -> LoadedShard:
@@ -658,7 +677,7 @@ def _wait_for(one: LoadedShard, copied: "torch.cuda.Event", device: torch.device
     computing = torch.cuda.current_stream(device)
     computing.wait_event(copied)  # not wait_stream: the next batch's copy is in the queue already
     for leaf in flatten(one.batch)[0]:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:  # the lengths in a PackedSequence are not
             leaf.record_stream(computing)
     return one
 

@@ -39,12 +39,13 @@ from dp_ray.engine.optimizer import build_optimizer
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved, seed_all
 from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.reduce import ShardLoss, ShardSums, Trained
+from dp_ray.engine.reduce import ShardSums, Trained
 from dp_ray.engine.sharded.build import recasts, shard_in_place
 from dp_ray.engine.sharded.deferred import CannotDefer, record
 from dp_ray.engine.sharded.reduce import ShardedReduction
 from dp_ray.engine.sharded.state import Sharded, SumScatter, casting_anew
 from dp_ray.engine.step import PredictInputs, build_step, run_step
+from dp_ray.engine.whole_batch import shard_loss
 from dp_ray.engine.world import CPU, World
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
@@ -54,8 +55,8 @@ from dp_ray.job.targets import build, resolve
 from dp_ray.plan.costs import USABLE, DeviceMemory, MemoryPlan, WorkerMemory, shards_of_worker, worker_counts
 from dp_ray.plan.split import Split, Work, chunk_sizes, worker_shards
 from dp_ray.system.process import patched
-from dp_ray.tensors.files import is_sharded, local
-from dp_ray.tensors.tree import map_leaves
+from dp_ray.tensors.files import is_sharded, local, moved_batch
+from dp_ray.tensors.tree import holds_objects, map_leaves
 
 Bytes: TypeAlias = Counter[str]  # by device
 
@@ -91,7 +92,7 @@ def shards_that_fit(job: Job, split: Split, workers: int, batch: Any, rows: int,
         return None
     try:
         with preserved(CPU):
-            here = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, batch)
+            here = moved_batch(batch, CPU)
             held = FakeShard(job, here, rows, True).whole()
     except Exception:  # an estimate must not take the place of the error that counts
         return None
@@ -230,7 +231,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self._step = build_step(self.job, self.world)
-        self._loss = ShardLoss(self.model, self._step, build_metrics(self.job)[0], self.job, self.world.device)
+        self._loss = shard_loss(self.model, self._step, build_metrics(self.job)[0], self.job, self.world.device)
         trained = Trained(self._loss, {}, [], None, Buffers(self.model), SilentClock())
         self._reduction = None if self.sharded is None else ShardedReduction(trained, self.sharded, False)
 
@@ -297,10 +298,11 @@ class FakeShard:
     ) -> "Runner":
         """Make what runs the shard: a training's loss, or the model alone."""
         world = World(device=input_device(self.job, model, devices), all_devices=tuple(devices))
-        batch = map_leaves(
-            lambda leaf: mode.from_tensor(leaf).to(world.device) if isinstance(leaf, torch.Tensor) else leaf,
-            self.batch,
-        )
+        if holds_objects(self.batch):
+            says = "the collate makes objects whose tensors cannot be replaced by ones without memory"
+            raise JobError(f"collate: {says}, so memory is not planned")
+        fake = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.batch)
+        batch = moved_batch(fake, world.device)
         return Runner(self.job, model, world, batch, self.rows, sharded)
 
     def _with_optimizer(self, model: nn.Module, live: LiveMemory, held: Held) -> Held:

@@ -33,8 +33,7 @@ from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Done, Split, Work
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import moved
-from dp_ray.tensors.tree import map_leaves
+from dp_ray.tensors.files import moved_batch
 
 
 @dataclass(frozen=True)
@@ -297,4 +296,4 @@ class CollectiveForwards(Forwards):
 
 
 def _moved(one: DummyBatch | None, device: torch.device) -> DummyBatch | None:
-    return None if one is None else DummyBatch(map_leaves(lambda leaf: moved(leaf, device), one.batch), one.rows)
+    return None if one is None else DummyBatch(moved_batch(one.batch, device), one.rows)

@@ -7,9 +7,10 @@ all on the device, so what is left out is never copied from there.
 import copy
 import functools
 import inspect
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
+from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.items import Plain, split_passthrough
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
@@ -33,49 +35,96 @@ from dp_ray.job.samples import Indices
 from dp_ray.job.targets import bound, build, resolve
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Work
-from dp_ray.tensors.tree import Keys, Leaf, copied, ends, flatten, subtree, unflatten
+from dp_ray.system.threads import waiting
+from dp_ray.tensors.ragged import without_lists
+from dp_ray.tensors.tree import Keys, Leaf, Ragged, copied, ends, flatten, subtree, unflatten
 from dp_ray.text import did_you_mean
 
 AFTER = "outputs.after"
 WHOLE = "output"  # the path of outputs that are one tensor, as its column is named
 
 
+class OverflowNotes:
+    """Lines for the user of outputs that `outputs.dtype` makes infinite: one a path, of its first shard.
+
+    No GPU is waited for: what it finds comes to the host while it runs the next shards.
+    """
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+        self._notes: list[str] = []
+        self._coming: deque[tuple[Shard, str, str, HostCopy]] = deque()
+
+    def look(self, shard: Shard, path: str, leaf: Leaf, converted: Leaf) -> None:
+        """Look for numbers of a leaf that became infinite."""
+        if leaf is converted or path in self._reported:
+            return
+        here, there = torch.as_tensor(converted), torch.as_tensor(leaf)
+        if torch.finfo(here.dtype).max >= torch.finfo(there.dtype).max:
+            return
+        if here.is_cuda:
+            found = (here - there).isinf().any()  # inf - inf is no number
+            self._coming.append((shard, path, _name(here.dtype), HostCopy(found, beside=True)))
+        elif bool(here.isinf().any()) and bool((here.isinf() & ~there.isinf()).any()):  # mostly one look is enough
+            self._add(shard, path, _name(here.dtype))
+
+    def take(self, wait: bool = False) -> list[str]:
+        """Return the lines that are known, each once; with `wait`, those of all shards so far."""
+        while self._coming and (wait or self._coming[0][-1].is_here()):
+            shard, path, dtype, found = self._coming.popleft()
+            with waiting(ON_GPU):
+                is_found = bool(found.wait())
+            if is_found:
+                self._add(shard, path, dtype)
+        notes, self._notes = self._notes, []
+        return notes
+
+    def _add(self, shard: Shard, path: str, dtype: str) -> None:
+        if path not in self._reported:
+            self._reported.add(path)
+            what = f"{path} has numbers too large for {dtype}, which are kept as inf"
+            self._notes.append(f"outputs.dtype: {what} (first in {location(shard)})")
+
+
 class OutputSelector:
     """A function of a shard's outputs, which reduces them to those that the job keeps.
 
-    `after` is the user's function, or None.
+    `after` is the user's function, or None. `notes` takes what `outputs.dtype` makes infinite.
     """
 
-    def __init__(self, job: Job, device: torch.device) -> None:
+    def __init__(self, job: Job, device: torch.device, notes: OverflowNotes) -> None:
         self.after = None if job.outputs.after is None else _built(job, device)
         self._takes_inputs = self.after is not None and takes_inputs(self.after)
+        self._is_ragged = job.outputs.ragged
         self._keep = job.outputs.keep
         self._dtype: torch.dtype | None = job.outputs.dtype and getattr(torch, job.outputs.dtype)
-        self._reported: set[str] = set()  # outputs that `dtype` has made infinite
+        self._notes = notes
 
-    def __call__(self, outputs: Any, inputs: Any, shard: Shard) -> tuple[Any, list[str]]:
-        """Return what is kept of a shard's outputs, and a line for the user for each that `dtype` makes infinite.
+    def __call__(self, outputs: Any, inputs: Any, shard: Shard) -> Any:
+        """Return what is kept of a shard's outputs; an error names step and shard.
 
-        An error names step and shard.
+        With `outputs.ragged`, lists with an entry for each row have become leaves.
         """
         if self.after is not None:
             with reraise_as(f"{location(shard)}: {AFTER}", lambda _, got=outputs: describe_input(got)):  # type: ignore[misc]
                 outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
             if not flatten(outputs)[0]:
                 raise ModelError(f"{location(shard)}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
+        if self._is_ragged:
+            with locating(location(shard)):
+                outputs = without_lists(outputs, shard.rows)
         if self._keep is not None:
             outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, location(shard)))
         if self._dtype is None:
-            return outputs, []
+            return outputs
         leaves, spec = flatten(outputs)
-        made, notes = [], []
+        converted = []
         for path, leaf in zip(spec.paths, leaves, strict=True):
-            made.append(_as_dtype(path or WHOLE, leaf, self._dtype))
-            if path not in self._reported and _overflows(leaf, made[-1]):
-                self._reported.add(path)
-                what = f"{path or WHOLE} has numbers too large for {_name(self._dtype)}, which are kept as inf"
-                notes.append(f"outputs.dtype: {what} (first in {location(shard)})")
-        return unflatten(spec, made), notes
+            numbers = leaf.data if isinstance(leaf, Ragged) else leaf
+            made = _as_dtype(path or WHOLE, numbers, self._dtype)
+            converted.append(replace(leaf, data=made) if isinstance(leaf, Ragged) else made)
+            self._notes.look(shard, path or WHOLE, numbers, made)
+        return unflatten(spec, converted)
 
 
 def chosen(there: Sequence[Keys], patterns: Sequence[str], where: str) -> set[Keys]:
@@ -150,15 +199,6 @@ def _as_dtype(path: str, leaf: Leaf, dtype: torch.dtype) -> Leaf:
         return leaf.astype(_name(dtype))
 
 
-def _overflows(leaf: Leaf, converted: Leaf) -> bool:
-    """Return whether a number became infinite; the second look is taken only if any number is infinite."""
-    if leaf is converted:
-        return False
-    here, there = torch.as_tensor(converted), torch.as_tensor(leaf)
-    is_narrower = torch.finfo(here.dtype).max < torch.finfo(there.dtype).max
-    return is_narrower and bool(here.isinf().any()) and bool((here.isinf() & ~there.isinf()).any())
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -166,14 +206,13 @@ def _name(dtype: torch.dtype) -> str:
 class PredictedShard(NamedTuple):
     """A shard that has run: what is kept of its outputs, and what is carried of its samples, by key.
 
-    `notes` are lines for the user. `flops` are a row's operations, in the first one, if they are counted.
+    `flops` are a row's operations, in the first one, if they are counted.
     """
 
     shard: Shard
     indices: Indices
     outputs: Any
     carried: dict[str, list[Plain]]
-    notes: list[str]
     flops: Flops | None
 
 
@@ -181,7 +220,7 @@ class PredictedShard(NamedTuple):
 class Prediction:
     """How a worker predicts its `work`: the clock splits the steps' time, `forwards` run a model that is sharded.
 
-    If it counts a row's operations, the first shard runs once more.
+    `notes` has lines for the user. If it counts a row's operations, the first shard runs once more.
     """
 
     job: Job
@@ -190,6 +229,7 @@ class Prediction:
     clock: StepClock = field(default_factory=SilentClock)
     forwards: Forwards = field(default_factory=Forwards)
     counts_flops: bool = False
+    notes: OverflowNotes = field(default_factory=OverflowNotes)
 
 
 def predict(
@@ -202,7 +242,7 @@ def predict(
     Raises ModelError, naming step and shard, if the model raises.
     """
     job, work, forwards, counts_flops = prediction.job, prediction.work, prediction.forwards, prediction.counts_flops
-    select = OutputSelector(job, prediction.device)
+    select = OutputSelector(job, prediction.device, prediction.notes)
     seeds = ForwardSeeds(job.seed, model, prediction.device, select.after)
     # The autocast around all shards is off: it keeps converted parameters from one shard to the next.
     with evaluating(model) as buffers, autocast(job.precision, prediction.device, enabled=False):
@@ -254,8 +294,7 @@ class _Runner:
             self.seeds.begin(shard)
             with self.buffers.forward():
                 outputs = self.prediction.forwards.run(self._forward, inputs, shard, clock)
-            kept, notes = self.select(outputs, inputs, shard)
-            return PredictedShard(shard, indices, kept, carried, notes, flops)
+            return PredictedShard(shard, indices, self.select(outputs, inputs, shard), carried, flops)
 
     def _flops(self, inputs: Any, shard: Shard) -> Flops:
         """Count a row's operations, by a forward more, on a copy of the inputs: the model may change them."""

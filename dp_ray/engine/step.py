@@ -26,12 +26,12 @@ from dp_ray.engine.user_code import OF_SHARDS, describe_compared, describe_input
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Target
+from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bind, bound, resolve
 from dp_ray.plan.split import Shard
-from dp_ray.tensors.files import is_sharded, moved
-from dp_ray.tensors.scatter import cut, gather, num_rows, rows_dim, scatter
-from dp_ray.tensors.tree import copied, flatten, map_leaves
+from dp_ray.tensors.files import is_sharded, moved_batch
+from dp_ray.tensors.scatter import cut, gather, may_have_lists_of_rows, num_rows, rows_dim, scatter
+from dp_ray.tensors.tree import copied, flatten
 from dp_ray.text import listed
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
@@ -40,7 +40,7 @@ Row: TypeAlias = list[Any] | torch.Tensor  # sums and weights of a shard: number
 
 
 class StepOutput(NamedTuple):
-    """The results of a step on one shard; a user's step may leave out all but the loss.
+    """The results of a step on one shard; a user's step may leave out all but the loss, in an evaluation that too.
 
     `compare` is the loss function, which made `loss` of `outputs` and `target`; None with a user's step.
     """
@@ -70,12 +70,13 @@ class Weighted(NamedTuple):
 def build_step(job: Job, world: World) -> Step:
     """Return the user's step, or the plain one: the model on the inputs, the loss on its outputs and the target.
 
-    If the model is on several devices, the target is moved to the device of the outputs.
+    If the model is on several devices, the target is moved to the device of the outputs. With a loss over the batch,
+    a step only gives outputs and target.
     """
     if job.step is not None:
         step: Step = bound("step", job.step)
-        return step
-    loss = None if job.loss is None else build_loss(job.loss, world.devices[-1], job.batch_dim)
+        return _without_loss(step) if job.loss_over_batch else step
+    loss = None if job.loss is None or job.loss_over_batch else build_loss(job.loss, world.devices[-1], job.batch_dim)
     has_several, inputs_of = len(world.devices) > 1, ModelInputs(job)
 
     calls_with_one, gives_first = job.call in ("auto", "one"), job.gives_first
@@ -110,10 +111,31 @@ def build_step(job: Job, world: World) -> Step:
     return plain_step
 
 
+def _without_loss(step: Step) -> Step:
+    """Return the user's step beside a loss over the batch: it gives `{"outputs": ..., "target": ...}`."""
+
+    def outputs_step(model: nn.Module, batch: Any) -> StepOutput:
+        returned = step(model, batch)
+        if (
+            not isinstance(returned, Mapping)
+            or "outputs" not in returned
+            or not returned.keys() <= {"outputs", "target"}
+        ):
+            got = f"the keys {list(returned)}" if isinstance(returned, Mapping) else _kind(returned)
+            raise ModelError(
+                "with a loss over the batch, step returns a mapping with 'outputs', and maybe 'target', which the "
+                f"loss gets once those of all shards are there; got {got}"
+            )
+        return StepOutput(**returned)
+
+    return outputs_step
+
+
 def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
     """Call a step; it returns a loss, or a mapping `{"loss": ..., "outputs": ..., "target": ...}`.
 
-    Raises ModelError if the step raises, or if its mapping has no loss or other keys.
+    In an evaluation the mapping may lack the loss: a detector gives none then. Raises ModelError if the step raises,
+    or if its mapping has no loss or other keys.
     """
     try:
         returned = step(model, batch)
@@ -125,10 +147,11 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
         return returned
     if not isinstance(returned, Mapping):
         return StepOutput(returned)
-    if "loss" not in returned or not returned.keys() <= {"loss", "outputs", "target"}:
+    lacks_loss = "loss" not in returned and (model.training or "outputs" not in returned)
+    if lacks_loss or not returned.keys() <= {"loss", "outputs", "target"}:
         raise ModelError(
             f"step returned a mapping with the keys {list(returned)}; it must hold 'loss', and may hold 'outputs' "
-            "and 'target'"
+            "and 'target'; in an evaluation, 'outputs' are enough"
         )
     return StepOutput(**returned)
 
@@ -136,7 +159,7 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
 def beside(outputs: Any, target: Any) -> Any:
     """Move the target to the device of the first tensor of the outputs."""
     device = next((leaf.device for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)), None)
-    return target if device is None else map_leaves(lambda leaf: moved(leaf, device), target)
+    return target if device is None else moved_batch(target, device)
 
 
 def keywords_hint(model: nn.Module, inputs: Any, call: str, error: BaseException) -> str:
@@ -234,6 +257,8 @@ def _may_not_be_of_rows(value: Any, rows: int, outputs: Any, target: Any, batch_
     """
     if not isinstance(value, torch.Tensor):
         return False
+    if may_have_lists_of_rows(outputs, rows) or may_have_lists_of_rows(target, rows):
+        return False  # a trial of one row, and of two, cannot be cut from them
     if rows not in value.shape or list(value.shape).count(rows) > 1:
         return True
     others = (
@@ -298,8 +323,8 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
     if value.numel() < rows or not (rows in value.shape or value.shape[0] % rows == 0):
         raise ModelError(
             f"{what} returned {_kind(value)} for a shard of {rows} rows: one number for each row or element has the "
-            f"size [{rows}], [{rows}, ...] or [{rows} * n]; for one number per class, or for what a mask leaves, "
-            "return (sum, weight)"
+            f"size [{rows}], [{rows}, ...] or [{rows} * n]; for one number per class, or for what a mask or collate "
+            "leaves, return (sum, weight)"
         )
     return Weighted(total_of(value), value.numel())
 
@@ -466,15 +491,25 @@ def _num_positional(model: nn.Module) -> tuple[int, float]:
 def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:
     """Return the job's loss as a function of (outputs, target); torch's own losses are built unreduced.
 
-    Raises JobError if it cannot be called, has parameters to train, or asks for a reduction that has no mean over
-    the whole global batch.
+    One that is over the batch is built as it is. Raises JobError if it cannot be called, has parameters to train, or
+    asks for a reduction that has no mean over the whole global batch.
     """
-    loss = _from_target(spec, batch_dim) if isinstance(spec, Target) else _unreduced(spec, batch_dim)
+    sees_all = is_over_batch(spec)
+    if sees_all:
+        loss = bind("loss", spec)() if inspect.isclass(resolve("loss", spec)) else bound("loss", spec)
+    else:
+        loss = _from_target(spec, batch_dim) if isinstance(spec, Target) else _unreduced(spec, batch_dim)
     if isinstance(loss, nn.Module):
         if any(parameter.requires_grad for parameter in loss.parameters()):
-            raise JobError("loss: has parameters of its own to train; make it a part of the model, and use step")
+            advice = "make it a part of the model, and use step"
+            if sees_all:
+                advice = (
+                    "make them the model's, and return them beside its outputs: what has no rows is taken from the "
+                    "first shard"
+                )
+            raise JobError(f"loss: has parameters of its own to train; {advice}")
         loss = loss.to(device)
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+    if not sees_all and isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return functools.partial(_of_classes, loss)
     if not callable(loss):
         raise JobError(f"loss: must be a function of (outputs, target), got {_kind(loss)}")
@@ -584,7 +619,9 @@ def of_neighbours(
     and once more if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
     """
     try:
-        if rows < 2 or is_torchs(compare) or num_rows(seen, batch_dim) != rows:
+        if rows < 2 or is_torchs(compare) or any(may_have_lists_of_rows(one, rows) for one in seen):
+            return None
+        if num_rows(seen, batch_dim) != rows:
             return None
         together, size = _sum_and_size(value, rows)
         # The copies share the loss's parameters, which may be those of a large model.

@@ -6,7 +6,7 @@ unit in which gradients are summed over the workers. A step of `Trainer` is one 
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.user_code import locating, location, raise_as, raise_located, reraise_as
 from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, Stats
+from dp_ray.engine.whole_batch import BatchLoss, ShardOutput, detached, shard_loss
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
 from dp_ray.plan.order import derive_seed
@@ -83,11 +84,12 @@ class Trainer:
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
         self.buffers = Buffers(model, job.compile, placement.blocks)
-        loss = ShardLoss(placement.called, step, measures, job, world.device)
+        loss = shard_loss(placement.called, step, measures, job, world.device)
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.buffers, self._clock, ahead)
         self.measure_names = list(measures.functions)
         self._stats = Stats(split.shards, 1 + len(self.measure_names), world)
         self._may_lose_rows = job.may_lose_rows
+        self._is_over_batch = job.loss_over_batch
         self._votes = Lagged() if is_gpu(world.device) else None
         self._seeds_update = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
 
@@ -138,7 +140,9 @@ class Trainer:
         if is_empty:
             norm = self.optimizer_step.skip()
         else:
-            norm = self.optimizer_step.apply(known[1], whole.stop - whole.start, step)
+            # A loss over the batch is divided by no rows: its gradient is that of the whole.
+            rows = whole.stop - whole.start
+            norm = self.optimizer_step.apply(rows if self._is_over_batch else known[1], rows, step)
         # An update that fp16 skipped is none: the average takes in no weights twice.
         if self.average is not None and not self.optimizer_step.has_skipped:
             self.average.update()
@@ -230,9 +234,13 @@ class RunningShard:
         """
         of, shard = self._pass, self.shard
         if shard is None:
+            if of.batch_loss is not None:
+                of.batch_loss.begin(None)
             zero = of.reduction.replica(copied(self.batch), self.rows)
             return zero * 0.0 if self.rows else zero
         of.seeds.begin(shard, of.number)
+        if of.batch_loss is not None:
+            of.batch_loss.begin(shard)
         try:
             if of.buffers.is_early:
                 with of.buffers.forward():
@@ -292,6 +300,7 @@ class Pass:
         self.seeds = ForwardSeeds(placement.job.seed, placement.model, self._world.device)
         self.reduction = Reduction(self._trained)  # until the first step builds the job's
         self._is_prepared = False
+        self.batch_loss = self.loss if isinstance(self.loss, BatchLoss) else None
         self.stats = Stats(self.split.shards, 0, self._world)
         self.step = self.number = 0
         self.rows = 0  # of the whole batch
@@ -307,6 +316,9 @@ class Pass:
         earlier = self._set_apart() if adds else None
         if self._forwards is not None:
             loaded = self._forwards.begin(loaded)
+        has_run = False
+        if self.batch_loss is not None:
+            loaded, has_run = self._run_batch(self.batch_loss, loaded, number)
         if not self._is_prepared:
             loaded = self._prepare(loaded, stats)
         reduction, buffers = self.reduction, self.buffers
@@ -319,7 +331,8 @@ class Pass:
         dummies: list[DummyBatch] = []
         if self._forwards is not None:
             dummies = self._forwards.dummies(self.split, loaded.step, len(filled))
-        buffers.begin(len(filled))
+        if not has_run:  # else its forward has written them
+            buffers.begin(len(filled))
         if loaded.shards and loaded.shards[0].shard == 0 and not loaded.shards[0].rows:
             buffers.keep()  # without shard 0, the step leaves the buffers as they are
         left = len(filled)
@@ -345,6 +358,45 @@ class Pass:
         buffers.finish()
         if earlier is not None:
             self._add(earlier)
+
+    def _run_batch(self, loss: BatchLoss, loaded: LoadedStep, number: int) -> tuple[LoadedStep, bool]:
+        """Run the shards forward, and compute the loss of the whole batch, so that each has its outputs' gradients.
+
+        A worker that runs a single shard keeps its graph, and runs it only here: returns whether it does. Not in the
+        first step, which tries that shard once more.
+        """
+        loaded = loaded._replace(loaded=list(loaded.loaded))
+        filled = [one for one in loaded.loaded if one.shard.rows]
+        run, dummies = loss.run, []
+        if self._forwards is not None:
+            run = functools.partial(self._forwards.run, loss.run)
+            dummies = self._forwards.dummies(self.split, loaded.step, len(filled))
+        is_kept = self._is_prepared and len(filled) + len(dummies) == 1
+        self.clock.enter(Part.FORWARD)
+        self.buffers.begin(len(filled) if is_kept else 2)
+        own: list[ShardOutput] = []
+        for one in filled:
+            if own:
+                self.buffers.restore()
+            self.running = one.batch, one.shard.rows
+            self.seeds.begin(one.shard, number)
+            with locating(location(one.shard)), self.buffers.forward() if self.buffers.is_early else nullcontext():
+                output = run(one.batch if is_kept else copied(one.batch))
+            if not self.buffers.is_early:
+                self.buffers.check()
+            own.append(detached(output, one.shard))
+            if is_kept:
+                loss.keep(output)
+            del output  # and its graph
+        self.running = None
+        for dummy in dummies:
+            output = run(copied(dummy.batch))
+            if is_kept:
+                loss.keep(output)
+        if not is_kept:
+            self.buffers.restore()
+        loss.take(loaded.whole, own, self.optimizer_step.seed, number)
+        return loaded, is_kept
 
     def _set_apart(self) -> list[torch.Tensor | None]:
         """Take the sums of earlier passes out of the gradients; this pass's may be in the same memory."""
@@ -408,6 +460,8 @@ class Pass:
         """Run forward and backward of a shard, with a copy of the batch: a model may write it."""
         where = location(one.shard)
         self.seeds.begin(one.shard)
+        if self.batch_loss is not None:
+            self.batch_loss.begin(one.shard)
         with locating(where), self.buffers.forward():
             loss = replica(copied(one.batch), one.shard.rows)
         with reraise_as(f"{where}: backward", lambda error: batch_hint(error, one.batch)):

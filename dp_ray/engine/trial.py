@@ -21,8 +21,9 @@ from dp_ray.engine.loading import LoadedStep, Source, find_reference, load_steps
 from dp_ray.engine.model import autocast, evaluating, free_memory, is_out_of_memory
 from dp_ray.engine.placement import Forwards, Placement, ShardedPlacement, place
 from dp_ray.engine.prediction import Prediction, predict
-from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, make_gradients_dense
+from dp_ray.engine.reduce import Reduction, Trained, make_gradients_dense
 from dp_ray.engine.step import PredictInputs, build_step, run_step
+from dp_ray.engine.whole_batch import shard_loss
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.job import Job
@@ -110,7 +111,7 @@ def _train(placement: Placement, data: Data) -> None:
     average = placement.average(optimizer_step)  # it takes memory
     if not model.training:
         model.train()
-    loss_of = ShardLoss(placement.called, build_step(job, world), build_metrics(job)[0], job, world.device)
+    loss_of = shard_loss(placement.called, build_step(job, world), build_metrics(job)[0], job, world.device)
     trained = list(optimizer_step.trained.values())
     parts = Trained(loss_of, optimizer_step.trained, [], placement.sums(trained), Buffers(model), SilentClock())
     reduction = placement.reduction(parts, False, 0) if placement.is_sharded else Reduction(parts)

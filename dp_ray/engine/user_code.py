@@ -14,6 +14,7 @@ import torch
 from dp_ray.engine.world import passes, text_of
 from dp_ray.errors import DataError, Error, JobError, ModelError
 from dp_ray.plan.split import Shard
+from dp_ray.system.linux import full_memory
 from dp_ray.text import listed
 
 _LOADER_ENDED = re.compile(
@@ -91,7 +92,7 @@ def loader_ended_error(who: str = "") -> DataError:
     """Return the error to raise if a process of a DataLoader has ended; `who` names it."""
     return DataError(
         f"a process of the loader has ended in the midst of its work{who}, as where the system kills one because "
-        "memory, or /dev/shm, is full: take fewer loader.processes or a smaller loader.prefetch"
+        f"{full_memory()}: take fewer loader.processes or a smaller loader.prefetch"
     )
 
 

@@ -1,6 +1,6 @@
 """Pydantic's errors as messages for users: the key, what it may be, what it got, and a hint. Begin at `explain`.
 
-`other_names.txt` has keys of other libraries and of earlier versions, each with the key that does the same here.
+`other_names.txt` has keys of other libraries, each with the key that does the same here.
 """
 
 import difflib
@@ -12,12 +12,14 @@ from typing import Any, get_args
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from dp_ray.job.keys import JobKeys, Target
+from dp_ray.job.old_keys import OLD_KEYS
 from dp_ray.text import did_you_mean, hide
 
 # A line for each answer, which begins with dp_ray's key, and after "=" the names for it elsewhere.
 _TABLE = Path(__file__).with_name("other_names.txt").read_text()
 _LINES = [line.partition(" = ") for line in _TABLE.replace("\n    ", " ").strip().split("\n")]
 OTHER_NAMES = {name: answer for answer, _, names in _LINES for name in names.split()}
+OTHER_NAMES |= {key.name: f"{key.new}: the new name of {key.name}" for key in OLD_KEYS}
 SAMPLER = OTHER_NAMES["sampler"]
 # Inside a target: other names of `target` and `args`; any other key is taken for one of its args.
 TARGET = {
@@ -41,15 +43,6 @@ def shards_of(path: str, value: Any, workers: Any) -> str:
         f"shards: {value * count}, {each}, which runs them one after another and adds up their gradients; "
         "batch_size is that of the whole batch, over all of its shards"
     )
-
-
-def renamed(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the job in a run's run.json, with the keys of earlier versions renamed to the current ones."""
-    timeouts = job.get("timeouts")
-    if isinstance(timeouts, Mapping):
-        timeouts = {"capacity" if key == "room" else key: value for key, value in timeouts.items()}
-        job = {**job, "timeouts": timeouts}
-    return {"device_map" if key == "split" else key: value for key, value in job.items()}
 
 
 def explain(error: ValidationError, workers: Any = None) -> list[str]:

@@ -13,7 +13,8 @@ from pydantic import ValidationError, model_validator
 
 from dp_ray.errors import JobError
 from dp_ray.job.errors import explain
-from dp_ray.job.keys import JobKeys, Scheduler, ShuffleBlocks, Target, describe_target
+from dp_ray.job.keys import JobKeys, Scheduler, ShuffleBlocks, Target, describe_target, is_over_batch
+from dp_ray.job.old_keys import current
 from dp_ray.plan.costs import profiled_of
 from dp_ray.text import counted, hide, hide_in, hide_in_as_before
 
@@ -37,6 +38,16 @@ class MeasuringKeys(JobKeys):
             return ()
         has_loss = self.loss is not None or self.step is not None
         return tuple(f"eval_{name}" for name in (["loss", *self.metrics] if has_loss else self.metrics))
+
+    @property
+    def loss_over_batch(self) -> bool:
+        """Whether the loss sees the outputs of the whole batch at once."""
+        return is_over_batch(self.loss)
+
+    @property
+    def loss_of_shards(self) -> bool:
+        """Whether each shard has a loss of its own."""
+        return (self.loss is not None or self.step is not None) and not self.loss_over_batch
 
     @property
     def watched(self) -> dict[str, str]:
@@ -175,8 +186,11 @@ class Job(MeasuringKeys):
             and self.scheduler.per != "epoch"
         ):
             yield "scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch"
-        if self.step is not None and self.loss is not None:
-            yield "loss: is not used, because step computes the loss; leave loss or step out"
+        if self.step is not None and self.loss is not None and not self.loss_over_batch:
+            yield (
+                "loss: is not used, because step computes the loss; leave loss or step out, or let the loss see the "
+                "whole batch (over: batch) and step return {'outputs': ..., 'target': ...}"
+            )
 
     def _of_sharding(self) -> Iterator[str]:
         """Yield keys that `strategy: fsdp` contradicts."""
@@ -304,6 +318,7 @@ class Job(MeasuringKeys):
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
         """Return the job with these keys and values. Raises JobError, which lists every wrong key."""
+        values = current(values)
         named = {**values, "name": default_name if values.get("name") is None else values["name"]}
         for key in cls.TARGETED:
             if (args := named.pop(f"{key}_args", None)) is not None:
@@ -380,7 +395,9 @@ class Job(MeasuringKeys):
 def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a described job that can change its result; `outputs` without what is not set."""
     inner = job.get("outputs") or {} if job.get("task") == "predict" else {}
-    outputs = {key: value for key, value in inner.items() if value is not None and f"outputs.{key}" not in _LEFT_OUT}
+    outputs = {
+        key: value for key, value in inner.items() if value not in (None, False) and f"outputs.{key}" not in _LEFT_OUT
+    }
     return {**{key: value for key, value in job.items() if key not in _LEFT_OUT}, "outputs": outputs}
 
 

@@ -234,6 +234,7 @@ class Target(Strict):
     """What to call, with `args` as keywords: `module:attribute`, or from Python a class or function itself."""
 
     EXAMPLE: ClassVar[str] = "jobs.digits:Net"
+    AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = ()  # keys of today with the values that earlier runs had
 
     target: Annotated[Any, WithJsonSchema({"type": "string", "pattern": f"^{TARGET.pattern}$"})]
     """`module:attribute`, imported from the current folder. From Python, a class or function too."""
@@ -257,7 +258,8 @@ class Target(Strict):
             raise ValueError(f"must be 'module:attribute', like {self.EXAMPLE!r}{or_object}, got {self.target!r:.80}")
         try:
             # Before anything is called with the args: it may change them in place.
-            self._told = told_args({key: value for key, value in self if key != "target"})
+            told = {key: value for key, value in self if key != "target" and (key, value) not in self.AS_BEFORE}
+            self._told = told_args(told)
         except RecursionError:
             raise ValueError("args: must be plain YAML values, got some that are nested too deeply") from None
         return self
@@ -336,8 +338,27 @@ def describe_target(value: Any, as_objects: bool = False) -> Any:
         return None
     if not isinstance(value, Target):
         return f"<{_qualified(value)}>"
-    rest = value.model_dump(exclude={"target"}) if as_objects else value._told.values
+    rest = value.model_dump(exclude={"target", "over"}) if as_objects else value._told.values
     return {"target": value.label if value.is_named else f"<{value.label}>", **rest}
+
+
+class Compared(Target):
+    """A target that is a function of (outputs, target)."""
+
+    EXAMPLE: ClassVar[str] = "torch.nn:CrossEntropyLoss"
+    AS_BEFORE: ClassVar = (("over", "shard"),)
+
+    over: Literal["shard", "batch"] = "shard"
+    """What it sees at once. shard: the rows of a shard. batch: those of the whole global batch, of all workers, in
+    order; it returns one number."""
+
+
+ComparedKey = Annotated[Any, target_parser(Compared)]
+
+
+def is_over_batch(compared: Any) -> bool:
+    """Return whether a loss or metric of a job sees the rows of the whole batch at once."""
+    return isinstance(compared, Compared) and compared.over == "batch"
 
 
 class Group(Strict):
@@ -647,6 +668,9 @@ class Outputs(Strict):
     after: Targeted | None = None
     """A function of a shard's outputs, on its device: what it returns is kept in their place. If it has a parameter
     `inputs`, it gets the model's inputs too."""
+    ragged: bool = False
+    """Lists in the outputs have an entry for each row, like the boxes in each image. Entries may differ in size, and
+    may be dicts. false: the tensors in a list hold all rows each."""
     keep: Annotated[list[str], Field(min_length=1)] | None = None
     """The outputs that are kept, by path, like `[logits, hidden_states.0]`, or `hidden_states.*`. null: all of
     them."""
@@ -808,15 +832,16 @@ class JobKeys(WorkerKeys, WorkKeys):
     """train only: end the run with an error at the first step whose loss is NaN or infinite. No checkpoint of that
     step or a later one is kept."""
 
-    loss: Targeted | None = None
+    loss: ComparedKey | None = None
     """A function of (outputs, target) that returns a number for each row or element, or (sum, weight). A loss of
-    torch.nn or torch.nn.functional, named as a target, is built to do so."""
+    torch.nn or torch.nn.functional, named as a target, is built to do so. With `loss.over: batch` it sees the
+    outputs of the whole batch and returns one number, as contrastive losses do."""
     step: Targeted | None = None
     """A function `step(model, batch)` in place of the model's call and the loss, for items or models of another
-    kind."""
-    metrics: dict[str, Targeted] = Field(default_factory=dict)
-    """Metrics by name. Each returns what a loss returns, or is a torchmetrics class, which is measured in evaluations
-    only and needs the extra `metrics`. A name must not be a column of the history."""
+    kind. Beside a loss over the batch, it returns the outputs and the target."""
+    metrics: dict[str, ComparedKey] = Field(default_factory=dict)
+    """Metrics by name. Each returns what a loss returns, or is a torchmetrics class, which needs the extra `metrics`.
+    Those and metrics over the batch are measured in evaluations only. A name must not be a column of the history."""
     eval: Eval | None = None
     """Evaluate the model during a training and at its end."""
     optimizer: Annotated[Any, target_parser(Optimizer)] | None = None

@@ -15,7 +15,7 @@ from typing import Any
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.errors import SAMPLER
 from dp_ray.job.job import Job
-from dp_ray.job.keys import TARGET, Target
+from dp_ray.job.keys import TARGET, Target, is_over_batch
 from dp_ray.plan.order import derive_seed
 from dp_ray.system.process import importing_from_here
 from dp_ray.text import did_you_mean, listed
@@ -209,11 +209,12 @@ def keeps_state(made: Any) -> bool:
 
 
 def unmeasured(job: Job) -> Iterator[str]:
-    """Yield a line for each metric with a state in a training without evaluations: nothing measures it."""
+    """Yield a line for each metric of a training without evaluations that only these measure."""
     if job.task != "train" or job.eval is not None:
         return
     for name, metric in job.metrics.items():
         measure = resolve(f"metrics.{name}", metric) if isinstance(metric, Target) else metric
-        if keeps_state(measure):
-            only = "is measured over a whole dataset, so by evaluations only"
+        if is_over_batch(metric) or keeps_state(measure):
+            of = "whole batches" if is_over_batch(metric) else "a whole dataset"
+            only = f"is measured over {of}, so by evaluations only"
             yield f"metrics.{name}: {only}, and there are none: set eval"

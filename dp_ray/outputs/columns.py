@@ -1,13 +1,16 @@
 """Convert between a model's outputs and Arrow columns: one column for each tensor, one row for each sample.
 
 A tensor of at least two dimensions is a fixed-shape tensor column. Rows that differ in shape, or hold no numbers, are
-structs of `data` and `shape`. Floats that Arrow lacks (bfloat16, float8) are stored as float32, which holds them
-exactly. Complex numbers are stored as pairs. The schema's metadata keeps each column's original dtype and shape.
+structs of `data` and `shape`. In lists with an entry for each row (`outputs.ragged`), rows that differ in their first
+length alone are Arrow lists: of numbers, or of lists of a fixed size, as boxes are. Floats that Arrow lacks
+(bfloat16, float8) are stored as float32, which holds them exactly. Complex numbers are stored as pairs. The schema's
+metadata keeps each column's original dtype and shape.
 
 `rows_of` and `to_arrow` lead there, `from_arrow` and `rebuild` back. The values of `outputs.carry` are columns
 beside them: one value of the dataset's item for each row.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,16 +24,17 @@ from dp_ray.engine.host_copy import HostCopy
 from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.tables import array_of, plain_values
 from dp_ray.tensors.files import as_bytes
-from dp_ray.tensors.scatter import gather, rows_dim
-from dp_ray.tensors.tree import Keys, TreeSpec, difference, flatten, is_plain, unflatten
+from dp_ray.tensors.ragged import with_lists
+from dp_ray.tensors.scatter import gather, may_have_lists_of_rows, rows_dim
+from dp_ray.tensors.tree import Keys, Ragged, TreeSpec, difference, flatten, is_plain, unflatten
 
 SINGLE = {"none": pa.null(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": pa.string()}
 KINDS = {**SINGLE, **{f"list of {name}": pa.list_(kind) for name, kind in SINGLE.items()}}
 METADATA = b"dp_ray"
 SAMPLE_INDEX = "sample_index"
 WIDENED = {torch.bfloat16, *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))}
-# One array for each carried key, then one tensor for each leaf of the outputs, with the rows in dimension 0.
-Rows = list[pa.Array | torch.Tensor]
+# One array for each carried key, then one leaf for each of the outputs: a tensor, rows in dimension 0, or a Ragged.
+Rows = list[Any]
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,30 @@ def kind_of(arrow_type: pa.DataType) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One leaf of the outputs: its column's name, its dtype, and the shape of a row (None where rows differ)."""
+    """One leaf of the outputs: its column's name, its dtype, and the shape of a row (None where rows differ).
+
+    If rows differ in their first length alone, as in a list with an entry for each row, that length is None. `depth`
+    keys of the leaf's path lead to that list; it is None for a leaf in no such list.
+    """
 
     name: str
     dtype: str
-    shape: tuple[int, ...] | None
+    shape: tuple[int | None, ...] | None
     is_array: bool = False
+    depth: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values that `from_json` reads."""
+        values = asdict(self)
+        if self.depth is None:  # as earlier versions wrote it
+            del values["depth"]
+        return values
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Column":
+        """Read what `to_json` returned."""
+        shape = None if values["shape"] is None else tuple(values["shape"])
+        return cls(values["name"], values["dtype"], shape, values["is_array"], values.get("depth"))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -110,13 +132,29 @@ class Column:
         return self.shape is None or 0 in self.shape
 
     @property
+    def is_list(self) -> bool:
+        """Whether each row is an Arrow list."""
+        return bool(self.shape) and self.shape[0] is None  # type: ignore[index]
+
+    @property
+    def inner(self) -> list[int]:
+        """The lengths of the dimensions that are the same for all rows."""
+        return [one for one in self.shape or () if one is not None]
+
+    @property
+    def stored(self) -> list[int]:
+        """The same as they are stored: complex numbers as pairs."""
+        return [*self.inner, 2] if self.torch_dtype.is_complex else self.inner
+
+    @property
     def arrow_type(self) -> pa.DataType:
-        """The column's type: plain for one number a row, else a tensor, or a struct (see `is_struct`)."""
+        """The column's type: plain for one number a row, else a tensor, a list, or a struct (see `is_struct`)."""
         value = pa.from_numpy_dtype(_to_numpy(torch.empty(0, dtype=self.torch_dtype)).dtype)
         if self.shape is None or self.is_struct:
             return pa.struct([("data", pa.large_list(value)), ("shape", pa.list_(pa.int64()))])
-        shape = [*self.shape, 2] if self.torch_dtype.is_complex else [*self.shape]
-        return pa.fixed_shape_tensor(value, shape) if shape else value
+        if self.is_list:
+            return pa.large_list(functools.reduce(pa.list_, reversed(self.stored), value))
+        return pa.fixed_shape_tensor(value, self.stored) if self.stored else value
 
 
 @dataclass(frozen=True)
@@ -142,7 +180,10 @@ class Layout:
     @property
     def metadata(self) -> dict[bytes, bytes]:
         """This layout as the schema's metadata; `from_metadata` is the inverse."""
-        values: dict[str, Any] = {"spec": self.spec.to_json(), "columns": [asdict(column) for column in self.columns]}
+        values: dict[str, Any] = {
+            "spec": self.spec.to_json(),
+            "columns": [column.to_json() for column in self.columns],
+        }
         values["batch_dim"] = self.batch_dim
         if self.carried:
             values["carried"] = [asdict(column) for column in self.carried]
@@ -154,10 +195,7 @@ class Layout:
         if not metadata or METADATA not in metadata:
             raise StorageError("this Parquet file does not hold outputs of dp_ray")
         values = json.loads(metadata[METADATA])
-        columns = [
-            Column(one["name"], one["dtype"], None if one["shape"] is None else tuple(one["shape"]), one["is_array"])
-            for one in values["columns"]
-        ]
+        columns = map(Column.from_json, values["columns"])
         carried = tuple(CarriedColumn(**one) for one in values.get("carried", []))
         return cls(TreeSpec.from_json(values["spec"]), tuple(columns), values["batch_dim"], carried)
 
@@ -175,7 +213,7 @@ class Layout:
             )
         columns: list[Column] = []
         for one, another in zip(self.columns, other.columns, strict=False):
-            if (one.name, one.dtype, one.is_array) != (another.name, another.dtype, another.is_array):
+            if replace(one, shape=None) != replace(another, shape=None):
                 raise ModelError(
                     f"output {one.name!r} is not alike on all shards: {one.dtype} on one, {another.dtype} on another"
                 )
@@ -198,18 +236,37 @@ def rows_of(
 
     Raises ModelError, which names the leaf's path, if a leaf does not have one entry for each of the `rows` rows.
     """
-    leaves, spec = flatten(gather([outputs], [rows], batch_dim))
+    try:
+        leaves, spec = flatten(gather([outputs], [rows], batch_dim))
+    except ModelError as error:
+        if may_have_lists_of_rows(outputs, rows):
+            raise ModelError(f"{error}; if a list has an entry for each row, set outputs.ragged: true") from None
+        raise
     if not leaves:
         raise ModelError(f"the model returned no tensor to merge, but {outputs!r:.60}")
     carried = carried or {}
     names = _column_names([*carried, *spec.paths])
     beside = [CarriedColumn(key, names.pop(0), kind_of(array.type)) for key, array in carried.items()]
-    tensors = [_rows_first(name, leaf, batch_dim, copies) for name, leaf in zip(names, leaves, strict=True)]
-    columns = [
-        Column(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray))
-        for name, tensor, leaf in zip(names, tensors, leaves, strict=True)
-    ]
-    return Layout(spec, tuple(columns), batch_dim, tuple(beside)), [*carried.values(), *tensors]
+    kept = [_kept(name, leaf, batch_dim, copies) for name, leaf in zip(names, leaves, strict=True)]
+    columns = [_column(name, one, leaf) for name, one, leaf in zip(names, kept, leaves, strict=True)]
+    return Layout(spec, tuple(columns), batch_dim, tuple(beside)), [*carried.values(), *kept]
+
+
+def _column(name: str, kept: torch.Tensor | Ragged, leaf: Any) -> Column:
+    """Return the column of a leaf, of which `kept` is the copy."""
+    if isinstance(kept, torch.Tensor):
+        return Column(name, _name(kept), tuple(kept.shape[1:]), isinstance(leaf, np.ndarray))
+    shape: tuple[int | None, ...] | None = None
+    inner = {one[1:] for one in kept.shapes}
+    if not any(kept.shapes):
+        shape = ()
+    elif all(kept.shapes) and len(inner) == 1 and 0 not in next(iter(inner)):
+        shape = (None, *inner.pop())
+    return Column(name, _name(kept.data), shape, isinstance(leaf.data, np.ndarray), kept.depth)
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _column_names(paths: Sequence[str]) -> list[str]:
@@ -224,6 +281,13 @@ def _column_names(paths: Sequence[str]) -> list[str]:
 
 
 LARGEST_BESIDE = 1 << 28  # bytes of a leaf that a GPU holds twice, while the next shard runs
+
+
+def _kept(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -> torch.Tensor | Ragged:
+    """Copy a leaf: a tensor with its rows in dimension 0, or the numbers of rows that differ in shape."""
+    if isinstance(leaf, Ragged):
+        return replace(leaf, data=_rows_first(name, leaf.data, 0, copies))
+    return _rows_first(name, leaf, batch_dim, copies)
 
 
 def _rows_first(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -> torch.Tensor:
@@ -301,18 +365,24 @@ def to_arrow(column: CarriedColumn | Column, pieces: Sequence[Any]) -> pa.Array:
         return column.array(pieces)
     if column.is_struct:
         return _variable(column, pieces)
-    values = _to_numpy(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))
+    tensors = [piece.data if isinstance(piece, Ragged) else piece for piece in pieces]
+    values = _to_numpy(tensors[0] if len(tensors) == 1 else torch.cat(tensors))
     flat = array_of(values.reshape(-1))
     kind = column.arrow_type
+    if column.is_list:
+        for size in reversed(column.stored):
+            flat = pa.FixedSizeListArray.from_arrays(flat, size)
+        lengths = [shape[0] for piece in pieces for shape in piece.shapes]
+        return pa.LargeListArray.from_arrays(array_of(np.cumsum([0, *lengths], dtype=np.int64)), flat)
     if not isinstance(kind, pa.FixedShapeTensorType):
         return flat
     storage = pa.FixedSizeListArray.from_arrays(flat, kind.storage_type.list_size)
     return pa.ExtensionArray.from_storage(kind, storage)
 
 
-def _variable(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
+def _variable(column: Column, pieces: Sequence[torch.Tensor | Ragged]) -> pa.Array:
     """Return rows of any shape as structs of their numbers and their shape."""
-    rows = [row for piece in pieces for row in piece.unbind()]
+    rows = [row for piece in pieces for row in (piece.rows() if isinstance(piece, Ragged) else piece.unbind())]
     data = [_to_numpy(row).reshape(-1) for row in rows]
     offsets = np.cumsum([0, *(len(values) for values in data)], dtype=np.int64)
     kind = column.arrow_type.field("data").type.value_type
@@ -341,9 +411,15 @@ def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Ten
         values = ((row["data"].values.to_numpy(zero_copy_only=False), row["shape"].as_py()) for row in array)
         return [_to_torch(column, data).reshape(shape) for data, shape in values]
     if column.is_struct:
-        return torch.empty(len(array), *column.shape, dtype=column.torch_dtype)
+        return torch.empty(len(array), *column.inner, dtype=column.torch_dtype)
+    if column.is_list:
+        lengths, flat = np.diff(array.offsets.to_numpy()).tolist(), array.flatten()
+        for _ in column.stored:
+            flat = flat.flatten()
+        numbers = _to_torch(column, plain_values(flat)).reshape(-1, *column.inner)
+        return [row.clone() for row in torch.split(numbers, lengths)]  # none keeps the memory of all
     flat = array.storage.flatten() if isinstance(array, pa.ExtensionArray) else array
-    return _to_torch(column, plain_values(flat)).reshape(len(array), *column.shape)
+    return _to_torch(column, plain_values(flat)).reshape(len(array), *column.inner)
 
 
 def _to_torch(column: Column, values: Any) -> torch.Tensor:
@@ -370,12 +446,12 @@ def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[torch.Tensor]])
     """Nest the leaves as the model nested its outputs; each leaf has its rows in dimension 0."""
     rebuilt: list[Any] = []
     for column, leaf in zip(layout.columns, leaves, strict=True):
-        if isinstance(leaf, list):
+        if isinstance(leaf, list) or column.depth is not None:
             rebuilt.append([row.numpy() for row in leaf] if column.is_array else leaf)
             continue
         moved = leaf.movedim(0, layout.batch_dim) if leaf.ndim > max(1, layout.batch_dim) else leaf
         rebuilt.append(moved.numpy() if column.is_array else moved)
-    return unflatten(layout.spec, rebuilt)
+    return with_lists(layout.spec, rebuilt, [column.depth for column in layout.columns])
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

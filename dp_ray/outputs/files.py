@@ -319,12 +319,18 @@ class StepDigests:
         for column, take in zip(self._layout.columns, takers, strict=True):
             # Arrow holds the very bytes of a row: not widened, no bits in place of bools, no struct.
             is_stored_raw = not column.is_struct and column.torch_dtype not in {torch.bool, *WIDENED}
+            is_stored_raw = is_stored_raw and column.depth is None
             for chunk in rows.column(column.name).chunks:
                 if is_stored_raw:
                     flat = chunk.storage.flatten() if isinstance(chunk, pa.ExtensionArray) else chunk
                     take(memoryview(plain_values(flat).data).cast("B"))
                     continue
                 leaf = from_arrow(column, chunk)
+                if column.depth is not None:  # where a row ends counts too
+                    for row in leaf:
+                        take(np.array([row.ndim, *row.shape], np.int64).tobytes())
+                        take(raw_bytes(row))
+                    continue
                 for tensor in leaf if isinstance(leaf, list) else [leaf]:
                     take(raw_bytes(tensor))
 

@@ -65,12 +65,12 @@ class Merged:
         leaves: list[torch.Tensor | list[torch.Tensor]] = []
         for column in layout.columns:
             pieces: list[Any] = list(self._leaf(column))
-            if column.shape is None:
+            if column.shape is None or column.is_list:
                 leaves.append([row for piece in pieces for row in piece])
             elif pieces:
                 leaves.append(torch.cat(pieces))
             else:
-                leaves.append(torch.empty(0, *column.shape, dtype=column.torch_dtype))
+                leaves.append(torch.empty(0, *column.inner, dtype=column.torch_dtype))
         return rebuild(layout, leaves)
 
     def batches(self, batch_size: int, missing: Sequence[int] = ()) -> Iterator[Any]:
@@ -89,7 +89,8 @@ class Merged:
             leaves = [from_arrow(column, rows.column(column.name).combine_chunks()) for column in layout.columns]
             for at, leaf in enumerate(leaves):
                 # Rows of one shape are stacked, even if the rows of other batches have another shape.
-                if isinstance(leaf, list) and len({row.shape for row in leaf}) == 1:
+                in_list = layout.columns[at].depth is not None
+                if isinstance(leaf, list) and not in_list and len({row.shape for row in leaf}) == 1:
                     leaves[at] = torch.stack(leaf)
             yield rebuild(layout, leaves)
 
@@ -263,11 +264,18 @@ def read_previews(run: Storage) -> list[Preview]:
 
 
 def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) -> Iterator[Preview]:
-    """Yield the previews of some rows of a batch, by its first tensor."""
-    leaf = next((one for one in flatten(inputs)[0] if isinstance(one, torch.Tensor)), None)
-    if leaf is None or leaf.ndim <= batch_dim or leaf.shape[batch_dim] != len(indices):
+    """Yield the previews of some rows of a batch, by its first tensor; of a list of images, by these."""
+    tensors = [one for one in flatten(inputs)[0] if isinstance(one, torch.Tensor)]
+    if (
+        isinstance(inputs, list | tuple)
+        and len(tensors) == len(inputs) == len(indices)
+        and all(map(_is_image, tensors))
+    ):
+        kept: Any = [tensors[at].detach().cpu() for at in rows]
+    elif tensors and tensors[0].ndim > batch_dim and tensors[0].shape[batch_dim] == len(indices):
+        kept = tensors[0].movedim(batch_dim, 0)[list(rows)].detach().cpu()
+    else:
         return
-    kept = leaf.movedim(batch_dim, 0)[list(rows)].detach().cpu()
     for sample, row in zip((indices[at] for at in rows), kept, strict=True):
         pixels = thumbnail(row)
         if pixels is not None:
@@ -277,6 +285,10 @@ def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) ->
             if row.numel() > NUMBERS:
                 text += f" ... ({'x'.join(map(str, row.shape))})"
             yield Preview(int(sample), text=text)
+
+
+def _is_image(row: torch.Tensor) -> bool:
+    return thumbnail(row) is not None
 
 
 def thumbnail(row: torch.Tensor) -> torch.Tensor | None:

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 
 from dp_ray.errors import StorageError
-from dp_ray.job.errors import renamed
 from dp_ray.job.files import dotted, same
 from dp_ray.job.job import Job
+from dp_ray.job.old_keys import of_a_run
 from dp_ray.results.text import aligned, as_text, relative, sparkline
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON
 from dp_ray.rundir.history import history_of, is_inner
@@ -69,7 +69,7 @@ def read_compared_run(run: Storage) -> ComparedRun:
     return ComparedRun(
         where=relative(str(run)),
         row=row,
-        job=hide_in(renamed(RUN_JSON.read(run).get("job", {}))),
+        job=hide_in(of_a_run(RUN_JSON.read(run).get("job", {}))),
         result=hide_in(RESULT_JSON.read(run)),
         environment=dict(dotted(hide_in(drivers[-1]) if drivers else {})),
         history=history_of(run),

@@ -30,7 +30,8 @@ from dp_ray.rundir.lease import EXPIRE_SECONDS, LEASE, LEASE_JSON, Lease, last_a
 from dp_ray.rundir.quarantine import unmerge_quarantine
 from dp_ray.rundir.start import check_start, files_of_start, find_start, first_step
 from dp_ray.storage import Storage
-from dp_ray.system.process import is_dead, machine, this_process
+from dp_ray.system.linux import machine
+from dp_ray.system.process import is_dead, this_process
 from dp_ray.system.threads import has_begun, repeated
 from dp_ray.text import SHOWN, hide, listed
 

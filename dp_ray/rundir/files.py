@@ -16,16 +16,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
 from dp_ray import __version__
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job.errors import renamed
+from dp_ray.job.old_keys import of_a_run
 from dp_ray.records import IGNORE, Damaged, Record, T
 from dp_ray.storage import Storage
+from dp_ray.system.linux import gpu_models
 from dp_ray.system.process import git_state, without_values
 from dp_ray.text import hide
 
@@ -110,7 +110,7 @@ def kept_job(run: Storage, noun: str) -> dict[str, Any]:
     claimed = RUN_JSON.read(run)
     if not claimed:
         raise JobError(f"{run} holds no {RUN}: name the run directory of {noun}")
-    return renamed(claimed["job"])
+    return of_a_run(claimed["job"])
 
 
 def read_or_advise(record: Record[T], run: Storage) -> T:
@@ -177,10 +177,6 @@ def recorded_about(run: Storage, plan: str, is_forked: bool) -> Iterator[None]:
 
 
 def _this_driver(started: datetime, git: dict[str, Any] | None) -> dict[str, Any]:
-    gpus = []  # the models of this machine's NVIDIA GPUs
-    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        with suppress(OSError):
-            gpus += [line.partition(":")[2].strip() for line in file.read_text().splitlines() if "Model:" in line]
     return {
         "started": started.isoformat(timespec="seconds"),
         "command": command_of(sys.orig_argv),
@@ -192,7 +188,7 @@ def _this_driver(started: datetime, git: dict[str, Any] | None) -> dict[str, Any
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpus": gpus,
+        "gpus": gpu_models(),
     }
 
 

@@ -14,7 +14,8 @@ from dp_ray.errors import Error, JobError, RunInterrupted, StorageError
 from dp_ray.records import IGNORE, Record
 from dp_ray.rundir.files import RESULT_JSON, RUN, SWEEP, SWEEP_JSON
 from dp_ray.storage import Storage
-from dp_ray.system.process import Process, is_dead, machine, this_process
+from dp_ray.system.linux import machine
+from dp_ray.system.process import Process, is_dead, this_process
 from dp_ray.text import counted
 
 LEASE = "lease.json"

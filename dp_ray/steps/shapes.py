@@ -6,6 +6,7 @@ microseconds a shard; a thread of it sends them. `shape_lines` prints them.
 
 import dataclasses
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +24,9 @@ from dp_ray.messages import Keep, Report, ShardSpan, Sizes
 from dp_ray.plan.split import Shard
 from dp_ray.steps.times import packed
 from dp_ray.system.threads import repeated
-from dp_ray.tensors.scatter import num_rows
 from dp_ray.tensors.tree import sizes
 
+ENTRIES = re.compile(r"\d+ x ")  # how the size of a list begins that has an entry for each row
 REPORTS_A_SECOND = 1000  # of all workers together: each costs the driver's node the same, however many steps it has
 
 
@@ -59,8 +60,8 @@ class Probe:
         ]
         self._started = 0.0
         self._depth = 0
-        self._cache: dict[Any, Sizes] = {}
-        self._seen: Sizes | None = None
+        self._cache: dict[tuple[Any, Any, int], Sizes] = {}
+        self._seen: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None  # sizes of a call's inputs and outputs
         self._milliseconds = 0.0
 
     def __enter__(self) -> "Probe":
@@ -70,14 +71,17 @@ class Probe:
         for handle in self._handles:
             handle.remove()
 
-    def last(self) -> tuple[Sizes | None, float]:
-        """Return the sizes and milliseconds of the forward since the last call; no sizes if there was none."""
-        seen, self._seen = self._seen, None
-        return seen, self._milliseconds
+    def last(self, rows: int) -> tuple[Sizes | None, float]:
+        """Return the sizes and milliseconds of the forward since the last call; no sizes if there was none.
 
-    def take(self) -> tuple[Sizes, float]:
+        They are those of a shard of `rows` rows.
+        """
+        seen, self._seen = self._seen, None
+        return None if seen is None else self._sizes(*seen, rows), self._milliseconds
+
+    def take(self, rows: int) -> tuple[Sizes, float]:
         """Return what `last` does; raise ModelError if the module was not called."""
-        seen, _ = self.last()
+        seen, _ = self.last(rows)
         if seen is None:
             raise ModelError("the model's forward was not called, so there are no shapes to report")
         return seen, self._milliseconds
@@ -92,19 +96,23 @@ class Probe:
         if self._depth:  # the model calls itself: only the outermost call counts
             return
         self._milliseconds = (time.perf_counter() - self._started) * 1e3
+        self._seen = tuple(map(sizes, args)), {name: sizes(one) for name, one in kwargs.items()}, sizes(output)
+
+    def _sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, rows: int) -> Sizes:
+        # Writing sizes as JSON takes longer than all else here, and most models map one tensor to one.
+        are_tensors = len(args) == 1 and not kwargs and type(args[0]) is type(output) is torch.Size
+        key = (args[0], output, rows) if are_tensors else None
+        if key in self._cache:
+            return self._cache[key]
+        args = tuple(_in_common(one, rows, self.batch_dim) for one in args)
         inputs: Any = args[0] if len(args) == 1 else args  # the call's inputs as one tree: a lone argument as itself
         if kwargs:
+            kwargs = {name: _in_common(one, rows, self.batch_dim) for name, one in kwargs.items()}
             inputs = kwargs if not args else {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
-        # Writing sizes as JSON takes longer than all else here, and most models map one tensor to one.
-        are_tensors = isinstance(inputs, torch.Tensor) and isinstance(output, torch.Tensor)
-        key = (inputs.shape, output.shape) if are_tensors else None
-        seen = self._cache.get(key)
-        if seen is None:
-            rows = num_rows(inputs, self.batch_dim) or 0
-            seen = Sizes(encode_sizes(inputs), encode_sizes(output), rows)
-            if key is not None:
-                self._cache[key] = seen
-        self._seen = seen
+        seen = Sizes(encode_sizes(inputs), encode_sizes(_in_common(output, rows, self.batch_dim)), rows)
+        if key is not None:
+            self._cache[key] = seen
+        return seen
 
 
 class Recorder:
@@ -227,6 +235,9 @@ def _sum_rows(many: Sequence[Any], batch_dim: int) -> Any:
         return tuple(_sum_rows(column, batch_dim) for column in zip(*many, strict=True))
     if isinstance(first, dict):
         return {key: _sum_rows([sizes[key] for sizes in many], batch_dim) for key in first}
+    if isinstance(first, str) and all(ENTRIES.match(one) for one in many):
+        counts, each = zip(*(one.split(" x ", 1) for one in many), strict=True)
+        return f"{sum(map(int, counts))} x {each[0] if len({*each}) == 1 else '*'}"
     return first
 
 
@@ -238,9 +249,12 @@ def _nested_alike(first: Any, other: Any) -> bool:
     return not isinstance(first, tuple) or len(first) == len(other)
 
 
-def encode_sizes(tree: Any) -> str:
-    """Write sizes as JSON: a list of numbers for a tensor, a list of its items' sizes for a tuple or list."""
-    return json.dumps(_as_json(sizes(tree)))
+def encode_sizes(nested: Any) -> str:
+    """Write what `sizes` gives as JSON: a list of numbers for a tensor, one of its items' sizes for a tuple or list.
+
+    What a list with an entry for each row has in common is text: `3 x [3, *, *]`.
+    """
+    return json.dumps(_as_json(nested))
 
 
 def _as_json(value: Any) -> Any:
@@ -253,6 +267,42 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value] or {}  # an empty list is a scalar's size
     return value
+
+
+def _in_common(nested: Any, rows: int, batch_dim: int) -> Any:
+    """Return the sizes, with what the entries have in common in place of each list with an entry for each row.
+
+    So the different sizes of a run are few, however many images it has.
+    """
+    if isinstance(nested, dict):
+        return {key: _in_common(one, rows, batch_dim) for key, one in nested.items()}
+    if isinstance(nested, torch.Size) or not isinstance(nested, tuple | list) or hasattr(nested, "_make"):
+        return nested
+    has_entries = len(nested) == rows and not all(_has_rows(one, rows, batch_dim) for one in nested)
+    if has_entries and (common := _common(nested, rows)) is not None:
+        return common
+    return type(nested)(_in_common(one, rows, batch_dim) for one in nested)
+
+
+def _has_rows(nested: Any, rows: int, batch_dim: int) -> bool:
+    """Return whether all tensors have the rows in their dimension for them: so no entry is that of a row alone."""
+    if isinstance(nested, torch.Size):
+        return bool(nested) and nested[batch_dim if batch_dim < len(nested) > 1 else 0] == rows
+    inner = nested.values() if isinstance(nested, dict) else nested if isinstance(nested, tuple | list) else ()
+    return all(_has_rows(one, rows, batch_dim) for one in inner)
+
+
+def _common(entries: Sequence[Any], rows: int) -> Any:
+    """Return what the sizes of all entries have in common, with a `*` for other lengths; None if that is nothing."""
+    first = entries[0]
+    if isinstance(first, torch.Size):
+        if not all(isinstance(one, torch.Size) and len(one) == len(first) for one in entries):
+            return None
+        lengths = [set(column) for column in zip(*entries, strict=True)]
+        return f"{rows} x [{', '.join(str(*one) if len(one) == 1 else '*' for one in lengths)}]"
+    if isinstance(first, dict) and all(isinstance(one, dict) and one.keys() == first.keys() for one in entries):
+        return {key: _common([one[key] for one in entries], rows) or f"{rows} x *" for key in first}
+    return None
 
 
 def decode_sizes(text: str) -> Any:

@@ -1,10 +1,9 @@
-"""A process: its identity, its temporary folders, environment, import path and memory, and its folder's git commit.
+"""A process: its identity, its temporary folders, environment and import path, and its folder's git commit.
 
 An identity is unique over reboots and reused process numbers, to know if an owner is dead: if a driver is killed, the
 next one removes its temporary folders. Workers import this before torch, so it imports as little as possible.
 """
 
-import ctypes
 import json
 import os
 import platform
@@ -19,8 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from dp_ray.system.linux import machine, start_of
 from dp_ray.system.threads import has_begun
 
 
@@ -40,32 +38,12 @@ class Process:
 def this_process() -> Process:
     """Return the identity of the current process."""
     pid = os.getpid()
-    return Process(platform.node(), machine(), pid, _started(pid) or "")
+    return Process(platform.node(), machine(), pid, start_of(pid) or "")
 
 
 def is_dead(process: Process) -> bool:
     """Return whether a process has certainly ended; False if it ran on another machine, where nobody can know."""
-    return process.machine == machine() and _started(process.pid) != process.started
-
-
-def machine() -> str:
-    """Return this boot of this host and, on Linux, the PID namespace: a container has its own."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return f"{platform.node()} {psutil.boot_time():.0f}"
-
-
-def _started(pid: int) -> str | None:
-    """Return when a process started, in kernel ticks, which no clock change affects; None if it has ended."""
-    try:
-        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return None
-        if not Path("/proc/self/stat").exists():
-            return str(psutil.Process(pid).create_time())
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-        return None
+    return process.machine == machine() and start_of(process.pid) != process.started
 
 
 PREFIX = "dp_ray-"
@@ -136,6 +114,8 @@ INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 def interface_of(address: str) -> str | None:
     """The name of the network interface with an IP address; None if there is none."""
+    import psutil  # a process that is imported before torch needs it for nothing else
+
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.split("%")[0] == address for one in addresses):
             return name
@@ -175,24 +155,6 @@ def importing_from_here() -> Iterator[None]:
     finally:
         if not known:
             sys.path.remove(here)
-
-
-# glibc's malloc.h
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
-
-
-def keep_freed_memory() -> bool:
-    """Make glibc keep up to 1 GiB of freed memory for the next step; returns whether it does.
-
-    A step frees about as much as the next one needs. By default the pages go back to the system, which must fill
-    new ones with zeros: a tenth of a conv net's training time on a CPU. Other C libraries are not changed.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    return bool(mallopt(M_MMAP_THRESHOLD, 32 << 20) and mallopt(M_TRIM_THRESHOLD, 1 << 30))
 
 
 SECONDS = 2.0

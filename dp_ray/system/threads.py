@@ -5,7 +5,6 @@ does not wait is the cause. The first signal asks the run to stop, the second en
 """
 
 import _thread
-import ctypes
 import os
 import signal
 import threading
@@ -14,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from dp_ray.system.linux import signal_actions_kept
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130  # the exit status
 IMPORT = "<frozen importlib._bootstrap>"  # the file of the frames that each import has
 AGAIN_SECONDS = 0.01
-ACTION_BYTES = 1024  # more than any system's `struct sigaction` has
-_C = ctypes.CDLL(None)
 _waits: list[str] = []  # innermost last; the task's thread alone writes
 _others: list[Callable[[str], bool]] = []  # to ask for blocks in other threads than the main one
 
@@ -201,14 +200,10 @@ def handlers_kept() -> Iterator[None]:
     Ray sets some in C too, in whichever thread connects: after them SIGTERM would abort the process.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    kernel = {number: ctypes.create_string_buffer(ACTION_BYTES) for number in SIGNALS}
-    for number, action in kernel.items():
-        _C.sigaction(number, None, action)
     try:
-        yield
+        with signal_actions_kept(SIGNALS):
+            yield
     finally:
-        for number, action in kernel.items():
-            _C.sigaction(number, action, None)
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 if handler is not None:

@@ -34,6 +34,7 @@ from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.steps.shapes import Probe, Recorder, encode_sizes
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import is_sharded
+from dp_ray.tensors.tree import sizes
 
 Hook = Callable[["TrainingView"], object]
 
@@ -167,9 +168,12 @@ def shape_reporter(recorder: Recorder, probe: Probe) -> OnShard:
     """Return a function that records each shard with the sizes that the model saw, and its milliseconds."""
 
     def on_shard(shard: Shard, batch: Any, step_output: StepOutput) -> None:
-        seen, milliseconds = probe.last()
+        seen, milliseconds = probe.last(shard.rows)
         if seen is None:  # the user's step bypassed the model's forward
-            seen, milliseconds = Sizes(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0
+            seen, milliseconds = (
+                Sizes(encode_sizes(sizes(batch)), encode_sizes(sizes(step_output.loss)), shard.rows),
+                0.0,
+            )
         recorder.on_shard(shard, seen, milliseconds)
 
     return on_shard
@@ -196,7 +200,8 @@ def with_loss_check(job: Job, first: int, world: World, on_shard: OnShard, notif
                 f"loss: the loss of a row depends on the other rows of its shard: that of step 0, shard 0 sums up to "
                 f"{losses.together:.6g}, and with one of its {shard.rows} rows apart to "
                 f"{losses.first + losses.others:.6g}; so each of the {job.num_shards} shards has its own, and their "
-                "number counts. With shards: 1 it is that of the whole batch"
+                "number counts. With over: batch it sees the whole batch, and returns one number: "
+                "loss: {target: ..., over: batch}"
             )
 
     return on_shard_with_check

@@ -41,6 +41,7 @@ from torch.utils import _python_dispatch
 
 from dp_ray.engine.model import free_memory
 from dp_ray.errors import is_installed
+from dp_ray.system.linux import SYSTEM_FOLDERS, cores, run_on
 from dp_ray.tasks.task import deterministic_algorithms, use_deterministic_algorithms
 
 _C: Any = torch._C
@@ -157,8 +158,10 @@ def _open_files() -> set[str]:
     """Return the regular files that this process holds open, without logs of Ray and libraries."""
     with suppress(psutil.Error, OSError):
         paths = {one.path for one in psutil.Process().open_files()}
-        libraries, system = (".so", ".py", ".pyc"), ("/dev/", "/proc/", "/sys/")
-        return {one for one in paths if not (one.endswith(libraries) or "/ray/" in one or one.startswith(system))}
+        libraries = (".so", ".py", ".pyc")
+        return {
+            one for one in paths if not (one.endswith(libraries) or "/ray/" in one or one.startswith(SYSTEM_FOLDERS))
+        }
     return set()
 
 
@@ -232,7 +235,7 @@ def _interpreter() -> Iterator[None]:
 
 def _process() -> Iterator[None]:
     """Restore what the system or Python keeps of a process: limits, cores, signals, how threads and memory share."""
-    limits, cores, blocked = resource.getrlimit(resource.RLIMIT_NOFILE), _cores(), signal.pthread_sigmask(0, ())
+    limits, had_cores, blocked = resource.getrlimit(resource.RLIMIT_NOFILE), cores(), signal.pthread_sigmask(0, ())
     thresholds, interval, temporary = gc.get_threshold(), sys.getswitchinterval(), tempfile.tempdir
     yield
     gc.set_threshold(*thresholds)
@@ -241,15 +244,9 @@ def _process() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     if resource.getrlimit(resource.RLIMIT_NOFILE) != limits:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    if cores and _cores() != cores:
+    if had_cores and cores() != had_cores:
         for thread in psutil.Process().threads():  # those that the job has started have its cores too
-            with suppress(OSError):
-                os.sched_setaffinity(thread.id, cores)
-
-
-def _cores() -> set[int]:
-    """Return the cores on which this thread may run; none where the system does not say."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+            run_on(thread.id, had_cores)
 
 
 class Setting(NamedTuple):

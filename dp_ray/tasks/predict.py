@@ -154,11 +154,10 @@ class OutputKeeper:
         job, split, shard = self.prediction.job, self.prediction.work.split, done.shard
         if done.flops is not None:
             self.send(FlopsCounted(done.flops))
-        for note in done.notes:
-            self.send(Note(note))
+        self._send_notes()
         size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)
         with advised(job, location(shard), size):
-            self.recorder.on_shard(shard, *self.probe.take())
+            self.recorder.on_shard(shard, *self.probe.take(shard.rows))
             try:
                 self.writer.on_shard(shard, done.indices, done.outputs, done.carried)
             except (ModelError, DataError) as error:
@@ -175,7 +174,12 @@ class OutputKeeper:
         if rows := self.recorder.take_rows():
             self.recorder.on_times(self.prediction.clock.end_step(step, rows))
 
+    def _send_notes(self, wait: bool = False) -> None:
+        for note in self.prediction.notes.take(wait):
+            self.send(Note(note))
+
     def close(self) -> None:
-        """Record the times that are left, and end a trace that goes on."""
+        """Record the times and notes that are left, and end a trace that goes on."""
+        self._send_notes(wait=True)
         self.recorder.on_times(self.prediction.clock.rest())
         self.profiler.close()

@@ -46,12 +46,21 @@ Say = Callable[[str], None]
 
 
 class Row(NamedTuple):
-    """A row of a step: its loss, None if not known, the sample's index, its shard, its position in the epoch."""
+    """A row of a step: its loss, None if not known, the sample's index, its shard, its position in the epoch.
+
+    If the loss is over the batch, it is that of the batch, and `gradient` the norm of its gradient by the row's
+    outputs.
+    """
 
     loss: float | None
     sample: int
     shard: int
     position: int
+    gradient: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; without `gradient` if there is none."""
+        return {key: value for key, value in self._asdict().items() if key != "gradient" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class Replayed:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; numbers that JSON does not have are text: "nan", "inf", "-inf"."""
-        values = {**asdict(self), "rows": [one._asdict() for one in self.rows]}
+        values = {**asdict(self), "rows": [one.to_json() for one in self.rows]}
         values |= {"compared": self.compared, "difference": self.relative_difference}
         return {key: _plain(value) for key, value in values.items()}
 
@@ -134,12 +143,14 @@ class Replayed:
             yield "finite: the weights before the step, its batch, all outputs and gradients"
 
     def _row_lines(self) -> Iterator[str]:
-        yield f"{counted(len(self.rows), 'row')}, the largest loss first: {self.row_losses}"
-        table = [("loss", "sample", "shard", "position")]
-        table += [
-            ("unknown" if one.loss is None else f"{one.loss:.9g}", str(one.sample), str(one.shard), str(one.position))
-            for one in self.rows[:SHOWN_ROWS]
-        ]
+        is_gradient = bool(self.rows) and self.rows[0].gradient is not None
+        what = "gradient" if is_gradient else "loss"
+        yield f"{counted(len(self.rows), 'row')}, the largest {what} first: {self.row_losses}"
+        table = [(what, "sample", "shard", "position")]
+        for one in self.rows[:SHOWN_ROWS]:
+            number = one.gradient if is_gradient else one.loss
+            text = "unknown" if number is None else f"{number:.9g}"
+            table.append((text, str(one.sample), str(one.shard), str(one.position)))
         yield aligned(table)
         more = len(self.rows) - SHOWN_ROWS
         if more > 0:
@@ -222,8 +233,8 @@ def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
                 copies = [LoadedShard(one.shard, one.indices, copied(one.batch)) for one in loaded.loaded]
                 total, weight, *_ = trainer.sums_of(loaded._replace(loaded=iter(copies)))
                 loss = total / weight if weight else float("nan")
-        filled = [one for one in loaded.loaded if one.shard.rows and choice.shard in (None, one.shard.shard)]
-        findings = look.find(filled, split, choice.step)
+        filled = [one for one in loaded.loaded if one.shard.rows]
+        findings = look.find(filled, split, choice.shard)
         yield Rerun(_replayed(context, split, choice, begun, loss, findings), findings, look)
 
 
@@ -313,13 +324,13 @@ def _replayed(
     context: ReplayContext, split: Split, choice: StepChoice, begun: int, loss: float | None, findings: Findings
 ) -> Replayed:
     job, world, run, history, _ = context
-    rows = [
-        Row(losses.values[at] if losses.values else None, sample, one.shard.shard, position)
-        for one, losses in findings.rows
-        for at, (sample, position) in enumerate(zip(one.indices.tolist(), one.shard.positions, strict=True))
-    ]
-    # NaN first, then infinities and numbers downwards, then what is not known.
-    rows.sort(key=lambda row: (2, 0.0) if row.loss is None else (0, 0.0) if math.isnan(row.loss) else (1, -row.loss))
+    rows = []
+    for one, losses in findings.rows:
+        for at, (sample, position) in enumerate(zip(one.indices.tolist(), one.shard.positions, strict=True)):
+            number = losses.values[at] if losses.values else None
+            place = sample, one.shard.shard, position
+            rows.append(Row(number, *place) if losses.of_batch is None else Row(losses.of_batch, *place, number))
+    rows.sort(key=_largest_first)
     return Replayed(
         run_dir=str(run),
         step=choice.step,
@@ -338,6 +349,14 @@ def _replayed(
         output=_described(findings.output),
         gradient=_described(findings.gradient),
     )
+
+
+def _largest_first(row: Row) -> tuple[int, float]:
+    """Order rows: NaN first, then infinities and numbers downwards, then what is not known."""
+    number = row.loss if row.gradient is None else row.gradient
+    if number is None:
+        return 2, 0.0
+    return (0, 0.0) if math.isnan(number) else (1, -number)
 
 
 def _described(place: Place | None) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.tree import flatten
+from dp_ray.tensors.tree import flatten, map_batch
 
 TEXT, DIGEST = "state", "sha256"  # keys of the metadata
 PIECE = 1 << 24  # bytes hashed or written at once
@@ -304,6 +304,11 @@ def moved(leaf: Any, device: torch.device | None) -> Any:
     if device is None or not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.to(device, non_blocking=device.type != "cpu")
+
+
+def moved_batch(batch: Any, device: torch.device) -> Any:
+    """Return a batch on the device: each tensor, and each object that has a method `to`, by that."""
+    return map_batch(lambda leaf: moved(leaf, device), lambda one: one.to(device), batch)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from dp_ray.errors import DataError, ModelError
 from dp_ray.plan.split import chunk_bounds
-from dp_ray.tensors.tree import Leaf, difference, flatten, leaf_keys, quoted, unflatten
+from dp_ray.tensors.tree import Leaf, Ragged, difference, flatten, leaf_keys, nodes, quoted, unflatten
 from dp_ray.text import listed
 
 
@@ -74,6 +74,8 @@ def _concatenate(
 
     `others` are the paths of the leaves that have rows.
     """
+    if isinstance(pieces[0], Ragged) and len(pieces) == 1:
+        return pieces[0]  # made with a row for each of the shard's
     if all(piece.ndim == 0 for piece in pieces):
         if any(count != 1 for count in rows):
             advice = "return one value per row (of a loss: reduction='none')"
@@ -97,7 +99,7 @@ def _misfit(piece: Leaf, first: Leaf, rows: int | None, dim: int) -> str | None:
     if here != there:
         return f"is {here}, that of shard 0 {there}"
     got = piece.shape[rows_dim(piece, dim)]
-    advice = "return one row of output per row of input"
+    advice = "return one row of output per row of input, and leave no sample out in the collate"
     return None if rows in (None, got) else f"has {got} rows (size {list(piece.shape)}), not {rows}: {advice}"
 
 
@@ -132,6 +134,18 @@ def num_rows(tree: Any, dim: int = 0) -> int | None:
                 f"(size {list(leaves[0].shape)}) and input{name} has {rows[-1]} (size {list(leaf.shape)})"
             )
     return rows[0] if rows else None
+
+
+def may_have_lists_of_rows(tree: Any, rows: int) -> bool:
+    """Return whether a list in a tree may have an entry for each row, as a detector's boxes: then `cut` is wrong.
+
+    A list of as many tensors that each hold all rows looks the same. Of tuples, only those of mappings count.
+    """
+    return any(
+        len(node.children) == rows
+        and (node.kind == "list" or (node.kind == "tuple" and all(one.kind == "mapping" for one in node.children)))
+        for _, node in nodes(flatten(tree)[1])
+    )
 
 
 def rows_dim(leaf: Leaf, dim: int) -> int:

@@ -13,21 +13,25 @@ torch 2.11 to 2.13 has no public interface to its pytree, so this module, and no
 {'y': {1: tensor([0, 1])}}
 """
 
+import copy
 import dataclasses
 import functools
 import json
+import math
 import sys
 from collections import defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from dp_ray.errors import Error, ModelError
 
 Leaf: TypeAlias = torch.Tensor | np.typing.NDArray[Any]
+IsWhole: TypeAlias = Callable[[Any], bool]
 Kind: TypeAlias = Literal["leaf", "constant", "tuple", "list", "namedtuple", "mapping", "dataclass", "pytree"]
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -87,10 +91,38 @@ class TreeSpec:
         return cls(*_container(value["kind"], value["type"], keys), keys, children)
 
 
-def flatten(tree: Any) -> tuple[list[Leaf], TreeSpec]:
-    """Take a tree apart into its leaves, depth first, and the TreeSpec from which `unflatten` rebuilds it."""
-    leaves: list[Leaf] = []
-    return leaves, _describe(tree, leaves)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ragged:
+    """A leaf whose rows differ in shape: the numbers of all of them, one after another, and the shape of each.
+
+    `depth` keys of its path lead to the list which has an entry for each row. It stands in outputs on their way to a
+    file: see `dp_ray.tensors.ragged`.
+    """
+
+    data: Any  # a tensor or array of one dimension
+    shapes: tuple[tuple[int, ...], ...]
+    depth: int
+    ndim: ClassVar = 1  # the rows
+
+    def rows(self) -> list[Any]:
+        """Return the rows, as views."""
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
+        pairs = zip([0, *ends], ends, self.shapes, strict=False)
+        return [self.data[start:end].reshape(shape) for start, end, shape in pairs]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the numbers, and of where each row begins."""
+        return int(self.data.nbytes) + 8 * len(self.shapes)
+
+
+def flatten(tree: Any, is_whole: IsWhole | None = None) -> tuple[list[Any], TreeSpec]:
+    """Take a tree apart into its leaves, depth first, and the TreeSpec from which `unflatten` rebuilds it.
+
+    What `is_whole` says to be whole counts as a leaf, whatever it is.
+    """
+    leaves: list[Any] = []
+    return leaves, _describe(tree, leaves, is_whole)
 
 
 def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
@@ -109,9 +141,32 @@ def map_leaves(fn: Callable[[Leaf], Any], tree: Any) -> Any:
     return unflatten(spec, [fn(leaf) for leaf in leaves])
 
 
+def map_batch(on_leaf: Callable[[Leaf], Any], on_object: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply `on_leaf` to every leaf of a batch, and `on_object` to each object that has a method `to` of its own.
+
+    Such an object is no leaf, and nothing in it is one: a graph, or what else a user's collate makes. A
+    PackedSequence counts as one: wherever its numbers are moved, its lengths stay on the CPU.
+    """
+    parts, spec = flatten(tree, _is_object)
+    return unflatten(spec, [on_object(one) if _is_object(one) else on_leaf(one) for one in parts])
+
+
 def copied(tree: Any) -> Any:
-    """Copy all leaves, for a model that may write into its inputs."""
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy(), tree)
+    """Copy all leaves and objects of a batch, for a model that may write into its inputs."""
+    return map_batch(
+        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy(), copy.deepcopy, tree
+    )
+
+
+def holds_objects(tree: Any) -> bool:
+    """Return whether a batch holds objects that move by a method `to` of their own, beside its leaves."""
+    return any(node.kind == "constant" and _is_object(node.value) for _, node in nodes(flatten(tree)[1]))
+
+
+def _is_object(node: Any) -> bool:
+    if is_plain(node) or not callable(getattr(node, "to", None)) or isinstance(node, torch.Tensor | type):
+        return False
+    return isinstance(node, PackedSequence) or _children(node)[0] == "constant"
 
 
 def sizes(tree: Any) -> Any:
@@ -172,18 +227,19 @@ def _can_lack(spec: TreeSpec, lost: Set[Any]) -> bool:
 
 def leaf_keys(spec: TreeSpec) -> list[Keys]:
     """Return the keys from the root to each leaf, in leaf order."""
-    return [keys for keys, node in _nodes(spec) if node.kind == "leaf"]
+    return [keys for keys, node in nodes(spec) if node.kind == "leaf"]
 
 
 def ends(spec: TreeSpec) -> list[Keys]:
     """Return the keys from the root to each leaf, constant and empty container."""
-    return [keys for keys, node in _nodes(spec) if not node.children]
+    return [keys for keys, node in nodes(spec) if not node.children]
 
 
-def _nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
+def nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
+    """Yield all nodes of a tree, each with the keys that lead to it, before those below it."""
     yield above, spec
     for key, child in zip(spec.keys, spec.children, strict=True):
-        yield from _nodes(child, (*above, key))
+        yield from nodes(child, (*above, key))
 
 
 def quoted(keys: Keys) -> str:
@@ -191,16 +247,16 @@ def quoted(keys: Keys) -> str:
     return f" {'.'.join(map(str, keys))!r}" if keys else ""
 
 
-def difference(first: TreeSpec, other: TreeSpec) -> str | None:
-    """Return the first difference of another shard's spec from shard 0's, in words; None if they are equal.
+def difference(first: TreeSpec, other: TreeSpec, of: str = "shard 0") -> str | None:
+    """Return the first difference of another spec from that `of` shard 0, in words; None if they are equal.
 
     The order of keys does not count.
     """
-    here, there = dict(_nodes(first)), dict(_nodes(other))
+    here, there = dict(nodes(first)), dict(nodes(other))
     for keys in here | there:
         one, two = here.get(keys), there.get(keys)
         if one is None or two is None or not _alike(one, two):
-            return f"output{quoted(keys)} is {_noun(two)}, that of shard 0 is {_noun(one)}"
+            return f"output{quoted(keys)} is {_noun(two)}, that of {of} is {_noun(one)}"
     return None
 
 
@@ -230,7 +286,7 @@ def _noun(spec: TreeSpec | None) -> str:
 
 def _children(node: Any) -> tuple[Kind, Keys, tuple[Any, ...]]:
     """Open one node: its kind, and the keys and values it holds."""
-    if isinstance(node, torch.Tensor) or (isinstance(node, np.ndarray) and node.dtype.kind != "O"):
+    if isinstance(node, torch.Tensor | Ragged) or (isinstance(node, np.ndarray) and node.dtype.kind != "O"):
         return "leaf", (), ()
     if _is_namedtuple(type(node)):
         return "namedtuple", type(node)._fields, tuple(node)
@@ -278,10 +334,10 @@ def _is_namedtuple(cls: type[Any]) -> bool:
     return issubclass(cls, tuple) and hasattr(cls, "_fields") and hasattr(cls, "_make")
 
 
-def _describe(node: Any, leaves: list[Leaf]) -> TreeSpec:
+def _describe(node: Any, leaves: list[Any], is_whole: IsWhole | None = None) -> TreeSpec:
     """Take a node apart: append its leaves to `leaves`, return the rest as a TreeSpec. `_build` is the inverse."""
     kind, keys, values = _children(node)
-    if kind == "leaf":
+    if kind == "leaf" or (is_whole is not None and is_whole(node)):
         leaves.append(node)
         return TreeSpec("leaf")
     if kind == "constant":
@@ -289,7 +345,8 @@ def _describe(node: Any, leaves: list[Leaf]) -> TreeSpec:
     besides = node.default_factory if isinstance(node, defaultdict) else None
     if kind == "pytree":
         besides = take_apart(node)[2]
-    return TreeSpec(kind, type(node), keys, tuple(_describe(value, leaves) for value in values), besides)
+    children = tuple(_describe(value, leaves, is_whole) for value in values)
+    return TreeSpec(kind, type(node), keys, children, besides)
 
 
 def _build(spec: TreeSpec, leaves: Iterator[Any]) -> Any:

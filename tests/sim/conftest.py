@@ -18,6 +18,7 @@ from tests.support import simgpu
 from tests.support.cluster import ROOT
 
 HERE = Path(__file__).parent
+ALONE = ["one shard", "one predicted shard", "one narrowed shard", "loader"]  # jobs of one GPU
 SECONDS = 400  # for a set; on a quiet machine it takes 10 to 30
 
 
@@ -65,7 +66,7 @@ def set_of(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             "size": size,
             "ports": [store.port for store in stores],
             "folder": str(folder),
-            "jobs": (["one shard", "loader"] if size == 1 else []) + list(JOBS),
+            "jobs": (ALONE if size == 1 else []) + list(JOBS),
             "mutants": [name for name, mutant in MUTANTS.items() if mutant.size == size],
         }
         path = folder / "plan.json"

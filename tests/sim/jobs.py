@@ -12,6 +12,7 @@ from dp_ray.job.job import Job
 from tests.support.trainings import ADAMW, SGD, job_of
 
 SHARDS = 6
+FACTOR = 5e5  # of outputs of which some are too large for fp16 then
 STEPS = 6  # after the early ones, in which the parameters are compared on the CPU, three more
 
 
@@ -53,6 +54,14 @@ def exchanges(frame: FrameType | None) -> bool:
     return frame is not None
 
 
+class TooLarge(Wide):
+    """A model of which some outputs are too large for fp16, none of the first shards among them."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        outputs = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return {"small": outputs, "large": outputs * FACTOR}
+
+
 class OverTwo(nn.Module):
     """A model that is cut over its devices, which it is given."""
 
@@ -75,6 +84,7 @@ PARTLY = {"target": "tests.support.training:partly_used"}
 PAIRS = "tests.support.training:Pairs"
 EVAL = {"dataset": {"target": PAIRS, "args": {"length": 17}}, "every_steps": 2, "batch_size": 8}
 RIGHT = {"right": {"target": "tests.support.training:right"}}
+OVER_BATCH = {"target": "torch.nn:CrossEntropyLoss", "over": "batch"}
 JOBS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "bitwise": {"bitwise": True, "shards": 8},
@@ -98,12 +108,17 @@ JOBS: dict[str, dict[str, Any]] = {
     "unused bitwise": {"model": PARTLY, "bitwise": True},
     "evaluate": {"task": "evaluate", "metrics": RIGHT, "eval": EVAL},
     "predict": {"task": "predict"},
+    "narrow": {"task": "predict", "model": {"target": "tests.sim.jobs:TooLarge"}, "outputs": {"dtype": "float16"}},
     "fsdp predict": {"task": "predict", "strategy": "fsdp"},
+    "over batch": {"loss": OVER_BATCH, "bitwise": True},
+    "fsdp over batch": {"loss": OVER_BATCH, "bitwise": True, "strategy": "fsdp"},
     "two devices": {"model": {"target": "tests.sim.jobs:OverTwo"}, "bitwise": True},  # last: it opens a second GPU
 }
 # What only some of the counts, or the mutants, run.
 OTHERS: dict[str, dict[str, Any]] = {
     "one shard": {"shards": 1, "grad_clip": 0.5},
+    "one predicted shard": {"task": "predict", "shards": 1},
+    "one narrowed shard": {"task": "predict", "shards": 1, "outputs": {"dtype": "float16"}},
     "loader": {"model": PARTLY, "loader": {"processes": 1, "context": "forkserver"}},
     "long": {"model": PARTLY, "batch_size": 1, "shards": 1, "max_steps": 20},
     "kept": {"checkpoint": {"every_steps": 2}},

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.engine.model import free_memory
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, form_group
-from dp_ray.messages import Measured
+from dp_ray.messages import Measured, Note
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
@@ -112,6 +112,7 @@ def run(
     if mutant is not None and size == 1:
         report["garbage"] = [str(path) for path in where.glob("checkpoints/step-*.safetensors") if has_nan(path)]
     report["measured"] = next((one.metrics for one in sent if isinstance(one, Measured)), None)
+    report["notes"] = [one.text for one in sent if isinstance(one, Note)]
     free_memory()
     if size > 1:
         dist.barrier()

@@ -41,6 +41,11 @@ WAITS = 1
 MOST_WAITS = {"unused": 2, "unused bitwise": 2}
 # What a step of one shard launches more than plain torch, which waits for its two copies to the GPU.
 MORE = {"kernels": 11, "copies": 1, "host waits": -2}
+# What a shard of a prediction launches.
+SHARDS = {
+    "one predicted shard": {"kernels": 7, "copies": 2, "host waits": 0},
+    "one narrowed shard": {"kernels": 12, "copies": 3, "host waits": 0},
+}
 
 
 def results(folder: Path, name: str) -> dict[str, Any]:
@@ -119,6 +124,20 @@ def test_a_step_launches_what_plain_torch_launches_and_little_more(set_of: Sets)
     found = set_of(1)
     ours, plain = (usual_step(found.reports("gpu", name)[0]) for name in ("one shard", "plain torch"))
     assert {name: ours[name] - plain[name] for name in ours} == MORE
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_predictions_shard_waits_for_no_gpu(set_of: Sets, name: str) -> None:
+    assert usual_step(set_of(1).reports("gpu", name)[0]) == SHARDS[name]
+
+
+@on_each_number
+def test_outputs_too_large_for_their_dtype_are_told_as_on_the_cpu(set_of: Sets, size: int) -> None:
+    gpu, cpu = ([report["notes"] for report in set_of(size).reports(kind, "narrow")] for kind in ("gpu", "cpu"))
+    assert gpu == cpu
+    lines = [line for notes in gpu for line in notes if "outputs.dtype" in line]
+    assert lines, "some are too large"
+    assert all("large has numbers too large for float16" in line and "step 0, shard 0" not in line for line in lines)
 
 
 def usual_step(report: dict[str, Any]) -> dict[str, int]:

@@ -25,6 +25,7 @@ from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG
 from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
+from dp_ray.system.linux import forks_after_imports
 from dp_ray.system.process import environment, own_folder, patched, short_folder
 
 SWITCH = "DP_RAY_QUICK_START"
@@ -62,8 +63,8 @@ _early: dict[str, Path] = {}  # the socket of a server that was started before R
 
 
 def is_quick() -> bool:
-    """Return whether a Ray of dp_ray's own starts quickly: as the user says, else if the Ray is a known version."""
-    return os.environ.get(SWITCH, "0" if unknown_ray() else "1") != "0"
+    """Return whether a Ray of dp_ray's own starts quickly: as the user says, else with a known Ray on Linux."""
+    return os.environ.get(SWITCH, "0" if unknown_ray() or not forks_after_imports() else "1") != "0"
 
 
 @contextmanager

@@ -1,0 +1,412 @@
+"""Losses and metrics that see the whole batch (`over: batch`): the outputs of all shards, merged in order.
+
+Each worker runs its shards forward and keeps their outputs. `merge` gathers those of all workers, so that every
+worker has the whole batch, computes the same loss of it, and so knows the gradient of its own shards' outputs. Then
+each shard runs again, and its backward begins with that gradient: beside the outputs, memory is that of one shard. A
+worker with a single shard keeps the graph of its forward, and runs it once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dp_ray.engine.model import autocast
+from dp_ray.engine.random import seed_all
+from dp_ray.engine.reduce import ShardLoss
+from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of, run_step
+from dp_ray.engine.user_code import describe_compared, locating, reraise_as
+from dp_ray.engine.world import all_gather, gathered, has_peers
+from dp_ray.errors import DataError, JobError, ModelError
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Target, is_over_batch
+from dp_ray.job.targets import bound, build, keeps_state, resolve
+from dp_ray.plan.order import derive_seed
+from dp_ray.plan.split import Shard
+from dp_ray.system.threads import waiting
+from dp_ray.tensors.files import as_bytes
+from dp_ray.tensors.scatter import gather, rows_dim
+from dp_ray.tensors.tree import TreeSpec, flatten, map_leaves, unflatten
+
+ALIGNED = 16  # bytes: where a leaf begins in what is sent, so that its bytes can be viewed as any dtype
+OUTPUTS = "0"  # the path of the outputs in (outputs, target)
+
+Gradients = Mapping[str, torch.Tensor]  # of a shard's outputs, by their paths
+Seed = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def build_over_batch(job: Job, device: torch.device) -> dict[str, Compare]:
+    """Return the job's functions of (outputs, target) that see the whole batch, by name; the loss is the first.
+
+    Raises JobError if one cannot be built or called, has parameters to train, or is a metric with a state.
+    """
+    functions = {"loss": build_loss(job.loss, device, job.batch_dim)} if job.loss_over_batch else {}
+    for name, metric in job.metrics.items():
+        if not isinstance(metric, Target) or not is_over_batch(metric):
+            continue
+        where = f"metrics.{name}"
+        made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
+        if keeps_state(made):
+            raise JobError(f"{where}.over: a metric with a state is measured over the whole dataset; leave over out")
+        if not callable(made):
+            raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
+        functions[name] = made
+    return functions
+
+
+def seed_of_batch(seed: int, whole: Shard, device: torch.device, number: int = 0) -> None:
+    """Seed what a loss of the whole batch may draw, the same on all workers."""
+    seed_all(derive_seed(seed, "loss", whole.epoch, whole.step, number), device)
+
+
+class ShardOutput(NamedTuple):
+    """The outputs and the target of a shard with rows."""
+
+    shard: Shard
+    outputs: Any
+    target: Any
+
+
+class _Leaf(NamedTuple):
+    """The form of a leaf of a shard's outputs or target, which every worker is told."""
+
+    path: str
+    size: torch.Size
+    dtype: torch.dtype
+    has_gradient: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the leaf."""
+        return self.size.numel() * self.dtype.itemsize
+
+
+class _Form(NamedTuple):
+    """The form of a shard's outputs and target."""
+
+    shard: int
+    rows: int
+    leaves: list[_Leaf]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The outputs and targets of a whole batch, the same on all workers; leaves that have a graph ask for gradients.
+
+    `starts` has the first row of each shard, `first` the number of the first one. `dims` has the dimension of the
+    rows of each leaf, None for a leaf without rows, which is that of the first shard.
+    """
+
+    outputs: Any
+    target: Any
+    rows: int
+    starts: Mapping[int, int]
+    first: int
+    leaves: Mapping[str, torch.Tensor]
+    dims: Mapping[str, int | None]
+
+    def measure(self, what: str, function: Compare) -> torch.Tensor:
+        """Return what a function gives of the whole batch: one number, a scalar tensor.
+
+        Raises ModelError if it raises, or returns anything else.
+        """
+        with reraise_as(what, lambda _: describe_compared(self.outputs, self.target)):
+            value = function(self.outputs, self.target)
+        if isinstance(value, int | float):
+            return torch.tensor(float(value), dtype=torch.float64)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            got = f"a tensor of size {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ModelError(
+                f"{what} returned {got} for the whole batch of {self.rows} rows; with over: batch it returns one "
+                "number, like a mean over them"
+            )
+        return value.reshape(())
+
+    def gradients(self, loss: torch.Tensor, seed: torch.Tensor, shards: Sequence[Shard]) -> dict[int, Gradients]:
+        """Return the gradients of the shards' outputs, of a backward of `loss` that begins with `seed`.
+
+        Outputs of which the loss makes no use have none. One without rows is the first shard's; that of the others
+        gets zeros. Raises ModelError if the loss depends on no output that has a graph.
+        """
+        if not loss.requires_grad:
+            raise ModelError("the loss does not depend on any parameter that is trained")
+        asking = {path: leaf for path, leaf in self.leaves.items() if leaf.requires_grad}
+        with reraise_as("the loss: backward"):
+            found = torch.autograd.grad(loss, list(asking.values()), seed, allow_unused=True)
+        whole = {path: one for path, one in zip(asking, found, strict=True) if one is not None}
+        return {
+            shard.shard: {path: self._of_shard(one, path, shard) for path, one in whole.items()} for shard in shards
+        }
+
+    def _of_shard(self, gradient: torch.Tensor, path: str, shard: Shard) -> torch.Tensor:
+        dim = self.dims[path]
+        if dim is not None:
+            return gradient.narrow(dim, self.starts[shard.shard], shard.rows)
+        return gradient if shard.shard == self.first else torch.zeros_like(gradient)
+
+
+@torch.no_grad()
+def merge(own: Sequence[ShardOutput], device: torch.device, batch_dim: int) -> Merged | None:
+    """Merge the shards of all workers, in order; None if no shard has rows. Every rank calls this.
+
+    `device` is the worker's. Raises ModelError, naming the shard, if the outputs of the shards do not fit together.
+    """
+    trees = [flatten((one.outputs, one.target)) for one in own]
+    here: list[torch.Tensor] = []
+    forms = []
+    for one, (leaves, form) in zip(own, trees, strict=True):
+        tensors = {path: _as_tensor(path, leaf) for path, leaf in zip(form.paths, leaves, strict=True)}
+        described = [_Leaf(path, leaf.shape, leaf.dtype, leaf.requires_grad) for path, leaf in tensors.items()]
+        forms.append(_Form(one.shard.shard, one.shard.rows, described))
+        here += tensors.values()
+    everybodys: list[list[_Form]] = gathered(forms)
+    filled = [rank for rank, theirs in enumerate(everybodys) if theirs]
+    if not filled:
+        return None
+    spec: TreeSpec | None = trees[0][1] if trees else None
+    if len(filled) < len(everybodys):  # one without rows computes the loss too, which may keep a state
+        spec = gathered(spec)[filled[0]]
+    assert spec is not None
+    place = here[0].device if here else device
+    pieces: dict[int, tuple[_Form, dict[str, torch.Tensor]]] = {}
+    for theirs, raw in zip(everybodys, _exchanged(here, everybodys, device), strict=True):
+        for piece, by_path in _unpacked(theirs, raw):
+            pieces[piece.shard] = piece, {path: leaf.to(place) for path, leaf in by_path.items()}
+    return _joined([pieces[shard] for shard in sorted(pieces)], spec, batch_dim)
+
+
+def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
+    try:
+        tensor: torch.Tensor = torch.as_tensor(leaf)
+    except TypeError:
+        raise ModelError(f"output {path!r} is an array of {leaf.dtype}; over: batch needs tensors") from None
+    return tensor
+
+
+def _exchanged(here: list[torch.Tensor], forms: list[list[_Form]], device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield the bytes of each rank's leaves; every rank calls this."""
+    sent = torch.cat([_padded(as_bytes(leaf.to(device))) for leaf in here] or [torch.empty(0, dtype=torch.uint8)])
+    if not has_peers():
+        yield sent
+        return
+    sizes = [sum(_room(leaf) for form in theirs for leaf in form.leaves) for theirs in forms]
+    row = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+    row[: len(sent)] = sent
+    received = torch.empty(len(forms), max(sizes), dtype=torch.uint8, device=device)
+    with waiting("the other workers' outputs"):
+        all_gather(received.view(-1), row)
+    yield from received
+
+
+def _padded(raw: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(raw, (0, -len(raw) % ALIGNED))
+
+
+def _room(leaf: _Leaf) -> int:
+    return -(-leaf.nbytes // ALIGNED) * ALIGNED
+
+
+def _unpacked(forms: list[_Form], raw: torch.Tensor) -> Iterator[tuple[_Form, dict[str, torch.Tensor]]]:
+    """Yield each shard's leaves, by their paths, as views of a rank's bytes."""
+    start = 0
+    for form in forms:
+        tensors = {}
+        for leaf in form.leaves:
+            tensors[leaf.path] = raw[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.size)
+            start += _room(leaf)
+        yield form, tensors
+
+
+def _joined(pieces: list[tuple[_Form, dict[str, torch.Tensor]]], spec: TreeSpec, batch_dim: int) -> Merged:
+    rows = [form.rows for form, _ in pieces]
+    (first, names), *others = ((form, [leaf.path for leaf in form.leaves]) for form, _ in pieces)
+    for form, theirs in others:
+        if sorted(theirs) != sorted(names):
+            raise ModelError(
+                f"shard {form.shard}: gives {theirs}, and shard {first.shard} {names}: all shards must give the same "
+                "outputs and targets, if the loss or a metric is over: batch"
+            )
+    dims = {
+        path: _dim_of_rows(path, [(form, tensors[path]) for form, tensors in pieces], batch_dim) for path in names
+    }
+    cut = [{path: one for path, one in tensors.items() if dims[path] is not None} for _, tensors in pieces]
+    whole = {**pieces[0][1], **(gather(cut, rows, batch_dim) if cut[0] else {})}
+    if not cut[0]:
+        raise ModelError("no output or target has a row for each sample, so there is no whole batch to see")
+    for form, _ in pieces:
+        for leaf in form.leaves:
+            if leaf.has_gradient and leaf.path.split(".")[0] == OUTPUTS:
+                whole[leaf.path].requires_grad_()
+    starts = dict(zip((form.shard for form, _ in pieces), [sum(rows[:at]) for at in range(len(rows))], strict=True))
+    outputs, target = unflatten(spec, [whole[path] for path in spec.paths])
+    return Merged(outputs, target, sum(rows), starts, first.shard, whole, dims)
+
+
+def _dim_of_rows(path: str, pieces: Sequence[tuple[_Form, torch.Tensor]], batch_dim: int) -> int | None:
+    """Return the dimension of a leaf that holds its rows; None if it has none, and so one size in all shards."""
+    try:
+        dims = [rows_dim(piece, batch_dim) if piece.ndim else None for _, piece in pieces]
+    except DataError:
+        dims = [None]
+    dim = dims[0]
+    if dim is not None and all(piece.shape[dim] == form.rows for form, piece in pieces):
+        return dim
+    (form, piece), *others = pieces
+    for other, theirs in others:
+        if theirs.shape != piece.shape:
+            raise ModelError(
+                f"output {path!r} has the size {list(piece.shape)} in shard {form.shard}, of {form.rows} rows, and "
+                f"{list(theirs.shape)} in shard {other.shard}, of {other.rows}: it must have one row for each "
+                "sample, or one size in all shards"
+            )
+    return None
+
+
+class BatchLoss(ShardLoss):
+    """The module that DDP wraps if the loss is over the batch; a shard's backward begins with its outputs' gradients.
+
+    A step first calls `run` for each shard, and then `take` once; then for each shard `begin` and the module. Without
+    `begin`, as in a trial, the loss is the sum of all outputs.
+    """
+
+    def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
+        super().__init__(model, step, measures, job, device)
+        self._function = build_over_batch(job, self._device)["loss"]
+        self._batch_dim = job.batch_dim
+        self._seed = job.seed
+        self._gradients: dict[int, Gradients] = {}
+        self._dims: Mapping[str, int | None] = {}
+        self._given: Gradients | None = None
+        self.value: torch.Tensor | None = None  # the loss of the step's batch
+        self._kept: StepOutput | None = None
+
+    def run(self, batch: Any) -> StepOutput:
+        """Return the outputs of a shard."""
+        with self._cast():
+            return run_step(self._step, self.model, batch)
+
+    def _cast(self) -> Any:
+        return nullcontext() if self._autocast is None else autocast(*self._autocast)
+
+    def keep(self, output: StepOutput) -> None:
+        """Take the next shard's outputs from a forward that has run already."""
+        self._kept = output
+
+    def take(self, whole: Shard, own: Sequence[ShardOutput], seed: Seed, number: int = 0) -> None:
+        """Compute the loss of the whole batch, of which `own` are this worker's shards; every rank calls this.
+
+        `seed` makes the gradient with which the loss's backward begins. `number` is that of the step's pass.
+        """
+        self._gradients, self.value = {}, None
+        merged = merge(own, self._device, self._batch_dim)
+        if merged is None:
+            return
+        seed_of_batch(self._seed, whole, self._device, number)
+        with locating(f"step {whole.step}"):
+            with self._cast():
+                loss = merged.measure("the loss", self._function)
+            self._gradients = merged.gradients(loss, seed(loss, 1), [one.shard for one in own])
+        self._dims = merged.dims
+        self.value = loss.detach().double()
+
+    def row_norms(self, shard: Shard) -> list[float]:
+        """Return, for each row of a shard, the norm of the gradient that the loss gives its outputs."""
+        squares = torch.zeros(shard.rows, dtype=torch.float64, device=self._device)
+        for path, gradient in self._gradients[shard.shard].items():
+            dim = self._dims[path]
+            if dim is not None:
+                by_row = gradient.abs().double().movedim(dim, 0).reshape(shard.rows, -1)
+                squares += by_row.square().sum(1).to(self._device)
+        norms: list[float] = squares.sqrt().tolist()
+        return norms
+
+    def begin(self, shard: Shard | None) -> None:
+        """Begin a shard's forward and backward; None for a round without rows."""
+        self._given = None if shard is None else self._gradients[shard.shard]
+
+    def forward(self, batch: Any, rows: int) -> torch.Tensor:
+        """Return a scalar whose backward gives the shard's outputs their gradients, and set `result`.
+
+        Raises ModelError if the outputs have another form than in the first forward.
+        """
+        if rows == 0:
+            return super().forward(batch, rows)
+        kept, self._kept = self._kept, None
+        step_output = self.run(batch) if kept is None else kept
+        given, self._given = self._given, None
+        loss = _sum_of(step_output.outputs) if given is None else _giving(step_output.outputs, given)
+        measured = [Weighted(torch.zeros(()) if self.value is None else self.value * rows, rows)]
+        if self._measures.functions:
+            with torch.no_grad(), self._cast():
+                measured += self._measures(step_output, rows)
+        self.result.row = row_of(measured, self._device)
+        self.result.step_output = step_output
+        return loss if self.stats_bucket is None else self.stats_bucket.attach(loss)
+
+
+def _with_graph(outputs: Any) -> dict[str, torch.Tensor]:
+    leaves, spec = flatten((outputs,))
+    pairs = zip(spec.paths, leaves, strict=True)
+    return {path: leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+
+
+def _sum_of(outputs: Any) -> torch.Tensor:
+    sums = [
+        leaf.abs().sum().float() if leaf.is_complex() else leaf.sum().float()
+        for leaf in _with_graph(outputs).values()
+    ]
+    if not sums:
+        raise ModelError("the loss does not depend on any parameter that is trained")
+    return torch.stack([one.to(sums[0].device) for one in sums]).sum()
+
+
+def _giving(outputs: Any, given: Gradients) -> torch.Tensor:
+    """Return a zero whose backward gives the outputs the gradients."""
+    pairs = [(leaf, given[path]) for path, leaf in _with_graph(outputs).items() if path in given]
+    if not pairs:
+        raise ModelError("the loss does not depend on any parameter that is trained")
+    for leaf, gradient in pairs:
+        if leaf.shape != gradient.shape:
+            raise ModelError(
+                f"the model's second forward of a shard gave an output of size {list(leaf.shape)}, and the first one "
+                f"{list(gradient.shape)}: with over: batch both must give the same"
+            )
+    zero: torch.Tensor = _Giving.apply([one for _, one in pairs], *(leaf for leaf, _ in pairs))  # type: ignore[no-untyped-call]
+    return zero
+
+
+class _Giving(torch.autograd.Function):
+    """Zero, with the given gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        """Return zero, a scalar on the device of the first output."""
+        ctx.gradients = gradients
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients."""
+        return None, *ctx.gradients
+
+
+def detached(output: StepOutput, shard: Shard) -> ShardOutput:
+    """Return a shard's outputs without their graph; those that have one are marked by `requires_grad`."""
+    outputs = map_leaves(_detached, output.outputs)
+    return ShardOutput(shard, outputs, map_leaves(_without_graph, output.target))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _without_graph(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def shard_loss(model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> ShardLoss:
+    """Return the module that runs a shard of the job forward."""
+    return (BatchLoss if job.loss_over_batch else ShardLoss)(model, step, measures, job, device)

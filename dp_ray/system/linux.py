@@ -1,0 +1,116 @@
+"""What Linux has and other systems lack, each with what does instead there. No other module names these things.
+
+So macOS can try dp_ray; nobody has run it there. `threads.py` imports this before it handles Ctrl-C, and workers
+import it before torch, so it imports as little as possible: psutil only on another system.
+"""
+
+import ctypes
+import glob
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+# Tests set these as another system has them.
+PROC = "/proc"
+SHARED_MEMORY = "/dev/shm"
+LIBC = ctypes.CDLL(None)
+IS_LINUX = sys.platform == "linux"
+
+# Files in them are no data of a user.
+SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")
+ACTION_BYTES = 1024  # more than any system's `struct sigaction` has
+# glibc's malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+
+
+def machine() -> str:
+    """Return this boot of this host and, on Linux, the PID namespace: a container has its own."""
+    with suppress(OSError), open(f"{PROC}/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()} {os.readlink(f'{PROC}/self/ns/pid')}"
+    import psutil
+
+    return f"{os.uname().nodename} {psutil.boot_time():.0f}"
+
+
+def start_of(pid: int) -> str | None:
+    """Return when a process started, None if it has ended.
+
+    On Linux it is told in kernel ticks, which no clock change affects; elsewhere by the clock.
+    """
+    if os.path.exists(f"{PROC}/self/stat"):
+        try:
+            with open(f"{PROC}/{pid}/stat") as stat:
+                state, *fields = stat.read().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        return None if state == "Z" else fields[18]
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def gpu_models() -> list[str]:
+    """Return the models of this machine's NVIDIA GPUs, without CUDA; none where their driver does not say."""
+    models = []
+    for name in sorted(glob.glob(f"{PROC}/driver/nvidia/gpus/*/information")):
+        with suppress(OSError), open(name) as file:
+            models += [line.partition(":")[2].strip() for line in file if "Model:" in line]
+    return models
+
+
+def full_memory() -> str:
+    """Return what may be full if a process that shares memory ends, for messages."""
+    return f"memory, or {SHARED_MEMORY}, is full" if os.path.isdir(SHARED_MEMORY) else "memory is full"
+
+
+def cores() -> set[int]:
+    """Return the cores on which this thread may run; none where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def run_on(thread: int, cores: set[int]) -> None:
+    """Have a thread of this process, if it still runs, run on some cores, which `cores` has told."""
+    with suppress(OSError):
+        os.sched_setaffinity(thread, cores)
+
+
+def forks_after_imports() -> bool:
+    """Return whether a process may fork once it has imported torch: macOS ends a child that uses its frameworks."""
+    return IS_LINUX
+
+
+def keep_freed_memory() -> bool:
+    """Make glibc keep up to 1 GiB of freed memory for the next step; returns whether it does.
+
+    A step frees about as much as the next one needs. By default the pages go back to the system, which must fill
+    new ones with zeros: a tenth of a conv net's training time on a CPU. Other C libraries are not changed.
+    """
+    try:
+        mallopt = LIBC.mallopt
+    except AttributeError:
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, 32 << 20) and mallopt(M_TRIM_THRESHOLD, 1 << 30))
+
+
+@contextmanager
+def signal_actions_kept(numbers: Iterable[int]) -> Iterator[None]:
+    """After the block, restore what the system does on these signals, which C code may change too."""
+    try:
+        sigaction = LIBC.sigaction
+    except AttributeError:
+        yield
+        return
+    actions = {number: ctypes.create_string_buffer(ACTION_BYTES) for number in numbers}
+    for number, action in actions.items():
+        sigaction(number, None, action)
+    try:
+        yield
+    finally:
+        for number, action in actions.items():
+            sigaction(number, action, None)

@@ -1,0 +1,92 @@
+"""Turn lists with an entry for each row, like the boxes found in each image, into leaves, and into lists again.
+
+>>> outputs = [{"boxes": torch.zeros(2, 4)}, {"boxes": torch.zeros(0, 4)}]
+>>> leaves = without_lists(outputs, rows=2)
+>>> leaves["boxes"].shapes
+((2, 4), (0, 4))
+>>> restored = with_lists(flatten(leaves)[1], [leaves["boxes"].rows()], [leaves["boxes"].depth])
+>>> [one["boxes"].shape for one in restored]
+[torch.Size([2, 4]), torch.Size([0, 4])]
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dp_ray.errors import ModelError
+from dp_ray.tensors.tree import Keys, Ragged, TreeSpec, difference, flatten, leaf_keys, quoted, unflatten
+
+
+def without_lists(tree: Any, rows: int) -> Any:
+    """Put what the entries are like in place of each outermost list: its leaves are Ragged, and hold all rows.
+
+    `with_lists` is the inverse. Raises ModelError, which names the path and the entry, unless each list has an entry
+    for each row, all nested alike, with tensors or arrays of one dtype in each place.
+    """
+    parts, spec = flatten(tree, is_whole=lambda node: isinstance(node, list))
+    pairs = zip(leaf_keys(spec), parts, strict=True)
+    return unflatten(spec, [_joined(keys, one, rows) if isinstance(one, list) else one for keys, one in pairs])
+
+
+def _joined(keys: Keys, entries: list[Any], rows: int) -> Any:
+    where = f"output{quoted(keys)}"
+    if len(entries) != rows:
+        says = "with outputs.ragged a list has an entry for each row; a tuple is taken as it is"
+        raise ModelError(f"{where} is a list of {len(entries)} for a shard of {rows} rows: {says}")
+    flat = [flatten(entry) for entry in entries]
+    spec = flat[0][1]
+    if not leaf_keys(spec):
+        raise ModelError(f"{where} is a list without tensors, but {entries!r:.60}: with outputs.ragged each has some")
+    for row, (_, other) in enumerate(flat):
+        if (problem := difference(spec, other, "entry 0")) is not None:
+            raise ModelError(
+                f"{where}: entry {row}: {problem}: all entries must be nested alike, with equal constants"
+            )
+    # As in `gather`, the mappings of two entries may have their keys in another order.
+    by_keys = [dict(zip(leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
+    return unflatten(
+        spec,
+        [_one_leaf((*keys, *inner), [leaves[inner] for leaves in by_keys], len(keys)) for inner in leaf_keys(spec)],
+    )
+
+
+def _one_leaf(keys: Keys, pieces: Sequence[Any], depth: int) -> Ragged:
+    for row, piece in enumerate(pieces):
+        if (type(piece) is np.ndarray, piece.dtype) != (type(pieces[0]) is np.ndarray, pieces[0].dtype):
+            advice = "give all rows the same dtype, also those without any numbers"
+            raise ModelError(
+                f"output{quoted(keys)} is {piece.dtype} in entry {row}, {pieces[0].dtype} in 0: {advice}"
+            )
+    flat = [piece.reshape(-1) for piece in pieces]
+    data = np.concatenate(flat) if isinstance(pieces[0], np.ndarray) else torch.cat(flat)
+    return Ragged(data, tuple(tuple(piece.shape) for piece in pieces), depth)
+
+
+def with_lists(spec: TreeSpec, leaves: Sequence[Any], depths: Sequence[int | None]) -> Any:
+    """Rebuild a tree with its lists: the inverse of `without_lists`.
+
+    A leaf in a list is the sequence of its rows, and its depth says how many of its keys lead to the list; the depth
+    of any other leaf is None.
+    """
+    lists = {keys[:depth] for keys, depth in zip(leaf_keys(spec), depths, strict=True) if depth is not None}
+    rebuilt: list[Any] = []
+    return unflatten(_with_leaves(spec, (), lists, iter(leaves), rebuilt), rebuilt)
+
+
+def _with_leaves(
+    spec: TreeSpec, above: Keys, lists: set[Keys], leaves: Iterator[Any], rebuilt: list[Any]
+) -> TreeSpec:
+    """Add the lists and the other leaves to `rebuilt`; return the spec in which each list is a leaf."""
+    if above in lists:
+        inner = [next(leaves) for _ in leaf_keys(spec)]
+        rebuilt.append([unflatten(spec, list(row)) for row in zip(*inner, strict=True)])
+        return TreeSpec("leaf")
+    if spec.kind == "leaf":
+        rebuilt.append(next(leaves))
+    below = zip(spec.keys, spec.children, strict=True)
+    return replace(
+        spec, children=tuple(_with_leaves(child, (*above, key), lists, leaves, rebuilt) for key, child in below)
+    )
