@@ -375,14 +375,23 @@ def test_graphs_are_dropped_with_their_outputs_and_with_their_backward(workers: 
 
 CALLER = """
 import os, signal, sys, torch, dp_ray
-model = dp_ray.DataParallel(torch.nn.Linear(2, 2), 2, address=sys.argv[1], quiet=True)
-model(torch.ones(4, 2))
+from typing import NamedTuple
+
+class Out(NamedTuple):
+    y: torch.Tensor
+
+class Own(torch.nn.Linear):
+    def forward(self, x):
+        return Out(super().forward(x))
+
+model = dp_ray.DataParallel(Own(2, 2), 2, address=sys.argv[1], quiet=True)
+assert type(model(torch.ones(4, 2))) is Out
 print(*[one.place.pid for one in model._exchange.workers.pool.members], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_dead_caller_leaves_no_process(cluster: Cluster) -> None:
+def test_classes_of_main_go_by_value_and_a_dead_caller_leaves_no_process(cluster: Cluster) -> None:
     command = [sys.executable, "-c", CALLER, cluster.address]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     pids = [int(one) for one in done.stdout.split()]

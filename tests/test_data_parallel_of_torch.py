@@ -44,8 +44,9 @@ def check(bare: nn.Module, *args: Any, **kwargs: Any) -> None:
     for one in (model, bare):
         own_args, own_kwargs = map_leaves(fresh, (args, kwargs))
         outputs = one(*own_args, **own_kwargs)
-        sum(end.abs().sum() for end in flatten(outputs)[0]).backward()  # type: ignore[union-attr]
-        inputs = flatten((own_args, own_kwargs))[0]
+        ends: list[Any] = flatten(outputs)[0]
+        torch.stack([end.abs().sum() for end in ends]).sum().backward()  # type: ignore[no-untyped-call]
+        inputs: list[Any] = flatten((own_args, own_kwargs))[0]
         found.append((outputs, [leaf.grad for leaf in inputs], [each.grad for each in one.parameters()]))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
@@ -129,7 +130,8 @@ def zero_inputs() -> None:
 
 def module_kwargs_only() -> None:
     check(models.Keywords(), input=wanting(20, 10))
-    for empty in ([], {}, ()):
+    several: list[Any] = [[], {}, ()]
+    for empty in several:
         check(models.Keywords(), input=wanting(20, 10), unused=empty)
 
 
@@ -138,7 +140,8 @@ def parameter_lists() -> None:
 
 
 def strided_layout() -> None:
-    bare = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    bare = nn.Conv2d(3, 4, 3)
+    bare.weight.data = bare.weight.data.contiguous(memory_format=torch.channels_last)
     model = parallel(bare)
     model(torch.randn(4, 3, 5, 5)).sum().backward()
     assert bare.weight.grad is not None and bare.weight.grad.stride() == bare.weight.stride()

@@ -146,9 +146,9 @@ def own_kernel() -> Iterator[Notebook]:
 
 def test_the_tutorials_notebook_prints_its_sizes(own_kernel: Notebook) -> None:
     """On 8 workers first, which the others then share. The oracle is torch.chunk."""
-    cells = [
-        one.source for one in nbformat.read(ROOT / "docs" / "tutorial.ipynb", 4).cells if one.cell_type == "code"
-    ]
+    read: Any = nbformat.read  # which has no types
+    tutorial = read(ROOT / "docs" / "tutorial.ipynb", 4)
+    cells = [one.source for one in tutorial.cells if one.cell_type == "code"]
     own_kernel.run(cells[0])
     own_kernel.run(cells[1])
     own_kernel.run("keeper = dp_ray.DataParallel(nn.Identity(), workers=8, cpus_per_worker=0.1, quiet=True)")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import chunk_sizes, num_filled, worker_shards
-from dp_ray.plan.tree import Node, climb, fold, halves, leaf_pairs, nodes, parents
+from dp_ray.plan.tree import Node, climb, fold, halves, leaf_pairs, nodes, parents, transfers
 
 FLOATS = st.floats(-1e30, 1e30, allow_subnormal=True) | st.sampled_from([0.0, -0.0, 1e16, 1.0, -1e16, 1e-30])
 
@@ -108,3 +108,23 @@ def test_keys_differ_by_all_that_they_are_made_of_and_are_the_same_for_ever() ->
     assert derive_seed(0, "forward", 0, 0, 0) == derive_seed(0, "forward", 0, 0, 0) != derive_seed(0, "forward", 0, 0)
     ones = functools.reduce(lambda total, one: total + one.bit_count(), made, 0) / len(made)
     assert 30 < ones < 33
+
+
+@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 4), st.floats(width=32))), min_size=1, max_size=24))
+def test_transfers_between_any_owners_sum_by_definition_on_the_first(leaves: list[tuple[int, float] | None]) -> None:
+    """Each worker holds its own leaves alone, wherever they stand, and gets others' sums only as they are sent."""
+    root = (0, len(leaves))
+    owners = {at: one[0] for at, one in enumerate(leaves) if one is not None}
+    held: dict[int, dict[Node, float]] = {worker: {} for worker in range(5)}
+    for at, one in enumerate(leaves):
+        if one is not None:
+            climb(held[one[0]], (at, at + 1), one[1], parents(root), plus)
+    for step in transfers(owners, root):
+        left, right = fold(held[step.receiver], step.left, plus), fold(held[step.sender], step.right, plus)
+        assert left is not None and right is not None and step.receiver != step.sender
+        held[step.receiver][step.node] = plus(left, right)
+    if owners:
+        expected = fold({(at, at + 1): one[1] for at, one in enumerate(leaves) if one is not None}, root, plus)
+        got = fold(held[owners[min(owners)]], root, plus)
+        assert got is not None and expected is not None
+        assert got == expected or (math.isnan(got) and math.isnan(expected))

@@ -258,7 +258,9 @@ class Session:
 
     def _end_idle(self) -> None:
         with self._runs:
-            if threading.current_thread() is self._timer:
+            if self._parallel is not None and self._parallel is Workers.current:
+                self._wait_idle()  # it serves a module
+            elif threading.current_thread() is self._timer:
                 self._end(f"it ran no job for {self._idle_seconds:g} s")
 
     def _end(self, why: str) -> None:

@@ -42,6 +42,7 @@ from dp_ray.plan.tree import transfers
 from dp_ray.text import counted
 
 TARGET = "dp_ray.parallel.replica:Replicas"
+GROUPS = 8  # that may fail to form, one after the other
 TRIES = 4  # of one call, each after a worker was lost
 
 
@@ -114,8 +115,12 @@ class Workers:
                 self.pool.close()
 
     def members(self) -> list[Member]:
-        """Return the workers that are there, in the order of their ranks in one process group."""
-        while True:
+        """Return the workers that are there, in the order of their ranks in one process group.
+
+        Raises ClusterError if they cannot form one.
+        """
+        why = "workers are lost again and again"
+        for _ in range(GROUPS):
             if not self.pool.renew():
                 return self.pool.members
             members = list(self.pool.members)
@@ -141,8 +146,11 @@ class Workers:
                     )
                     calls[one] = ("join", world, backend, port)
                 joined = self.pool.call(calls)
+            if failed := [one for one in joined.values() if isinstance(one, PeerLost)]:
+                why = failed[0].line
             if not joined or any(answer is not None for answer in joined.values()):
                 self.pool.regroup()
+        raise ClusterError(f"the workers cannot form a process group: {why}")
 
     def _backend(self, members: Sequence[Member]) -> str:
         shares = 0 < self.pool.each.get("GPU", 0) < 1

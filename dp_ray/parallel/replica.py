@@ -45,6 +45,7 @@ from dp_ray.parallel.wire import (
     offsets_of,
     owned,
     packed,
+    unpacked,
 )
 from dp_ray.plan.tree import Node, climb, parents
 from dp_ray.system.process import patched
@@ -225,7 +226,7 @@ class Replicas:
             outputs, graphs = [], {}
             for given in asked.shards:
                 at = given.shard
-                arguments = [owned(leaf, self._device) for leaf in given.leaves]
+                arguments = [self._argument(leaf, asked.modes.is_grad_enabled) for leaf in given.leaves]
                 got = _described(*unflatten(spec, arguments))
                 output, graphs[at] = self._run(replica, asked, given, (arguments, spec), got)
                 outputs.append(output)
@@ -236,6 +237,14 @@ class Replicas:
             return PeerLost(str(lost))
         except (Exception, SystemExit) as error:
             return _raised(error, at, what, got)
+
+    def _argument(self, leaf: Packed, may_stay: bool) -> Any:
+        """Return a leaf of the inputs; a graph may keep it, and must not keep the room that it has in Ray's store.
+
+        There it is for this call alone, so a model may write to it.
+        """
+        is_here = leaf.dtype is not None and not is_gpu(self._device)
+        return unpacked(leaf) if is_here and not may_stay else owned(leaf, self._device)
 
     def _run(
         self, replica: Replica, asked: Forward, given: ShardInput, tree: tuple[list[Any], TreeSpec], got: str

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
-Purpose = Literal[
-    "dataset", "sample", "collate", "forward", "after", "update", "loss", "generator", "sweep", "parallel"
-]
+_Steps = Literal["forward", "after", "update", "loss", "parallel"]
+Purpose = Literal["dataset", "sample", "collate", "generator", "sweep"] | _Steps
 
 LIMIT = 2**63
 

@@ -116,6 +116,7 @@ INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 def interface_of(address: str) -> str | None:
     """The name of the network interface with an IP address; None if there is none."""
+
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.split("%")[0] == address for one in addresses):
             return name

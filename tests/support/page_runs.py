@@ -52,6 +52,7 @@ NOT_RUN = {
     "PYTHONPATH=/tmp/site python -m benchmarks.gpu": NEEDS_A_GPU,
     "ray start --head --port=6379": STAYS,
     "ray start --address=10.0.0.1:6379": OTHER_MACHINES,
+    "python parallel.py": "needs Ray: tests/test_notebook.py runs the same loop",
     "ray up cluster.yaml": "starts machines on AWS: tests/test_cluster.py checks the file",
 }
 

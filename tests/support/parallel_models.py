@@ -115,7 +115,7 @@ class WithBuffers(nn.Module):
         self.register_buffer("t_not_rg", t.clone().detach())
 
     def forward(self, inputs: torch.Tensor) -> Any:
-        return inputs * self.t_rg + self.t_not_rg
+        return inputs * self.t_rg + self.get_buffer("t_not_rg")
 
 
 class Recurrent(nn.Module):
@@ -158,7 +158,7 @@ class Lists(nn.Module):
         self.several = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(2)])
         self.named = nn.ParameterDict({"a": nn.Parameter(torch.randn(3))})
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> Any:
         return inputs * self.several[0] + self.several[1] * self.named["a"]
 
 
