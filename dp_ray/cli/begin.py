@@ -12,6 +12,7 @@ import click
 
 from dp_ray import __version__
 from dp_ray.errors import JobError
+from dp_ray.text import harmless
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -60,13 +61,15 @@ def init(folder: str, template: str) -> None:
                 file.write(source.read_bytes())
     except OSError as error:
         raise JobError(f"{error.filename or folder}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"Made {', '.join(sorted(path.name for path in files))}. Next:\n")
+    click.echo(harmless(f"Made {', '.join(sorted(path.name for path in files))}. Next:\n"))
     if Path(folder).resolve() != Path.cwd():
-        click.echo(f"  cd {shlex.quote(folder)}")
+        click.echo(harmless(f"  cd {shlex.quote(folder)}"))
     for line in (TEMPLATES / template / "job.yaml").read_text().splitlines():
         if line.startswith("#   "):
-            click.echo(line.removeprefix("# "))
+            click.echo(harmless(line.removeprefix("# ")))
     click.echo(
-        "\nThen put your own data and model into job.yaml and model.py. A changed job\n"
-        "needs another --name, or --overwrite to replace the run that is there."
+        harmless(
+            "\nThen put your own data and model into job.yaml and model.py. A changed job\n"
+            "needs another --name, or --overwrite to replace the run that is there."
+        )
     )

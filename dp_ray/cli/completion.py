@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dp_ray.text import harmless
+
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
@@ -34,7 +36,7 @@ def completion(context: click.Context, shell: str) -> None:
 
     made = get_completion_class(shell)
     assert made is not None  # click has all three
-    click.echo(made(context.find_root().command, {}, "dp-ray", VARIABLE).source())
+    click.echo(harmless(made(context.find_root().command, {}, "dp-ray", VARIABLE).source()))
 
 
 def job_files(context: click.Context, parameter: click.Parameter, text: str) -> "list[CompletionItem[Any]]":

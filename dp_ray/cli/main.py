@@ -71,7 +71,7 @@ def main() -> None:
 def cli(context: click.Context) -> None:
     """Run PyTorch models data-parallel on Ray clusters: exact, elastic, merged."""
     if context.invoked_subcommand is None:
-        click.echo(FIRST_SCREEN)
+        click.echo(harmless(FIRST_SCREEN))
 
 
 @cli.command()
