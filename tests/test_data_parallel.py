@@ -425,3 +425,17 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
     while not is_so():
         assert time.monotonic() < until, "it has not come"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"workers": 0}, "workers: must be a number of 1 or more, got 0"),
+        ({"workers": "2"}, "workers: must be a number of 1 or more, got '2'"),
+        ({"workers": [0, 1]}, r"workers: must be a number of 1 or more, got \[0, 1\]"),
+        ({"device_ids": [0, 1]}, "device_ids: is nn.DataParallel's; here Ray gives each worker its device"),
+    ],
+)
+def test_what_nn_data_parallel_takes_is_told(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        dp_ray.DataParallel(nn.Identity(), **keys)

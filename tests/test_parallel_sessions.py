@@ -36,3 +36,14 @@ def test_a_ray_of_a_modules_own_runs_no_job_and_ends_with_it(tmp_path: Path, in_
         with pytest.raises(ClusterError, match=r"started its Ray for dp_ray.DataParallel, which is open: close that"):
             dp_ray.run("jobs/tutorial.yaml", workers=2, storage=str(tmp_path), quiet=True)
     assert dp_ray.run("jobs/tutorial.yaml", workers=2, storage=str(tmp_path), quiet=True).status == "done"
+
+
+def test_workers_that_no_module_uses_make_room_for_more(in_project: Path) -> None:
+    """As where a cell of a notebook is run again with more workers, and the first module is gone."""
+    first = dp_ray.DataParallel(nn.Linear(2, 3), 1, quiet=True)
+    with pytest.raises(JobError, match="workers: this module asks for 2"):
+        dp_ray.DataParallel(nn.Linear(2, 3), 2, quiet=True)
+    del first
+    with dp_ray.DataParallel(nn.Linear(2, 3), 2, quiet=True) as model:
+        model(torch.ones(4, 2))
+        assert [one.rank for one in model.shapes] == [0, 1]

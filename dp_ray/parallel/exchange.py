@@ -63,13 +63,20 @@ class Workers:
     def taken(cls, keys: WorkerKeys, address: str | None, quiet: bool) -> "Workers":
         """Return the process's workers, started if there are none.
 
-        Raises JobError if those that run are fewer, or take less each, than `keys` ask for.
+        Those that no module uses any more end if they are not what `keys` ask for. Raises JobError if those that run
+        are fewer, or take less each.
         """
         with cls.lock:
-            if cls.current is None:
-                cls.current = cls(keys, address, quiet)
-                return cls.current
-            cls.current.check_covers(keys)
+            if cls.current is not None:
+                try:
+                    cls.current.check_covers(keys)
+                    return cls.current
+                except JobError:
+                    gc.collect()  # a module in a circle of references is gone only then
+                    if cls.current.users:
+                        raise
+                    cls.current.close()
+            cls.current = cls(keys, address, quiet)
             return cls.current
 
     def check_covers(self, keys: WorkerKeys) -> None:

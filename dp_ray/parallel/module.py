@@ -69,6 +69,12 @@ class DataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise JobError(f"module: must be a torch.nn.Module, got a {type(module).__qualname__}")
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise JobError(f"workers: must be a number of 1 or more, got {workers!r}")
+        if of_torch := [key for key in ("device_ids", "output_device") if key in keys]:
+            raise JobError(
+                f"{of_torch[0]}: is nn.DataParallel's; here Ray gives each worker its device: say workers=N"
+            )
         self.module = module
         self.dim = dim
         self.shards = workers if shards is None else shards
