@@ -15,6 +15,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
+from dp_ray.cluster.internals.variables import ADDRESS
 from dp_ray.results.result import Result, load
 from tests.support.cluster import ROOT
 from tests.support.screens import as_a_notebook_shows
@@ -139,7 +140,7 @@ def test_the_lines_of_the_docs_work(notebook: Notebook) -> None:
 def own_kernel() -> Iterator[Notebook]:
     """A kernel of the tutorial's own, which starts a Ray of its own."""
     notebook = Notebook(ROOT)
-    keys = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    keys = {key: value for key, value in os.environ.items() if key != ADDRESS}
     with notebook.client.setup_kernel(cwd=str(ROOT), env={**keys, "PYTHONPATH": str(ROOT)}):
         yield notebook
 

@@ -22,6 +22,7 @@ def test_a_session_serves_a_module_or_runs_a_job(cluster: Cluster, tmp_path: Pat
                 session.run("jobs/tutorial.yaml", workers=2, storage=str(tmp_path))
             with pytest.raises(JobError, match="workers: the module asks for 3, the session has 2"):
                 session.parallel(nn.Identity(), 3)
+        session.parallel(nn.Linear(2, 3))  # gone at once, without `close`
         result = session.run("jobs/tutorial.yaml", workers=2, storage=str(tmp_path))
         assert result.status == "done"
         left = session.parallel(nn.Linear(2, 3))

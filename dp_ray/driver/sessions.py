@@ -119,6 +119,8 @@ class Session:
     def execute(self, job: Job, options: Options) -> Result:
         """Run a job on the session's workers and return its result."""
         self._check_open()
+        if self._parallel is not None and self._parallel is Workers.current and not self._parallel.users:
+            self._parallel.close()  # its modules are gone, without `close`
         if self._parallel is not None and self._parallel is Workers.current:
             raise ClusterError(
                 "the session's workers serve a dp_ray.DataParallel; close that first, and then run the job"

@@ -96,7 +96,11 @@ class Probe:
         if self._depth:  # the model calls itself: only the outermost call counts
             return
         self._milliseconds = (time.perf_counter() - self._started) * 1e3
-        self._seen = tuple(map(sizes, args)), {name: sizes(one) for name, one in kwargs.items()}, sizes(output)
+        self._seen = (
+            tuple(one.shape if type(one) is torch.Tensor else sizes(one) for one in args),
+            {name: sizes(one) for name, one in kwargs.items()} if kwargs else kwargs,
+            output.shape if type(output) is torch.Tensor else sizes(output),
+        )
 
     def _sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, rows: int) -> Sizes:
         # Writing sizes as JSON takes longer than all else here, and most models map one tensor to one.
