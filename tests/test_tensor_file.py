@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.storage import Storage
-from dp_ray.tensors.files import DTYPES, TensorFile, read_tensors, sha256_of, write_tensors
+from dp_ray.tensors.files import DTYPES, TensorFile, as_bytes, read_tensors, sha256_of, write_tensors
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 LIBRARY_KNOWS = [dtype for dtype in DTYPES.values() if dtype not in (torch.complex64,)]
@@ -116,3 +116,9 @@ def test_a_dtype_that_the_format_does_not_know_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"a is of torch.complex128"):
         write_tensors(Storage(str(tmp_path)), "file", {"a": torch.zeros(2, dtype=torch.complex128)})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_column_of_one_row_has_its_bytes() -> None:
+    """A dimension of length 1 may have any stride, and such a tensor counts as contiguous."""
+    for one in (torch.arange(5.0)[None][:, 2], torch.arange(15.0).view(1, 5, 3)[:, 1:2, 2]):
+        assert as_bytes(one).numpy().tobytes() == one.numpy().tobytes()

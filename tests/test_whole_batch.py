@@ -553,3 +553,23 @@ def test_a_metric_that_nothing_measures_is_told() -> None:
     job = job_of(metrics={"spread": loss_of("spread")})
     only = "metrics.spread: is measured over whole batches, so by evaluations only, and there are none: set eval"
     assert list(unmeasured(job)) == [only]
+
+
+class OneColumn(nn.Module):
+    """Gives a column, which of a shard of one row is a tensor whose only stride is that of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        column: torch.Tensor = self.layer(left - right)[:, 1]
+        return column
+
+
+def test_shards_of_one_row_may_give_a_column(tmp_path: Path) -> None:
+    keys = {"model": f"{HERE}:OneColumn", "loss": loss_of("far_apart"), "batch_size": 6, "dtype": "float32"}
+    run_group(job_of(workers=1, **keys), tmp_path)
+    torch.manual_seed(0)
+    outputs = OneColumn()(*Views("float32").views[:, :6])
+    assert history_of(tmp_path)[0]["loss"] == pytest.approx(far_apart(outputs, torch.zeros(6)).item(), rel=1e-6)

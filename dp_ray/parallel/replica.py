@@ -41,7 +41,6 @@ from dp_ray.parallel.wire import (
     Structure,
     Sync,
     TensorForm,
-    as_bytes,
     offsets_of,
     owned,
     packed,
@@ -51,6 +50,7 @@ from dp_ray.plan.tree import Node, climb, parents
 from dp_ray.system.process import patched
 from dp_ray.system.threads import waiting
 from dp_ray.tasks.task import use_deterministic_algorithms
+from dp_ray.tensors.files import as_bytes
 from dp_ray.tensors.tree import TreeSpec, flatten, sizes, unflatten
 
 FORM_TIMEOUT = timedelta(seconds=60)  # until the group is formed
@@ -151,7 +151,7 @@ def _are_same(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Return whether two tensors have the same bits."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
-    return torch.equal(as_bytes(one.detach().contiguous()), as_bytes(two.contiguous()))
+    return torch.equal(as_bytes(one), as_bytes(two))
 
 
 @dataclass(eq=False)

@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
-from dp_ray.parallel.wire import Structure, TensorForm, as_bytes, offsets_of, packed
+from dp_ray.parallel.wire import Structure, TensorForm, offsets_of, packed
+from dp_ray.tensors.files import as_bytes
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 APART = {"training", "_parameters", "_buffers", "_modules"}  # attributes of modules that are looked at by themselves

@@ -14,6 +14,7 @@ import torch
 from dp_ray.engine.host_copy import HostCopy
 from dp_ray.engine.world import is_gpu
 from dp_ray.plan.tree import Node, Transfer
+from dp_ray.tensors.files import as_bytes
 
 Bytes: TypeAlias = np.typing.NDArray[np.uint8]
 
@@ -42,7 +43,7 @@ def packed(leaf: torch.Tensor | np.typing.NDArray[Any]) -> Packed:
     tensor = leaf.detach().resolve_conj().resolve_neg()
     if is_gpu(tensor.device):
         tensor = HostCopy(tensor.contiguous()).wait()
-    return Packed(tensor.dtype, tuple(tensor.shape), as_bytes(tensor.contiguous()).numpy())
+    return Packed(tensor.dtype, tuple(tensor.shape), as_bytes(tensor).numpy())
 
 
 def unpacked(given: Packed) -> Any:
@@ -60,12 +61,6 @@ def owned(given: Packed, device: torch.device) -> Any:
         return np.array(given.data)
     tensor = unpacked(given)
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.clone()
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as a vector of bytes."""
-    # A dimension of length 1 may have any stride.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class TensorForm(NamedTuple):

@@ -288,7 +288,8 @@ def attend_writing(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bytes in C order, uint8 [nbytes]: a view if the tensor is contiguous, else a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    # A dimension of length 1 may have any stride, also in what counts as contiguous.
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
