@@ -16,7 +16,7 @@ from dp_ray.engine.optimizer import runs_users_code
 from dp_ray.engine.reduce import Reducer
 from dp_ray.engine.step import Weighted, as_tensor, row_of
 from dp_ray.engine.votes import MISSING, VOTES, Stats, StepControl
-from dp_ray.engine.world import CPU, World
+from dp_ray.engine.world import CPU, World, own_rank
 from tests.support import training
 from tests.support.builders import optimizer_step_of
 from tests.support.group import history_of, run_group
@@ -36,7 +36,7 @@ class Noting(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         gradients = [one.grad for group in self.param_groups for one in group["params"]]
         norm = nn.utils.get_total_norm(gradients).item()
-        with Path(self.folder, f"norms-{torch.distributed.get_rank()}.jsonl").open("a") as file:
+        with Path(self.folder, f"norms-{own_rank()}.jsonl").open("a") as file:
             file.write(f"{json.dumps(norm)}\n")
         super().step(closure)
 
@@ -64,7 +64,7 @@ class Spying(StepControl):
 
     def through(self) -> None:
         self.patch.stop()
-        (self.folder / f"early-{torch.distributed.get_rank()}.json").write_text(json.dumps(self.counts))
+        (self.folder / f"early-{own_rank()}.json").write_text(json.dumps(self.counts))
 
 
 class Patient(torch.autograd.Function):

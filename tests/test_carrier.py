@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_ray.engine.reduce import StatsBucket
+from dp_ray.engine.world import everyone
 from dp_ray.job.job import Job
 from tests.support.group import Stopped, StopsBefore, history_of, run_group
 
@@ -78,7 +78,9 @@ class OneAsks(StopsBefore):
 
     @property
     def wants_stop(self) -> bool:  # type: ignore[override]
-        return dist.get_rank() == dist.get_world_size() - 1 and self._now >= self._from
+        group = everyone()
+        assert group is not None
+        return group.rank() == group.size() - 1 and self._now >= self._from
 
     def leave(self) -> None:
         raise Stopped

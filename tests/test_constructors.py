@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.sharded.build import build_sharded
-from dp_ray.engine.world import World
+from dp_ray.engine.world import World, alone
 from dp_ray.errors import JobError, ModelError
 from dp_ray.tensors.files import local
 from tests.support.constructors import RECORDED, REFUSED, WHOLE, Constructed
@@ -31,11 +30,8 @@ def job_that_takes(steps: Steps, **keys: Any) -> Any:
 def sharded_alone(steps: Steps) -> tuple[nn.Module, list[str]]:
     """The model of a worker that is alone, and what is told."""
     told: list[str] = []
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
+    with alone(needs_group=True):
         return build_sharded(job_that_takes(steps), World(), told.append).model, told
-    finally:
-        dist.destroy_process_group()
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

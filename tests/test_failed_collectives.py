@@ -31,9 +31,11 @@ from dp_ray.engine.world import (
     World,
     bound_gpu,
     error_of,
+    everyone,
     failed_collective,
     failed_in_group,
     form_group,
+    leave_group,
     new_group,
     passes,
 )
@@ -271,9 +273,11 @@ def loses_its_peer(rank: int, port: int, how: str) -> None:
     store = TCPStore(LOCALHOST, port, timeout=timedelta(seconds=4))
     # Longer than a kill takes to be seen, unless the time-out itself is wanted.
     timeout = timedelta(seconds=4 if how == "late" else 30)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    world.TIMEOUT = timeout
+    form_group("gloo", store, World(rank, 2))
+    store.set_timeout(timedelta(seconds=4))
     ones = torch.ones(2)
-    dist.all_reduce(ones)
+    dist.all_reduce(ones, group=everyone())
     if rank == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -282,7 +286,7 @@ def loses_its_peer(rank: int, port: int, how: str) -> None:
         if how == "store":
             store.get("never")
         for _ in range(1000):
-            dist.all_reduce(ones)
+            dist.all_reduce(ones, group=everyone())
             time.sleep(0.01)
     except RuntimeError as error:
         failed = failed_in_group(error)
@@ -309,7 +313,9 @@ def comes_late(rank: int, port: int) -> None:
     """Rank 1 builds its dataset for longer than the store waits for a worker that has not come to form the group."""
     store = TCPStore(LOCALHOST, port, timeout=timedelta(seconds=1))
     form_group("gloo", store, World(rank, 2))
-    shared = dist.distributed_c10d._get_default_store()
+    group = everyone()
+    assert group is not None
+    shared = dist.distributed_c10d._world.pg_map[group][1]
     if rank == 1:
         time.sleep(2)
         shared.set("ncclUniqueId", "1")
@@ -356,14 +362,15 @@ def test_a_worker_may_build_its_dataset_for_longer_than_it_may_take_to_come() ->
 def test_nccl_connects_when_the_group_is_formed(
     monkeypatch: pytest.MonkeyPatch, backend: str, devices: tuple[torch.device, ...], bound: torch.device | None
 ) -> None:
-    given: dict[str, Any] = {}
+    given: list[Any] = []
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **keys: given.update(keys))
+    monkeypatch.setattr(world, "show_alone", lambda backend: None)
+    monkeypatch.setattr(world, "_everyone", None)
+    monkeypatch.setattr(world, "_made", lambda *keys: given.append(keys))
     store: Any = TCPStore(LOCALHOST, 0, is_master=True, timeout=timedelta(seconds=1), wait_for_workers=False)
     form_group(backend, store, World(1, 2, device=devices[0], all_devices=devices))
-    assert (given["device_id"], given["timeout"]) == (bound, TIMEOUT)
-    assert (given["rank"], given["world_size"]) == (1, 2)
-    assert store.timeout == TIMEOUT
+    assert given == [(backend, store, 1, 2, "all", bound)]
+    assert (store.timeout, world._timeout) == (TIMEOUT, TIMEOUT)
 
 
 @pytest.mark.parametrize(
@@ -374,13 +381,21 @@ def test_a_collective_waits_longer_than_a_step_may_take(
     monkeypatch: pytest.MonkeyPatch, step: float | None, waits: timedelta
 ) -> None:
     given: list[timedelta] = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **keys: given.append(keys["timeout"]))
-    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: given.append(timeout))
+    make = world.distributed_c10d._new_process_group_helper
+
+    def noting(*args: Any, **keys: Any) -> Any:
+        given.append(keys["timeout"])
+        return make(*args, **keys)
+
+    monkeypatch.setattr(world.distributed_c10d, "_new_process_group_helper", noting)
     store: Any = TCPStore(LOCALHOST, 0, is_master=True, timeout=timedelta(seconds=1), wait_for_workers=False)
-    form_group("gloo", store, World(), step)
-    new_group("gloo")
-    form_group("gloo", store, World())
-    assert given == [waits, waits, TIMEOUT]
+    for seconds, count in ((step, 3), (0.0, 2)):
+        form_group("gloo", store, World(), seconds)
+        assert store.timeout == (waits if seconds == step else TIMEOUT)
+        if count == 3:
+            new_group("gloo")
+        leave_group()
+    assert given == [waits] * 3 + [TIMEOUT] * 2
 
 
 def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,11 @@ from tests.support.trainings import job_of
 
 def entry(number: int, state: str, retired: bool = False, **keys: Any) -> dict[str, Any]:
     """What torch records of a collective, as far as it is read."""
-    kept = {"profiling_name": "nccl:all_reduce", "process_group": ["0", "default_pg"], "input_sizes": [[1024, 3]]}
+    kept = {
+        "profiling_name": "nccl:all_reduce",
+        "process_group": ["dp_ray-1", "all"],
+        "input_sizes": [[1024, 3]],
+    }
     return {**kept, "collective_seq_id": number, "state": state, "retired": retired, "is_p2p": False, **keys}
 
 
@@ -42,13 +46,13 @@ def stands(*entries: dict[str, Any]) -> list[tuple[str, int, str]]:
 def test_a_group_stands_at_its_oldest_collective_that_is_not_over() -> None:
     done = [entry(number, "completed", True) for number in (1, 2)]
     assert stands() == []
-    assert stands(*done) == [("nccl 0 default_pg", 2, "over")]
+    assert stands(*done) == [("nccl dp_ray-1 all", 2, "over")]
     ahead = entry(3, "started"), entry(4, "scheduled"), entry(5, "scheduled")
-    assert stands(*done, *ahead) == [("nccl 0 default_pg", 3, "started")]
+    assert stands(*done, *ahead) == [("nccl dp_ray-1 all", 3, "started")]
     timed_out = entry(3, "started", retired=True)  # as NCCL leaves one that has timed out
-    assert stands(*done, timed_out) == [("nccl 0 default_pg", 3, "started")]
+    assert stands(*done, timed_out) == [("nccl dp_ray-1 all", 3, "started")]
     (one,) = current_collectives([*done, entry(3, "scheduled", input_sizes=[[4], [2, 2]])])
-    assert one == Collective("nccl 0 default_pg", 3, "all_reduce", "[4] [2, 2]", "scheduled")
+    assert one == Collective("nccl dp_ray-1 all", 3, "all_reduce", "[4] [2, 2]", "scheduled")
     assert str(one) == "all_reduce 3 of [4] [2, 2], scheduled"
 
 
@@ -62,12 +66,12 @@ def test_gloo_only_retires_what_is_over() -> None:
 def test_each_group_stands_alone_and_messages_of_two_ranks_do_not_count() -> None:
     other: dict[str, Any] = {"process_group": ["1", "undefined"]}
     recorded = [entry(1, "completed"), entry(1, "started", **other), entry(9, "started", is_p2p=True)]
-    assert stands(*recorded) == [("nccl 0 default_pg", 1, "over"), ("nccl 1 undefined", 1, "started")]
+    assert stands(*recorded) == [("nccl dp_ray-1 all", 1, "over"), ("nccl 1 undefined", 1, "started")]
 
 
 def test_a_job_of_a_session_begins_to_count_anew() -> None:
     left = entry(7, "scheduled")  # by the job before, in the same process
-    assert stands(left, entry(1, "completed"), entry(2, "started")) == [("nccl 0 default_pg", 2, "started")]
+    assert stands(left, entry(1, "completed"), entry(2, "started")) == [("nccl dp_ray-1 all", 2, "started")]
 
 
 class StaysAway(StepControl):

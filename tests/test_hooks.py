@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 import dp_ray
 from dp_ray.driver.checks import check_targets
 from dp_ray.driver.from_run import follow_up
 from dp_ray.engine.trainer import Update
+from dp_ray.engine.world import own_rank
 from dp_ray.errors import JobError, ModelError
 from dp_ray.tasks.hooks import TrainingView
 from tests.support.group import ProcessExit, StopsBeforeItsWeights, history_of, run_group, weights_of
@@ -27,8 +27,7 @@ DROPOUT = {"target": "tests.support.training:mlp", "args": {"dropout": 0.3}}
 
 def note(view: TrainingView, hook: str) -> None:
     """Append what a hook sees to a file of the run."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    values = {"hook": hook, "rank": rank, "step": view.step, "epoch": view.epoch, "samples": view.samples}
+    values = {"hook": hook, "rank": own_rank(), "step": view.step, "epoch": view.epoch, "samples": view.samples}
     values |= {"loss": view.loss, "gradient_norm": view.gradient_norm, "learning_rate": view.learning_rate}
     has_weights = (Path(view.run_dir) / "weights.safetensors").exists()
     values |= {"metrics": dict(view.metrics), "has_weights": has_weights}

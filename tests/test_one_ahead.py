@@ -15,6 +15,7 @@ from torch import nn
 
 from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import own_rank
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
 from dp_ray.rundir.quarantine import count_quarantined
@@ -99,7 +100,7 @@ class LateOnRank1(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if torch.distributed.get_rank() == 1:
+        if own_rank() == 1:
             time.sleep(SECONDS)
         note(ctx.folder, ["backward", -1, time.monotonic()])
         return gradients[0], None
@@ -116,7 +117,7 @@ class Late(nn.Module):
 
 
 def note(folder: str, what: Any) -> None:
-    with Path(folder, f"rank-{torch.distributed.get_rank()}.jsonl").open("a") as file:
+    with Path(folder, f"rank-{own_rank()}.jsonl").open("a") as file:
         file.write(f"{json.dumps(what)}\n")
 
 

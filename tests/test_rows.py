@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import dp_ray
+from dp_ray.engine.world import own_rank
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.outputs import parts
@@ -22,7 +22,7 @@ class ByRank(training.Pairs):
     """101 rows, and on rank 2 as many as `others`; as in a folder that is not yet copied to every node."""
 
     def __init__(self, others: int) -> None:
-        super().__init__(others if dist.is_initialized() and dist.get_rank() == 2 else 101)
+        super().__init__(others if own_rank() == 2 else 101)
 
 
 class FromFile(training.Pairs):

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from dp_ray.engine.loading import next_batch
-from dp_ray.engine.world import World
+from dp_ray.engine.world import World, alone
 from dp_ray.errors import DataError, Error, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note, Report
@@ -28,7 +27,6 @@ from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
 from tests.support import models
-from tests.support.cluster import free_port
 from tests.support.group import run_group
 from tests.support.merging import merged
 
@@ -339,11 +337,8 @@ def test_where_nothing_is_trained_no_ddp_is_made(tmp_path: Path, monkeypatch: py
     data = TensorDataset(models.Rows(20).data, torch.zeros(20, 2)) if task == "evaluate" else models.Rows(20)
     job = job_of(models.Linear(), data, task=task, loss="torch.nn:MSELoss")
     Storage(str(tmp_path)).child(PARTS).create()
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    try:
+    with alone(needs_group=True):
         run_task(job, World(), Storage(str(tmp_path)), lambda _: None)
-    finally:
-        dist.destroy_process_group()
     assert made == []
 
 

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import dp_ray
 from dp_ray.cli import main
 from dp_ray.cluster.workers import check_can_be_shipped
 from dp_ray.engine.model import build_model, synchronise
+from dp_ray.engine.world import alone
 from dp_ray.errors import DataError, Error, JobError, ModelError, RunInterrupted, StorageError
 from dp_ray.job.job import Job
 from dp_ray.rundir.claim import check_ours
 from tests.support import models
 from tests.support.builders import run_dir_of
-from tests.support.cluster import free_port
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
@@ -388,15 +387,12 @@ class LazyState(nn.Module):
 
 def test_odd_buffers_pass_through_a_process_group_and_lazy_ones_are_named() -> None:
     keys = {"dataset": "tests.support.models:Rows", "batch_size": 1}
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    try:
+    with alone(needs_group=True):
         odd = build_model(Job.make({"model": OddState(), **keys}, "job"), [torch.device("cpu")])
         synchronise(odd)
         lazy = build_model(Job.make({"model": LazyState(), **keys}, "job"), [torch.device("cpu")])
         with pytest.raises(ModelError, match=r"layer\.weight has no shape yet"):
             synchronise(lazy)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_every_error_of_ours_is_an_error() -> None:

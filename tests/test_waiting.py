@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from dp_ray.cluster.worker import is_in_collective
+from dp_ray.engine.world import own_rank
 from dp_ray.job.job import Job
 from dp_ray.system.threads import waiting, waits_for
 from tests.support import models
@@ -43,12 +44,11 @@ class Watched(models.SlowPairs):
             self.seen.append((self.is_reading, waits_for()))
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rank = torch.distributed.get_rank()
         self.is_reading = True
-        time.sleep(0.02 * rank)
+        time.sleep(0.02 * own_rank())
         self.is_reading = False
         text = "\n".join(f"{int(reads)} {waits}" for reads, waits in self.seen)
-        (Path(self.folder) / f"seen-{rank}").write_text(text)
+        (Path(self.folder) / f"seen-{own_rank()}").write_text(text)
         return super().__getitem__(index)
 
 

@@ -181,7 +181,7 @@ def test_what_is_said_of_gpus() -> None:
     assert said(waits, DevicePlace(9, FORWARD, ASSERT)).endswith(f"rank 1: the GPU raises {ASSERT}")
 
 
-def sums(number: int, state: str, group: str = "nccl 0 default_pg") -> Collective:
+def sums(number: int, state: str, group: str = "nccl dp_ray-1 all") -> Collective:
     return Collective(group, number, "all_reduce", "[1024]", state)
 
 
@@ -206,17 +206,17 @@ def test_what_is_said_of_collectives() -> None:
     assert describe_collectives({0: (), 1: ()}) == ""
     assert describe_collectives({0: (over,), 1: (over,)}) == "", "all groups are idle"
     assert describe_collectives({0: (waits,), 1: (over,), 2: (waits,)}) == (
-        "; in the collectives of nccl 0 default_pg rank 1 is behind: ranks 0, 2: all_reduce 41 of [1024], started, "
+        "; in the collectives of nccl dp_ray-1 all rank 1 is behind: ranks 0, 2: all_reduce 41 of [1024], started, "
         "rank 1: all_reduce 40 of [1024], over (more in flight_recorder/)"
     )
     idle, own = sums(3, "over", "gloo 1"), sums(7, "scheduled", "gloo 2")
     assert describe_collectives({0: (waits, idle, own), 1: (waits, idle, own)}) == (
-        "; in the collectives of nccl 0 default_pg no rank is behind: ranks 0, 1: all_reduce 41 of [1024], started"
+        "; in the collectives of nccl dp_ray-1 all no rank is behind: ranks 0, 1: all_reduce 41 of [1024], started"
         "; in the collectives of gloo 2 no rank is behind: ranks 0, 1: all_reduce 7 of [1024], scheduled"
         " (more in flight_recorder/)"
     )
     assert describe_collectives({0: (waits,), 1: ()}) == (
-        "; in the collectives of nccl 0 default_pg: rank 0: all_reduce 41 of [1024], started"
+        "; in the collectives of nccl dp_ray-1 all: rank 0: all_reduce 41 of [1024], started"
         " (more in flight_recorder/)"
     ), "nothing is known of rank 1"
 
@@ -246,7 +246,7 @@ def test_of_workers_whose_loops_all_wait_the_one_with_the_stuck_gpu_is_blamed(cl
     assert said.startswith(
         "rank 1 on 10.0.0.1 has been in step 23 for 110 s; the GPU of rank 1 is behind: ranks 0, 2"
     )
-    assert "; in the collectives of nccl 0 default_pg rank 1 is behind: " in said
+    assert "; in the collectives of nccl dp_ray-1 all rank 1 is behind: " in said
     assert said.endswith("(more in flight_recorder/); its stack is")
 
 

@@ -24,7 +24,6 @@ from typing import Any, TextIO
 import psutil
 import ray
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, encoded, send
@@ -42,6 +41,7 @@ from dp_ray.engine.world import (
     error_of,
     failed_collective,
     form_group,
+    leave_group,
     recorded_collectives,
     text_of,
 )
@@ -294,8 +294,8 @@ def process_group(
             host, port = ray.get(channel.store.remote(attempt))
             store = TCPStore(host, port, world.world_size, False, STORE_TIMEOUT, wait_for_workers=False)
     places = {
-        "RANK": world.rank,
-        "WORLD_SIZE": world.world_size,
+        "RANK": 0,
+        "WORLD_SIZE": 1,
         "LOCAL_RANK": world.local_rank,
         "LOCAL_WORLD_SIZE": local_world_size,
         "NODE_RANK": world.node_rank,
@@ -320,7 +320,7 @@ def process_group(
 def _leave(channel: Any, attempt: str, world: World) -> None:
     """Destroy the process group once no peer reads from it any more: that would end the process."""
     ray.get(channel.end.remote(f"{attempt} group", world.rank, world.world_size, True))
-    dist.destroy_process_group()
+    leave_group()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from dp_ray.engine.world import gathered, has_peers
+from dp_ray.engine.world import everyone, gathered, has_peers, is_rank_0
 from dp_ray.errors import ModelError
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import Stored, as_bytes, is_sharded, local, overlaps
@@ -311,7 +311,7 @@ class Buffers(_Writable):
             self._agree()
         if not any(self._layouts.values()):
             return
-        if dist.get_rank() == 0:
+        if is_rank_0():
             values = {**self._now(), **(self._kept or {})}
             now = {name: _layout(one) for name, one in values.items()}
             if now != self._layouts:
@@ -322,7 +322,7 @@ class Buffers(_Writable):
                 )
             pairs = [(self._views[name], one) for name, one in values.items() if name in self._layouts]
             copy_all([view for view, _ in pairs if view is not None], [one for _, one in pairs if one is not None])
-        self._work = dist.broadcast(self._flat, src=0, async_op=True)
+        self._work = dist.broadcast(self._flat, src=0, group=everyone(), async_op=True)
 
     def _agree(self) -> None:
         """Follow each parameter that any worker's forward wrote, and have the buffers that rank 0 has."""

@@ -18,7 +18,7 @@ from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
 from dp_ray.engine.whole_batch import ShardOutput, build_over_batch, merge, seed_of_batch
-from dp_ray.engine.world import CPU, gathered
+from dp_ray.engine.world import CPU, everyone, gathered, has_peers
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
@@ -159,8 +159,8 @@ class Evaluation:
     def _measured(self, sums: torch.Tensor, states: dict[int, dict[str, Any]]) -> Evaluated:
         """Return the means and the metrics with a state, over all workers; every rank calls this."""
         with waiting("the other workers' sums"):
-            if dist.is_initialized():
-                dist.all_reduce(sums)
+            if has_peers():
+                dist.all_reduce(sums, group=everyone())
             *totals, rows = sums.sum(0).tolist()
         if not rows:
             raise DataError("evaluation: all samples were set aside, so there is nothing to measure")
@@ -216,7 +216,7 @@ class Evaluation:
         """Compute the metrics with a state, from the shards' states merged in shard order."""
         if not self._states:
             return {}
-        if dist.is_initialized():  # to be sent to workers that have other GPUs
+        if everyone() is not None:  # to be sent to workers that have other GPUs
             states = {at: {name: _moved(one, CPU) for name, one in own.items()} for at, own in states.items()}
         by_shard = {shard: own for theirs in gathered(states) for shard, own in theirs.items()}
         measured: dict[str, float] = {}

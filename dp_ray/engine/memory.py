@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,7 +45,7 @@ from dp_ray.engine.sharded.reduce import ShardedReduction
 from dp_ray.engine.sharded.state import Sharded, SumScatter, casting_anew
 from dp_ray.engine.step import PredictInputs, build_step, run_step
 from dp_ray.engine.whole_batch import shard_loss
-from dp_ray.engine.world import CPU, World
+from dp_ray.engine.world import CPU, World, pretended
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Loader, Target
@@ -284,7 +283,7 @@ class FakeShard:
     def sharded(self, workers: int, shards: int) -> Held:
         """Return what one of `workers` holds that shard the model; it runs `shards` of a batch, one after another."""
         world, adding = World(world_size=workers), self.job.model_copy(update={"bitwise": False})
-        with _fake(self.job) as mode, _fake_group(workers):
+        with _fake(self.job) as mode, pretended(workers):
             model = fake_model(self.job, fake_devices(1), mode)
             root, current, replicated = shard_in_place(adding, world, model)  # its mesh of workers needs numbers
             sharded = Sharded(model, root, replicated, current, world, recasts(self.job))
@@ -459,16 +458,6 @@ def _fake(job: Job) -> Iterator[FakeTensorMode]:
         what = job.model.label if isinstance(job.model, Target) else type(job.model).__qualname__
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise JobError(f"model: {what} cannot run without numbers, so its memory is not planned: {reason}") from error
-
-
-@contextmanager
-def _fake_group(workers: int) -> Iterator[None]:
-    """Make a process group of `workers`, of which this process is rank 0 and the others do not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def fake_devices(count: int) -> list[torch.device]:

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.user_code import describe_input
-from dp_ray.engine.world import Cause, broadcast, failed_collective, gathered, text_of
+from dp_ray.engine.world import Cause, broadcast, everyone, failed_collective, gathered, is_rank_0, text_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, gpu_number, runs_anywhere
@@ -66,6 +67,13 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
         raise JobError(f"devices: the model cannot be moved to {names}: {error}{hint}") from error
 
 
+class BatchNormOfShard(_BatchNorm):
+    """A SyncBatchNorm of the user's: its statistics are those of a shard, as a BatchNorm's, on CPUs too."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        """Take inputs of any number of dimensions, as SyncBatchNorm does."""
+
+
 def check_model(spec: Any) -> None:
     """Raise JobError if it is known, without building the model, that it is not a torch.nn.Module."""
     if isinstance(spec, Target):
@@ -84,6 +92,9 @@ def as_module(model: object) -> nn.Module:
     """Return the object that the key `model` gives; raises JobError unless it is a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
+    for module in model.modules():
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = BatchNormOfShard
     return model
 
 
@@ -150,7 +161,7 @@ def synchronise(model: nn.Module) -> None:
 
     Raises ModelError, on every rank, if their names, sizes, dtypes or order differ between ranks.
     """
-    if dist.is_initialized():
+    if everyone() is not None:
         _check_alike(model)
         _broadcast_state(model)
 
@@ -182,8 +193,8 @@ def _broadcast_state(model: nn.Module) -> None:
         data = tensor.detach()
         raw = as_bytes(data)
         with waiting("rank 0's model"):
-            dist.broadcast(raw, src=0)
-        if raw.data_ptr() == data.data_ptr() or dist.get_rank() == 0:
+            dist.broadcast(raw, src=0, group=everyone())
+        if raw.data_ptr() == data.data_ptr() or is_rank_0():
             continue  # the bytes were the tensor's own memory, or rank 0's
         values = from_bytes(raw, data)
         try:

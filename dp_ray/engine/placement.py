@@ -8,8 +8,7 @@ all run one shard. One that has fewer shards with rows than another runs a dummy
 first batch, or else that of another worker. Its loss counts nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,14 +20,14 @@ from torch import nn
 from dp_ray.engine.buffers import Blocks, make_room
 from dp_ray.engine.items import PassthroughBatch
 from dp_ray.engine.loading import LoadedStep
-from dp_ray.engine.model import build_model, compiled, input_device, load_weights
+from dp_ray.engine.model import BatchNormOfShard, build_model, compiled, input_device, load_weights
 from dp_ray.engine.optimizer import Average
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.reduce import DdpReduction, Reduction, ShardSums, Trained
 from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
 from dp_ray.engine.sharded.state import AlignedParts, Sharded, load_rows, rows_of_optimizer, whole_tensors
 from dp_ray.engine.update import OptimizerStep, ShardedAverage, ShardedOptimizerStep, load_part
-from dp_ray.engine.world import CPU, World, gathered
+from dp_ray.engine.world import CPU, World, everyone, gathered
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Done, Split, Work
@@ -170,7 +169,16 @@ def place(job: Job, world: World, note: Callable[[str], None]) -> Placement:
         sharded = build_sharded(job, world, note)
         world = world.with_inputs_on(input_device(job, sharded.model, world.devices))
         return ShardedPlacement(job, sharded.model, compiled(sharded.model, job), world, sharded)
-    return place_whole(job, world)
+    placement = place_whole(job, world)
+    if world.world_size > 1 and any(isinstance(one, BatchNormOfShard) for one in placement.model.modules()):
+        note(OF_SHARDS)
+    return placement
+
+
+OF_SHARDS = (
+    "the model's SyncBatchNorm layers take their statistics from a shard, as BatchNorm does; to take them over the "
+    "workers set sync_batchnorm: true"
+)
 
 
 def place_whole(job: Job, world: World) -> Placement:
@@ -180,27 +188,22 @@ def place_whole(job: Job, world: World) -> Placement:
         if world.device.type == "cpu":
             raise JobError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        for module in model.modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                module.__class__ = BatchNormOfWorkers
     world = world.with_inputs_on(input_device(job, model, world.devices))
     return Placement(job, model, compiled(model, job), world)
+
+
+class BatchNormOfWorkers(nn.SyncBatchNorm):
+    """A SyncBatchNorm over dp_ray's workers. It looks their group up, since a group cannot be copied."""
+
+    process_group = property(lambda self: everyone(), lambda self, _: None)
 
 
 def shards_over(job: Job, world: World) -> bool:
     """Return whether torch's FSDP runs the model: on several workers, or if it computes in other dtypes."""
     return job.is_sharded and (world.world_size > 1 or job.fsdp.mixed_precision is not None)
-
-
-@contextmanager
-def group_of_one(job: Job, world: World) -> Iterator[None]:
-    """Have a process group while a job runs, which FSDP needs, on a worker that is alone and has none."""
-    if dist.is_initialized() or not shards_over(job, world) or world.world_size > 1:
-        yield
-        return
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class DummyBatch(NamedTuple):
@@ -286,7 +289,7 @@ class CollectiveForwards(Forwards):
         """Return whether all workers go on; every rank calls this before each step."""
         votes = torch.tensor(int(goes_on))
         with waiting("the other workers to begin the next step"):
-            dist.all_reduce(votes, dist.ReduceOp.MIN)
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=everyone())
         return bool(votes)
 
     def end(self) -> bool:

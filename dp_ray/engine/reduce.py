@@ -37,7 +37,7 @@ from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.loading import OverlappedRead
 from dp_ray.engine.model import autocast
 from dp_ray.engine.step import Metrics, Row, Step, StepOutput, row_of, run_step
-from dp_ray.engine.world import World, all_gather, begin_sum, is_gpu, new_group
+from dp_ray.engine.world import World, all_gather, begin_sum, everyone, is_gpu, new_group
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.tree import Node, climb, fold, leaf_pairs, nodes_by_rank, parents
@@ -380,6 +380,7 @@ def wrapped(
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(
             loss,
+            process_group=everyone(),
             broadcast_buffers=False,
             init_sync=False,
             bucket_cap_mb=loss.bucket_cap_mb,
@@ -680,20 +681,21 @@ def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
-    if not parameters or not dist.is_initialized() or dist.get_world_size() == 1:
+    group = everyone()
+    if not parameters or group is None or group.size() == 1:
         return
     device = parameters[0].device
     # Of a sparse gradient the number of its rows.
     gradients = [parameter.grad for parameter in parameters]
     own = [_UNUSED if one is None else one.values().shape[0] if one.is_sparse else _DENSE for one in gradients]
     counts = torch.tensor(own, device=device)
-    everybodys = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybodys, counts)
+    everybodys = [torch.empty_like(counts) for _ in range(group.size())]
+    dist.all_gather(everybodys, counts, group=group)
     for parameter, theirs in zip(parameters, torch.stack(everybodys, 1).tolist(), strict=True):
         if _DENSE in theirs:
             dense = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             dense = dense.to_dense() if dense.is_sparse else dense
-            dist.all_reduce(dense)
+            dist.all_reduce(dense, group=group)
             parameter.grad = dense
         else:
             parameter.grad = _gathered(parameter, theirs)
@@ -722,8 +724,8 @@ def _gathered(parameter: nn.Parameter, counts: Sequence[int]) -> torch.Tensor | 
         rows[:count] = parameter.grad.indices()[0]
         values[:count] = parameter.grad.values()
     all_rows, all_values = ([torch.empty_like(one) for _ in counts] for one in (rows, values))
-    dist.all_gather(all_rows, rows)
-    dist.all_gather(all_values, values.detach())
+    dist.all_gather(all_rows, rows, group=everyone())
+    dist.all_gather(all_values, values.detach(), group=everyone())
     kept = [max(0, count) for count in counts]
     indices = torch.cat([one[:count] for one, count in zip(all_rows, kept, strict=True)])
     numbers = torch.cat([one[:count] for one, count in zip(all_values, kept, strict=True)])

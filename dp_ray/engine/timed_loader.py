@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dp_ray.engine.clock import Part, StepClock
+from dp_ray.engine.world import show_alone
 from dp_ray.system.process import importing_from_here
 from dp_ray.system.threads import SIGNALS, if_longer
 
@@ -117,11 +118,13 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
 def begin_process(process: int) -> None:
     """Ignore, in a loader's process, Ctrl-C and a SIGTERM for the whole group, but not torch's that ends it.
 
+    The user's code sees the same world as elsewhere, of one process.
     A terminal's Ctrl-C, and the SIGTERM of `timeout` or of a batch system, go to all processes of a group. They are
     a planned stop of the run, whose current step still needs what this process reads.
     """
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)
+    show_alone("fake")  # torch's backend without threads: its collectives work for one process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops one that was held back
     torch._C._set_worker_signal_handlers()

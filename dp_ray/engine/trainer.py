@@ -28,7 +28,7 @@ from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.user_code import locating, location, raise_as, raise_located, reraise_as
 from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, Stats
 from dp_ray.engine.whole_batch import BatchLoss, ShardOutput, detached, shard_loss
-from dp_ray.engine.world import is_gpu
+from dp_ray.engine.world import everyone, is_gpu
 from dp_ray.errors import JobError, ModelError
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Split, num_filled
@@ -445,7 +445,7 @@ class Pass:
                 self._try(replica, one)
                 unused += any(one.grad is None for one in trained.parameters.values() if id(one) not in sparse)
         with waiting("the other workers' first shards"):
-            dist.all_reduce(unused, dist.ReduceOp.MAX)
+            dist.all_reduce(unused, dist.ReduceOp.MAX, group=everyone())
             return bool(unused.item())
 
     @contextmanager

@@ -19,7 +19,7 @@ from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, reraise_as
-from dp_ray.engine.world import all_gather, gathered, has_peers
+from dp_ray.engine.world import all_gather, everyone, gathered, has_peers
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
@@ -197,7 +197,7 @@ def _exchanged(here: list[torch.Tensor], forms: list[list[_Form]], device: torch
     row[: len(sent)] = sent
     received = torch.empty(len(forms), max(sizes), dtype=torch.uint8, device=device)
     with waiting("the other workers' outputs"):
-        all_gather(received.view(-1), row)
+        all_gather(received.view(-1), row, group=everyone())
     yield from received
 
 

@@ -1,5 +1,9 @@
 """A worker's place among the others (rank, node, devices), and collectives that also work in one process.
 
+The groups of dp_ray's workers are objects of this module, begin at `form_group`. torch's default group, which the
+user's code sees, is a world of this worker alone: code that splits its data by rank, or sums over all ranks, does so
+over one. So each collective, rank and size of dp_ray names its group (`everyone`, `own_rank`).
+
 The second half says why a collective failed, or a process group could not be formed. torch raises the same few
 exceptions for every cause: only their texts tell a lost worker from a mistake in the job.
 """
@@ -7,7 +11,9 @@ exceptions for every cause: only their texts tell a lost worker from a mistake i
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum, auto
@@ -16,9 +22,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers a backend)
 
 from dp_ray.errors import DataError, Error, JobError, ModelError, WorkerError
+from dp_ray.system.process import patched
 from dp_ray.system.threads import waiting
 
 CPU = torch.device("cpu")
@@ -60,33 +68,120 @@ class World:
         return f"rank {self.rank} on {self.node}"
 
 
+_everyone: dist.ProcessGroup | None = None  # of the job's workers
+_store: Any = None  # by which further groups form
+_backend = ""
+_num_groups = 0
+_timeout = TIMEOUT  # of the collectives
+
+
+def everyone() -> dist.ProcessGroup | None:
+    """Return the group of the job's workers; None where there is none, as in the driver."""
+    return _everyone
+
+
+def own_rank() -> int:
+    """Return this worker's rank among the job's workers, 0 without a group; torch's own rank is 0 everywhere."""
+    return 0 if _everyone is None else _everyone.rank()
+
+
+def has_peers() -> bool:
+    """Return whether other workers run beside this one, in its process group."""
+    return _everyone is not None and _everyone.size() > 1
+
+
 def begin_sum(tensor: torch.Tensor) -> dist.Work:
     """Start to sum a tensor over all workers, in place; `dist.all_reduce` does the same after many checks."""
-    group = dist.group.WORLD
-    assert group is not None
-    return group.allreduce([tensor])
+    assert _everyone is not None
+    return _everyone.allreduce([tensor])
 
 
-_timeout = TIMEOUT  # of the collectives of the default group
-
-
-def form_group(backend: str, store: TCPStore, world: World, step_seconds: float | None = 0.0) -> None:
-    """Form the group of the workers that have the store open.
+def form_group(backend: str, store: Any, world: World, step_seconds: float | None = 0.0) -> None:
+    """Form the group of the workers that have the store open, and leave the user's code a world of its own.
 
     A collective waits for peers twice as long as a step may take, which is `step_seconds`, None for no limit: what
     hangs is found before that, and named. The store waits as long from then on: a collective may need it.
     """
-    global _timeout
+    global _everyone, _store, _backend, _timeout
     _timeout = NO_TIMEOUT if step_seconds is None else max(TIMEOUT, timedelta(seconds=2 * step_seconds))
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=_timeout,
-        device_id=bound_gpu(backend, world),
-    )
+    # The first group of a process is the one of which NCCL's flight recorder is kept.
+    _everyone = _made(backend, store, world.rank, world.world_size, "all", bound_gpu(backend, world))
+    _store, _backend = store, backend
+    show_alone(backend)
     store.set_timeout(_timeout)
+
+
+def _made(
+    backend: str, store: Any, rank: int, size: int, describes: str, gpu: torch.device | None = None
+) -> dist.ProcessGroup:
+    """Make a group beside torch's default one, of which torch's own `new_group` makes parts."""
+    global _num_groups
+    _num_groups += 1
+    name = f"dp_ray-{_num_groups}"
+    group: dist.ProcessGroup
+    group, _ = distributed_c10d._new_process_group_helper(  # type: ignore[no-untyped-call]
+        size,
+        rank,
+        [],
+        dist.Backend(backend),
+        store,
+        name,
+        timeout=_timeout,
+        device_id=gpu,
+        group_desc=describes,
+    )
+    # As of a default group: a rank in it is a rank of the world.
+    distributed_c10d._world.pg_group_ranks[group] = {one: one for one in range(size)}
+    return group
+
+
+def show_alone(backend: str) -> None:
+    """Give the user's code, as torch's default group, a world of this worker alone."""
+    distributed_c10d._update_default_pg(None)  # a forked process has that of another, without its threads
+    with patched(sys, excepthook=sys.excepthook):  # torch puts the rank before each line of a traceback
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+            timeout=_timeout,
+        )
+
+
+def leave_group() -> None:
+    """Destroy all groups that were formed, the user's too."""
+    global _everyone, _store, _num_groups
+    _everyone, _store, _num_groups = None, None, 0
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def alone(needs_group: bool) -> Iterator[None]:
+    """Have the groups of a worker that is alone while the block runs, unless `form_group` has formed some.
+
+    `needs_group` asks for a group of dp_ray's own too. The caller of `workers: 0` gets back its own default group.
+    """
+    global _everyone, _store, _backend
+    if _everyone is not None:
+        yield
+        return
+    callers = dist.group.WORLD
+    show_alone("gloo")
+    one = dist.group.WORLD
+    if needs_group:
+        _store, _backend = dist.HashStore(), "gloo"  # type: ignore[attr-defined]
+        _everyone = _made(_backend, _store, 0, 1, "all")
+    try:
+        yield
+    finally:
+        if callers is None:
+            leave_group()
+        else:
+            distributed_c10d._update_default_pg(callers)
+            for group in filter(None, (one, _everyone)):
+                dist.destroy_process_group(group)
+            _everyone = None
 
 
 def bound_gpu(backend: str, world: World) -> torch.device | None:
@@ -101,23 +196,35 @@ def bound_gpu(backend: str, world: World) -> torch.device | None:
     return gpu if gpu.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def new_group(backend: str | None = None) -> Any:
-    """Make another group of all workers; every rank calls it. NCCL's default time-out is 10 minutes."""
-    return dist.new_group(backend=backend, timeout=_timeout)
+def new_group(backend: str | None = None) -> dist.ProcessGroup:
+    """Make another group of all workers; every rank calls it, in the same order."""
+    assert _everyone is not None
+    backend = backend or _backend
+    gpu = _everyone.bound_device_id if "nccl" in backend else None
+    return _made(backend, _store, _everyone.rank(), _everyone.size(), "all", gpu)
+
+
+@contextmanager
+def pretended(workers: int) -> Iterator[None]:
+    """Have a group of `workers` while the block runs, of which this process is rank 0 and the others do not exist."""
+    global _everyone, _backend
+    before = _everyone, _backend
+    _backend = "fake"
+    _everyone = _made(_backend, dist.HashStore(), 0, workers, "pretended")  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group(_everyone)
+        _everyone, _backend = before
 
 
 # torch 2.13 renames it, and deprecates the old name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def has_peers() -> bool:
-    """Return whether other workers run beside this one, in its process group."""
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
 def is_rank_0() -> bool:
-    """Return whether this is rank 0 of the process group; True without a process group."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Return whether this is rank 0 of the job's workers; True without a group."""
+    return own_rank() == 0
 
 
 def broadcast(text: str) -> str:
@@ -126,7 +233,7 @@ def broadcast(text: str) -> str:
         return text
     texts = [text]
     with waiting("rank 0"):
-        dist.broadcast_object_list(texts, src=0)
+        dist.broadcast_object_list(texts, src=0, group=_everyone)
     return texts[0]
 
 
@@ -143,17 +250,17 @@ def broadcast_bytes(data: bytes) -> bytes:
         stop = min(size, start + BROADCAST_BYTES)
         piece = bytearray(data[start:stop]) if received is None else memoryview(received)[start:stop]
         with waiting("rank 0"):
-            dist.broadcast(torch.frombuffer(piece, dtype=torch.uint8), src=0)
+            dist.broadcast(torch.frombuffer(piece, dtype=torch.uint8), src=0, group=_everyone)
     return data if received is None else received
 
 
 def gathered(value: Any) -> list[Any]:
     """Return every rank's value, in rank order; without a process group, the own one. Every rank calls this."""
-    if not has_peers():
+    if _everyone is None or not has_peers():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
+    values: list[Any] = [None] * _everyone.size()
     with waiting("all ranks"):
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=_everyone)
     return values
 
 
@@ -213,7 +320,8 @@ def current_collectives(recorded: Iterable[Mapping[str, Any]]) -> tuple[Collecti
     """Return where each process group stands, of the flight recorder's entries in the order of their begin."""
     current: dict[str, Collective] = {}
     for entry in recorded:
-        if entry["is_p2p"]:  # of two ranks alone, with a count of its own
+        # One of two ranks alone has a count of its own; and the default group is the user's, of one rank.
+        if entry["is_p2p"] or entry["process_group"][-1] == "default_pg":
             continue
         backend, _, name = entry["profiling_name"].partition(":")
         # gloo leaves the state as it was, and only retires what is over. NCCL also retires what has timed out.
@@ -276,7 +384,7 @@ def failed_collective(error: BaseException) -> FailedCollective | None:
 
 def failed_in_group(error: BaseException) -> FailedCollective | None:
     """Return the cause of an error of this process's group; None without one, and for other errors."""
-    failed = failed_collective(error) if dist.is_initialized() else None
+    failed = failed_collective(error) if _everyone is not None else None
     # A worker that is alone has lost no peer: the user's code has a connection of its own.
     needs_peers = failed is not None and failed.cause in (Cause.LOST_PEER, Cause.UNKNOWN)
     return None if needs_peers and not has_peers() else failed

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dp_ray.engine.world import everyone
 from dp_ray.parallel.wire import Packed, PackedSum, SparseParts, owned, packed
 from dp_ray.plan.tree import Node, fold
 
@@ -49,18 +50,19 @@ class Sum:
     def send(self, to: int) -> None:
         """Send the sum to a worker, which calls `receive`."""
         for flat in self._flats:
-            dist.send(flat, to)
+            dist.send(flat, to, group=everyone())
         if self._sparse:
-            dist.send_object_list([{number: _sparse_parts(one) for number, one in self._sparse.items()}], to)
+            parts = {number: _sparse_parts(one) for number, one in self._sparse.items()}
+            dist.send_object_list([parts], to, group=everyone())
 
     def receive(self, sender: int) -> "Sum":
         """Return the sum of the same parameters that another worker sends."""
         received = Sum(self._trained, frozenset(self._sparse))
         for flat in received._flats:
-            dist.recv(flat, sender)
+            dist.recv(flat, sender, group=everyone())
         if self._sparse:
             parts: list[Any] = [None]
-            dist.recv_object_list(parts, sender)
+            dist.recv_object_list(parts, sender, group=everyone())
             device = self._flats[0].device
             received._sparse = {number: _of_parts(one, device) for number, one in parts[0].items()}
         return received

@@ -25,7 +25,17 @@ from dp_ray.cluster.pool import pickled
 from dp_ray.engine.random import own_generators, seed_all, seed_own
 from dp_ray.engine.reduce import sparse_parameters
 from dp_ray.engine.user_code import dtypes_and_sizes
-from dp_ray.engine.world import World, failed_in_group, form_group, has_peers, is_gpu, text_of
+from dp_ray.engine.world import (
+    World,
+    everyone,
+    failed_in_group,
+    form_group,
+    has_peers,
+    is_gpu,
+    leave_group,
+    show_alone,
+    text_of,
+)
 from dp_ray.errors import Error, ModelError, frames_of
 from dp_ray.parallel.gradients import Sum, fold_of
 from dp_ray.parallel.wire import (
@@ -185,6 +195,7 @@ class Replicas:
         self._leave()
         self._rank = world.rank
         if world.world_size == 1:
+            show_alone(backend)
             return None
         try:
             store = self._store
@@ -197,8 +208,7 @@ class Replicas:
         return None
 
     def _leave(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_group()
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
@@ -396,7 +406,7 @@ class Replicas:
             flat = torch.empty(size, dtype=torch.uint8, device=self._device)
         if has_peers():
             with self._collective():
-                dist.broadcast(flat, src=0)
+                dist.broadcast(flat, src=0, group=everyone())
         return [
             flat[at : at + form.num_bytes].view(form.dtype).view(form.shape)
             for at, form in zip(offsets, forms, strict=True)

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
-from dp_ray.engine.placement import group_of_one
+from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World, error_of, failed_in_group
+from dp_ray.engine.world import World, alone, error_of, failed_in_group
 from dp_ray.job.job import Job
 from dp_ray.messages import Send
 from dp_ray.storage import Storage
@@ -62,7 +62,8 @@ def run_task(
 def settings_of(job: Job, world: World) -> Iterator[None]:
     """Set what a job needs of its process while it runs: generators, GPUs, and what makes torch deterministic."""
     gpus = [one for one in world.devices if one.type == "cuda"]
-    with preserved(*gpus), gpus_ready(gpus), deterministic(job), compiling(job), group_of_one(job, world):
+    grouped = alone(needs_group=shards_over(job, world))
+    with preserved(*gpus), gpus_ready(gpus), deterministic(job), compiling(job), grouped:
         yield
 
 

@@ -267,15 +267,16 @@ def on_rank_0(tensor: torch.Tensor) -> torch.Tensor:
     """Gather the whole tensor on rank 0's CPU; every rank calls this for a sharded one, and others get no rows."""
     if not is_sharded(tensor):
         return tensor.detach().cpu()
-    is_first = dist.get_rank() == 0
+    group = tensor.device_mesh.get_group()  # type: ignore[attr-defined]
+    is_first = group.rank() == 0
     mine, rows = local(tensor.detach()), tensor.shape[0]
-    share = -(-rows // dist.get_world_size())
+    share = -(-rows // group.size())
     # A gather needs equal sizes: the last ranks pad their rows, and rank 0 drops the padding.
     padded = mine.new_zeros(share, *tensor.shape[1:])
     padded[: mine.shape[0]] = mine
-    received = [torch.empty_like(padded) for _ in range(dist.get_world_size())] if is_first else None
+    received = [torch.empty_like(padded) for _ in range(group.size())] if is_first else None
     with waiting("the other workers' rows"):
-        dist.gather(padded, received, dst=0)
+        dist.gather(padded, received, dst=0, group=group)
     return torch.cat(received)[:rows].cpu() if received is not None else mine[:0]
 
 

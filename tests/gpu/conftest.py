@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.cluster import free_port
+from dp_ray.engine.world import World, form_group, leave_group
 
 HERE = Path(__file__).parent
 ON = os.environ.get("DP_RAY_GPU_SUITE_ON", "cuda:0")
@@ -55,11 +55,9 @@ def cuda(device: torch.device) -> torch.device:
 @pytest.fixture
 def group_of_one(device: torch.device) -> Iterator[None]:
     """A process group of this process alone: NCCL on a GPU, else gloo."""
-    address = f"tcp://127.0.0.1:{free_port()}"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", address, rank=0, world_size=1, device_id=device)
-    else:
-        dist.init_process_group("gloo", address, rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    form_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store, World(device=device))
     yield
-    dist.destroy_process_group()
+    leave_group()

@@ -29,7 +29,16 @@ from dp_ray.engine.model import free_memory
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.trainer import Trainer
 from dp_ray.engine.votes import LAG, Lagged, LossWatch, NotFinite
-from dp_ray.engine.world import TIMEOUT, Collective, World, form_group, new_group, recorded_collectives
+from dp_ray.engine.world import (
+    TIMEOUT,
+    Collective,
+    World,
+    everyone,
+    form_group,
+    leave_group,
+    new_group,
+    recorded_collectives,
+)
 from dp_ray.job.plan import split_of
 from dp_ray.messages import Measured
 from dp_ray.plan.split import Shard, Split, Work
@@ -144,12 +153,12 @@ def test_a_training_through_the_reducer_gives_back_what_it_took(
 
 @pytest.mark.parametrize("task", ["train", "evaluate", "predict"])
 def test_a_group_of_one_gives_what_no_group_gives(
-    tmp_path: Path, device: torch.device, group_of_one: None, task: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, group_of_one: None, task: str
 ) -> None:
     optimizer = {} if task == "train" else {"optimizer": None}
     job = job_on(device, **RESNET | optimizer, task=task, batch_size=12, shards=2, bitwise=True)
     found = [of_run(run_here(job, tmp_path / "group"), tmp_path / "group")]
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    leave_group()
     found.append(of_run(run_here(job, tmp_path / "none"), tmp_path / "none"))
     assert found[0] == found[1]
 
@@ -161,15 +170,16 @@ def test_a_group_connects_to_its_gpu_when_it_is_formed(device: torch.device, bac
     is_gpu = device.type == "cuda"
     form_group(backend if is_gpu else "gloo", store, World(device=device, all_devices=(device,)))
     try:
-        assert dist.group.WORLD is not None
-        assert dist.group.WORLD.bound_device_id == (device if is_gpu else None)
+        formed = everyone()
+        assert formed is not None
+        assert formed.bound_device_id == (device if is_gpu else None)
         assert store.timeout == TIMEOUT
-        for group, at in ((None, device), (new_group(), device), (new_group("gloo"), torch.device("cpu"))):
+        for group, at in ((formed, device), (new_group(), device), (new_group("gloo"), torch.device("cpu"))):
             ones = torch.ones(3, device=at)
             dist.all_reduce(ones, group=group)
             assert ones.tolist() == [1.0] * 3
     finally:
-        dist.destroy_process_group()
+        leave_group()
 
 
 def of_run(sent: list[Any], folder: Path) -> Any:
@@ -339,8 +349,8 @@ def test_a_gpu_that_has_failed_says_what_it_raises(cuda: torch.device) -> None:
 
 
 def test_the_flight_recorder_has_a_groups_last_collective(device: torch.device, group_of_one: None) -> None:
-    dist.all_reduce(torch.ones(3, 2, device=device))
-    group = "nccl 0 default_pg" if device.type == "cuda" else "gloo 0 default_pg"
+    dist.all_reduce(torch.ones(3, 2, device=device), group=everyone())
+    group = f"{'nccl' if device.type == 'cuda' else 'gloo'} dp_ray-1 all"
     end = time.monotonic() + 30
     while time.monotonic() < end:  # NCCL's own thread looks now and then at what is over
         found = next(one for one in recorded_collectives()[1] if one.group == group)

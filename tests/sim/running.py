@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.engine.model import free_memory
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World, form_group
+from dp_ray.engine.world import World, form_group, leave_group
 from dp_ray.messages import Measured, Note
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
@@ -78,7 +78,7 @@ def group(backend: str, plan: Plan, rank: int) -> Iterator[None]:
         form_group(backend, store, World(rank, plan.size, device=torch.device("cuda", rank * 2)))
     yield
     if plan.size > 1:
-        dist.destroy_process_group()
+        leave_group()
 
 
 def run(

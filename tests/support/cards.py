@@ -6,23 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from dp_ray.engine.world import everyone, own_rank
 from tests.support import training
 
 ROWS = "ROWS_OF_THE_CARD"
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB."
 
 
-def rank() -> int:
-    """The rank in the process group; 0 without one."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def is_last() -> bool:
     """Whether this is the last rank."""
-    return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+    return (group := everyone()) is None or group.rank() == group.size() - 1
 
 
 class Card(nn.Module):
@@ -37,7 +32,7 @@ class Card(nn.Module):
         self.layers = training.mlp()
         self.dropout = nn.Dropout(0.1)
         most = int(os.environ[ROWS]) if most is None else most
-        self.most = most_on_1 if most_on_1 is not None and rank() == 1 else most
+        self.most = most_on_1 if most_on_1 is not None and own_rank() == 1 else most
         self.counts = counts
         self.first = [one.detach().clone() for one in self.parameters()]
 
@@ -79,7 +74,7 @@ class CardOfBlocks(training.Blocks):
             raise torch.OutOfMemoryError(FULL)
         super().__init__()
         _made.append(weakref.ref(self))
-        self.most = most_on_1 if rank() == 1 else most
+        self.most = most_on_1 if own_rank() == 1 else most
         self.layers[1].register_forward_pre_hook(self._check)
 
     def _check(self, module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dp_ray.engine import reduce
-from dp_ray.engine.world import begin_sum
+from dp_ray.engine.world import begin_sum, own_rank
 
 COMPILER = "torch._inductor.config"
 _files: list[Path] = []  # the file that tells of this process
@@ -84,7 +84,7 @@ def _tell_all(folder: str) -> None:
 
     gc.disable()  # what a test finds freed is not freed by chance
     torch._dynamo.config.run_gc_after_compile = False
-    _files.append(Path(folder) / f"rank-{dist.get_rank() if dist.is_initialized() else 0}.txt")
+    _files.append(Path(folder) / f"rank-{own_rank()}.txt")
     vars(reduce)["begin_sum"] = _told_sum
     torch.compiler.set_default_backend(
         aot_autograd(fw_compiler=_Compiler("forward"), bw_compiler=_Compiler("backward"))

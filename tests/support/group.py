@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.engine.model import free_memory
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World
+from dp_ray.engine.world import World, everyone, form_group, leave_group
 from dp_ray.job.job import Job
 from dp_ray.messages import Measured
 from dp_ray.rundir.history import CLOCKED
@@ -174,7 +174,7 @@ def _work(
 
     try:
         if size > 1:
-            dist.init_process_group("gloo", store=TCPStore(LOCALHOST, port), rank=rank, world_size=size)
+            form_group("gloo", TCPStore(LOCALHOST, port), World(rank, size))
         devices = tuple(torch.device(name) for name in job.devices or ["cpu"])
         with suppress(Stopped):
             run = getattr(control, "storage", Storage)(folder)
@@ -186,8 +186,8 @@ def _work(
                     task(Context(job, world, run, send, control or StepControl()))
         free_memory()  # as a worker does
         if size > 1:
-            dist.barrier()
-            dist.destroy_process_group()
+            dist.barrier(group=everyone())
+            leave_group()
         pipe.send(("done", None))
     except BaseException:
         pipe.send(("raised", traceback.format_exc()))

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from dp_ray.engine.world import own_rank
 from tests.support.patchwork import Observer
 from tests.support.training import Pairs
 
@@ -21,7 +21,7 @@ class Unordered(nn.ModuleDict):
 
     def __init__(self) -> None:
         names = ["alpha", "beta", "gamma"]
-        turn = dist.get_rank() if dist.is_initialized() else 0
+        turn = own_rank()
         super().__init__({name: nn.Linear(6, 3) for name in names[turn:] + names[:turn]})
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

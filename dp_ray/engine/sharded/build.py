@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -24,12 +24,13 @@ from dp_ray.engine.recompute import choose_blocks, recompute_blocks
 from dp_ray.engine.reduce import make_gradients_dense
 from dp_ray.engine.sharded.deferred import CannotDefer, Recording, Ref, record, replay
 from dp_ray.engine.sharded.state import Gather, Round, Sharded, SumScatter, TreeScatter
-from dp_ray.engine.world import CPU, World, is_gpu, new_group
+from dp_ray.engine.world import CPU, World, everyone, is_gpu, new_group
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import build, resolve
-from dp_ray.tensors.files import local
+from dp_ray.system.process import patched
+from dp_ray.tensors.files import local, rows_of
 from dp_ray.text import listed
 
 DDP = "take strategy: ddp, or change the model"
@@ -63,7 +64,7 @@ def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharde
     for name, one in model.named_parameters():
         vars(one).update(attributes[name])
     for number, whole in values:
-        _copy_rows(tensors[number], whole)
+        _copy_rows(tensors[number], whole, world)
         del whole  # before the next one is made: so one whole tensor is in memory at a time
     kept_whole = {name: model.get_parameter(name) for name in names}
     return Sharded(model, root, kept_whole, current, world, recasts(job))
@@ -275,9 +276,10 @@ def _kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:
 def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -> tuple[FSDPModule, Round]:
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise JobError(f"strategy: fsdp needs torch 2.13 or later, got {torch.__version__}")
-    everyone = dist.group.WORLD
-    assert everyone is not None, "fsdp runs in a process group"
-    mesh = DeviceMesh.from_group(everyone, world.device.type)
+    group = everyone()
+    assert group is not None, "fsdp runs in a process group"
+    with patched(device_mesh, get_rank=group.rank):  # torch asks its default group, of this worker alone
+        mesh = DeviceMesh.from_group(group, world.device.type)
     mixed = job.fsdp.mixed_precision
     dtypes = (None, None) if mixed is None else (DTYPES[mixed.param], DTYPES[mixed.reduce])
     reshard = None if job.fsdp.reshard_after_forward == "auto" else job.fsdp.reshard_after_forward
@@ -293,7 +295,7 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
         # The model's own inputs: its parameters are gathered in this dtype.
         model.register_forward_pre_hook(functools.partial(_cast_floats, dtypes[0]), with_kwargs=True)
     # Of the CPUs: to ask over GPUs would wait for the whole forward.
-    current = Round(group=new_group("gloo") if is_gpu(world.device) else None)
+    current = Round(group=new_group("gloo") if is_gpu(world.device) else group)
     for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
             _set_collectives(module, job, current, name.removeprefix("model."))
@@ -325,7 +327,7 @@ def _set_collectives(module: FSDPModule, job: Job, current: Round, name: str) ->
     trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
     scatter = TreeScatter(current, name, trained, job.num_shards)
     module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-    if dist.get_world_size() == 1:
+    if current.group is not None and current.group.size() == 1:
         module.set_all_reduce_hook(scatter.alone)
 
 
@@ -355,12 +357,11 @@ def _materialise(places: Places, device: torch.device, is_offloaded: bool) -> di
 
 
 @torch.no_grad()
-def _copy_rows(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+def _copy_rows(tensor: torch.Tensor, whole: torch.Tensor, world: World) -> None:
     """Copy this worker's rows of a whole tensor."""
     mine = local(tensor)
     if mine is tensor:
         tensor.copy_(whole)
     elif mine.numel():
-        rows = -(-whole.shape[0] // dist.get_world_size())
-        first = rows * dist.get_rank()
-        mine.copy_(whole[first : first + mine.shape[0]])
+        first, end = rows_of(whole.shape[0], world.world_size, world.rank)
+        mine.copy_(whole[first:end])

@@ -16,7 +16,7 @@ from torch import nn
 
 from dp_ray.engine.reduce import GRADIENTS, Gradients, Reduction, Trained, Work, add, zeros_that_add_nothing
 from dp_ray.engine.sharded.state import Sharded
-from dp_ray.engine.world import all_gather, gathered
+from dp_ray.engine.world import all_gather, everyone, gathered
 from dp_ray.plan.split import worker_shards
 from dp_ray.plan.tree import Node, fold, nodes_by_rank
 from dp_ray.system.threads import waiting
@@ -67,7 +67,7 @@ class ShardedReduction(Reduction):
             super().last_backward(loss, seed, stats)
 
     def _send(self, stats: torch.Tensor) -> None:
-        self._work = dist.all_reduce(stats, async_op=True)
+        self._work = dist.all_reduce(stats, group=everyone(), async_op=True)
         self.trained.buffers.share()
 
     def summed(self, stats: torch.Tensor) -> Iterator[list[torch.Tensor]]:
@@ -128,7 +128,7 @@ class ShardedReduction(Reduction):
                 one.grad = torch.zeros_like(one)
             numbers = one.grad.detach().contiguous()  # all workers add them in one order, whatever the strides
             with waiting("the other workers' gradients"):
-                dist.all_reduce(_viewed(numbers))
+                dist.all_reduce(_viewed(numbers), group=everyone())
             one.grad.copy_(numbers)
 
 
@@ -208,7 +208,7 @@ class TreeShardedReduction(ShardedReduction):
         sent = torch.stack(rows)
         received = sent.new_empty(len(by_rank), *sent.shape)
         with waiting("the other workers' gradients"):
-            all_gather(received.view(-1), sent.view(-1))
+            all_gather(received.view(-1), sent.view(-1), group=everyone())
         sums: dict[Node, Gradients] = {}
         for theirs, got in zip(by_rank, received, strict=True):
             sums.update((node, [row]) for node, row in zip(theirs, got, strict=False))

@@ -16,7 +16,7 @@ from torch import nn, optim
 from dp_ray.engine.buffers import make_room
 from dp_ray.engine.model import advice_on, loaded_of, misfits, other_sizes
 from dp_ray.engine.optimizer import load_optimizer, norm_of_norms, norms_of
-from dp_ray.engine.world import CPU, World, all_gather
+from dp_ray.engine.world import CPU, World, all_gather, everyone
 from dp_ray.errors import ModelError
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
@@ -261,7 +261,7 @@ class Sharded:
     def total_norm(self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the norm of the whole gradient; `gradients` are this worker's parts. Every rank calls this."""
         whole = {id(one) for one in self.replicated.values()}
-        is_first = dist.get_rank() == 0
+        is_first = self.world.rank == 0
         mine = [
             gradient
             for gradient, one in zip(gradients, parameters, strict=True)
@@ -270,7 +270,7 @@ class Sharded:
         device = gradients[0].device if gradients else CPU
         total = _stacked(norms_of(mine), device).square().sum()
         with waiting("the other workers' norms"):
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=everyone())
         return total.sqrt().float()
 
     def infinite_if_any(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -278,7 +278,7 @@ class Sharded:
         largest = norms_of([one for one in gradients if one.numel()], torch.inf)
         is_any = _stacked(largest, self.world.device).isfinite().logical_not().any().float()
         with waiting("the other workers' gradients"):
-            dist.all_reduce(is_any, dist.ReduceOp.MAX)
+            dist.all_reduce(is_any, dist.ReduceOp.MAX, group=everyone())
         return torch.where(is_any > 0, torch.inf, 0.0)
 
 
@@ -577,7 +577,7 @@ def norms_of_slices(slices: Sequence[Slice], world: World, device: torch.device)
     for number, norm in own.items():
         norms[number] = norm
     with waiting("the other workers' norms"):
-        dist.all_reduce(norms)
+        dist.all_reduce(norms, group=everyone())
     return list(norms.unbind())
 
 
@@ -606,7 +606,7 @@ def _exchanged(
     from_each = [sum(one.count(size, sender) for one in mine) for sender in range(size)]
     received = sent.new_empty(sum(from_each))
     with waiting("the other workers' gradients"):
-        dist.all_to_all_single(received, sent, from_each, counts)
+        dist.all_to_all_single(received, sent, from_each, counts, group=everyone())
     parts = [
         torch.split(one, [each.count(size, at) for each in mine])
         for at, one in enumerate(torch.split(received, from_each))
