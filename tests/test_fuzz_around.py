@@ -1,0 +1,76 @@
+"""Small trainings with a state outside the model, drawn at random: one plain process's numbers, with a kill."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from dp_ray.job.job import Job
+from tests.support.around import Data, batches_of, keys_of, plainly
+from tests.support.group import StopsBefore, history_of, run_group, weights_of
+
+LOSSES = [[], ["moves"], ["ignored"], ["over"], ["over", "moves"]]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    """What a training has around its model, its sizes, and what happens to it."""
+    has = list(draw(st.sampled_from(LOSSES)))
+    has += draw(st.lists(st.sampled_from(["metric", "clamp", "after", "epochs"]), unique=True, max_size=4))
+    shards, rows = draw(st.integers(1, 6)), draw(st.integers(2, 24))
+    workers = st.integers(1, min(shards, 4))
+    strategies = st.sampled_from(["ddp"] if {"clamp", "after"} & set(has) else ["ddp", "ddp", "fsdp"])
+    return {
+        "has": has,
+        "rows": rows,
+        "batch_size": draw(st.integers(-(-rows // 6), 16)),
+        "shards": shards,
+        "workers": [draw(workers), draw(workers)],
+        "strategies": [draw(strategies), draw(strategies)],
+        "optimizer": draw(st.sampled_from(["SGD", "AdamW"])),
+        "grad_clip": draw(st.sampled_from([None, 0.05])),
+        "bitwise": draw(st.booleans()),
+        "kept": draw(st.integers(1, 3)),
+        "stops": draw(st.integers(1, 8)),
+        "eval_rows": draw(st.sampled_from([None, 7, 12])),
+        "processes": draw(st.sampled_from([0, 0, 0, 1])),
+    }
+
+
+def check(case: dict[str, Any]) -> None:
+    targets = Data(case["rows"], case["has"]).targets
+    assume(
+        all(bool((targets[picked] >= 0).any()) for _, picked in batches_of(case))
+    )  # else plain torch's loss is NaN
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        for workers, strategy, control in zip(
+            case["workers"], case["strategies"], (StopsBefore(case["stops"]), None), strict=True
+        ):
+            job = Job.make({**keys_of(case), "workers": workers, "strategy": strategy}, "job")
+            run_group(job, folder / "run", control)
+        if case["bitwise"]:
+            run_group(Job.make({**keys_of(case), "workers": 1}, "job"), folder / "one")
+            assert history_of(folder / "run") == history_of(folder / "one")
+        compare(case, folder / "run")
+
+
+def compare(case: dict[str, Any], folder: Path) -> None:
+    model, rows, eval_loss = plainly(case)
+    history, weights = history_of(folder), weights_of(folder)
+    for name in ["loss", "gradient_norm", *["weighed"] * ("metric" in case["has"])]:
+        assert [row[name] for row in history] == pytest.approx([row[name] for row in rows], rel=1e-6, abs=1e-9), name
+    for name, one in model.state_dict().items():
+        assert (weights[name] - one).abs().max().item() <= 1e-8, name
+    if eval_loss is not None:
+        assert history[-1]["eval_loss"] == pytest.approx(eval_loss, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.slow
+@given(case=cases())
+@settings(suppress_health_check=list(HealthCheck))
+def test_what_is_around_a_model_is_that_of_one_plain_process(case: dict[str, Any]) -> None:
+    check(case)
