@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dp_ray.engine.alignment import must_align
 from dp_ray.engine.buffers import Buffers, make_room
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
@@ -83,7 +84,7 @@ class Trainer:
         self.average = placement.average(self.optimizer_step)
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
-        self.buffers = Buffers(model, job.compile, placement.blocks)
+        self.buffers = Buffers(model, job.compile, placement.blocks, must_align(job, world.device))
         loss = shard_loss(placement.called, step, measures, job, world.device)
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.buffers, self._clock, ahead)
         self.measure_names = list(measures.functions)
@@ -296,7 +297,8 @@ class Pass:
         placement, trained, self._world = self.placement, self.optimizer_step.trained, self.placement.world
         self._forwards = placement.forwards() if placement.is_sharded else None
         sparse, sums = sparse_parameters(self.loss.model), placement.sums(list(trained.values()))
-        self._trained = Trained(self.loss, trained, sparse, sums, self.buffers, self.clock, self.ahead)
+        aligns = must_align(placement.job, self._world.device)
+        self._trained = Trained(self.loss, trained, sparse, sums, self.buffers, self.clock, self.ahead, aligns)
         self.seeds = ForwardSeeds(placement.job.seed, placement.model, self._world.device)
         self.reduction = Reduction(self._trained)  # until the first step builds the job's
         self._is_prepared = False
