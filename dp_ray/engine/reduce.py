@@ -17,7 +17,6 @@ for 2 and 4 workers, and if W is a power of two that divides the shards.
 The step's statistics go with the gradients, in a `StatsBucket`, without a collective of their own.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dp_ray.engine.alignment import align_gradients
 from dp_ray.engine.buffers import Buffers
 from dp_ray.engine.clock import Part, StepClock
+from dp_ray.engine.gradient_hooks import InEachBackward
 from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.loading import OverlappedRead
 from dp_ray.engine.model import autocast
@@ -284,7 +284,7 @@ class DdpReduction(Reduction):
         left_out = {id(one) for one in trained.sparse}
         for one in trained.parameters.values():
             if id(one) not in left_out and 1 in one.size():
-                hook = functools.partial(_set_strides, *_layout(one))
+                hook = InEachBackward(_set_strides, *_layout(one))
                 one.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
