@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from dp_ray.engine.alignment import aligned, is_aligned
 from dp_ray.engine.world import everyone, gathered, has_peers, is_rank_0
 from dp_ray.errors import ModelError
 from dp_ray.system.threads import waiting
@@ -74,9 +75,13 @@ class _SeesReplaced(TorchFunctionMode):
 
 
 class _Writable:
-    """The buffers of a model, and the parameters that its forwards write, by their names."""
+    """The buffers of a model, and the parameters that its forwards write, by their names.
 
-    def __init__(self, model: nn.Module) -> None:
+    With `aligns`, a buffer begins at a multiple of 16 bytes, also where a forward has set a view in its place.
+    """
+
+    def __init__(self, model: nn.Module, aligns: bool = False) -> None:
+        self._aligns = aligns
         self._model = model
         self._parameters = dict(model.named_parameters())
         self._known = {id(one) for one in self._parameters.values()}
@@ -123,7 +128,8 @@ class _Writable:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, (held, key) in self._places.items():
             now, value = _get(held, key), values.get(name)
-            if now is not None and value is not None and now.shape == value.shape and now.dtype is value.dtype:
+            is_alike = now is not None and value is not None and now.shape == value.shape and now.dtype is value.dtype
+            if is_alike and not (self._aligns and not is_aligned(now)):
                 pairs.append((now, value))
             elif name in values:
                 held[key] = None if value is None else value.clone()
@@ -178,10 +184,15 @@ class Buffers(_Writable):
     torch's records of their parameters, which no forward may write.
     """
 
-    def __init__(self, model: nn.Module, is_compiled: bool = False, blocks: Blocks = ()) -> None:
-        super().__init__(model)
+    def __init__(
+        self, model: nn.Module, is_compiled: bool = False, blocks: Blocks = (), aligns: bool = False
+    ) -> None:
+        super().__init__(model, aligns)
         self._is_compiled = is_compiled
         self._has_peers = has_peers()
+        for held, key in self._places.values() if aligns else ():
+            if (one := _get(held, key)) is not None:
+                held[key] = aligned(one)  # alone in its memory then, as all are that are moved to a GPU
         self._built = frozenset(self._places)
         self._blocks = [(block, list(units)) for block, units in blocks]
         self._versions: list[int] = []
@@ -345,6 +356,7 @@ class Buffers(_Writable):
             device = next(iter(self._parameters.values())).device
             self._flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
             for (name, one), piece in zip(layouts.items(), torch.split(self._flat, sizes), strict=True):
+                # Each begins at a multiple of ALIGNED; and `_put` copies them, so that no forward reads them.
                 self._views[name] = None if one is None else piece[: one.nbytes].view(one.dtype).view(one.shape)
 
     def finish(self) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from dp_ray.engine.bad_samples import not_finite
 from dp_ray.engine.buffers import UnchangedBuffers
+from dp_ray.engine.gradient_hooks import InEachBackward, ParameterHooks
 from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.random import ForwardSeeds, preserved
@@ -99,7 +100,7 @@ class NotFiniteFinder:
             kind = type(one).__name__
             handles.append(one.register_forward_hook(partial(self._on_output, name)))
             handles += [
-                parameter.register_hook(partial(self._on_gradient, name, kind, f"gradient of parameter {own}"))
+                parameter.register_hook(InEachBackward(self._on_gradient, name, kind, f"gradient of parameter {own}"))
                 for own, parameter in one.named_parameters(recurse=False)
                 if parameter.requires_grad
             ]
@@ -145,6 +146,7 @@ class StepInspection:
         self._device = device
         self._loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device)
         self._seeds = ForwardSeeds(job.seed, model, device)
+        self._hooks = ParameterHooks({name: one for name, one in model.named_parameters() if one.requires_grad})
 
     def find(self, step: Sequence[LoadedShard], split: Split, only: int | None = None) -> Findings:
         """Run forward and backward of a step's shards with rows; raise ModelError, naming it, for user errors.
@@ -197,6 +199,7 @@ class StepInspection:
                 losses = row_losses(
                     self._job, self._step, self.model, copied(one.batch), step_output, one.shard.rows, self._device
                 )
+            self._hooks.look()  # a training runs them on the whole batch's gradient
             with reraise_as(f"{location(one.shard)}: backward"):
                 (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
             return losses

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from dp_ray.engine.alignment import aligned_batch, must_align
 from dp_ray.engine.bad_samples import (
     BadSample,
     HungRead,
@@ -146,6 +147,8 @@ def load_steps(
     if job.scatter == "batch":
         loaded = _scattered(job, walk(), loaded, good if quarantine is not None else None)
     loaded = on_device(loaded, device, None if times is None else times.clock)
+    if must_align(job, device):
+        loaded = _aligned(loaded)
     if times is not None:
         loaded = times.waiting(loaded)
     if ahead is not None and work.world_size > 1:  # one worker alone does not wait for others
@@ -666,6 +669,18 @@ def _copied_ahead(
         ready, current = coming, None  # a name would keep the batch's memory while the next one is copied
     if ready is not None:
         yield _wait_for(*ready, device)
+
+
+def _aligned(loaded: Generator[LoadedShard, None, None]) -> Generator[LoadedShard, None, None]:
+    """Yield the shards with tensors that begin at multiples of 16 bytes, for reductions to have the same bits.
+
+    What comes from the host has memory of its own, and so have the copies that a loss over the batch makes of it.
+    Rows of a batch that was collated on the GPU are a view, of which a worker with one shard makes no copy.
+    """
+    for one in loaded:
+        current = [one._replace(batch=aligned_batch(one.batch))]
+        del one  # a name would keep the batch's memory while the next one is copied
+        yield current.pop()
 
 
 def _move(one: LoadedShard, device: torch.device) -> LoadedShard:

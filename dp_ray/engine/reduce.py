@@ -17,7 +17,6 @@ for 2 and 4 workers, and if W is a power of two that divides the shards.
 The step's statistics go with the gradients, in a `StatsBucket`, without a collective of their own.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +30,10 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from dp_ray.engine.alignment import align_gradients
 from dp_ray.engine.buffers import Buffers
 from dp_ray.engine.clock import Part, StepClock
+from dp_ray.engine.gradient_hooks import InEachBackward
 from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.loading import OverlappedRead
 from dp_ray.engine.model import autocast
@@ -186,7 +187,7 @@ class Trained:
 
     `parameters` are those of the loss's model that require a gradient, by name; of these `sparse` have sparse ones.
     `sums` add the shards by the fixed tree; without them autograd does. `ahead` reads a batch while others are waited
-    for.
+    for. With `aligns`, each summed gradient begins at a multiple of 16 bytes (`engine/alignment.py`).
     """
 
     loss: ShardLoss
@@ -196,6 +197,7 @@ class Trained:
     buffers: Buffers
     clock: StepClock
     ahead: OverlappedRead | None = None
+    aligns: bool = False
 
 
 class Reduction:
@@ -247,6 +249,8 @@ class Reduction:
             sum_over_workers(self.trained.sparse)
         if self.sums is not None:
             self.sums.finish()
+        if self.trained.aligns:
+            align_gradients(self.trained.parameters.values())
         return iter(())
 
     def close(self) -> None:
@@ -280,7 +284,7 @@ class DdpReduction(Reduction):
         left_out = {id(one) for one in trained.sparse}
         for one in trained.parameters.values():
             if id(one) not in left_out and 1 in one.size():
-                hook = functools.partial(_set_strides, *_layout(one))
+                hook = InEachBackward(_set_strides, *_layout(one))
                 one.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
@@ -337,7 +341,10 @@ class DdpReduction(Reduction):
         loss = self.trained.loss
         with waiting(GRADIENTS):
             for parameters in self._reducer.summed():
-                yield [one for one in parameters if one is not loss.stats_parameter]
+                mine = [one for one in parameters if one is not loss.stats_parameter]
+                if self.trained.aligns:
+                    align_gradients(mine)
+                yield mine
             if loss.stats_bucket is not None:
                 loss.stats_bucket.unload()
             if self._work is not None:
@@ -347,6 +354,8 @@ class DdpReduction(Reduction):
                 sum_over_workers(self.trained.sparse)
         if self.sums is not None:
             self.sums.held = {}
+        if self.trained.aligns:  # of most a bucket's view; on a GPU the loop above had none
+            align_gradients(self.trained.parameters.values())
 
     def close(self) -> None:
         """Stop the thread."""
@@ -513,7 +522,8 @@ class TreeReducer(Reducer):
     def _views(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return a bucket's gradients in DDP's layout: with the parameter's strides, if these leave no gaps.
 
-        `bucket.gradients()` ignores strides and complex dtypes: it gives contiguous, real views.
+        `bucket.gradients()` ignores strides and complex dtypes: it gives contiguous, real views. They begin anywhere,
+        which matters to no sum of two: only `summed` gives them to what reduces.
         """
         numbers = _in_own_dtype(flat, parameters[0])
         views, offset = [], numbers.storage_offset()
@@ -561,7 +571,10 @@ class TreeReducer(Reducer):
 
 
 def _laid_out(flat: torch.Tensor, views: list[torch.Tensor], gradients: Gradients) -> torch.Tensor:
-    """Return gradients in a new buffer with the bucket's layout; it adds nothing where a gradient is None."""
+    """Return gradients in a new buffer with the bucket's layout; it adds nothing where a gradient is None.
+
+    As in the bucket, they begin anywhere: they are added to others, and never reduced.
+    """
     buffer = zeros_that_add_nothing(flat)
     numbers, start = _in_own_dtype(buffer, views[0]), views[0].storage_offset()
     for view, gradient in zip(views, gradients, strict=True):
@@ -591,7 +604,7 @@ def _set_strides(size: torch.Size, strides: tuple[int, ...], parameter: torch.Te
 
     Those reach no element, so a gradient may have any: oneDNN and cuDNN give that of a depthwise or 1x1 convolution
     others than its weight has. DDP compares them all, and warns of a cost that there is not. Strides that do differ
-    stay, and so does DDP's warning.
+    stay, and so do DDP's warning and where the gradient begins.
     """
     gradient = parameter.grad
     if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:

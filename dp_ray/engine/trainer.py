@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dp_ray.engine.alignment import must_align
 from dp_ray.engine.buffers import Buffers, make_room
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
@@ -83,7 +84,7 @@ class Trainer:
         self.average = placement.average(self.optimizer_step)
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
-        self.buffers = Buffers(model, job.compile, placement.blocks)
+        self.buffers = Buffers(model, job.compile, placement.blocks, must_align(job, world.device))
         loss = shard_loss(placement.called, step, measures, job, world.device)
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.buffers, self._clock, ahead)
         self.measure_names = list(measures.functions)
@@ -126,7 +127,9 @@ class Trainer:
     def _update(self, loaded: LoadedStep, sums: torch.Tensor) -> Update:
         """Update the parameters from their gradients, which are the same on all workers, and so are all decisions."""
         split, step, rate = self._split, loaded.step, self.optimizer_step.learning_rate
-        if self._seeds_update:  # what runs until the next read may draw: the same numbers on all workers
+        if (
+            self._seeds_update or self.optimizer_step.hooks.are_any()
+        ):  # what runs until the next read may draw: the same numbers on all workers
             seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self.placement.world.device)
         known: Any = sums if self._votes is not None else sums.tolist()  # without waiting for a GPU
         if self.watch is not None:
@@ -262,6 +265,7 @@ class RunningShard:
         """Add the loss's gradient; in a worker's last shard of the pass, begin the sum over the workers."""
         of = self._pass
         seed = of.optimizer_step.seed(loss, of.rows)
+        of.optimizer_step.hooks.look()
         try:
             if self.is_last:
                 of.reduction.last_backward(loss, seed, of.stats.numbers)
@@ -296,7 +300,8 @@ class Pass:
         placement, trained, self._world = self.placement, self.optimizer_step.trained, self.placement.world
         self._forwards = placement.forwards() if placement.is_sharded else None
         sparse, sums = sparse_parameters(self.loss.model), placement.sums(list(trained.values()))
-        self._trained = Trained(self.loss, trained, sparse, sums, self.buffers, self.clock, self.ahead)
+        aligns = must_align(placement.job, self._world.device)
+        self._trained = Trained(self.loss, trained, sparse, sums, self.buffers, self.clock, self.ahead, aligns)
         self.seeds = ForwardSeeds(placement.job.seed, placement.model, self._world.device)
         self.reduction = Reduction(self._trained)  # until the first step builds the job's
         self._is_prepared = False
@@ -355,6 +360,8 @@ class Pass:
                 yield RunningShard(self, None, batch, rows, not dummies)
         for parameters in reduction.summed(stats.numbers):
             self.optimizer_step.take_norms(parameters)
+        if buffers.is_early and self._world.world_size > 1:
+            self.optimizer_step.hooks.check_same()
         buffers.finish()
         if earlier is not None:
             self._add(earlier)
@@ -464,11 +471,13 @@ class Pass:
             self.batch_loss.begin(one.shard)
         with locating(where), self.buffers.forward():
             loss = replica(copied(one.batch), one.shard.rows)
+        self.optimizer_step.hooks.look()
         with reraise_as(f"{where}: backward", lambda error: batch_hint(error, one.batch)):
             loss.backward()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Stop the reduction's threads, and let the model be freed."""
+        """Stop the reduction's threads, put the hooks on gradients back, and let the model be freed."""
+        self.optimizer_step.hooks.put_back()
         # A hook on a gradient may hold the model, as a method of it does, and torch keeps these hooks where the
         # garbage collector does not look: the model would never be freed.
         for parameter in self._trained.parameters.values():

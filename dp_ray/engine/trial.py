@@ -130,11 +130,13 @@ def _train(placement: Placement, data: Data) -> None:
                 if shard.rows:
                     with reduction.shard(shard.shard, shard.shard == planned[-1].shard):
                         loss = reduction.replica(batch, shard.rows) / data.split.largest_batch
+                        optimizer_step.hooks.look()
                         loss.backward()  # type: ignore[no-untyped-call]
         if not placement.is_sharded:
             list(reduction.summed(torch.empty(0)))
         optimizer_step.rehearse()
         del buckets
+    optimizer_step.hooks.put_back()
     del average
 
 

@@ -1,4 +1,4 @@
-"""Update the parameters from the whole batch's gradient: unscale, weigh, clip, step. Begin at `OptimizerStep.apply`.
+"""Update the parameters from the whole batch's gradient: unscale, weigh, hooks, clip, step: `OptimizerStep.apply`.
 
 `ShardedAverage` is the moving average of a sharded model's weights: each worker averages its own part of them.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dp_ray.engine.buffers import copy_all
+from dp_ray.engine.gradient_hooks import ParameterHooks
 from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.optimizer import (
     HALVES,
@@ -77,6 +78,7 @@ class OptimizerStep:
         self.has_skipped = False  # whether the last step has left the parameters as they were
         self._names = {id(one): name for name, one in model.named_parameters()}
         self._of_model = [(one, instead.get(id(one), one)) for one in self.trained.values()]
+        self.hooks = ParameterHooks({} if job.is_sharded else self.trained)  # shards of parameters have none
         self._parameters: list[nn.Parameter] = []
         self.left_out: list[nn.Parameter] = []
         self._num_held = 0
@@ -137,9 +139,11 @@ class OptimizerStep:
         """Compute the norms of gradients that will not change before `apply`, unless it must weigh or unscale them.
 
         Called while this worker waits for the others' gradients. Where the last step's were weighed, it does
-        nothing: the next ones will be too.
+        nothing: the next ones will be too. Nor does it take the norm of one that a hook may change.
         """
         if self._knows_early and not self._has_weighed:
+            if self.hooks.are_any():
+                parameters = [one for one in parameters if not self.hooks.are_on(one)]
             gradients = [numbers_of(one.grad) for one in parameters if one.grad is not None]
             if gradients and len(gradients) == len(parameters):
                 self._known.update(zip(map(id, parameters), norms_of(gradients), strict=True))
@@ -152,10 +156,14 @@ class OptimizerStep:
         """
         gradients = self._gradients()
         factor = self._factor(weight, rows)
-        self._has_weighed = factor is not None and self._grad_clip is None
-        if factor is not None and self._grad_clip is None:
+        is_hooked = self.hooks.are_any()
+        self._has_weighed = factor is not None and (self._grad_clip is None or is_hooked)
+        if factor is not None and self._has_weighed:
             scale_by(gradients, factor)
             self._known.clear()
+        if is_hooked:
+            self._run_hooks(factor, step)
+            gradients, factor = self._numbers(), None
         norm = self._norm(gradients)
         if self._grad_clip is not None:
             if isinstance(factor, torch.Tensor):
@@ -192,8 +200,20 @@ class OptimizerStep:
             self._find_left_out()
         if self.scaler is not None:
             self.scaler.unscale_(self._unscaled)  # type: ignore[arg-type]
+        return self._numbers()
+
+    def _numbers(self) -> list[Any]:
         gradients: list[Any] = [one.grad for one in self._parameters if one.grad is not None]
         return gradients if self._is_plain else list(map(numbers_of, gradients))
+
+    def _run_hooks(self, factor: torch.Tensor | float | None, step: int) -> None:
+        """Call the hooks, once the gradients of `left_out` are without scale and weighed too."""
+        apart = [numbers_of(one.grad) for one in self.left_out if self.hooks.are_on(one) and one.grad is not None]
+        for one in apart if self.scaler is not None else ():
+            one.div_(self.scaler.scale(one.new_ones((), dtype=torch.float32)))  # type: ignore[union-attr]
+        if apart and factor is not None:
+            scale_by(apart, factor)
+        self.hooks.run(step)
 
     def _norm(self, gradients: list[Any]) -> torch.Tensor:
         """Return the norm of all gradients together, before clipping."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from dp_ray.engine.alignment import aligned, must_align
 from dp_ray.engine.model import autocast
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import ShardLoss
@@ -210,7 +211,7 @@ def _room(leaf: _Leaf) -> int:
 
 
 def _unpacked(forms: list[_Form], raw: torch.Tensor) -> Iterator[tuple[_Form, dict[str, torch.Tensor]]]:
-    """Yield each shard's leaves, by their paths, as views of a rank's bytes."""
+    """Yield each shard's leaves, by their paths, as views of a rank's bytes, each at a multiple of ALIGNED."""
     start = 0
     for form in forms:
         tensors = {}
@@ -277,6 +278,7 @@ class BatchLoss(ShardLoss):
         self._function = build_over_batch(job, self._device)["loss"]
         self._batch_dim = job.batch_dim
         self._seed = job.seed
+        self._aligns = must_align(job, device)
         self._gradients: dict[int, Gradients] = {}
         self._dims: Mapping[str, int | None] = {}
         self._given: Gradients | None = None
@@ -309,6 +311,11 @@ class BatchLoss(ShardLoss):
             with self._cast():
                 loss = merged.measure("the loss", self._function)
             self._gradients = merged.gradients(loss, seed(loss, 1), [one.shard for one in own])
+        if self._aligns:  # they are rows of the whole batch's, which begin anywhere
+            self._gradients = {
+                shard: {path: aligned(one) for path, one in gradients.items()}
+                for shard, gradients in self._gradients.items()
+            }
         self._dims = merged.dims
         self.value = loss.detach().double()
 

@@ -4,7 +4,6 @@ FSDP sums each worker's slice in the last round's backward. With `bitwise`, slic
 added by the fixed tree.
 """
 
-import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_ray.engine.gradient_hooks import InEachBackward
 from dp_ray.engine.reduce import GRADIENTS, Gradients, Reduction, Trained, Work, add, zeros_that_add_nothing
 from dp_ray.engine.sharded.state import Sharded
 from dp_ray.engine.world import all_gather, everyone, gathered
@@ -106,7 +106,7 @@ class ShardedReduction(Reduction):
         The garbage collector does not see such a hook; if that held the model, the model would stay for ever.
         """
         if gathered.requires_grad:
-            note = functools.partial(_note, weakref.ref(self), id(parameter))
+            note = InEachBackward(_note, weakref.ref(self), id(parameter))
             gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def _unused(self) -> set[int]:

@@ -451,6 +451,8 @@ class Part:
         return self._filled_up(local(value), self.flat.numel()) if is_sharded(value) else value
 
     def _filled_up(self, mine: torch.Tensor, size: int) -> torch.Tensor:
+        # FSDP's gradients are views that may begin anywhere (`engine/alignment.py`). What reads these parts is
+        # ELEMENTWISE, and a norm gets whole gradients, in memory of their own (`_exchanged`).
         if self._is_whole:
             return mine.reshape(-1)
         made = mine.new_zeros(size)

@@ -1,0 +1,67 @@
+"""Have what a reduction reads begin at a multiple of 16 bytes: on a GPU its bits depend on where a tensor begins.
+
+CUDA's kernels read 16 bytes at once, if they may. A tensor that begins elsewhere they add in another order, so `sum`,
+`mean` and norms of the same numbers round otherwise; elementwise kernels do not. Memory of its own begins right, a
+view may begin anywhere: a gradient in a bucket of DDP, a shard of a batch that is on the GPU already. Which of them a
+worker has depends on the number of workers. So with `bitwise` a view that begins wrong is copied.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_ray.engine.world import is_gpu
+from dp_ray.job.job import Job
+from dp_ray.tensors.files import is_sharded
+from dp_ray.tensors.tree import map_batch
+
+BYTES = 16
+
+
+def reductions_see_alignment(device: torch.device) -> bool:
+    """Return whether a reduction on the device may add in another order if its input begins elsewhere."""
+    return is_gpu(device)
+
+
+def must_align(job: Job, device: torch.device) -> bool:
+    """Return whether the job's tensors on the device have to begin at multiples of 16 bytes."""
+    return job.bitwise and reductions_see_alignment(device)
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Return whether a dense tensor begins at a multiple of 16 bytes; true of all that has no address."""
+    if tensor.layout is not torch.strided or tensor.is_nested or is_sharded(tensor):
+        return True
+    return tensor.data_ptr() % BYTES == 0
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy of one that does not begin at a multiple of 16 bytes."""
+    return tensor if is_aligned(tensor) else tensor.clone()
+
+
+def aligned_batch(batch: Any) -> Any:
+    """Return a batch whose tensors begin at multiples of 16 bytes; an object with a method `to` stays as it is."""
+    return map_batch(lambda leaf: aligned(leaf) if isinstance(leaf, torch.Tensor) else leaf, lambda one: one, batch)
+
+
+@torch.no_grad()
+def align_gradients(parameters: Collection[nn.Parameter]) -> None:
+    """Give each gradient that does not begin at a multiple of 16 bytes memory of its own, with the same strides.
+
+    The addresses are looked at in each step. The sizes would tell where in a bucket a gradient is; but autograd may
+    give a parameter that the model joins to others a view of their gradient, on one worker too.
+    """
+    try:
+        odd = [one for one in parameters if (gradient := one.grad) is not None and gradient.data_ptr() % BYTES]
+    except RuntimeError:  # a sparse one has no address
+        odd = [one for one in parameters if one.grad is not None and not is_aligned(one.grad)]
+    if not odd:
+        return
+    gradients: list[Any] = [one.grad for one in odd]
+    copies = [torch.empty_like(gradient) for gradient in gradients]
+    torch._foreach_copy_(copies, gradients)  # one kernel for all of a dtype
+    for parameter, copy in zip(odd, copies, strict=True):
+        parameter.grad = copy  # DDP sets it to its view again, once the next backward has made a new one

@@ -1,0 +1,140 @@
+"""Call the hooks that a user has set on parameters once for each batch, on its mean gradient (`ParameterHooks`).
+
+torch calls them (`register_hook`, `register_post_accumulate_grad_hook`) in each backward, and so for each shard. What
+a hook then computes, like a clamp, would depend on how the batch is cut.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from dp_ray.engine.user_code import reraise_as
+from dp_ray.engine.world import gathered
+from dp_ray.errors import ModelError
+
+OF_GRADIENT, OF_PARAMETER = "_backward_hooks", "_post_accumulate_grad_hooks"  # torch's dicts of them, by number
+
+
+class InEachBackward(functools.partial[Any]):
+    """A hook of dp_ray's own, which is to be called in the backward of each shard."""
+
+
+class _OfBatch:
+    """A hook of the user's in its place in torch's dict: a backward calls it in vain.
+
+    So the user's handle still removes it.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        self.function = function
+
+    def __call__(self, _: torch.Tensor) -> None:
+        """Do nothing."""
+
+
+class ParameterHooks:
+    """The hooks on the gradients of a model's trained parameters, which are given by their names.
+
+    Each backward follows a call of `look`: from then on no backward calls them. `run` does, once the gradients are
+    those of the batch; where several passes add up to one gradient, they see their sum. `put_back` ends this.
+    """
+
+    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
+        self._trained = trained
+        self._seen = -1
+        self._hooked: dict[str, nn.Parameter] = {}  # those that had hooks when it last looked
+
+    def look(self) -> None:
+        """Have no backward call the hooks that were set since the last look."""
+        if RemovableHandle.next_id == self._seen:  # torch counts all hooks: most steps set none
+            return
+        self._seen = RemovableHandle.next_id
+        for name, one in self._trained.items():
+            for hooks in _dicts_of(one):
+                for number, hook in hooks.items():
+                    if not isinstance(hook, InEachBackward):
+                        hooks[number] = hook if isinstance(hook, _OfBatch) else _OfBatch(hook)
+                        self._hooked[name] = one
+
+    def are_any(self) -> bool:
+        """Return whether there are hooks to run."""
+        return bool(self._hooked) and any(map(_count, self._hooked.values()))
+
+    def are_on(self, parameter: torch.Tensor) -> bool:
+        """Return whether there are hooks on a parameter."""
+        return bool(self._hooked) and _count(parameter) > 0
+
+    @torch.no_grad()
+    def run(self, step: int) -> None:
+        """Call the hooks on gradients, then those on parameters, each kind in the order of registration.
+
+        One of a parameter without a gradient is not called. Raises ModelError, naming step and parameter.
+        """
+        for kind in (OF_GRADIENT, OF_PARAMETER):
+            hooks = {name: getattr(one, kind) or {} for name, one in self._hooked.items()}
+            numbered = [(number, name) for name, those in hooks.items() for number in those]
+            for number, name in sorted(numbered):
+                parameter, hook = self._hooked[name], hooks[name].get(number)  # another hook may have removed it
+                if isinstance(hook, _OfBatch) and parameter.grad is not None:
+                    what = f"step {step}: the hook of the gradient of {name}"
+                    with reraise_as(what):
+                        given = hook.function(parameter.grad if kind == OF_GRADIENT else parameter)
+                        _take(given, parameter, kind, what)
+        for one in self._hooked.values():
+            if one.grad is not None and one.grad.is_sparse:
+                one.grad = one.grad.coalesce()  # as sums over workers are: its numbers can be changed in place
+
+    def check_same(self) -> None:
+        """Raise ModelError if workers have other hooks than rank 0; every rank calls this.
+
+        A forward that sets one has not run yet on a worker without rows.
+        """
+        counts: list[dict[str, int]] = gathered({name: _count(one) for name, one in self._hooked.items()})
+        for rank, theirs in enumerate(counts):
+            for name in sorted({*theirs, *counts[0]}):
+                here, there = counts[0].get(name, 0), theirs.get(name, 0)
+                if here != there:
+                    raise ModelError(
+                        f"the gradient of {name} has {_number(here)} on rank 0 and {there} on rank {rank}: "
+                        "set them where the model is made, so that all workers have the same"
+                    )
+
+    def put_back(self) -> None:
+        """Leave the hooks as the user has set them, to be called in each backward."""
+        for one in self._hooked.values():
+            for hooks in _dicts_of(one):
+                hooks.update({number: hook.function for number, hook in hooks.items() if isinstance(hook, _OfBatch)})
+        self._hooked, self._seen = {}, -1
+
+
+def _dicts_of(parameter: torch.Tensor) -> Iterator[dict[int, Any]]:
+    for kind in (OF_GRADIENT, OF_PARAMETER):
+        if hooks := getattr(parameter, kind, None):
+            yield hooks
+
+
+def _count(parameter: torch.Tensor) -> int:
+    return sum(isinstance(hook, _OfBatch) for hooks in _dicts_of(parameter) for hook in hooks.values())
+
+
+def _number(count: int) -> str:
+    return f"{count} hook{'' if count == 1 else 's'}"
+
+
+def _take(given: Any, parameter: nn.Parameter, kind: str, what: str) -> None:
+    """Take what a hook returned: a gradient, in memory of its own, since clipping writes to it."""
+    gradient = parameter.grad
+    if given is None or (kind == OF_GRADIENT and given is gradient):
+        return
+    if kind == OF_PARAMETER:
+        raise ModelError(f"{what} returned a {type(given).__qualname__}; one that gets the parameter returns None")
+    if not isinstance(given, torch.Tensor) or given.shape != parameter.shape or given.dtype != parameter.dtype:
+        is_tensor = isinstance(given, torch.Tensor)
+        got = f"a {given.dtype} of size {list(given.shape)}" if is_tensor else f"a {type(given).__qualname__}"
+        raise ModelError(f"{what} returned {got}, not None or a {parameter.dtype} of size {list(parameter.shape)}")
+    is_dense = given.layout is torch.strided
+    parameter.grad = torch.empty_like(parameter).copy_(given) if is_dense else given.detach().clone()
