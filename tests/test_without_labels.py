@@ -14,33 +14,14 @@ from dp_ray.engine.step import weighted_sum
 from dp_ray.tasks.replay import StepChoice
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, run_group, weights_of
-from tests.support.training import plain_loop
+from tests.support.training import IGNORED, PartlyLabelled, mean_of_labels, plain_loop
 from tests.support.trainings import assert_close, initial, job_of, keys_of, mean_loss
 
-IGNORED = -100
 
-
-class PartlyLabelled(training.Pairs):
-    """Pairs of which only every third has a label, counted from `first` on, and none from `end` on."""
-
-    def __init__(self, length: int = 42, first: int = 0, end: int = 1000) -> None:
-        super().__init__(length)
-        self.targets[torch.arange(length) % 3 != first] = IGNORED
-        self.targets[end:] = IGNORED
-
-
-def mean_of_labels(outputs: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def as_taught(outputs: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As the docs teach it: a mean over the labels, and how many they are; of no labels it is NaN."""
     labels = (target != IGNORED).sum()
     return functional.cross_entropy(outputs, target) * labels, labels
-
-
-def mean_by_mask(outputs: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The same, whose gradient is NaN too where there is no label: 0 times 1 / 0."""
-    mask = target != IGNORED
-    losses = functional.cross_entropy(outputs, target.clamp(min=0), reduction="none")
-    mean = (losses * mask).sum() / mask.sum()
-    return mean * mask.sum(), float(mask.sum())
 
 
 def right_of_labels(outputs: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
@@ -53,13 +34,18 @@ def right_of_labels(outputs: torch.Tensor, target: torch.Tensor) -> tuple[float,
 def step_of_pairs(model: nn.Module, batch: Any) -> Any:
     inputs, target = batch
     outputs = model(inputs)
-    return {"loss": mean_by_mask(outputs, target), "outputs": outputs, "target": target}
+    return {"loss": mean_of_labels(outputs, target), "outputs": outputs, "target": target}
 
 
 HERE = "tests.test_without_labels"
-DATA = {"target": f"{HERE}:PartlyLabelled"}
-EVAL = {"dataset": {"target": f"{HERE}:PartlyLabelled", "args": {"length": 25}}}
-KEYS: dict[str, Any] = {"loss": f"{HERE}:mean_by_mask", "shards": 7, "epochs": 2, "stop_on_nan": True}
+DATA = {"target": "tests.support.training:PartlyLabelled"}
+EVAL = {"dataset": {"target": "tests.support.training:PartlyLabelled", "args": {"length": 25}}}
+KEYS: dict[str, Any] = {
+    "loss": "tests.support.training:mean_of_labels",
+    "shards": 7,
+    "epochs": 2,
+    "stop_on_nan": True,
+}
 
 
 def trained_by_torch(data: Any = None, order_of: Any = None) -> tuple[nn.Module, list[float]]:
@@ -70,7 +56,7 @@ def trained_by_torch(data: Any = None, order_of: Any = None) -> tuple[nn.Module,
 
 CASES: dict[str, dict[str, Any]] = {
     "one worker": {"workers": 1},
-    "as the docs teach it": {"workers": 1, "loss": f"{HERE}:mean_of_labels"},
+    "as the docs teach it": {"workers": 1, "loss": f"{HERE}:as_taught"},
     "one worker, bitwise": {"workers": 1, "bitwise": True},
     "a step": {"workers": 1, "loss": None, "step": f"{HERE}:step_of_pairs"},
     "two workers": {"workers": 2},
@@ -89,7 +75,7 @@ def test_a_training_is_that_of_plain_torch(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_a_sharded_training_is_that_of_plain_torch(tmp_path: Path, bitwise: bool) -> None:
     """Rank 0 has three shards and rank 1 four: its dummy batch, the first one, has no label either."""
-    data = {"target": f"{HERE}:PartlyLabelled", "args": {"first": 1}}
+    data = {"target": "tests.support.training:PartlyLabelled", "args": {"first": 1}}
     run_group(job_of("mlp", data, **KEYS, shuffle=False, workers=2, bitwise=bitwise, strategy="fsdp"), tmp_path)
     assert_close(tmp_path, *trained_by_torch(PartlyLabelled(first=1), lambda epoch: range(42)), 3e-6)
 
@@ -116,7 +102,7 @@ def test_evaluations_metrics_best_and_early_stopping_see_the_mean_over_the_label
 
 def test_a_batch_without_any_label_changes_nothing_and_has_no_loss(tmp_path: Path) -> None:
     """Its gradient is 0, so SGD without momentum leaves the weights; a mean over nothing is NaN."""
-    data = {"target": f"{HERE}:PartlyLabelled", "args": {"length": 21, "end": 14}}
+    data = {"target": "tests.support.training:PartlyLabelled", "args": {"length": 21, "end": 14}}
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
     keys = {**KEYS, "shuffle": False, "optimizer": sgd, "epochs": 1, "workers": 2}
     run_group(job_of("mlp", data, **keys), tmp_path / "three")
@@ -146,7 +132,7 @@ def test_a_sum_of_weight_zero_is_zero() -> None:
 
 
 def test_a_replay_finds_nothing_in_a_shard_without_labels(tmp_path: Path) -> None:
-    data = {"target": "tests.test_without_labels:PartlyLabelled"}
+    data = {"target": "tests.support.training:PartlyLabelled"}
     given = {**KEYS, "shards": 7, "dataset": data, "batch_size": 7, "stop_on_nan": False}
     dp_ray.run(**keys_of(**given, storage=str(tmp_path), name="r"))
     for found in replay(str(tmp_path / "r"), StepChoice(3), lambda line: None):
