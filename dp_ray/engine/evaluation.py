@@ -12,6 +12,7 @@ from torch import nn
 
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.loading import LoadedStep
+from dp_ray.engine.metric_trial import MetricTrial
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds
@@ -96,6 +97,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         self._states = {name: _moved(metric, self.device) for name, metric in self.states.items()}
+        self._trial: MetricTrial | None = MetricTrial(self._states, self.job.batch_dim)
         self._has_loss = self.job.loss_of_shards
         self._over_batch = build_over_batch(self.job, self.device)
         self._names = self.measures.names(self._has_loss)
@@ -112,12 +114,16 @@ class Evaluation:
         """Yield each shard of the steps of `work` that has rows, and the end of each step; at last what is measured.
 
         The model is in eval mode until the generator ends or is closed. Every rank calls this, and takes all of it.
-        Raises DataError if all samples were set aside.
+        Raises DataError if all samples were set aside. The first evaluation raises JobError if a metric of
+        torchmetrics depends on how its rows are cut into updates.
         """
         # A row for each shard, so that the order of additions does not depend on the workers. The last column
         # counts rows.
         sums = torch.zeros(work.split.shards, 2 * len(self._names) + 1, dtype=torch.float64, device=self.device)
         states: dict[int, dict[str, Any]] = {}
+        trial, self._trial = self._trial, None
+        if work.split.shards * work.split.total_steps == 1:
+            trial = None  # a single update sees all rows
         rows, key = 0, "eval.batch_size" if self.job.task == "train" else "batch_size"
         with evaluating(model) as buffers:
             seeds = ForwardSeeds(self.job.seed, model, self.device)
@@ -138,6 +144,8 @@ class Evaluation:
                             if row is not None:
                                 sums[shard.shard, self._of_shards] += row
                             self._update_states(step_output, states.setdefault(shard.shard, {}))
+                            if trial is not None:
+                                trial.take(step_output, shard.rows)
                     if self._over_batch:
                         own.append(ShardOutput(shard, step_output.outputs, step_output.target))
                     yield EvaluatedShard(shard, batch, step_output)
@@ -151,6 +159,8 @@ class Evaluation:
                         self._measure_batch(own, loaded.whole, sums)
                 yield StepEnd(loaded.step)
             sums[0, -1] = rows
+            if trial is not None:
+                trial.check()
             measured = self._measured(sums, states)
         self.forwards.end()
         yield measured

@@ -187,6 +187,7 @@ class StepInspection:
 
     def _shard(self, one: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
         size = ShardSize(one.shard.rows, batch_rows, self._job.num_shards)
+        before = finder.output
         with self.unchanged(), advised(self._job, location(one.shard), size):
             with finder.forward(one.shard.shard):
                 if isinstance(self._loss, BatchLoss):
@@ -200,6 +201,9 @@ class StepInspection:
                     self._job, self._step, self.model, copied(one.batch), step_output, one.shard.rows, self._device
                 )
             self._hooks.look()  # a training runs them on the whole batch's gradient
+            if self._loss.result.is_nothing:  # of weight 0: what is not finite in it counts nothing
+                finder.output = before
+                return losses
             with reraise_as(f"{location(one.shard)}: backward"):
                 (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
             return losses

@@ -37,7 +37,7 @@ from dp_ray.engine.gradient_hooks import InEachBackward
 from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.loading import OverlappedRead
 from dp_ray.engine.model import autocast
-from dp_ray.engine.step import Metrics, Row, Step, StepOutput, row_of, run_step
+from dp_ray.engine.step import Metrics, Row, Step, StepOutput, UsersPair, Weighted, row_of, run_step
 from dp_ray.engine.world import World, all_gather, begin_sum, everyone, is_gpu, new_group
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
@@ -52,17 +52,20 @@ Begun = dist.Work | Sums  # a bucket's sum, which can be waited for
 Work = dist.Work | None
 NOTHING: AbstractContextManager[Any] = nullcontext()
 GRADIENTS = "the other workers' gradients"
+NO_LABELS = Weighted(torch.zeros(()), 0.0)
 
 
 @dataclass
 class ShardResult:
     """The results of the last shard; `row` has the sums and weights of all measures.
 
-    An object of its own, because setting an attribute of a module is slow.
+    If the weight of its loss is 0, it `is_nothing`: its gradient, which may be NaN, must not count. An object of its
+    own, because setting an attribute of a module is slow.
     """
 
     step_output: StepOutput = field(default_factory=StepOutput)
     row: Row | None = None
+    is_nothing: bool = False
 
 
 class ShardLoss(nn.Module):
@@ -109,10 +112,12 @@ class ShardLoss(nn.Module):
         with NOTHING if self._autocast is None else autocast(*self._autocast):
             step_output = run_step(self._step, self.model, batch)
             loss = self._measures.loss(step_output, rows)
-        measured = [loss]
+        is_nothing = type(loss) is UsersPair and loss.is_nothing()
+        measured = [NO_LABELS if is_nothing else loss]
         if self._measures.functions:
             with torch.no_grad():
                 measured += self._measures(step_output, rows)
+        self.result.is_nothing = is_nothing
         self.result.row = row_of(measured, self._device)
         self.result.step_output = step_output
         if not loss.sum.requires_grad:
@@ -235,6 +240,24 @@ class Reduction:
         for node in self._leaves:
             if node[1] == shard + 1:
                 self.sums.take(node)
+
+    @contextmanager
+    def adding_nothing(self) -> Iterator[None]:
+        """Replace each gradient of a backward in the block by zeros, whatever it is.
+
+        The backward runs all the same: other workers may wait for its collectives, and a parameter that it reaches
+        has been used.
+        """
+        handles = [one.register_hook(_nothing) for one in self._reached()]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _reached(self) -> list[torch.Tensor]:
+        """Return the tensors to which a backward gives the parameters' gradients."""
+        return list(self.trained.parameters.values())
 
     def last_backward(self, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor) -> None:
         """Run the pass's last backward, which begins with the loss's gradient `seed`.
@@ -597,6 +620,11 @@ def _in_own_dtype(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def zeros_that_add_nothing(like: torch.Tensor) -> torch.Tensor:
     """Return zeros with a minus sign: x + -0 is x to the bit, but -0 + 0 is 0."""
     return torch.zeros_like(like).neg_()
+
+
+def _nothing(gradient: torch.Tensor) -> torch.Tensor:
+    """Return what stands for a gradient that adds nothing; of a sparse one, without any row."""
+    return torch.zeros_like(gradient) if gradient.is_sparse else zeros_that_add_nothing(gradient)
 
 
 def _set_strides(size: torch.Size, strides: tuple[int, ...], parameter: torch.Tensor) -> None:

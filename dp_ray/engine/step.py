@@ -1,6 +1,7 @@
 """Run one shard through the model: its outputs, its loss and its metrics. Begin at `build_step` and `Metrics`.
 
 The loss contract: each shard gives a sum and a weight; the whole batch's loss is sum of sums / sum of weights.
+A sum of weight 0 counts as nothing, whatever it is: a mean over no labels, times 0, is NaN (`UsersPair`).
 A loss, and each metric, returns one number for each row (or element), each of weight 1; or `(sum, weight)`.
 One number for each class, or for each pair of rows, is an error, also where its size is that of one number for each
 row: `Metrics` finds out by a trial.
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.loss import _Loss
 
+from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.items import kind_of
 from dp_ray.engine.model import batch_hint, call_model, mixed_devices
 from dp_ray.engine.random import preserved
@@ -29,6 +31,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bind, bound, resolve
 from dp_ray.plan.split import Shard
+from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import is_sharded, moved_batch
 from dp_ray.tensors.scatter import cut, gather, may_have_lists_of_rows, num_rows, rows_dim, scatter
 from dp_ray.tensors.tree import copied, flatten
@@ -65,6 +68,27 @@ class Weighted(NamedTuple):
 
     sum: torch.Tensor
     weight: torch.Tensor | float
+
+
+class UsersPair(Weighted):
+    """The sum and weight that a loss of the user's gave, with its graph: of weight 0 both may be NaN."""
+
+    def is_nothing(self) -> bool:
+        """Return whether the weight is 0; this waits for the GPU if the weight is there."""
+        weight = self.weight
+        if isinstance(weight, torch.Tensor):
+            if type(weight) is not torch.Tensor:  # a fake tensor has no number
+                return False
+            with waiting(ON_GPU):
+                weight = weight.item()
+        return weight == 0
+
+    def counted(self) -> Weighted:
+        """Return it as it counts, without waiting for a GPU: a sum of weight 0 is 0."""
+        total, weight = self
+        if isinstance(weight, torch.Tensor) and not (type(weight) is torch.Tensor and weight.is_cpu):
+            return Weighted(torch.where(weight.reshape(()) == 0, torch.zeros_like(total), total), weight)
+        return Weighted(torch.zeros_like(total) if weight == 0 else total, weight)
 
 
 def build_step(job: Job, world: World) -> Step:
@@ -295,7 +319,8 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
 
     Raises ModelError if it is computed from shards of parameters (strategy: fsdp), or if it is one number for the
     whole shard, whose weight in the batch is unknown. Raises ModelError if its size does not match the rows: it has
-    fewer elements, or no dimension is `rows` long and the first one is no multiple of `rows`.
+    fewer elements, or no dimension is `rows` long and the first one is no multiple of `rows`. A pair that has a graph
+    is returned as a `UsersPair`.
     """
     if isinstance(value, Weighted):
         return value
@@ -308,7 +333,8 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
                 total = torch.tensor(total, dtype=torch.float64)
             elif _is_half(total):
                 total = total.float()
-            return Weighted(total.reshape(()), weight)
+            pair = UsersPair(total.reshape(()), weight)
+            return pair if pair.sum.requires_grad else pair.counted()
         raise ModelError(
             f"{what} returned a pair of {_kind(total)} and {_kind(weight)}; (sum, weight) are two numbers"
         )

@@ -22,7 +22,15 @@ from dp_ray.engine.model import ShardSize, batch_hint, raise_advised, synchronis
 from dp_ray.engine.optimizer import runs_users_code
 from dp_ray.engine.placement import DummyBatch, Placement
 from dp_ray.engine.random import ForwardSeeds, seed_all
-from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, for_trial, make_gradients_dense, sparse_parameters
+from dp_ray.engine.reduce import (
+    NOTHING,
+    Reduction,
+    ShardLoss,
+    Trained,
+    for_trial,
+    make_gradients_dense,
+    sparse_parameters,
+)
 from dp_ray.engine.sharded.state import whole_tensors
 from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput
 from dp_ray.engine.update import OptimizerStep
@@ -228,6 +236,7 @@ class RunningShard:
         self.rows = rows
         self.is_last = is_last
         self.output = StepOutput()
+        self._is_nothing = False  # whether its loss has no weight
 
     def forward(self) -> torch.Tensor:
         """Return the sum of the shard's losses, and take its sums and weights in.
@@ -240,6 +249,7 @@ class RunningShard:
             if of.batch_loss is not None:
                 of.batch_loss.begin(None)
             zero = of.reduction.replica(copied(self.batch), self.rows)
+            self._is_nothing = bool(self.rows) and of.loss.result.is_nothing  # then 0 times its gradient is NaN
             return zero * 0.0 if self.rows else zero
         of.seeds.begin(shard, of.number)
         if of.batch_loss is not None:
@@ -255,7 +265,7 @@ class RunningShard:
             raise_located(error, location(shard))
         result = of.loss.result
         assert result.row is not None
-        self.output = result.step_output
+        self.output, self._is_nothing = result.step_output, result.is_nothing
         of.stats.put(shard.shard, result.row)
         if shard.shard == 0:
             of.buffers.keep()
@@ -267,10 +277,11 @@ class RunningShard:
         seed = of.optimizer_step.seed(loss, of.rows)
         of.optimizer_step.hooks.look()
         try:
-            if self.is_last:
-                of.reduction.last_backward(loss, seed, of.stats.numbers)
-            else:
-                loss.backward(seed)  # type: ignore[no-untyped-call]
+            with of.reduction.adding_nothing() if self._is_nothing else NOTHING:
+                if self.is_last:
+                    of.reduction.last_backward(loss, seed, of.stats.numbers)
+                else:
+                    loss.backward(seed)  # type: ignore[no-untyped-call]
         except (Exception, SystemExit) as error:
             where = f"step {of.step}" if self.shard is None else location(self.shard)
             hint = "" if self.shard is None else batch_hint(error, self.batch)

@@ -84,6 +84,10 @@ PARTLY = {"target": "tests.support.training:partly_used"}
 PAIRS = "tests.support.training:Pairs"
 EVAL = {"dataset": {"target": PAIRS, "args": {"length": 17}}, "every_steps": 2, "batch_size": 8}
 RIGHT = {"right": {"target": "tests.support.training:right"}}
+PARTLY_LABELLED: dict[str, Any] = {
+    "dataset": {"target": "tests.support.training:PartlyLabelled", "args": {"length": 74}},
+    "loss": "tests.support.training:mean_of_labels",
+}
 OVER_BATCH = {"target": "torch.nn:CrossEntropyLoss", "over": "batch"}
 JOBS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -112,6 +116,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "fsdp predict": {"task": "predict", "strategy": "fsdp"},
     "over batch": {"loss": OVER_BATCH, "bitwise": True},
     "fsdp over batch": {"loss": OVER_BATCH, "bitwise": True, "strategy": "fsdp"},
+    "no labels": {**PARTLY_LABELLED, "bitwise": True},
+    "fsdp no labels": {**PARTLY_LABELLED, "bitwise": True, "strategy": "fsdp"},
     "two devices": {"model": {"target": "tests.sim.jobs:OverTwo"}, "bitwise": True},  # last: it opens a second GPU
 }
 # What only some of the counts, or the mutants, run.

@@ -38,7 +38,8 @@ TRAININGS = [name for name in JOBS if is_training[name]]
 # Host waits of a step: "unused" asks the other workers; fp16's scaler reads whether there were infinities.
 # For the vote of three steps before, which a GPU has computed long since if it keeps up; for fp16's scaler instead.
 WAITS = 1
-MOST_WAITS = {"unused": 2, "unused bitwise": 2}
+# A weight of the user's is read once a shard with rows, of which there are four.
+MOST_WAITS = {"unused": 2, "unused bitwise": 2, "no labels": WAITS + 4, "fsdp no labels": WAITS + 4}
 # What a step of one shard launches more than plain torch, which waits for its two copies to the GPU.
 MORE = {"kernels": 11, "copies": 1, "host waits": -2}
 # What a shard of a prediction launches.

@@ -11,6 +11,8 @@ from torch.utils.data import Dataset
 
 from dp_ray.plan.order import Order
 
+IGNORED = -100  # a target that is no label
+
 
 class Pairs(Dataset[Any]):
     """`length` pairs of 6 normal numbers and a class of 3; with `augment`, noise of all three generators."""
@@ -29,6 +31,15 @@ class Pairs(Dataset[Any]):
         if self.augment:
             inputs = inputs + 0.1 * torch.randn(6) + random.random() + torch.from_numpy(np.random.rand(6)).float()
         return inputs, self.targets[index]
+
+
+class PartlyLabelled(Pairs):
+    """Pairs of which only every third has a label, counted from `first` on, and none from `end` on."""
+
+    def __init__(self, length: int = 42, first: int = 0, end: int = 1000) -> None:
+        super().__init__(length)
+        self.targets[torch.arange(length) % 3 != first] = IGNORED
+        self.targets[end:] = IGNORED
 
 
 def as_images(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,6 +104,14 @@ class Transformer(nn.Module):
 def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum over tokens, and how many they are."""
     return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+
+
+def mean_of_labels(outputs: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mean over the labels, and how many they are; of none it is NaN, and so is its gradient, 0 times 1 / 0."""
+    mask = target != IGNORED
+    losses = nn.functional.cross_entropy(outputs, target.clamp(min=0), reduction="none")
+    mean = (losses * mask).sum() / mask.sum()
+    return mean * mask.sum(), mask.sum()
 
 
 def right(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -100,6 +100,12 @@ class ShardedReduction(Reduction):
         self._unwatched = [unit for unit in self._unwatched if not hasattr(unit, "_unsharded_param")]
         return loss
 
+    def _reached(self) -> list[torch.Tensor]:
+        gathered = [getattr(unit, "_unsharded_param", None) for unit in self._units]
+        return [
+            one for one in [*gathered, *self._sharded.replicated.values()] if one is not None and one.requires_grad
+        ]
+
     def _watch(self, gathered: torch.Tensor, parameter: nn.Parameter) -> None:
         """Note when a backward gives a parameter a gradient.
 
