@@ -182,13 +182,15 @@ def test_a_start_from_pieces_from_weights_and_evaluations(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_outputs_of_a_prediction_are_those_of_one_process(tmp_path: Path) -> None:
-    """23 rows in batches of 7 on 3 workers: the last batch has rows for two of them."""
+    """23 rows in batches of 7 on 3 workers: the last batch has rows for two of them. None tries a shard alone."""
     data = {"target": "tests.support.training:Pairs", "args": {"length": 23}}
     keys = {"task": "predict", "shards": 4, "inputs": "first"}
     outputs = []
     for workers, strategy in ((1, "ddp"), (3, "fsdp")):
         job = job_of("mlp", data, workers=workers, strategy=strategy, **keys)
-        run_group(job, tmp_path / strategy)
+        told = [one.text for one in run_group(job, tmp_path / strategy) if isinstance(one, Note)]
+        says = [text for text in told if "since with strategy: fsdp no worker can run a shard by itself" in text]
+        assert len(says) == (strategy == "fsdp")
         outputs.append(merged(job, tmp_path / strategy, 23).read())
     assert len(outputs[0]) == 23
     assert torch.allclose(outputs[1], outputs[0], rtol=1e-6, atol=1e-7)

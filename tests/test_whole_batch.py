@@ -12,7 +12,7 @@ from torch import nn
 
 from dp_ray.driver.replay import replay
 from dp_ray.engine.memory import LiveMemory
-from dp_ray.engine.whole_batch import ShardOutput, merge
+from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, merge
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import plan as job_plan
@@ -394,7 +394,7 @@ def test_any_tree_is_merged_as_it_was_cut(tree: Any, rows: int, shards: int) -> 
     for shard, piece in zip(Split(rows, rows, shards).worker(1, 0, 0), torch.arange(rows).chunk(shards), strict=True):
         own.append(ShardOutput(shard, cut(whole, start, start + len(piece)), torch.arange(len(piece))))
         start += len(piece)
-    merged = merge(own, torch.device("cpu"), 0)
+    merged = merge(own, torch.device("cpu"), WholeBatches(job_of()))
     assert merged is not None and merged.rows == rows
     torch.testing.assert_close(merged.outputs, whole, rtol=0, atol=0, equal_nan=True)
 
@@ -455,13 +455,13 @@ def test_the_memory_is_that_of_one_shard() -> None:
 
 
 def test_a_single_shard_runs_once() -> None:
-    """But in the first step, whose first shard is tried."""
+    """But in the first step, whose first shard is tried; of several, one runs once more with a row less."""
     Deep.calls = 0
     steps_of_deep(1, 32)
     assert Deep.calls == 2 + 1 + 1
     Deep.calls = 0
     steps_of_deep(4, 128)
-    assert Deep.calls == 3 * 2 * 4
+    assert Deep.calls == 3 * 2 * 4 + 1
 
 
 def layers(kind: str, dtype: torch.dtype) -> nn.Module:

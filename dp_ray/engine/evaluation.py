@@ -10,15 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.metric_trial import MetricTrial
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds
+from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
-from dp_ray.engine.whole_batch import ShardOutput, build_over_batch, merge, seed_of_batch
+from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, build_over_batch, merge, seed_of_batch
 from dp_ray.engine.world import CPU, everyone, gathered, has_peers
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
@@ -94,8 +96,10 @@ class Evaluation:
     device: torch.device
     forwards: Forwards
     clock: StepClock = field(default_factory=SilentClock)
+    trial: RowTrial | None = None
 
     def __post_init__(self) -> None:
+        self._batches = WholeBatches(self.job, self.trial)
         self._states = {name: _moved(metric, self.device) for name, metric in self.states.items()}
         self._trial: MetricTrial | None = MetricTrial(self._states, self.job.batch_dim)
         self._has_loss = self.job.loss_of_shards
@@ -136,6 +140,8 @@ class Evaluation:
                     where = f"evaluation {location(shard)}"
                     size = ShardSize(shard.stop - shard.start, work.split.largest_batch, work.split.shards, key)
                     with torch.no_grad(), advised(self.job, where, size):
+                        is_tried = bool(self._over_batch) and self._batches.is_due(shard.rows)
+                        less = self._batches.one_less(batch, shard.rows) if is_tried else None
                         seeds.begin(shard)
                         with locating(where):
                             with buffers.forward():
@@ -148,6 +154,9 @@ class Evaluation:
                                 trial.take(step_output, shard.rows)
                     if self._over_batch:
                         own.append(ShardOutput(shard, step_output.outputs, step_output.target))
+                    if is_tried:
+                        seeds.begin(shard)
+                        own[-1] = self._tried(model, buffers, less, own[-1])
                     yield EvaluatedShard(shard, batch, step_output)
                 ran = sum(shard.rows > 0 for shard in loaded.shards)
                 for dummy in self.forwards.dummies(work.split, loaded.step, ran, work.done):
@@ -198,15 +207,27 @@ class Evaluation:
         self.clock.enter(Part.OTHER)
         return step_output, row
 
+    def _tried(self, model: nn.Module, buffers: UnchangedBuffers, less: Any, output: ShardOutput) -> ShardOutput:
+        """Return a shard's output with what a run of one row `less` shows of it."""
+
+        def run(batch: Any) -> StepOutput:
+            with buffers.forward(), autocast(self.job.precision, self.device):
+                return run_step(self.step, model, batch)
+
+        tried = self._batches.tried(run, less, output)
+        buffers.restore()
+        return tried
+
     def _measure_batch(self, own: Sequence[ShardOutput], whole: Shard, sums: torch.Tensor) -> None:
         """Add what sees the whole batch, weighed by rows, to the sums of own shards; every rank calls this."""
-        merged = merge(own, self.device, self.job.batch_dim)
+        merged = merge(own, self.device, self._batches)
         if merged is None:
             return
         seed_of_batch(self.job.seed, whole, self.device)
-        for name, function in self._over_batch.items():
+        for number, (name, function) in enumerate(self._over_batch.items(), 1):
+            where = "the loss" if name == "loss" else f"metrics.{name}"
             with autocast(self.job.precision, self.device):
-                value = merged.measure("the loss" if name == "loss" else f"metrics.{name}", function).double()
+                value = merged.measure(where, function, number == len(self._over_batch)).double()
             place = 2 * self._names.index(name)
             for one in own:
                 sums[one.shard.shard, place] += value * one.shard.rows

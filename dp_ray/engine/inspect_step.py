@@ -17,14 +17,15 @@ from dp_ray.engine.gradient_hooks import InEachBackward, ParameterHooks
 from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.random import ForwardSeeds, preserved
+from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.step import Metrics, Step, StepOutput, run_step, weighted_sum
 from dp_ray.engine.user_code import locating, location, reraise_as
 from dp_ray.engine.whole_batch import BatchLoss, detached, shard_loss
-from dp_ray.errors import DataError, ModelError
+from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Split
-from dp_ray.tensors.scatter import may_have_lists_of_rows, num_rows, scatter
-from dp_ray.tensors.tree import copied, flatten, holds_objects
+from dp_ray.tensors.scatter import has_rows, scatter
+from dp_ray.tensors.tree import copied, flatten
 
 
 class RowLosses(NamedTuple):
@@ -144,7 +145,8 @@ class StepInspection:
         self._job = job
         self._step = step
         self._device = device
-        self._loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device)
+        trial = RowTrial(job, device, "", lambda text: None)  # as the run's own, which has said what there is to say
+        self._loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device, trial)
         self._seeds = ForwardSeeds(job.seed, model, device)
         self._hooks = ParameterHooks({name: one for name, one in model.named_parameters() if one.requires_grad})
 
@@ -175,6 +177,11 @@ class StepInspection:
             with self.unchanged(), advised(self._job, location(one.shard), size), locating(location(one.shard)):
                 self._seeds.begin(one.shard)
                 own.append(detached(loss.run(copied(one.batch)), one.shard))
+            if loss.batches.is_due(one.shard.rows):
+                with self.unchanged():
+                    self._seeds.begin(one.shard)
+                    less = loss.batches.one_less(one.batch, one.shard.rows)
+                    own[-1] = loss.batches.tried(loss.run, less, own[-1])
         if step:
             loss.take(split.whole(step[0].shard.step), own, lambda value, _: torch.ones_like(value))
 
@@ -241,7 +248,7 @@ def row_losses(
         with preserved(device), autocast(job.precision, device):
             compared = (step_output.outputs, step_output.target)
             if job.collate is not None and not all(
-                _has_rows(one, rows, job.batch_dim) for one in (compared if compare is not None else [batch])
+                has_rows(one, rows, job.batch_dim) for one in (compared if compare is not None else [batch])
             ):
                 return RowLosses([], OF_ANY_FORM)
             if compare is not None:
@@ -252,15 +259,6 @@ def row_losses(
                 return RowLosses([_mean(run_step(step, model, one).loss) for one in batches], ALONE)
     except Exception as error:  # a user's loss or step may take no single row
         return RowLosses([], f"not known: one row alone raises {type(error).__name__}: {error}")
-
-
-def _has_rows(tree: Any, rows: int, batch_dim: int) -> bool:
-    """Return whether the rows of what a collate of the user's has made, or of what came of it, can be told apart."""
-    try:
-        is_cut = num_rows(tree, batch_dim) == rows
-    except DataError:
-        return False
-    return is_cut and not holds_objects(tree) and not may_have_lists_of_rows(tree, rows)
 
 
 def _by_row(what: str, tree: Any, rows: int, batch_dim: int) -> list[Any]:

@@ -8,8 +8,9 @@ all run one shard. One that has fewer shards with rows than another runs a dummy
 first batch, or else that of another worker. Its loss counts nothing.
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from dp_ray.engine.model import BatchNormOfShard, build_model, compiled, input_d
 from dp_ray.engine.optimizer import Average
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.reduce import DdpReduction, Reduction, ShardSums, Trained
+from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
 from dp_ray.engine.sharded.state import AlignedParts, Sharded, load_rows, rows_of_optimizer, whole_tensors
 from dp_ray.engine.update import OptimizerStep, ShardedAverage, ShardedOptimizerStep, load_part
@@ -37,12 +39,16 @@ from dp_ray.tensors.files import moved_batch
 
 @dataclass(frozen=True)
 class Placement:
-    """A model that each worker holds whole; `called` is the module to call. The world's device is that of inputs."""
+    """A model that each worker holds whole; `called` is the module to call. The world's device is that of inputs.
+
+    `note` takes lines for the user.
+    """
 
     job: Job
     model: nn.Module
     called: nn.Module
     world: World
+    note: Callable[[str], None] = field(default=lambda text: None, kw_only=True)
 
     is_sharded = False  # whether each worker holds a part
 
@@ -64,6 +70,13 @@ class Placement:
     def forwards(self) -> "Forwards":
         """Return the forwards of an evaluation, a prediction or a training's passes."""
         return Forwards()
+
+    def row_trial(self) -> RowTrial:
+        """Return the trial of which outputs have rows; none runs if a worker cannot run a shard by itself."""
+        cannot = "with strategy: fsdp no worker can run a shard by itself" if self.is_sharded else ""
+        if self.job.sync_batchnorm and self.world.world_size > 1:
+            cannot = "with sync_batchnorm no worker can run a shard by itself"
+        return RowTrial(self.job, self.world.device, cannot, self.note)
 
     def sums(self, parameters: list[nn.Parameter]) -> ShardSums | None:
         """Return the sums of a worker's shards by the fixed tree, if the job is bitwise."""
@@ -161,6 +174,7 @@ def place(job: Job, world: World, note: Callable[[str], None]) -> Placement:
     BatchNorm layers become SyncBatchNorm if the job asks for it and has several workers. Raises JobError on CPUs,
     where SyncBatchNorm does not run.
     """
+    note = functools.cache(note)  # a training and its evaluations say the same
     if shards_over(job, world):
         from dp_ray.engine.sharded.build import build_sharded  # here: its imports take seconds
 
@@ -168,11 +182,8 @@ def place(job: Job, world: World, note: Callable[[str], None]) -> Placement:
             note("flops: not counted: with strategy: fsdp no worker can run a shard alone")
         sharded = build_sharded(job, world, note)
         world = world.with_inputs_on(input_device(job, sharded.model, world.devices))
-        return ShardedPlacement(job, sharded.model, compiled(sharded.model, job), world, sharded)
-    placement = place_whole(job, world)
-    if world.world_size > 1 and any(isinstance(one, BatchNormOfShard) for one in placement.model.modules()):
-        note(OF_SHARDS)
-    return placement
+        return ShardedPlacement(job, sharded.model, compiled(sharded.model, job), world, sharded, note=note)
+    return place_whole(job, world, note)
 
 
 OF_SHARDS = (
@@ -181,7 +192,7 @@ OF_SHARDS = (
 )
 
 
-def place_whole(job: Job, world: World) -> Placement:
+def place_whole(job: Job, world: World, note: Callable[[str], None] = lambda text: None) -> Placement:
     """Build the job's model whole on this worker; raises what `place` raises."""
     model = recompute_blocks(job, build_model(job, world.devices), world.devices)
     if job.sync_batchnorm and world.world_size > 1:
@@ -191,8 +202,10 @@ def place_whole(job: Job, world: World) -> Placement:
         for module in model.modules():
             if isinstance(module, nn.SyncBatchNorm):
                 module.__class__ = BatchNormOfWorkers
+    if world.world_size > 1 and any(isinstance(one, BatchNormOfShard) for one in model.modules()):
+        note(OF_SHARDS)
     world = world.with_inputs_on(input_device(job, model, world.devices))
-    return Placement(job, model, compiled(model, job), world)
+    return Placement(job, model, compiled(model, job), world, note=note)
 
 
 class BatchNormOfWorkers(nn.SyncBatchNorm):

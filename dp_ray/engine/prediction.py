@@ -8,7 +8,7 @@ import copy
 import functools
 import inspect
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -26,6 +26,7 @@ from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
 from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds, seed_all
+from dp_ray.engine.rows import Less, RowTrial, row_dim
 from dp_ray.engine.step import StepEnd, keywords_hint
 from dp_ray.engine.user_code import describe_input, locating, location, reraise_as
 from dp_ray.errors import JobError, ModelError
@@ -38,7 +39,7 @@ from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.ragged import without_lists
 from dp_ray.tensors.tree import Keys, Leaf, Ragged, copied, ends, flatten, subtree, unflatten
-from dp_ray.text import did_you_mean
+from dp_ray.text import did_you_mean, listed
 
 AFTER = "outputs.after"
 WHOLE = "output"  # the path of outputs that are one tensor, as its column is named
@@ -105,16 +106,7 @@ class OutputSelector:
 
         With `outputs.ragged`, lists with an entry for each row have become leaves.
         """
-        if self.after is not None:
-            with reraise_as(f"{location(shard)}: {AFTER}", lambda _, got=outputs: describe_input(got)):  # type: ignore[misc]
-                outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
-            if not flatten(outputs)[0]:
-                raise ModelError(f"{location(shard)}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
-        if self._is_ragged:
-            with locating(location(shard)):
-                outputs = without_lists(outputs, shard.rows)
-        if self._keep is not None:
-            outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, location(shard)))
+        outputs = self.picked(outputs, inputs, location(shard), shard.rows)
         if self._dtype is None:
             return outputs
         leaves, spec = flatten(outputs)
@@ -125,6 +117,20 @@ class OutputSelector:
             converted.append(replace(leaf, data=made) if isinstance(leaf, Ragged) else made)
             self._notes.look(shard, path or WHOLE, numbers, made)
         return unflatten(spec, converted)
+
+    def picked(self, outputs: Any, inputs: Any, where: str, rows: int | None) -> Any:
+        """Return what is kept of the outputs of so many rows, in its own dtypes; with None, lists have any length."""
+        if self.after is not None:
+            with reraise_as(f"{where}: {AFTER}", lambda _, got=outputs: describe_input(got)):  # type: ignore[misc]
+                outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
+            if not flatten(outputs)[0]:
+                raise ModelError(f"{where}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
+        if self._is_ragged:
+            with locating(where):
+                outputs = without_lists(outputs, rows)
+        if self._keep is not None:
+            outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, where))
+        return outputs
 
 
 def chosen(there: Sequence[Keys], patterns: Sequence[str], where: str) -> set[Keys]:
@@ -220,7 +226,8 @@ class PredictedShard(NamedTuple):
 class Prediction:
     """How a worker predicts its `work`: the clock splits the steps' time, `forwards` run a model that is sharded.
 
-    `notes` has lines for the user. If it counts a row's operations, the first shard runs once more.
+    `notes` has lines for the user. If it counts a row's operations, the first shard runs once more; so does one for
+    the `trial` of which outputs have rows.
     """
 
     job: Job
@@ -230,6 +237,7 @@ class Prediction:
     forwards: Forwards = field(default_factory=Forwards)
     counts_flops: bool = False
     notes: OverflowNotes = field(default_factory=OverflowNotes)
+    trial: RowTrial | None = None
 
 
 def predict(
@@ -267,6 +275,19 @@ def predict(
             forwards.end()
 
 
+def check_rows(tried: Mapping[str, Less], rows: int, batch_dim: int, where: str) -> None:
+    """Raise ModelError for the first output whose size has the rows of a shard by chance."""
+    follows = {path: less.follows(rows, batch_dim) for path, less in tried.items() if less.size is not None}
+    fitting = [path for path, has_rows in follows.items() if has_rows]
+    for path, has_rows in follows.items():
+        size = tried[path].size
+        dim = None if size is None else row_dim(size, batch_dim)
+        if has_rows is False and size is not None and dim is not None and size[dim] == rows:
+            keep = f"keep the others alone: outputs.keep: [{listed(fitting)}]" if fitting else "leave it out"
+            name = f"output {path!r}" if path else "the output"
+            raise ModelError(f"{where}: {name} {tried[path].misfit(rows, batch_dim, keep)}")
+
+
 @dataclass(frozen=True)
 class _Runner:
     """A model that runs shards, each with its own random numbers, and with buffers that can be restored."""
@@ -290,11 +311,36 @@ class _Runner:
         with self.modes(), advised(self.prediction.job, location(shard), size):
             inputs, carried = split_passthrough(batch, indices)
             flops = self._flops(inputs, shard) if counts_flops else None
+            trial = self.prediction.trial
+            is_tried = trial is not None and trial.is_due(shard.rows)
+            less = trial.one_less(inputs, shard.rows) if trial is not None and is_tried else None
             clock.enter(Part.FORWARD)
             self.seeds.begin(shard)
             with self.buffers.forward():
                 outputs = self.prediction.forwards.run(self._forward, inputs, shard, clock)
-            return PredictedShard(shard, indices, self.select(outputs, inputs, shard), carried, flops)
+            selected = self.select(outputs, inputs, shard)
+            if trial is not None and is_tried:
+                del outputs  # what is not kept: the trial may need its memory
+                self._try_rows(trial, less, selected, shard)
+            return PredictedShard(shard, indices, selected, carried, flops)
+
+    def _try_rows(self, trial: RowTrial, less: Any, selected: Any, shard: Shard) -> None:
+        """Run a shard with one row `less`; raise ModelError for an output whose size has rows by chance."""
+        before = self.prediction.clock.enter(Part.OTHER)
+        job, where = self.prediction.job, location(shard)
+
+        def run(inputs: Any) -> Any:
+            with self.buffers.forward():
+                outputs = call_model(self.model, inputs, job.call)
+            return self.select.picked(outputs, inputs, where, None)
+
+        self.buffers.restore()
+        self.seeds.begin(shard)
+        tried = trial.run(run, less, selected, shard.rows)
+        trial.end(tried)
+        if isinstance(tried, Mapping):
+            check_rows(tried, shard.rows, job.batch_dim, where)
+        self.prediction.clock.enter(before)
 
     def _flops(self, inputs: Any, shard: Shard) -> Flops:
         """Count a row's operations, by a forward more, on a copy of the inputs: the model may change them."""

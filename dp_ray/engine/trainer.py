@@ -93,7 +93,7 @@ class Trainer:
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
         self.buffers = Buffers(model, job.compile, placement.blocks, must_align(job, world.device))
-        loss = shard_loss(placement.called, step, measures, job, world.device)
+        loss = shard_loss(placement.called, step, measures, job, world.device, placement.row_trial())
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.buffers, self._clock, ahead)
         self.measure_names = list(measures.functions)
         self._stats = Stats(split.shards, 1 + len(self.measure_names), world)
@@ -381,7 +381,7 @@ class Pass:
         """Run the shards forward, and compute the loss of the whole batch, so that each has its outputs' gradients.
 
         A worker that runs a single shard keeps its graph, and runs it only here: returns whether it does. Not in the
-        first step, which tries that shard once more.
+        first step, which tries that shard once more, nor in the step that tries which outputs have rows.
         """
         loaded = loaded._replace(loaded=list(loaded.loaded))
         filled = [one for one in loaded.loaded if one.shard.rows]
@@ -389,7 +389,8 @@ class Pass:
         if self._forwards is not None:
             run = functools.partial(self._forwards.run, loss.run)
             dummies = self._forwards.dummies(self.split, loaded.step, len(filled))
-        is_kept = self._is_prepared and len(filled) + len(dummies) == 1
+        tried = next((at for at, one in enumerate(filled) if loss.batches.is_due(one.shard.rows)), None)
+        is_kept = self._is_prepared and len(filled) + len(dummies) == 1 and tried is None
         self.clock.enter(Part.FORWARD)
         self.buffers.begin(len(filled) if is_kept else 2)
         own: list[ShardOutput] = []
@@ -407,6 +408,8 @@ class Pass:
                 loss.keep(output)
             del output  # and its graph
         self.running = None
+        if tried is not None:
+            own[tried] = self._try_rows(loss, filled[tried], own[tried], number)
         for dummy in dummies:
             output = run(copied(dummy.batch))
             if is_kept:
@@ -415,6 +418,20 @@ class Pass:
             self.buffers.restore()
         loss.take(loaded.whole, own, self.optimizer_step.seed, number)
         return loaded, is_kept
+
+    def _try_rows(self, loss: BatchLoss, one: LoadedShard, output: ShardOutput, number: int) -> ShardOutput:
+        """Run a shard with one row less; return its output with what that shows."""
+        before = self.clock.enter(Part.OTHER)
+        self.buffers.restore()
+        self.seeds.begin(one.shard, number)
+
+        def run(batch: Any) -> StepOutput:
+            with self.buffers.forward() if self.buffers.is_early else nullcontext():
+                return loss.run(batch)
+
+        tried = loss.batches.tried(run, loss.batches.one_less(one.batch, one.shard.rows), output)
+        self.clock.enter(before)
+        return tried
 
     def _set_apart(self) -> list[torch.Tensor | None]:
         """Take the sums of earlier passes out of the gradients; this pass's may be in the same memory."""

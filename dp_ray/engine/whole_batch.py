@@ -8,9 +8,10 @@ worker with a single shard keeps the graph of its forward, and runs it once.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,10 +19,11 @@ from dp_ray.engine.alignment import aligned, must_align
 from dp_ray.engine.model import autocast
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import ShardLoss
+from dp_ray.engine.rows import RowTrial, Tried, constants_of, is_same_constant, row_dim
 from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, reraise_as
 from dp_ray.engine.world import all_gather, everyone, gathered, has_peers
-from dp_ray.errors import DataError, JobError, ModelError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bound, build, keeps_state, resolve
@@ -29,11 +31,17 @@ from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import as_bytes
-from dp_ray.tensors.scatter import gather, rows_dim
-from dp_ray.tensors.tree import TreeSpec, flatten, map_leaves, unflatten
+from dp_ray.tensors.scatter import gather
+from dp_ray.tensors.tree import TreeSpec, flatten, is_plain, map_leaves, nodes, unflatten
+from dp_ray.text import listed
 
 ALIGNED = 16  # bytes: where a leaf begins in what is sent, so that its bytes can be viewed as any dtype
 OUTPUTS = "0"  # the path of the outputs in (outputs, target)
+LEAVE_OUT = "leave it out of what the model returns, or step"
+OF_ROWS = (
+    "with over: batch, what has no rows must be the same in all shards; return it for each row (expand it), compute "
+    f"it in the loss from outputs that have rows, or {LEAVE_OUT}"
+)
 
 Gradients = Mapping[str, torch.Tensor]  # of a shard's outputs, by their paths
 Seed = Callable[[torch.Tensor, int], torch.Tensor]
@@ -64,11 +72,12 @@ def seed_of_batch(seed: int, whole: Shard, device: torch.device, number: int = 0
 
 
 class ShardOutput(NamedTuple):
-    """The outputs and the target of a shard with rows."""
+    """The outputs and the target of a shard with rows, and what a trial with one row less has shown of them."""
 
     shard: Shard
     outputs: Any
     target: Any
+    tried: Tried | None = None
 
 
 class _Leaf(NamedTuple):
@@ -91,14 +100,83 @@ class _Form(NamedTuple):
     shard: int
     rows: int
     leaves: list[_Leaf]
+    constants: dict[str, Any]  # by path: numbers, texts and None; of an object its class
+    lists: list[str]  # the paths of lists of these that have one for each row, like names
+    tried: Tried | None
+
+
+_Piece = tuple[_Form, dict[str, torch.Tensor]]  # a shard's form, and its leaves by path
+
+
+class WholeBatches:
+    """How a run merges the shards of its batches: which leaves have rows, as `trial` has shown on some worker.
+
+    All workers know the same, since they merge the same shards.
+    """
+
+    def __init__(self, job: Job, trial: RowTrial | None = None) -> None:
+        self.batch_dim = job.batch_dim
+        self.has_rows: dict[str, bool] = {}  # by path, where the trial tells
+        self._trial = trial if job.num_shards > 1 else None  # one shard is the whole batch
+
+    def is_due(self, rows: int) -> bool:
+        """Return whether to try a shard of so many rows."""
+        return self._trial is not None and self._trial.is_due(rows)
+
+    def one_less(self, batch: Any, rows: int) -> Any | None:
+        """Return a copy of a shard's batch for `tried`; None if it cannot be tried."""
+        return None if self._trial is None else self._trial.one_less(batch, rows)
+
+    def tried(self, run: Callable[[Any], StepOutput], less: Any | None, output: ShardOutput) -> ShardOutput:
+        """Return the output of a shard with what a trial has shown of it, which `run` runs on one row `less`."""
+
+        def outputs_of(batch: Any) -> Any:
+            step_output = run(batch)
+            return step_output.outputs, step_output.target
+
+        if self._trial is None:
+            return output
+        tried = self._trial.run(outputs_of, less, (output.outputs, output.target), output.shard.rows)
+        return output._replace(tried=tried)
+
+    def take(self, forms: Sequence[_Form]) -> None:
+        """Take in the trials of all workers; the first shard's counts.
+
+        Raises ModelError for a leaf that has rows in another dimension, and for a constant that depends on the rows.
+        """
+        form = next((one for one in forms if one.tried is not None), None)
+        if self._trial is None or form is None or form.tried is None or not self._trial.is_due(form.rows):
+            return
+        self._trial.end(form.tried)
+        for path, less in form.tried.items() if isinstance(form.tried, Mapping) else ():
+            has_rows = less.follows(form.rows, self.batch_dim)
+            if has_rows is None:
+                continue
+            self.has_rows[path] = has_rows
+            if has_rows or less.is_same:
+                continue
+            if less.size == less.less:
+                raise ModelError(
+                    f"{_named(path)} has no row for each sample, and is another one with {form.rows} rows of shard "
+                    f"{form.shard} than with {form.rows - 1}: {OF_ROWS}"
+                )
+            raise ModelError(
+                f"shard {form.shard}: {_named(path)} {less.misfit(form.rows, self.batch_dim, LEAVE_OUT)}"
+            )
+
+
+def _named(path: str) -> str:
+    root, _, rest = path.partition(".")
+    return ("output" if root == OUTPUTS else "target") + (f" {rest!r}" if rest else "")
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The outputs and targets of a whole batch, the same on all workers; leaves that have a graph ask for gradients.
+    """The outputs and targets of a whole batch, the same on all workers.
 
-    `starts` has the first row of each shard, `first` the number of the first one. `dims` has the dimension of the
-    rows of each leaf, None for a leaf without rows, which is that of the first shard.
+    `starts` has the first row of each shard, `first` the number of the first one. `asking` has what the gradient of
+    each output with a graph is asked of. `dims` has the dimension of the rows of each leaf, None for a leaf without
+    rows.
     """
 
     outputs: Any
@@ -106,16 +184,18 @@ class Merged:
     rows: int
     starts: Mapping[int, int]
     first: int
-    leaves: Mapping[str, torch.Tensor]
+    asking: Mapping[str, torch.Tensor]
     dims: Mapping[str, int | None]
 
-    def measure(self, what: str, function: Compare) -> torch.Tensor:
+    def measure(self, what: str, function: Compare, is_last: bool = True) -> torch.Tensor:
         """Return what a function gives of the whole batch: one number, a scalar tensor.
 
+        Unless it `is_last`, it gets copies: it may write what it gets, which another one gets as the model gave it.
         Raises ModelError if it raises, or returns anything else.
         """
+        seen = (self.outputs, self.target)
         with reraise_as(what, lambda _: describe_compared(self.outputs, self.target)):
-            value = function(self.outputs, self.target)
+            value = function(*(seen if is_last else map_leaves(torch.clone, seen)))
         if isinstance(value, int | float):
             return torch.tensor(float(value), dtype=torch.float64)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -129,15 +209,14 @@ class Merged:
     def gradients(self, loss: torch.Tensor, seed: torch.Tensor, shards: Sequence[Shard]) -> dict[int, Gradients]:
         """Return the gradients of the shards' outputs, of a backward of `loss` that begins with `seed`.
 
-        Outputs of which the loss makes no use have none. One without rows is the first shard's; that of the others
-        gets zeros. Raises ModelError if the loss depends on no output that has a graph.
+        Outputs of which the loss makes no use have none. That of one without rows goes to the first shard, and zeros
+        to the others. Raises ModelError if the loss depends on no output that has a graph.
         """
         if not loss.requires_grad:
             raise ModelError("the loss does not depend on any parameter that is trained")
-        asking = {path: leaf for path, leaf in self.leaves.items() if leaf.requires_grad}
         with reraise_as("the loss: backward"):
-            found = torch.autograd.grad(loss, list(asking.values()), seed, allow_unused=True)
-        whole = {path: one for path, one in zip(asking, found, strict=True) if one is not None}
+            found = torch.autograd.grad(loss, list(self.asking.values()), seed, allow_unused=True)
+        whole = {path: one for path, one in zip(self.asking, found, strict=True) if one is not None}
         return {
             shard.shard: {path: self._of_shard(one, path, shard) for path, one in whole.items()} for shard in shards
         }
@@ -150,7 +229,7 @@ class Merged:
 
 
 @torch.no_grad()
-def merge(own: Sequence[ShardOutput], device: torch.device, batch_dim: int) -> Merged | None:
+def merge(own: Sequence[ShardOutput], device: torch.device, batches: WholeBatches) -> Merged | None:
     """Merge the shards of all workers, in order; None if no shard has rows. Every rank calls this.
 
     `device` is the worker's. Raises ModelError, naming the shard, if the outputs of the shards do not fit together.
@@ -161,7 +240,10 @@ def merge(own: Sequence[ShardOutput], device: torch.device, batch_dim: int) -> M
     for one, (leaves, form) in zip(own, trees, strict=True):
         tensors = {path: _as_tensor(path, leaf) for path, leaf in zip(form.paths, leaves, strict=True)}
         described = [_Leaf(path, leaf.shape, leaf.dtype, leaf.requires_grad) for path, leaf in tensors.items()]
-        forms.append(_Form(one.shard.shard, one.shard.rows, described))
+        constants = {path: one if _is_plain(one) else _object(one) for path, one in constants_of(form).items()}
+        _check_objects(one.shard.shard, form, own[0].shard.shard, trees[0][1])
+        lists = [".".join(map(str, keys)) for keys, node in nodes(form) if _is_list(node, one.shard.rows)]
+        forms.append(_Form(one.shard.shard, one.shard.rows, described, constants, lists, one.tried))
         here += tensors.values()
     everybodys: list[list[_Form]] = gathered(forms)
     filled = [rank for rank, theirs in enumerate(everybodys) if theirs]
@@ -172,11 +254,38 @@ def merge(own: Sequence[ShardOutput], device: torch.device, batch_dim: int) -> M
         spec = gathered(spec)[filled[0]]
     assert spec is not None
     place = here[0].device if here else device
-    pieces: dict[int, tuple[_Form, dict[str, torch.Tensor]]] = {}
+    batches.take(sorted([form for theirs in everybodys for form in theirs], key=lambda form: form.shard))
+    pieces: dict[int, _Piece] = {}
     for theirs, raw in zip(everybodys, _exchanged(here, everybodys, device), strict=True):
         for piece, by_path in _unpacked(theirs, raw):
             pieces[piece.shard] = piece, {path: leaf.to(place) for path, leaf in by_path.items()}
-    return _joined([pieces[shard] for shard in sorted(pieces)], spec, batch_dim)
+    return _joined([pieces[shard] for shard in sorted(pieces)], spec, batches)
+
+
+def _is_plain(constant: Any) -> bool:
+    return is_plain(constant) or isinstance(constant, np.generic)
+
+
+def _is_list(node: TreeSpec, rows: int) -> bool:
+    """Return whether a node is a list or tuple of numbers or texts, one for each row."""
+    are_plain = all(one.kind == "constant" and _is_plain(one.value) for one in node.children)
+    return node.kind in ("list", "tuple") and len(node.children) == rows and are_plain
+
+
+def _object(constant: Any) -> str:
+    return f"a {type(constant).__qualname__}"
+
+
+def _check_objects(shard: int, spec: TreeSpec, first: int, first_spec: TreeSpec) -> None:
+    """Raise ModelError for an object that is not that of this worker's first shard: objects are not sent."""
+    if spec is first_spec:
+        return
+    others = constants_of(first_spec)
+    for path, value in constants_of(spec).items():
+        if not is_plain(value) and path in others and not is_same_constant(others[path], value):
+            raise ModelError(
+                f"{_named(path)} is {_object(value)}, and not the same in the shards {first} and {shard}: {OF_ROWS}"
+            )
 
 
 def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
@@ -211,18 +320,19 @@ def _room(leaf: _Leaf) -> int:
 
 
 def _unpacked(forms: list[_Form], raw: torch.Tensor) -> Iterator[tuple[_Form, dict[str, torch.Tensor]]]:
-    """Yield each shard's leaves, by their paths, as views of a rank's bytes, each at a multiple of ALIGNED."""
+    """Yield each shard's leaves, by their paths, in the memory of a rank's bytes, each at a multiple of ALIGNED."""
     start = 0
     for form in forms:
         tensors = {}
         for leaf in form.leaves:
-            tensors[leaf.path] = raw[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.size)
+            # Through `.data`: a loss may write one, and views of the same bytes would all count as written.
+            tensors[leaf.path] = raw[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.size).data
             start += _room(leaf)
         yield form, tensors
 
 
-def _joined(pieces: list[tuple[_Form, dict[str, torch.Tensor]]], spec: TreeSpec, batch_dim: int) -> Merged:
-    rows = [form.rows for form, _ in pieces]
+def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merged:
+    batch_dim, rows = batches.batch_dim, [form.rows for form, _ in pieces]
     (first, names), *others = ((form, [leaf.path for leaf in form.leaves]) for form, _ in pieces)
     for form, theirs in others:
         if sorted(theirs) != sorted(names):
@@ -230,40 +340,120 @@ def _joined(pieces: list[tuple[_Form, dict[str, torch.Tensor]]], spec: TreeSpec,
                 f"shard {form.shard}: gives {theirs}, and shard {first.shard} {names}: all shards must give the same "
                 "outputs and targets, if the loss or a metric is over: batch"
             )
-    dims = {
-        path: _dim_of_rows(path, [(form, tensors[path]) for form, tensors in pieces], batch_dim) for path in names
-    }
+    dims = {path: _dim_of_rows(path, [(form, tensors[path]) for form, tensors in pieces], batches) for path in names}
+    lists = _joined_lists([form for form, _ in pieces])
+    _check_constants(pieces, [path for path, dim in dims.items() if dim is None], lists)
     cut = [{path: one for path, one in tensors.items() if dims[path] is not None} for _, tensors in pieces]
     whole = {**pieces[0][1], **(gather(cut, rows, batch_dim) if cut[0] else {})}
     if not cut[0]:
         raise ModelError("no output or target has a row for each sample, so there is no whole batch to see")
+    asking: dict[str, torch.Tensor] = {}
     for form, _ in pieces:
         for leaf in form.leaves:
-            if leaf.has_gradient and leaf.path.split(".")[0] == OUTPUTS:
-                whole[leaf.path].requires_grad_()
+            if leaf.has_gradient and leaf.path not in asking and leaf.path.split(".")[0] == OUTPUTS:
+                whole[leaf.path], asking[leaf.path] = _asking(whole[leaf.path])
     starts = dict(zip((form.shard for form, _ in pieces), [sum(rows[:at]) for at in range(len(rows))], strict=True))
-    outputs, target = unflatten(spec, [whole[path] for path in spec.paths])
-    return Merged(outputs, target, sum(rows), starts, first.shard, whole, dims)
+    outputs, target = unflatten(_with_lists(spec, "", lists), [whole[path] for path in spec.paths])
+    return Merged(outputs, target, sum(rows), starts, first.shard, asking, dims)
 
 
-def _dim_of_rows(path: str, pieces: Sequence[tuple[_Form, torch.Tensor]], batch_dim: int) -> int | None:
+def _dim_of_rows(path: str, pieces: Sequence[tuple[_Form, torch.Tensor]], batches: WholeBatches) -> int | None:
     """Return the dimension of a leaf that holds its rows; None if it has none, and so one size in all shards."""
-    try:
-        dims = [rows_dim(piece, batch_dim) if piece.ndim else None for _, piece in pieces]
-    except DataError:
-        dims = [None]
-    dim = dims[0]
+    has_rows = batches.has_rows.get(path)
+    dims = {row_dim(piece.shape, batches.batch_dim) for _, piece in pieces}
+    dim = dims.pop() if len(dims) == 1 and has_rows is not False else None
     if dim is not None and all(piece.shape[dim] == form.rows for form, piece in pieces):
         return dim
     (form, piece), *others = pieces
     for other, theirs in others:
         if theirs.shape != piece.shape:
             raise ModelError(
-                f"output {path!r} has the size {list(piece.shape)} in shard {form.shard}, of {form.rows} rows, and "
+                f"{_named(path)} has the size {list(piece.shape)} in shard {form.shard}, of {form.rows} rows, and "
                 f"{list(theirs.shape)} in shard {other.shard}, of {other.rows}: it must have one row for each "
                 "sample, or one size in all shards"
             )
     return None
+
+
+def _joined_lists(forms: Sequence[_Form]) -> dict[str, list[Any]]:
+    """Return the lists with a constant for each row, joined in order, by path; not those that all shards share."""
+    joined = {}
+    for path in forms[0].lists:
+        if all(path in form.lists for form in forms):
+            pieces = [[form.constants[f"{path}.{at}"] for at in range(form.rows)] for form in forms]
+            if len({repr(piece) for piece in pieces}) > 1:
+                joined[path] = [one for piece in pieces for one in piece]
+    return joined
+
+
+def _with_lists(spec: TreeSpec, above: str, lists: Mapping[str, list[Any]]) -> TreeSpec:
+    """Return the tree with these lists in place of its own."""
+    if not lists:
+        return spec
+    if above in lists:
+        values = tuple(TreeSpec("constant", value=one) for one in lists[above])
+        return replace(spec, keys=tuple(range(len(values))), children=values)
+    pairs = zip(spec.keys, spec.children, strict=True)
+    return replace(
+        spec, children=tuple(_with_lists(one, f"{above}.{key}" if above else f"{key}", lists) for key, one in pairs)
+    )
+
+
+def _check_constants(pieces: Sequence[_Piece], paths: Sequence[str], lists: Mapping[str, list[Any]]) -> None:
+    """Raise ModelError unless what has no rows is the same in all shards, to the bit; `lists` have rows."""
+    (first, leaves), *others = pieces
+    for form, _ in others:
+        for path in sorted(first.constants.keys() | form.constants.keys()):
+            one, other = (
+                repr(each.constants[path]) if path in each.constants else "not there" for each in (first, form)
+            )
+            if one != other and path.rpartition(".")[0] not in lists:
+                what = f"{one:.40} in shard {first.shard}, and {other:.40} in shard {form.shard}"
+                raise ModelError(f"{_named(path)} is {what}: {OF_ROWS}")
+    if not others or not paths:
+        return
+    for path in paths:
+        dtypes = {one[path].dtype for _, one in pieces}
+        if len(dtypes) > 1:
+            raise ModelError(f"{_named(path)} has several dtypes, {listed(dtypes)}, in the shards: {OF_ROWS}")
+    # A GPU is waited for once, however many they are.
+    same = [torch.stack([as_bytes(one[path]) for _, one in pieces]) for path in paths]
+    if not bool(torch.stack([(one == one[0]).all() for one in same]).all()):
+        path, form = next(
+            (path, form)
+            for path in paths
+            for form, one in others
+            if not torch.equal(as_bytes(one[path]), as_bytes(leaves[path]))
+        )
+        raise ModelError(
+            f"{_named(path)} has no row for each sample, and is not the same in the shards {first.shard} and "
+            f"{form.shard}: {OF_ROWS}"
+        )
+
+
+def _asking(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tensor as one that a loss may write in place, and the leaf of which to ask its gradient.
+
+    The leaf has its size, and no memory. A leaf itself may not be written, nor a view of one.
+    """
+    leaf = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).requires_grad_()
+    with torch.enable_grad():
+        given: torch.Tensor = _Given.apply(leaf, [tensor.detach()])  # type: ignore[no-untyped-call]
+    return given, leaf
+
+
+class _Given(torch.autograd.Function):
+    """The tensor that is given in a list, with the gradient of a leaf of its size."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
+        """Return the tensor."""
+        return given[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient."""
+        return gradients[0], None
 
 
 class BatchLoss(ShardLoss):
@@ -273,10 +463,12 @@ class BatchLoss(ShardLoss):
     `begin`, as in a trial, the loss is the sum of all outputs.
     """
 
-    def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device, batches: WholeBatches
+    ) -> None:
         super().__init__(model, step, measures, job, device)
         self._function = build_over_batch(job, self._device)["loss"]
-        self._batch_dim = job.batch_dim
+        self.batches = batches
         self._seed = job.seed
         self._aligns = must_align(job, device)
         self._gradients: dict[int, Gradients] = {}
@@ -303,7 +495,7 @@ class BatchLoss(ShardLoss):
         `seed` makes the gradient with which the loss's backward begins. `number` is that of the step's pass.
         """
         self._gradients, self.value = {}, None
-        merged = merge(own, self._device, self._batch_dim)
+        merged = merge(own, self._device, self.batches)
         if merged is None:
             return
         seed_of_batch(self._seed, whole, self._device, number)
@@ -414,6 +606,10 @@ def _without_graph(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def shard_loss(model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> ShardLoss:
-    """Return the module that runs a shard of the job forward."""
-    return (BatchLoss if job.loss_over_batch else ShardLoss)(model, step, measures, job, device)
+def shard_loss(
+    model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device, trial: RowTrial | None = None
+) -> ShardLoss:
+    """Return the module that runs a shard of the job forward; a loss over the batch has a `trial` of its outputs."""
+    if job.loss_over_batch:
+        return BatchLoss(model, step, measures, job, device, WholeBatches(job, trial))
+    return ShardLoss(model, step, measures, job, device)

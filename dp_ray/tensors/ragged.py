@@ -20,20 +20,21 @@ from dp_ray.errors import ModelError
 from dp_ray.tensors.tree import Keys, Ragged, TreeSpec, difference, flatten, leaf_keys, quoted, unflatten
 
 
-def without_lists(tree: Any, rows: int) -> Any:
+def without_lists(tree: Any, rows: int | None) -> Any:
     """Put what the entries are like in place of each outermost list: its leaves are Ragged, and hold all rows.
 
     `with_lists` is the inverse. Raises ModelError, which names the path and the entry, unless each list has an entry
-    for each row, all nested alike, with tensors or arrays of one dtype in each place.
+    for each row (with `rows` None, any number of them), all nested alike, with tensors or arrays of one dtype in each
+    place.
     """
     parts, spec = flatten(tree, is_whole=lambda node: isinstance(node, list))
     pairs = zip(leaf_keys(spec), parts, strict=True)
     return unflatten(spec, [_joined(keys, one, rows) if isinstance(one, list) else one for keys, one in pairs])
 
 
-def _joined(keys: Keys, entries: list[Any], rows: int) -> Any:
+def _joined(keys: Keys, entries: list[Any], rows: int | None) -> Any:
     where = f"output{quoted(keys)}"
-    if len(entries) != rows:
+    if rows is not None and len(entries) != rows:
         says = "with outputs.ragged a list has an entry for each row; a tuple is taken as it is"
         raise ModelError(f"{where} is a list of {len(entries)} for a shard of {rows} rows: {says}")
     flat = [flatten(entry) for entry in entries]

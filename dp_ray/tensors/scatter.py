@@ -15,7 +15,7 @@ import torch
 
 from dp_ray.errors import DataError, ModelError
 from dp_ray.plan.split import chunk_bounds
-from dp_ray.tensors.tree import Leaf, Ragged, difference, flatten, leaf_keys, nodes, quoted, unflatten
+from dp_ray.tensors.tree import Leaf, Ragged, difference, flatten, holds_objects, leaf_keys, nodes, quoted, unflatten
 from dp_ray.text import listed
 
 
@@ -146,6 +146,19 @@ def may_have_lists_of_rows(tree: Any, rows: int) -> bool:
         and (node.kind == "list" or (node.kind == "tuple" and all(one.kind == "mapping" for one in node.children)))
         for _, node in nodes(flatten(tree)[1])
     )
+
+
+def count_of(tree: Any, dim: int = 0) -> int | None:
+    """Return the number of rows; None if the leaves differ in it, and without leaves."""
+    try:
+        return num_rows(tree, dim)
+    except DataError:
+        return None
+
+
+def has_rows(tree: Any, rows: int, dim: int = 0) -> bool:
+    """Return whether the rows of a tree can be told apart: no object holds any, and no list has an entry for each."""
+    return count_of(tree, dim) == rows and not holds_objects(tree) and not may_have_lists_of_rows(tree, rows)
 
 
 def rows_dim(leaf: Leaf, dim: int) -> int:

@@ -1,0 +1,199 @@
+"""Which tensors of a model's outputs have a row for each sample: tried once in a run, with one row less.
+
+A size does not tell: in a shard of two rows, the hidden state of two layers, `[layers, rows, size]`, looks as if its
+first dimension held the rows, and so do four prototypes in a shard of four. So the first shard with two rows or more
+runs once more without its last row, on a copy of its batch. What follows the rows is one shorter then.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dp_ray.engine.random import preserved
+from dp_ray.engine.user_code import error_text
+from dp_ray.engine.world import passes
+from dp_ray.job.job import Job
+from dp_ray.system.process import patched
+from dp_ray.tensors.files import as_bytes
+from dp_ray.tensors.scatter import count_of, cut, has_rows
+from dp_ray.tensors.tree import Ragged, TreeSpec, copied, flatten, is_plain, nodes
+
+NO_BATCH = "the batch of a shard cannot be cut: not all that is in it are tensors with a row for each sample"
+
+Size = tuple[int, ...]
+Note = Callable[[str], None]
+
+
+class Less(NamedTuple):
+    """A part of a shard's outputs: its size, that with one row less, and whether it is the same to the bit then.
+
+    A number or an object has no size.
+    """
+
+    size: Size | None
+    less: Size | None
+    is_same: bool
+
+    def follows(self, rows: int, batch_dim: int) -> bool | None:
+        """Return whether it has its `rows` rows in the dimension for them; None if these sizes do not tell."""
+        if self.size is None or self.less is None:
+            return False
+        dim = row_dim(self.size, batch_dim)
+        if dim is None or self.size[dim] != rows:
+            return False
+        if len(self.less) != len(self.size):
+            return None  # models squeeze: of a single row they leave out each dimension that has become 1
+        return self.less[dim] == rows - 1
+
+    def misfit(self, rows: int, batch_dim: int, leave_out: str) -> str:
+        """Say of one that does not follow the rows how long it was, and what to write; `leave_out` is one way."""
+        assert self.size is not None and self.less is not None
+        dim = row_dim(self.size, batch_dim)
+        there = [
+            at
+            for at, (one, less) in enumerate(zip(self.size, self.less, strict=False))
+            if (one, less) == (rows, rows - 1)
+        ]
+        says = f"has the size {list(self.size)} with {rows} rows, and {list(self.less)} with {rows - 1}"
+        if not there:
+            return f"{says}: so it does not have a row for each sample; {leave_out}"
+        return (
+            f"{says}: its rows are in dimension {there[0]}, not in {dim}; transpose it so that they are, or set "
+            f"batch_dim: {there[0]} if they are there in all inputs and outputs, or {leave_out}"
+        )
+
+
+Tried = Mapping[str, Less] | str  # by path; or why a shard could not be tried
+
+
+class RowTrial:
+    """The trial of a run, on one worker.
+
+    `cannot` says why this worker may not run a shard by itself; "" if it may. `note` takes a line for the user if
+    there is no trial, and so sizes alone count.
+    """
+
+    running = False  # whether a trial runs in this process: what measures forwards leaves it out
+
+    def __init__(self, job: Job, device: torch.device, cannot: str, note: Note) -> None:
+        self._job = job
+        self._device = device
+        self._cannot = cannot
+        self._note = note
+        self._is_due = True
+
+    def is_due(self, rows: int) -> bool:
+        """Return whether to try a shard of so many rows."""
+        return self._is_due and rows > 1
+
+    def one_less(self, batch: Any, rows: int) -> Any | None:
+        """Return a copy of a shard's batch without its last row; None if it cannot be tried."""
+        if self._cannot or not _can_be_cut(self._job, batch, rows):
+            return None
+        return copied(cut(batch, 0, rows - 1, self._job.batch_dim))
+
+    def run(self, forward: Callable[[Any], Any], less: Any | None, outputs: Any, rows: int) -> Tried:
+        """Run `forward` on a batch of one row `less`, and compare what it returns with the `outputs` of all `rows`.
+
+        It leaves no graph, and no random number drawn. An error of it only says why there is no trial.
+        """
+        if less is None:
+            return self._cannot or NO_BATCH
+        # A compiled model would be compiled once more; setting the stance imports the compiler, which takes seconds.
+        eager = torch.compiler.set_stance("force_eager") if self._job.compile else nullcontext()
+        try:
+            with patched(RowTrial, running=True), preserved(self._device), eager, torch.no_grad():
+                return _compared(outputs, forward(less))
+        except (Exception, SystemExit) as error:
+            if passes(error):
+                raise
+            return error_text(f"with one row less, {rows - 1}, the model", _first_cause(error)).splitlines()[0]
+
+    def end(self, tried: Tried) -> None:
+        """Take in what a trial has shown: there is no other one."""
+        self._is_due = False
+        if isinstance(tried, str):
+            self._note(
+                f"outputs: only sizes tell which have a row for each sample, since {tried.rstrip('.')}; one whose "
+                f"dimension {self._job.batch_dim} is by chance as long as a shard has rows counts as such"
+            )
+
+
+def row_dim(size: Sequence[int], batch_dim: int) -> int | None:
+    """Return the dimension that holds the rows of a tensor with rows; None if there is none."""
+    if len(size) < 2:
+        return 0 if size else None
+    return batch_dim if batch_dim < len(size) else None
+
+
+def _can_be_cut(job: Job, batch: Any, rows: int) -> bool:
+    """Return whether a batch without its last row is what a shard of fewer rows would have been.
+
+    An object in it, or a number that is that of the rows, would stay as it is.
+    """
+    found = [node for _, node in nodes(flatten(batch)[1])]
+    if not all(is_plain(node.value) and node.value != rows for node in found if node.kind == "constant"):
+        return False
+    if job.collate is None:  # torch's makes columns of all but texts, of which a list has one for each row
+        found = [node for node in found if node.kind == "list" and len(node.children) == rows]
+        return count_of(batch, job.batch_dim) == rows and not any(
+            all(one.kind == "constant" for one in node.children) for node in found
+        )
+    is_pair = job.step is None and isinstance(batch, tuple | list) and len(batch) == 2 and job.task != "predict"
+    return all(has_rows(one, rows, job.batch_dim) for one in (batch if is_pair else [batch]))
+
+
+def _compared(outputs: Any, less: Any) -> dict[str, Less]:
+    (leaves, spec), (others, other_spec) = flatten(outputs), flatten(less)
+    here, there = dict(zip(spec.paths, leaves, strict=True)), dict(zip(other_spec.paths, others, strict=True))
+    found = {
+        path: Less(_size_of(one), _size_of(there[path]), _is_same(one, there[path]))
+        for path, one in here.items()
+        if path in there
+    }
+    constants = constants_of(other_spec)
+    for path, value in constants_of(spec).items():
+        if path in constants:
+            found[path] = Less(None, None, is_same_constant(value, constants[path]))
+    return found
+
+
+def _size_of(leaf: Any) -> Size:
+    return (len(leaf.shapes),) if isinstance(leaf, Ragged) else tuple(leaf.shape)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Ragged) or isinstance(other, Ragged) or _size_of(one) != _size_of(other):
+        return False
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return type(one) is type(other) and one.dtype == other.dtype and bool(one.tobytes() == other.tobytes())
+    if one.dtype is not other.dtype:
+        return False
+    is_dense = all(each.layout is torch.strided and not each.is_quantized for each in (one, other))
+    return is_dense and torch.equal(as_bytes(one), as_bytes(other))
+
+
+def constants_of(spec: TreeSpec) -> dict[str, Any]:
+    """Return what is no tensor in outputs, by path: numbers, texts, None and objects."""
+    return {".".join(map(str, keys)): node.value for keys, node in nodes(spec) if node.kind == "constant"}
+
+
+def is_same_constant(one: Any, other: Any) -> bool:
+    """Return whether two constants are the same to the bit; of objects, whether they are equal."""
+    if one is other:
+        return True
+    if is_plain(one) and is_plain(other):
+        return repr(one) == repr(other)
+    try:
+        return bool(one == other)
+    except Exception:  # the == of a user's object may raise anything
+        return False
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
