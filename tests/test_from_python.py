@@ -163,7 +163,9 @@ def test_weights_among_the_args_of_a_model_stay_as_the_caller_gave_them(tmp_path
 def test_an_object_that_cannot_be_copied_is_refused_before_there_is_a_run_directory(tmp_path: Path) -> None:
     net = Net()
     net.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(JobError, match="model: the object cannot be copied: TypeError: cannot pickle"):
+    with pytest.raises(
+        JobError, match="model: the module's attribute lock cannot be pickled: TypeError: .*; give a function"
+    ):
         run(tmp_path, "run", model=net, dataset=training.Pairs(), task="predict")
     assert not (tmp_path / "run").exists()
 

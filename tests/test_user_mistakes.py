@@ -363,7 +363,7 @@ def test_a_dataset_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     data = models.Rows(9)
     data.lock = (number for number in range(3))  # type: ignore[attr-defined]
     job = Job.make({"model": models.Doubler(), "dataset": data, "batch_size": 1}, "run")
-    with pytest.raises(JobError, match="dataset: cannot be pickled for the workers"):
+    with pytest.raises(JobError, match="dataset: cannot be pickled: TypeError"):
         check_can_be_shipped(job)
 
 

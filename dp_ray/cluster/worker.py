@@ -7,7 +7,6 @@ user code prints. The heartbeat also injects faults: real signals to real proces
 
 import io
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -110,7 +109,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
 def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]) -> None:
     """Run the job's task on this worker, with `env` set, and report to the driver what happens.
 
-    `packed` refers to the bytes of the job's Assignment.
+    `packed` refers to the job's Assignment, packed.
     """
     worker, here = replace(worker, number=terms.number), place(terms.workers)
     attempt = f"{os.environ[GROUP]}-{terms.number}"
@@ -124,7 +123,7 @@ def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]
 def run_packed(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> bool:
     """Run the job; return whether it stopped as the user asked. When this returns, nobody holds the job's objects."""
     with reported_errors(worker, attempt, here, lambda: False):
-        assigned: Assignment = pickle.loads(ray.get(packed))
+        assigned: Assignment = ray.get(packed).load()
         world, run = with_devices(here, assigned.job), Storage(assigned.run_dir)
     limit, faults = assigned.job.timeouts.step, assigned.faults
     heartbeat = Heartbeat(worker, attempt, world, run, limit, faults)

@@ -38,8 +38,9 @@ from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.model import check_machine
+from dp_ray.engine.objects import check_packs, pack, refused
 from dp_ray.engine.votes import StopRequested
-from dp_ray.errors import Error, JobError, WorkerError
+from dp_ray.errors import Error, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import WorkerReady, error_of
@@ -133,7 +134,7 @@ class Workers:
             faults,
             rows,
         )
-        return [put_apart(ray.cloudpickle.dumps(assigned)), job.env]
+        return [put_apart(pack(assigned, ray.cloudpickle.CloudPickler)), job.env]
 
     def _check_end(self, monitor: Monitor) -> None:
         if monitor.end.finished:
@@ -363,12 +364,9 @@ def check_can_be_shipped(job: Job) -> None:
     """Raise JobError, which names the key, if a Python object of the job cannot be pickled for the workers."""
     for key, given in job.targets.items():
         try:
-            with open(os.devnull, "wb") as nowhere:
-                ray.cloudpickle.dump(given, nowhere)
+            check_packs(given, ray.cloudpickle.CloudPickler)
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            advice = "give a target instead, which each worker calls for itself"
-            raise JobError(f"{key}: cannot be pickled for the workers: {why}; {advice}") from error
+            raise refused(key, given, error, lambda one: check_packs(one, ray.cloudpickle.CloudPickler)) from error
 
 
 @dataclass

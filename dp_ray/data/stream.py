@@ -36,6 +36,8 @@ class Stream(Dataset[Any]):
     only files with items that the process needs are read. Give it the job's `batch_size` and `shards` too, and
     the items are dealt so that each shard reads a stretch of the files of its own. Without them, they come in order.
 
+    An iterable with a `set_epoch` is told the epoch before it is iterated.
+
     Raises JobError for arguments that do not go together. Reading raises DataError if there are fewer items than
     `rows`, if a file has more, or if the iterable draws random numbers.
     """
@@ -57,6 +59,8 @@ class Stream(Dataset[Any]):
         self._starts = [0, *itertools.accumulate(_sizes(self._source, rows, self._files))]
         self._lanes = Lanes(len(self), batch_size or len(self) or 1, shards if batch_size else 1)
         self._readers: dict[int, Reader] = {}
+        self._epoch: int | None = None
+        self._differs = False  # whether epochs may have other items
         self._kept: dict[int, Callable[[], Any]] = {}  # of several that were asked for, of which one raised
         if files is None and batch_size is not None:
             raise JobError("Stream: batch_size deals the items of files to shards; without files it is of no use")
@@ -86,6 +90,12 @@ class Stream(Dataset[Any]):
                 f"{says}; draw them in decode, or from a generator that it makes itself from a fixed seed"
             )
         return items if self._decode is None else self._each(indices, items, self._decode)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next items are of: an iterable that asks for it is iterated anew."""
+        self._epoch = epoch
+        if self._differs:
+            self._readers, self._kept = {}, {}
 
     def _each(self, indices: Sequence[int], given: Sequence[Any], make: Callable[[Any], Any]) -> list[Any]:
         """Return what `make` gives for each; if it raises, what there is by then is kept for reads one by one.
@@ -127,7 +137,16 @@ class Stream(Dataset[Any]):
         """Return an iterator over a file's items, or over all of them, and what it is called."""
         names = [] if self._files is None else [self._files[file]]
         iterable = self._source(*names) if callable(self._source) else self._source
-        return iter(iterable), f"{names[0]}" if names else "the stream"
+        name = f"{names[0]}" if names else "the stream"
+        told = getattr(iterable, "set_epoch", None)
+        self._differs = self._differs or callable(told)
+        if callable(told) and self._epoch is not None:
+            try:
+                told(self._epoch)
+            except Exception as error:
+                says = f"{type(error).__name__}: {error}"
+                raise DataError(f"set_epoch({self._epoch}) of {name} raised {says}") from error
+        return iter(iterable), name
 
 
 def _raised(error: Exception) -> Any:

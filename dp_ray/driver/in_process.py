@@ -1,7 +1,6 @@
 """Run a task with `workers: 0`: in the driver's own process, where a debugger can step into it."""
 
 import contextlib
-import copy
 import os
 import sys
 import threading
@@ -10,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dp_ray.engine.model import devices_here
+from dp_ray.engine.objects import copied, reached, refused
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
-from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.messages import HERE, Message, Started, WorkerReady
@@ -77,21 +76,11 @@ class DriverStepControl(StepControl):
 def with_own_model(job: Job) -> Job:
     """Return the job with a copy of its model object, as each worker on Ray has one: the caller's stays as it is.
 
-    So do the tensors and lists among args: a model may take one as its weights, a scheduler writes into a rate. A
-    dataset is only read. Raises JobError if the model object cannot be copied.
+    So do the args of targets: a model may take a tensor as its weights, a scheduler writes into a rate. Other objects
+    are copied with the model if they share with it what can change, as a step does that reads what a hook keeps. A
+    dataset is only read. Raises JobError if what has to be copied cannot be.
     """
-    own: dict[str, Any] = {}
-    for key, target in ((key, getattr(job, key)) for key in job.TARGETED if key != "dataset"):
-        if isinstance(target, Target):
-            own[key] = target.model_copy(update={"args": {name: _copy_of(one) for name, one in target.args.items()}})
-    job = job.model_copy(update=own)
-    if isinstance(job.model, Target):
-        return job
-    try:
-        return job.model_copy(update={"model": copy.deepcopy(job.model)})
-    except Exception as error:  # a user's __deepcopy__ may raise anything
-        advice = "give its class, or a function that makes it"
-        raise JobError(f"model: the object cannot be copied: {type(error).__name__}: {error}; {advice}") from error
+    return _copied(job, all_objects=False)
 
 
 def with_own_objects(job: Job) -> Job:
@@ -99,14 +88,47 @@ def with_own_objects(job: Job) -> Job:
 
     A dataset is only read, and may be large: it is not copied. What cannot be copied is taken itself.
     """
-    objects = {key: getattr(job, key) for key in job.TARGETED if key != "dataset"}
-    copies = {key: _copy_of(one) for key, one in objects.items() if one is not None and not isinstance(one, Target)}
-    return job.model_copy(update=copies)
+    return _copied(job, all_objects=True)
 
 
-def _copy_of(value: Any) -> Any:
-    """Return a copy, or the value itself if it cannot be copied."""
+def _copied(job: Job, all_objects: bool) -> Job:
+    """Return the job with copies of its model, of the args of targets, and of what shares something with these.
+
+    All of them are copied at once, so that what they share is one thing in the copies too.
+    """
+    own: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    kept: list[Any] = []
+    for key, target in job.targets.items():
+        if key in ("dataset", "eval.dataset"):
+            kept.append(target)
+        elif isinstance(target, Target):
+            own |= {f"{key}.args.{name}": value for name, value in target.args.items()}
+            others |= {} if target.is_named else {key: target.target}
+        elif target is not None:
+            (own if all_objects or key == "model" else others)[key] = target
+
+    shared: dict[Any, Any] = {}
+    for key, value in own.items():
+        reach, error = reached(value, kept)
+        if error is None:
+            shared |= reach
+        elif key == "model" and not all_objects:
+            raise refused(key, value, error, lambda one: copied(one, kept)) from error
+        else:
+            kept.append(value)
+    reaches = {key: reached(value, kept) for key, value in others.items()}
+    while meeting := [key for key, (reach, _) in reaches.items() if not reach.keys().isdisjoint(shared)]:
+        for key in meeting:
+            reach, error = reaches.pop(key)
+            if error is None:
+                shared |= reach
+            elif all_objects:
+                kept.append(others[key])
+            else:
+                raise refused(key, others[key], error, lambda one: copied(one, kept)) from error
+    kept += [others[key] for key in reaches]
     try:
-        return copy.deepcopy(value)
-    except Exception:  # a user's __deepcopy__ may raise anything
-        return value
+        return copied(job, [one for one in kept if one is not None])
+    except Exception as error:  # a user's __setstate__ may raise anything
+        raise refused("model", job.model, error, lambda one: copied(one, kept)) from error

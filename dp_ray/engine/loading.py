@@ -91,12 +91,16 @@ class LoadedStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A dataset to load from: the job that reads it, and its name in errors; those of an evaluation say so."""
+    """A dataset to load from: the job that reads it, and its name in errors; those of an evaluation say so.
+
+    `told` has the epoch that the dataset was last told, by id. Sources that may have the same dataset share it.
+    """
 
     job: Job
     dataset: Any
     name: str = "the dataset"
     is_evaluation: bool = False
+    told: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 Pieces: TypeAlias = Callable[[], Iterator[Shard]]
@@ -135,7 +139,7 @@ def load_steps(
         columns = whole_columns(job, dataset, keys)
     else:
         columns, screen = None, new_screen(job, quarantine.reference)
-    samples = Samples(dataset, job.seed, source.name, keys, columns, times or StepTimes(), screen, carry)
+    samples = Samples(dataset, job.seed, source.name, keys, columns, times or StepTimes(), screen, carry, source.told)
     skipping = Skipping(job, dataset) if job.skipped else None
     walk = functools.partial(_walk, work, skipping, job.scatter == "batch")
     for_reading, for_steps = itertools.tee(walk())
@@ -367,6 +371,7 @@ class Samples(Dataset[Any]):
     A dataset with generators of its own is seeded for each sample from the start. Of each sample, `keys` picks what
     the job takes. Where `columns` cut a batch as it is, no sample is read by itself. A `screen` puts a BadSample in
     the place of each sample that cannot be read. With keys to `carry`, each sample becomes a PassthroughSample.
+    A dataset with a `set_epoch` is told each epoch before the first read of it in this process.
     """
 
     dataset: Any
@@ -377,8 +382,10 @@ class Samples(Dataset[Any]):
     times: StepTimes = dataclasses.field(default_factory=StepTimes)
     screen: Screen | None = None
     carry: tuple[str, ...] = ()
+    told: dict[int, int] = dataclasses.field(default_factory=dict)  # of Source
 
     def __post_init__(self) -> None:
+        self._tells = callable(getattr(self.dataset, "set_epoch", None))
         if self.screen is not None:
             self.screen.source, self.screen.carried_alone = self._unscreened, self._carried_alone
             self.screen.carry = self.carry
@@ -388,8 +395,11 @@ class Samples(Dataset[Any]):
         self._draws = bool(self._own)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out `times`: no use in a loader's process, and on a GPU they hold events, which stay here."""
-        return {**self.__dict__, "times": None}
+        """Leave out `times`: no use in a loader's process, and on a GPU they hold events, which stay here.
+
+        The dataset has another id there.
+        """
+        return {**self.__dict__, "times": None, "told": {}}
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -407,6 +417,8 @@ class Samples(Dataset[Any]):
         return Read(wanted, items, time.perf_counter() - began + (in_background() if in_background else 0.0))
 
     def _read_request(self, wanted: ReadRequest) -> Any:
+        if self._tells and self.told.get(id(self.dataset)) != wanted.epoch:
+            self._tell(wanted.epoch)
         batch = None if self.columns is None else self.columns.cut(wanted.indices)
         if batch is not None:
             return batch
@@ -423,6 +435,22 @@ class Samples(Dataset[Any]):
             seed_own(self._own, number)
             items += self._read(wanted, [index])
         return items
+
+    def _tell(self, epoch: int) -> None:
+        """Tell the dataset which epoch comes. What it draws for that is the same in every process."""
+        number, rows = derive_seed(self.seed, "set_epoch", epoch), len(self.dataset)
+        with preserved(CPU), reraise_as(f"set_epoch({epoch}) of {self.name}", kind=DataError):
+            seed_all(number)
+            seed_own(self._own, number)
+            self.dataset.set_epoch(epoch)
+        if len(self.dataset) != rows:
+            raise DataError(
+                f"set_epoch({epoch}) of {self.name} made it {len(self.dataset)} samples long, and it had {rows}: the "
+                "steps of all epochs are planned before; keep its length"
+            )
+        self.told[id(self.dataset)] = epoch
+        self._own = own_generators(self.dataset)  # it may have made a new one
+        self._draws = self._draws or bool(self._own)
 
     def _read(self, wanted: ReadRequest, indices: list[int]) -> Any:
         if self.screen is None:

@@ -79,7 +79,7 @@ def train(context: Context) -> None:
             slow_forward(placement.called, control, world),
             StepProfiler(job, world, run, split.total_steps, send) as profiler,
         ):
-            evaluator = None if job.eval is None else Evaluator(context, trainer, evaluation)
+            evaluator = None if job.eval is None else Evaluator(context, trainer, evaluation, source.told)
             tracing = profiler if profiler.is_wanted else None
             loop = TrainingLoop(
                 context, trainer, split, train_state, evaluator, times, stopping, hooks, checkpointer, tracing
@@ -125,7 +125,9 @@ class Evaluator:
     They evaluate the average of the weights if the job says so.
     """
 
-    def __init__(self, context: Context, trainer: Trainer, evaluation: Evaluation) -> None:
+    def __init__(
+        self, context: Context, trainer: Trainer, evaluation: Evaluation, told: dict[int, int] | None = None
+    ) -> None:
         job = context.job
         average = trainer.average if job.ema is not None and job.ema.evaluate else None
         self._model = trainer.called if average is None else average.called(trainer.called)
@@ -133,6 +135,7 @@ class Evaluator:
         self._control = context.control
         self._evaluation = evaluation
         self._world = context.world
+        self._told = {} if told is None else told  # the dataset may be that of the training
         self._job = job.over_eval()
         self._dataset = seeded_dataset(self._job, "eval.dataset")
         check_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
@@ -151,7 +154,7 @@ class Evaluator:
         if self._set_aside is not None:
             self._set_aside.files.after = step
         quarantine = quarantine_of(self._set_aside)
-        source = Source(self._job, self._dataset, "eval.dataset", is_evaluation=True)
+        source = Source(self._job, self._dataset, "eval.dataset", is_evaluation=True, told=self._told)
         with (
             self._in_place(),
             closing(load_steps(source, work, device, quarantine)) as steps,

@@ -1,0 +1,410 @@
+"""Copies of a user's objects: one for this process, or one packed for workers.
+
+Both are made by pickle, with the same rules, so that `workers: 0` trains what workers on Ray would. Begin at `copied`
+and `pack`. Three things differ from plain pickle. The elements of tensors stand beside the pickled bytes, so that
+no more than the copy itself takes memory. Parameters keep their hooks, class and attributes. What torch refuses to
+pickle though it can be copied, like a parametrized module, is taken apart and put together again.
+"""
+
+import copyreg
+import enum
+import functools
+import io
+import logging
+import os
+import pickle
+import sys
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.storage import TypedStorage, UntypedStorage
+from torch.utils.hooks import RemovableHandle
+
+from dp_ray.errors import JobError
+
+IN_LINE_BYTES = 4096  # of memory that is as fast to ship with the bytes
+STORAGES = (UntypedStorage, TypedStorage)
+
+
+@dataclass
+class Packed:
+    """An object's pickled bytes, and the memory of its tensors, which is still the object's own.
+
+    Packed itself can be pickled: the memory then goes as arrays, which Ray ships out of band, and what arrives has
+    memory of its own.
+    """
+
+    head: bytes
+    storages: list[UntypedStorage]
+    next_hook: int  # the number that torch gives to the next hook of any module or tensor
+    held: list[Any]  # what a copy in this process shares with the object; nothing of what goes to another one
+
+    def __reduce__(self) -> Any:
+        assert not self.held, "a copy for this process refers to its objects"
+        arrays = [(str(one.device), _elements(one.cpu())) for one in self.storages]
+        sent = [(device, one if one.nbytes > IN_LINE_BYTES else one.tobytes()) for device, one in arrays]
+        return _arrived, (self.head, sent, self.next_hook)
+
+    def load(self) -> Any:
+        """Return the object, with these storages as its memory."""
+        # A process that has set no hook numbers its first one 0, and would put it in the place of a carried hook.
+        RemovableHandle.next_id = max(RemovableHandle.next_id, self.next_hook)
+        return _Unpickler(self).load()
+
+
+def pack(value: Any, pickler: Any) -> Packed:
+    """Pack an object for another process, by a subclass of cloudpickle's pickler. Raises what that raises."""
+    file, storages = io.BytesIO(), _Storages()
+    _packer(pickler)(file, storages).dump(value)
+    return Packed(file.getvalue(), storages.all, RemovableHandle.next_id, [])
+
+
+def check_packs(value: Any, pickler: Any) -> None:
+    """Raise what `pack` raises; this takes no memory."""
+    with open(os.devnull, "wb") as nowhere:
+        _packer(pickler)(nowhere, _Storages()).dump(value)
+
+
+def copied(value: Any, kept: Iterable[Any] = ()) -> Any:
+    """Return a copy for this process, with memory of its own. Raises what pickle raises if there can be none.
+
+    What has a name in a module stays what it is: classes, functions, and what functions take as globals. The copy
+    also refers to the objects `kept` themselves.
+    """
+    file, packer = io.BytesIO(), _Here(kept)
+    packer.dump_to(file, value)
+    storages = [one.clone() for one in packer.storages.all]
+    return Packed(file.getvalue(), storages, RemovableHandle.next_id, packer.held).load()
+
+
+def reached(value: Any, kept: Iterable[Any] = ()) -> tuple[dict[Any, Any], Exception | None]:
+    """Return what of an object a copy would have anew, by identity: who holds it sees no change of the copy's.
+
+    If there can be no copy, also return why.
+    """
+    packer = _Here(kept, notes=True)
+    try:
+        packer.dump_to(io.BytesIO(), value)
+    except Exception as raised:  # a user's __getstate__ may raise anything
+        return packer.noted, raised
+    return packer.noted, packer.failed
+
+
+def refused(key: str, value: Any, error: Exception, dump: Callable[[Any], object]) -> JobError:
+    """Return the error of an object of the job's `key` that cannot be pickled; `dump` raises for what cannot."""
+    what = f"{what_fails(value, dump)} cannot be pickled" if isinstance(value, nn.Module) else "cannot be pickled"
+    advice = "give a function that makes it, like 'module:function', which each worker calls for itself"
+    return JobError(f"{key}: {what}: {type(error).__name__}: {error}; {advice}")
+
+
+def what_fails(module: nn.Module, dump: Callable[[Any], object]) -> str:
+    """Return the name of the first attribute, or hook of a parameter, that cannot be pickled; else the class."""
+
+    def parts() -> Iterator[tuple[str, Any]]:
+        for name, one in module.named_modules():
+            for key, value in vars(one).items():
+                if key not in ("_modules", "_parameters", "_buffers"):
+                    yield f"the module's attribute {name}.{key}" if name else f"the module's attribute {key}", value
+        for name, parameter in module.named_parameters():
+            yield f"a hook of the parameter {name}", _hooks_of(parameter)
+
+    for what, part in parts():
+        try:
+            dump(part)
+        except Exception:  # a user's __getstate__ may raise anything
+            return what
+    return f"the module, of class {type(module).__qualname__}"
+
+
+class _Storages:
+    """The memory of tensors, each once: views of one stay views of one."""
+
+    def __init__(self) -> None:
+        self.all: list[UntypedStorage] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, storage: Any) -> int:
+        """Return the number of a storage."""
+        plain = storage._untyped_storage if isinstance(storage, TypedStorage) else storage
+        number = self._numbers.setdefault(plain._cdata, len(self.all))
+        if number == len(self.all):
+            self.all.append(plain)
+        return number
+
+
+def _elements(storage: UntypedStorage) -> np.ndarray[Any, Any]:
+    """Return a storage's memory as an array of bytes."""
+    array: np.ndarray[Any, Any] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return array
+
+
+def _arrived(head: bytes, sent: list[tuple[str, Any]], next_hook: int) -> Packed:
+    storages = []
+    for name, raw in sent:
+        storage = UntypedStorage(len(raw))
+        # Copied, since an array that Ray hands out is of shared memory, and must not be written.
+        _elements(storage)[:] = np.frombuffer(raw, np.uint8)
+        device = torch.device(name)
+        # What the job runs on is decided later; a worker may see fewer GPUs than the caller, or none.
+        is_here = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+        storages.append(storage.to(device=device) if is_here else storage)
+    return Packed(head, storages, next_hook, [])
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, packed: Packed) -> None:
+        super().__init__(io.BytesIO(packed.head))
+        self._packed = packed
+
+    def persistent_load(self, number: Any) -> Any:
+        """Return the storage, or the held object, of a number."""
+        kind, number, dtype = number
+        if kind == "held":
+            return self._packed.held[number]
+        storage = self._packed.storages[number]
+        return storage if dtype is None else TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+@functools.cache
+def _packer(base: Any) -> Any:
+    """Return a pickler that carries tensors and modules whole, and leaves all else to its base."""
+
+    class Packer(base):  # type: ignore[misc]
+        def __init__(self, file: Any, storages: _Storages) -> None:
+            super().__init__(file, protocol=5)
+            self._storages = storages
+
+        def persistent_id(self, value: Any) -> Any:
+            return _storage_id(value, self._storages) if isinstance(value, STORAGES) else None
+
+        def reducer_override(self, value: Any) -> Any:
+            reduced = _reduced(value)
+            return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+    return Packer
+
+
+def _storage_id(storage: Any, storages: _Storages) -> tuple[str, int, torch.dtype | None]:
+    return "storage", storages.number(storage), storage.dtype if isinstance(storage, TypedStorage) else None
+
+
+def _reduced(value: Any) -> Any:
+    """Return how an object is put together again; NotImplemented if the pickler knows."""
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if isinstance(value, torch.jit.ScriptModule):
+        return _script(value)
+    if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
+        return _bare, (parametrize.type_before_parametrizations(value),), vars(value), None, None, _parametrize
+    if type(value) is weakref.ref:
+        return (weakref.ref, (value(),)) if value() is not None else (_dead_reference, ())
+    return NotImplemented
+
+
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _hooks_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the dicts of a tensor's hooks, by their attribute; a handle of a hook refers to its dict."""
+    return {name: hooks for name in HOOKS if (hooks := getattr(tensor, name, None))} if tensor.is_leaf else {}
+
+
+def _tensor(tensor: torch.Tensor) -> Any:
+    """Reduce a tensor: torch drops the hooks of each, and the class of a parameter."""
+    hooks = _hooks_of(tensor)
+    if type(tensor).__reduce_ex__ is nn.Parameter.__reduce_ex__:
+        # What it refers to is set once it is there, since that may be its module.
+        state = (torch._utils._get_obj_state(tensor), hooks)  # type: ignore[no-untyped-call]
+        made = (type(tensor), tensor.data, tensor.requires_grad)
+        return _parameter, made, state if any(state) else None, None, None, _set_state
+    if not hooks:
+        return NotImplemented
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it drops the hooks
+        made_by, args, *rest = tensor.__reduce_ex__(5)
+    if any(one is not None for one in rest):
+        raise pickle.PicklingError(f"a hook of a {type(tensor).__qualname__}, which has a __reduce_ex__ of its own")
+    return made_by, args, (None, hooks), None, None, _set_state
+
+
+def _parameter(kind: type, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, data, requires_grad)  # type: ignore[arg-type]
+    return made
+
+
+def _set_state(tensor: torch.Tensor, state: tuple[Any, dict[str, Any]]) -> None:
+    attributes, hooks = state
+    if attributes:
+        torch._utils._set_obj_state(tensor, attributes)  # type: ignore[no-untyped-call]
+    for name, one in hooks.items():
+        setattr(tensor, name, one)
+
+
+def _bare(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def _parametrize(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Make a bare module the parametrized one with these attributes, as torch does: by a class of its own."""
+    vars(module).update(attributes)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:  # type: ignore[union-attr]
+        parametrize._inject_property(module, name)
+
+
+def _script(module: torch.jit.ScriptModule) -> Any:
+    if any(_hooks_of(one) for one in module.parameters()):
+        raise pickle.PicklingError("a hook of a parameter of a TorchScript module")
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of all of torch.jit
+        torch.jit.save(module, file)  # type: ignore[no-untyped-call]
+    return _of_script, (file.getvalue(),)
+
+
+def _of_script(raw: bytes) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.load(io.BytesIO(raw))  # type: ignore[no-untyped-call]
+
+
+class _Referent:
+    """Something to which a reference can be dead."""
+
+
+def _dead_reference() -> Any:
+    return weakref.ref(_Referent())
+
+
+_CONTAINERS = (dict, list, set, bytearray, deque, types.CellType, torch.Tensor, np.ndarray)
+_BY_NAME = (enum.Enum, logging.Logger)  # a copy has the same ones
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Marks what a copy in this process refers to itself."""
+
+    value: Any
+
+
+class _Here(pickle.Pickler):
+    """Pickles for this process: what has a name in a module is not copied, and functions without one are."""
+
+    def __init__(self, kept: Iterable[Any], notes: bool = False) -> None:
+        self.storages: _Storages
+        self.held: list[Any]
+        self.noted: dict[Any, Any]  # by identity
+        self.failed: Exception | None = None  # why some of it cannot be pickled, if it makes notes
+        self._notes = notes
+        self._numbers: dict[int, int]
+        self._kept = {id(one): one for one in kept}
+        self._classes: set[type] = set()
+
+    def dump_to(self, file: io.BytesIO, value: Any) -> None:
+        """Pickle a value into a file."""
+        self._start(file)
+        self.dump(value)
+        # Methods of a class that a function has made share variables with hooks that it made. The class stays what it
+        # is, so the hooks keep these variables. Which classes there are is known only now.
+        if cells := {id(cell): cell for kind in self._classes for cell in _cells(kind)}:
+            self._kept |= cells
+            file.seek(0)
+            file.truncate()
+            self._start(file)
+            self.dump(value)
+
+    def _start(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.storages, self.held, self.noted, self._numbers = _Storages(), [], {}, {}
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return the number of what stands beside the bytes."""
+        if isinstance(value, STORAGES):
+            number = _storage_id(value, self.storages)
+            if self._notes:
+                self.noted["storage", self.storages.all[number[1]]._cdata] = value
+            return number
+        if type(value) is _Held:
+            return self._hold(value.value)
+        if id(value) in self._kept or isinstance(value, types.ModuleType | types.CodeType | type):
+            if isinstance(value, type):
+                self._classes.add(value)
+            return self._hold(value)
+        if isinstance(value, types.FunctionType) and _has_name(value):
+            return self._hold(value)
+        can_change = isinstance(value, _CONTAINERS) or hasattr(value, "__dict__")
+        if self._notes and can_change and not isinstance(value, _BY_NAME):
+            self.noted[id(value)] = value
+        return None
+
+    def _hold(self, value: Any) -> tuple[str, int, None]:
+        number = self._numbers.setdefault(id(value), len(self.held))
+        if number == len(self.held):
+            self.held.append(value)
+        return "held", number, None
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how an object is put together again."""
+        if isinstance(value, types.FunctionType):
+            made = (value.__code__, _Held(value.__globals__), value.__name__, None, value.__closure__)
+            names = ("__defaults__", "__kwdefaults__", "__dict__", "__module__", "__qualname__", "__doc__")
+            state: dict[str, Any] = {name: getattr(value, name) for name in names}
+            state["__annotations__"] = _Held(value.__annotations__)
+            return types.FunctionType, made, state, None, None, _set_attributes
+        if isinstance(value, types.CellType):
+            try:
+                return types.CellType, (), (value.cell_contents,), None, None, _fill
+            except ValueError:  # it is empty
+                return types.CellType, ()
+        if isinstance(value, types.MethodType):  # one that is set on an object is not found by its name
+            return types.MethodType, (value.__func__, value.__self__)
+        reduced = _reduced(value)
+        return self._looked_through(value) if reduced is NotImplemented and self._notes else reduced
+
+    def _looked_through(self, value: Any) -> Any:
+        """Return what pickle would take; what cannot be pickled is noted, and does not hide what comes after it."""
+        try:
+            by_kind = copyreg.dispatch_table.get(type(value))
+            return by_kind(value) if by_kind else value.__reduce_ex__(5)
+        except Exception as error:
+            self.failed = self.failed or error
+            return object, ()
+
+
+def _has_name(function: types.FunctionType) -> bool:
+    """Return whether a function is found in its module by its name."""
+    found: Any = sys.modules.get(function.__module__ or "")
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
+
+
+def _cells(kind: type) -> Iterator[types.CellType]:
+    """Yield the variables of functions around a class that its methods take."""
+    for one in vars(kind).values():
+        for function in (one, getattr(one, "__func__", None), getattr(one, "fget", None), getattr(one, "fset", None)):
+            for cell in getattr(function, "__closure__", None) or ():
+                try:
+                    is_own = isinstance(cell.cell_contents, type)  # as of each method that calls `super()`
+                except ValueError:  # it is empty
+                    is_own = False
+                if not is_own:
+                    yield cell
+
+
+def _set_attributes(function: types.FunctionType, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(function, name, value)
+
+
+def _fill(cell: types.CellType, contents: tuple[Any]) -> None:
+    (cell.cell_contents,) = contents
