@@ -1,8 +1,7 @@
-"""What `bitwise` needs: workers of one kind. One of another kind is a process where torch takes its lowest kernels."""
+"""What `bitwise` needs: workers of one kind. Another kind is a process where torch takes its lowest kernels."""
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from dp_ray.driver.replay import replay
 from dp_ray.driver.verify import _numerics
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
@@ -22,12 +22,13 @@ from dp_ray.rundir.files import ABOUT_JSON
 from dp_ray.storage import Storage
 from dp_ray.system import linux
 from dp_ray.tasks.numerics import OtherKind, computes_on
+from dp_ray.tasks.replay import StepChoice
 from dp_ray.tasks.task import run_task
 from tests.support.forked import Ended, ended, run_job, started
 from tests.support.group import LOCALHOST
+from tests.support.kinds import lowest_kind
 from tests.support.trainings import job_of, keys_of
 
-LOWEST = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # the second one differs on any processor
 X86 = """processor\t: {}
 vendor_id\t: GenuineIntel
 cpu family\t: 6
@@ -47,15 +48,6 @@ CPU part\t: 0x{}
 CPU revision\t: 1
 
 """
-
-
-@contextmanager
-def lowest_kind(is_lowest: bool = True) -> Iterator[None]:
-    """Within the block, processes that start are of the lowest kind, or of this machine's own."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in LOWEST.items():
-            patch.setenv(name, value) if is_lowest else patch.delenv(name, raising=False)
-        yield
 
 
 class OnNode(StepControl):
@@ -161,6 +153,9 @@ def halves(folder: Path, name: str, **keys: Any) -> tuple[dict[str, Any], str]:
     given = keys_of(storage=str(folder), name=name, checkpoint={"every_steps": 1}, **keys)
     with lowest_kind():
         assert ended(run_job, {**given, "max_steps": 2}).returncode == 0
+    lines: list[str] = []
+    list(replay(str(folder / name), StepChoice(1, None), lines.append))
+    assert sum("other bits are computed here" in line for line in lines) == bool(given.get("bitwise")), lines
     with lowest_kind(False):
         resumed = ended(run_job, {**given, "max_steps": 4, "quiet": False})
     assert resumed.returncode == 0, resumed.stderr
