@@ -3,6 +3,7 @@
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from dp_ray.results.result import load
 from dp_ray.rundir.files import ABOUT_JSON
 from dp_ray.storage import Storage
 from dp_ray.system import linux
-from dp_ray.tasks.numerics import OtherKind, computes_on
+from dp_ray.tasks.numerics import OtherKind, computes_on, numerics_of
 from dp_ray.tasks.replay import StepChoice
 from dp_ray.tasks.task import run_task
 from tests.support.forked import Ended, ended, run_job, started
@@ -184,6 +185,18 @@ def test_a_run_that_is_resumed_on_another_kind_says_so(tmp_path: Path, own: dict
     results = [load(tmp_path / name) for name in ("whole", "bits")]
     assert "MKL_CBWR is not there on localhost" in str(_numerics(results))
     assert _numerics(results[:1]) is None
+
+
+def test_the_processor_counts_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    here = {"processor", "capability"}
+    on_cpu, on_gpu, on_both = (numerics_of(one) for one in ([cpu], [gpu], [cpu, gpu]))
+    assert on_cpu.computes.keys() >= here | {"torch"} and not on_cpu.beside
+    assert on_gpu.computes.keys() >= {"gpu", "torch"} and not on_gpu.computes.keys() & here
+    assert on_gpu.computes["gpu"] == "NVIDIA H200, compute capability 9.0" and on_gpu.beside.keys() == here
+    assert on_both.computes.keys() >= here | {"gpu", "torch"} and not on_both.beside
 
 
 def test_a_file_of_an_older_version_still_loads(tmp_path: Path) -> None:

@@ -25,8 +25,10 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 # Of each core in /proc/cpuinfo: what tells a processor's kind, on x86 and on Arm.
 NAMES_OF_PROCESSORS = ("vendor_id", "model name")
-NUMBERS_OF_PROCESSORS = ("cpu family", "model", "stepping")
-NUMBERS_OF_PROCESSORS += ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision")
+NUMBERS_OF_PROCESSORS = (
+    *("cpu family", "model", "stepping"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"),
+)
 
 
 def machine() -> str:

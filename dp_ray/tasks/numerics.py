@@ -85,14 +85,14 @@ def numerics_of(devices: Sequence[torch.device]) -> Numerics:
 def _of_gpus(gpus: Sequence[torch.device]) -> dict[str, str]:
     models = []
     for one in gpus:
-        major, minor = torch.cuda.get_device_capability(one)
-        models.append(f"{torch.cuda.get_device_name(one)}, compute capability {major}.{minor}")
-    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else None
+        card = torch.cuda.get_device_properties(one)
+        models.append(f"{card.name}, compute capability {card.major}.{card.minor}")
+    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else None  # type: ignore[no-untyped-call]
     versions = {
         "CUDA": torch.version.cuda,
         "ROCm": torch.version.hip,
         "cuBLAS": _cublas(torch.version.cuda),
-        "cuDNN": torch.backends.cudnn.version(),
+        "cuDNN": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "NCCL": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
     }
     known = {name: str(version) for name, version in versions.items() if version is not None}
