@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dp_ray.errors import ClusterError, DataError, Error, JobError, ModelError, StorageError, WorkerError
 from dp_ray.rundir.incidents import IncidentKind
+from dp_ray.rundir.numerics import Kind
 from dp_ray.text import counted
 
 if TYPE_CHECKING:
@@ -40,6 +41,14 @@ class WorkerReady:
     pid: int
     gpu_ids: tuple[str, ...]
     node_id: str = ""
+
+
+@dataclass(frozen=True)
+class Computes:
+    """What the workers of an attempt compute on, from rank 0."""
+
+    attempt: str
+    kinds: list[Kind]
 
 
 class Sizes(NamedTuple):
@@ -271,6 +280,7 @@ class Ending(StrEnum):
     LOST_PEER = "lost peer"
     OUT_OF_MEMORY = "out of memory"
     RAISED = "raised"  # an error that may be transient
+    OTHER_KIND = "other kind"  # workers came that would compute differently from those before
     MISTAKEN = "mistaken"  # an error that every attempt would raise
 
 
@@ -294,6 +304,7 @@ class WorkerExit(Exception):
 
 Message = (
     WorkerReady
+    | Computes
     | Report
     | Keep
     | Note

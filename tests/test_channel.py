@@ -139,3 +139,21 @@ def test_workers_meet_at_the_store_of_their_own_attempt() -> None:
         assert await waiting == ("host", 2)
 
     played(play())
+
+
+def test_what_workers_compute_on_is_told_to_the_next_ones_of_their_job_alone() -> None:
+    async def play() -> None:
+        channel = Channel()
+        await channel.begin(Terms(1, 2), [])
+        await channel.settle(1, "one kind")
+        await channel.avoid(1, ("b",))
+        await channel.avoid(1, ("b", "c"))
+        of_job = Terms(1, 2, kind="one kind", avoided=("b", "c"))
+        assert await channel.next_job(0) == (of_job, []) and (await channel.state())[1] == of_job
+        await channel.finish(1)
+        await channel.avoid(1, ("d",))
+        await channel.begin(Terms(2, 2), [])
+        await channel.settle(1, "late")
+        assert (await channel.state())[1] == Terms(2, 2)
+
+    played(play())

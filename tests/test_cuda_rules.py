@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -269,6 +270,8 @@ def test_every_job_on_a_gpu_sets_its_device_and_cublas_workspace(
     monkeypatch.setattr(torch.cuda, "device", current)
     monkeypatch.setattr(task, "train", lambda *_: seen.append(os.environ.get(task.WORKSPACE)))
     monkeypatch.setattr(task, "preserved", lambda *_: contextlib.nullcontext())
+    card = SimpleNamespace(name="card", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     for devices in ((torch.device("cuda", 1), GPU), (torch.device("cpu"), GPU), (torch.device("cpu"),)):
         world = World(device=devices[0], all_devices=devices)
         task.run_task(job_of("mlp", bitwise=bitwise), world, Storage(str(tmp_path)), print)

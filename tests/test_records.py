@@ -33,6 +33,7 @@ from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, I
 from dp_ray.rundir.lease import LEASE_JSON, REQUEST_JSON, Lease, StopRequest
 from dp_ray.rundir.ledger import LEDGER_JSON, Ledger
 from dp_ray.rundir.listing import PROGRESS_JSON
+from dp_ray.rundir.numerics import Computed, Kind
 from dp_ray.rundir.quarantine import RECORDS_JSON
 from dp_ray.rundir.start import INDEX_JSON, PIN_JSON, Start, WeightsIndex
 from dp_ray.steps import times
@@ -75,7 +76,14 @@ CASES = {
         {"status": "done"},
     ),
     "about.json": Case(
-        ABOUT_JSON, About([{"cpus": 2}]), '{\n  "drivers": [\n    {\n      "cpus": 2\n    }\n  ]\n}\n', About()
+        ABOUT_JSON,
+        About([{"cpus": 2}], [Computed("2026-11-26T00:00:00+00:00", 4, [Kind([0, 1], ["a"], {"torch": "2"}, {})])]),
+        '{\n  "drivers": [\n    {\n      "cpus": 2\n    }\n  ],\n  "attempts": [\n    {\n'
+        '      "started": "2026-11-26T00:00:00+00:00",\n      "step": 4,\n      "kinds": [\n        {\n'
+        '          "ranks": [\n            0,\n            1\n          ],\n          "nodes": [\n'
+        '            "a"\n          ],\n          "computes": {\n            "torch": "2"\n          },\n'
+        '          "beside": {}\n        }\n      ]\n    }\n  ]\n}\n',
+        About(),
     ),
     "sweep.json": Case(
         SWEEP_JSON,

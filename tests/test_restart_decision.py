@@ -163,6 +163,23 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             (IncidentKind.ERROR, "oh", (1,)),
             1,
         ),
+        # Workers of another kind came: the job goes on without them, and no retry is taken.
+        (
+            failed(other_kind=0, lost_peer=1),
+            {"retries": 0},
+            Restart.RESTART,
+            RestartReason.OTHER_KIND,
+            (IncidentKind.RESIZE, "oh", ()),
+            0,
+        ),
+        (
+            failed({1: "killed"}, other_kind=0),
+            {},
+            Restart.RESTART,
+            RestartReason.DIED,
+            (IncidentKind.WORKER, "killed", (1,)),
+            1,
+        ),
         # A start that failed.
         (
             LOST,

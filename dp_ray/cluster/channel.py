@@ -8,7 +8,7 @@ processes of the channel and of Ray Train's controller stay small.
 import asyncio
 import contextlib
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any
 
@@ -20,12 +20,13 @@ GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all w
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The settings of a worker when it starts; `number` is that of the job that runs."""
+    """The settings of a worker when it starts; `number` is that of the job that runs, `kind` that of its terms."""
 
     channel: Any
     keep_prints: bool
     driver_node: str = ""
     number: int = 0
+    kind: str = ""
 
 
 class Ask(StrEnum):
@@ -63,7 +64,9 @@ STOP = Request(Ask.STOP, Why.USER, Why.USER.value)
 class Terms:
     """A job as it is known without unpickling it; `number` counts a session's jobs from 1, 0: none runs.
 
-    `can_stop` says whether the job keeps work to resume from, `is_last` whether the session ends with it.
+    `can_stop` says whether the job keeps work to resume from, `is_last` whether the session ends with it. `kind` is
+    what a bitwise job's workers of its last attempt computed on, "" before there is one; `avoided` are the ids of the
+    nodes whose workers would compute differently.
     """
 
     number: int = 0
@@ -71,6 +74,8 @@ class Terms:
     retries: int = 3
     can_stop: bool = True
     is_last: bool = False
+    kind: str = ""
+    avoided: tuple[str, ...] = ()
 
 
 IDLE = Terms()
@@ -186,6 +191,17 @@ class Channel:
     async def state(self) -> tuple[Request, Terms]:
         """Return the request to the workers, and the terms of the job that they run."""
         return self._request, self._terms
+
+    async def settle(self, number: int, kind: str) -> None:
+        """Note what all workers of job `number` compute on, for the job's next attempt."""
+        if number == self._terms.number:
+            self._terms = replace(self._terms, kind=kind)
+
+    async def avoid(self, number: int, node_ids: tuple[str, ...]) -> None:
+        """Have job `number` go on without workers on these nodes."""
+        if number == self._terms.number:
+            avoided = tuple(dict.fromkeys((*self._terms.avoided, *node_ids)))
+            self._terms = replace(self._terms, avoided=avoided)
 
     async def fire(self, fault: int) -> bool:
         """Return whether a fault is still to be injected: true on the first call only, over all attempts."""

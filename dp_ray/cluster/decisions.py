@@ -291,6 +291,7 @@ class RestartReason(Enum):
     DIED = "processes of workers died"
     IDLE_DIED = "processes of workers died that the job does not take"
     LOST_PEER = "workers lost a peer that lives: the network failed"
+    OTHER_KIND = "workers came that would compute differently, and the job goes on without their nodes"
     MISTAKE = "an error that never passes"
     NO_PROGRESS = "an error before the worker had done a step"
     CAME_BACK = "an error that came back"
@@ -316,7 +317,8 @@ class RestartDecision:
 def decide_restart(snapshot: Snapshot, now: float) -> RestartDecision:
     """Decide whether to restart the workers: up to `retries` times after losses and new errors that may be transient.
 
-    Workers that stopped because they were asked to cost no retry. `now` is in seconds, on any clock.
+    Workers that stopped because they were asked to, or beside workers of another kind, cost no retry. `now` is in
+    seconds, on any clock.
     """
     failure, memory = snapshot.failure, snapshot.memory
     if snapshot.request.ask is Ask.STOP:
@@ -346,6 +348,9 @@ def _after_run(failure: WorkersFailed, request: Request, memory: Memory) -> Rest
         if raised := failure.of(ending):
             rank = min(raised)
             return _after_error(rank, raised[rank], memory)
+    if others := failure.of(Ending.OTHER_KIND):
+        told = Interrupted(IncidentKind.RESIZE, others[min(others)].first_line, ())
+        return RestartDecision(Restart.RESTART, RestartReason.OTHER_KIND, memory, told)
     if failure.of(Ending.STOPPED):
         is_drained = request.why is Why.DRAIN
         kind = IncidentKind.PREEMPTION if is_drained else IncidentKind.RESIZE

@@ -46,7 +46,8 @@ LOOK_SECONDS = 1.0  # between two checks of the cluster
 class ElasticScalingPolicy:
     """Runs as many workers as the nodes that answer have room for, between the session's minimum and maximum.
 
-    `usable_nodes` are the ids of the nodes that answer, if the cluster lists others too; None: all nodes.
+    `usable_nodes` are the ids of the nodes that answer and are not of another kind, if the cluster lists others too;
+    None: all nodes.
     """
 
     def __init__(self, wanted: WorkerDemand, channel: Any) -> None:
@@ -54,6 +55,7 @@ class ElasticScalingPolicy:
         self.usable_nodes: list[str] | None = None
         self._wanted = wanted
         self._channel = channel
+        self._avoided: Sequence[str] = ()  # ids of nodes
         self._held: Mapping[str, int] = {}  # the number of our workers on each node, by its id
         self._has_started = False  # if so, a node may be lost that the cluster still lists
         self._may_hold = False  # the last workers keep their capacity until new ones start
@@ -67,6 +69,7 @@ class ElasticScalingPolicy:
         now = time.monotonic()
         if self._waiting_since is None:
             self._waiting_since = now
+        self._avoided = ray.get(self._channel.state.remote())[1].avoided
         nodes = self._nodes(must_answer=self._has_started)
         decision = decide_scaling(self._idle(nodes, self._waiting_since), now)
         if decision.do is Resize.START:
@@ -117,6 +120,7 @@ class ElasticScalingPolicy:
         request, job = ray.get(self._channel.state.remote())
         if request.ask in (Ask.RESTART, Ask.STOP):
             return
+        self._avoided = job.avoided
         draining = draining_nodes() & self._held.keys()
         nodes = ray.nodes() if draining else []
         addresses = tuple(sorted(node["NodeManagerAddress"] for node in nodes if node["NodeID"] in draining))
@@ -143,9 +147,12 @@ class ElasticScalingPolicy:
         return self._wanted.capacity(capacities)
 
     def _nodes(self, must_answer: bool) -> list[dict[str, Any]]:
-        """Return the nodes that are alive and not draining; with `must_answer`, only those that take a connection."""
-        draining = draining_nodes()
-        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
+        """Return the nodes that may run workers: alive, not draining, and not of another kind.
+
+        With `must_answer`, only those that take a connection.
+        """
+        out = draining_nodes() | set(self._avoided)
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in out]
         if not must_answer or len(nodes) == 1:
             return nodes
         with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:

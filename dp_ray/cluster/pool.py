@@ -35,6 +35,7 @@ from dp_ray.cluster.resources import text_of
 from dp_ray.errors import ClusterError
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.console import Console
+from dp_ray.rundir.numerics import Numerics, difference, kinds_of, refusal
 from dp_ray.system.process import bind_to
 from dp_ray.system.threads import if_longer, waits_for
 from dp_ray.text import counted
@@ -54,9 +55,10 @@ class Place(NamedTuple):
     node_id: str
     pid: int
     device: str
+    computes: Mapping[str, str]  # by which workers give the same bits, or not
 
 
-NOWHERE = Place("", "", 0, "")
+NOWHERE = Place("", "", 0, "", {})
 
 
 class Lost(NamedTuple):
@@ -78,7 +80,8 @@ class Host:
         device = device or ("cuda:0" if has_gpu else "cpu")  # Ray shows an actor its own GPU alone
         module, _, name = target.partition(":")
         self._held = getattr(importlib.import_module(module), name)(device)
-        self._place = Place(address, context.get_node_id(), os.getpid(), device)
+        computes = importlib.import_module("dp_ray.tasks.numerics").computes_on(device)
+        self._place = Place(address, context.get_node_id(), os.getpid(), device, computes)
 
     def place(self) -> Place:
         """Return where this process runs; it is ready then."""
@@ -124,6 +127,7 @@ class Pool:
         self._coming: list[Member] = []
         self._unsettled: dict[Member, Any] = {}
         self._has_changed = True
+        self._computes: Mapping[str, str] = {}  # what all members do, if their bits have to be the same
         self._say = Console("parallel", quiet).say
         with ExitStack() as opening:
             with if_longer(AWAIT_SECONDS, lambda: self._say(what_is_awaited(address))):
@@ -185,8 +189,21 @@ class Pool:
                 raise ClusterError(f"a worker could not be started: {_first_line(error)} {last}") from error
             self._coming.append(self._start(member.slot, member.starts + 1))
             return
+        if self._computes and member.place.computes != self._computes:
+            there = [("the others", self._computes), (member.place.node, member.place.computes)]
+            self._say(f"no worker is taken on {member.place.node}, which would change the bits: {difference(there)}")
+            ray.kill(member.handle)
+            return
         self.members = sorted([*self.members, member], key=lambda one: one.slot)
         self._has_changed = True
+
+    def keep_one_kind(self) -> None:
+        """Take no worker from now on that computes differently; raises JobError if there is one already."""
+        members = enumerate(self.members)
+        kinds = kinds_of((rank, one.place.node, Numerics(one.place.computes, {})) for rank, one in members)
+        if len(kinds) > 1:
+            raise refusal(kinds)
+        self._computes = kinds[0].computes if kinds else {}
 
     def renew(self) -> bool:
         """Take in processes that have started meanwhile; return whether the members have changed since the last call.

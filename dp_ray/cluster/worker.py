@@ -72,6 +72,7 @@ from dp_ray.system.linux import keep_freed_memory
 from dp_ray.system.process import environment
 from dp_ray.system.threads import waits_for
 from dp_ray.tasks.isolation import isolated
+from dp_ray.tasks.numerics import OtherKind
 from dp_ray.tasks.task import run_task
 
 
@@ -111,7 +112,7 @@ def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]
 
     `packed` refers to the job's Assignment, packed.
     """
-    worker, here = replace(worker, number=terms.number), place(terms.workers)
+    worker, here = replace(worker, number=terms.number, kind=terms.kind), place(terms.workers)
     attempt = f"{os.environ[GROUP]}-{terms.number}"
     prints = forwarded_prints(worker.channel, worker.number, worker.keep_prints, here)
     with isolated() as remains, environment(env), prints:
@@ -134,6 +135,9 @@ def run_packed(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> 
             if ray.get(worker.channel.state.remote())[0].ask is not Ask.STOP:
                 raise  # so that the workers are started anew, more or fewer of them
             return True
+        except OtherKind as other:
+            ray.get(worker.channel.avoid.remote(worker.number, other.node_ids))
+            raise
     return False
 
 
@@ -264,6 +268,8 @@ def reported_errors(
 def _ending_of(error: BaseException) -> Ending:
     if isinstance(error, WorkerError):
         return Ending.LOST_PEER
+    if isinstance(error, OtherKind):
+        return Ending.OTHER_KIND
     if not isinstance(error, Exception) or isinstance(error, JobError | QuarantineFull | NotFinite):
         return Ending.MISTAKEN
     return Ending.OUT_OF_MEMORY if is_out_of_memory(error) else Ending.RAISED
@@ -386,6 +392,8 @@ class Heartbeat(StepControl):
         self._channel = worker.channel
         self._number = worker.number
         self.attempt = attempt
+        self.node_id = ray.get_runtime_context().get_node_id()
+        self.kind = worker.kind
         self._world = world
         self._run = run
         self._limit = limit
@@ -409,6 +417,10 @@ class Heartbeat(StepControl):
     def has_progressed(self) -> bool:
         """Whether the worker has finished a step since it began."""
         return self._step != self._first
+
+    def settle(self, kind: str) -> None:
+        """Have the channel tell the job's next workers what these compute on."""
+        ray.get(self._channel.settle.remote(self._number, kind))
 
     def runs_on(self, clock: StepClock) -> None:
         """Note the clock whose GPU each late beat asks how far it has come."""

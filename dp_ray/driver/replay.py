@@ -5,7 +5,7 @@ import contextlib
 import functools
 import pdb
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from dp_ray.job.files import job_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import object_in
 from dp_ray.rundir.claim import located
-from dp_ray.rundir.files import RESULT_JSON, kept_job
+from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, kept_job
 from dp_ray.rundir.history import StepRows, history_of
+from dp_ray.rundir.numerics import change_between, kinds_of
 from dp_ray.storage import Storage
+from dp_ray.tasks.numerics import numerics_of
 from dp_ray.tasks.replay import ReplayContext, Replayed, Rerun, StepChoice, run_again
 from dp_ray.tasks.task import settings_of
 
@@ -45,6 +47,8 @@ def replay(run_dir: str, choice: StepChoice, say: Callable[[str], None], debugs:
             say(
                 f"the run was on {', '.join(sorted(types))}, and this is on {world.device.type}: the last bits differ"
             )
+        elif job.bitwise and (differs := _change_since(run, devices)):
+            say(f"other bits are computed here than in the run: {differs}")
         try:
             context = ReplayContext(job, world, run, StepRows(history_of(run)), say)
             with settings_of(job, world), run_again(context, choice) as rerun:
@@ -56,6 +60,13 @@ def replay(run_dir: str, choice: StepChoice, say: Callable[[str], None], debugs:
                 say(str(error))
                 pdb.post_mortem(cause.__traceback__)
             raise
+
+
+def _change_since(run: Storage, devices: Sequence[torch.device]) -> str:
+    """Return in what this process computes differently from the run's last attempt; empty if in nothing."""
+    attempts = ABOUT_JSON.read(run).attempts
+    here = kinds_of([(0, "", numerics_of(devices))])
+    return change_between(attempts[-1].kinds, here) if attempts else ""
 
 
 def _refuse() -> None:

@@ -15,7 +15,9 @@ from dp_ray.job.keys import Target
 from dp_ray.results.result import Result
 from dp_ray.results.text import aligned
 from dp_ray.rundir.checkpoint import CHECKPOINTS, load_checkpoint, name_of
+from dp_ray.rundir.files import ABOUT_JSON
 from dp_ray.rundir.history import CLOCKED, DIGEST, is_inner
+from dp_ray.rundir.numerics import difference, places_of
 from dp_ray.tensors.tree import flatten
 from dp_ray.text import json_text
 
@@ -41,6 +43,8 @@ class Row:
 class Verdict:
     """The result of `dp-ray verify`; `first` says where a bitwise job's runs first differ.
 
+    `numerics` says in what their workers compute differently, None if in nothing.
+
     All runs have the same number of `shards`. A run of the job alone has `shards_alone`, which may be another if the
     job sets none.
     """
@@ -52,6 +56,7 @@ class Verdict:
     shards_alone: int
     first: str | None = None
     kept: list[str] = field(default_factory=list)
+    numerics: str | None = None
 
     @property
     def same(self) -> bool:
@@ -78,6 +83,8 @@ class Verdict:
                 f"alone takes {self.shards_alone}, and may give another result; set shards: {self.shards} for what "
                 "was compared"
             )
+        if self.numerics:
+            text.append(f"the workers were not of one kind, so the bits may differ: {self.numerics}")
         if not self.bitwise:
             largest = max(row.difference for row in self.rows)
             result = "the same up to rounding" if self.same else "NOT the same"
@@ -128,7 +135,7 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
         if different and bitwise:  # runs the job again, in the same session
             first = _first_difference(run, (counts[0], runs[0]), (counts[different[0]], runs[different[0]]))
         kept = [one.run_dir for one in (runs if different else [])]
-        verdict = Verdict(rows, bitwise, tolerance, job.num_shards, alone, first, kept)
+        verdict = Verdict(rows, bitwise, tolerance, job.num_shards, alone, first, kept, _numerics(runs))
     if verdict.same:
         for one in runs:
             one.storage().remove()
@@ -144,6 +151,12 @@ def _check(job: Job, counts: Sequence[int]) -> None:
         raise JobError("shards: auto: verify compares runs with one number of shards; set it, like --set shards=8")
     if job.shards and max(counts) > job.num_shards:
         raise JobError(f"--workers: {max(counts)} workers cannot share {job.num_shards} shards")
+
+
+def _numerics(runs: Sequence[Result]) -> str | None:
+    """Return in what the workers of the runs compute differently; None if in nothing."""
+    attempts = [one for run in runs for one in ABOUT_JSON.read(run.storage()).attempts]
+    return difference(place for one in attempts for place in places_of(one.kinds)) or None
 
 
 def _row(count: int, first: Result, one: Result, bitwise: bool, tolerance: float) -> Row:

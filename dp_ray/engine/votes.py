@@ -161,12 +161,18 @@ class StepControl:
 
     `wants_stop` asks the worker to stop once all workers agree, or after its current step if it is the only one.
     `take_save` asks, once, to keep the work so far now. `slows` says whether `take_delay` may ask to sleep.
-    `attempt` names the workers that were started together for a job, for the driver.
+    `attempt` names the workers that were started together for a job, for the driver. `node_id` is the cluster's name
+    of the worker's node. `kind` is what the workers of the job's last attempt computed on, empty if it is the first.
     """
 
     attempt = ""
+    node_id = ""
+    kind = ""
     wants_stop = False
     slows = False
+
+    def settle(self, kind: str) -> None:
+        """Note what all workers of a bitwise job compute on, which later ones have to compute on too."""
 
     def runs_on(self, clock: StepClock) -> None:
         """Note the clock of the worker's steps, which tells how far its GPU has come."""

@@ -14,7 +14,9 @@ from dp_ray.job.job import Job
 from dp_ray.messages import Finished, GaveUp, Interrupted, Report, WorkerReady
 from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.watchdog import Hang, Watchdog
+from dp_ray.rundir.files import keep_computed
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
+from dp_ray.rundir.numerics import Kind, change_between
 from dp_ray.storage import Storage
 from dp_ray.text import listed
 
@@ -249,6 +251,30 @@ class Incidents:
     def _save(self) -> None:
         if self.run is not None:
             INCIDENTS_JSON.write(self.run, self.log)
+
+
+@dataclass(eq=False)
+class KeptNumerics:
+    """Keeps what each attempt computes on, and says if a bitwise run goes on where its bits may differ."""
+
+    job: Job
+    run: Storage | None
+    console: Console
+    _told: dict[str, list[Kind]] = field(default_factory=dict)  # by attempts that have not begun to step
+
+    def take(self, attempt: str, kinds: list[Kind]) -> None:
+        """Take in what the workers of an attempt compute on."""
+        self._told[attempt] = kinds
+
+    def begin(self, attempt: str, step: int) -> None:
+        """Note that an attempt begins with this step: so it computes, and what it computes on is kept."""
+        kinds = self._told.pop(attempt, None)
+        if kinds is None or self.run is None:
+            return
+        before = keep_computed(self.run, step, kinds)
+        is_resumed = step > 0 or self.job.task == "predict"  # whose first step may be left, and others done
+        if self.job.bitwise and is_resumed and (differs := change_between(before, kinds)):
+            self.console.say(f"goes on where other bits are computed than before: {differs}")
 
 
 def without_survivors(message: Interrupted, ended_by_nccl: Collection[int]) -> Interrupted:

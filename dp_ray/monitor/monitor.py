@@ -79,6 +79,7 @@ class Monitor:
         self.incidents = attempts.Incidents(log, console, storage)
         self._console = console
         self.waits = attempts.LongWaits(job, self.attempts, self.progress, console.say)
+        self._numerics = attempts.KeptNumerics(job, storage, console)
         self._hangs = attempts.Hangs(job.timeouts.step, job.retries, console)
         self._losses = Losses(console, relative(str(storage)) if storage else "RUN_DIR")
         self._writers = list(writers)
@@ -96,6 +97,8 @@ class Monitor:
         match message:
             case messages.WorkerReady():
                 self._worker_ready(message)
+            case messages.Computes(attempt=attempt, kinds=kinds):
+                self._numerics.take(attempt, kinds)
             case messages.Report():
                 self._report(message)
             case messages.Keep():
@@ -127,6 +130,7 @@ class Monitor:
                 if self.attempts.is_current(attempt):
                     self._hangs.watchdog.start(rank, step)
                 if self.attempts.is_first_step(attempt):
+                    self._numerics.begin(attempt, step)
                     self.progress.run(step)
                     self.incidents.resume(step)
             case messages.Beat(attempt=attempt):

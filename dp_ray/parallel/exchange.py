@@ -191,6 +191,8 @@ class Exchange:
     def __init__(self, workers: Workers, bitwise: bool, max_waiting: int) -> None:
         self.workers = workers
         self.bitwise = bitwise
+        if bitwise:
+            workers.pool.keep_one_kind()
         self.number = workers.enter()
         self.max_waiting = max_waiting
         self.waiting: dict[int, int] = {}  # calls that wait for their backward, with the bytes that are kept here

@@ -16,6 +16,7 @@ from dp_ray.results.text import aligned, as_text, relative, sparkline
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON
 from dp_ray.rundir.history import history_of, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
+from dp_ray.rundir.numerics import summary_of
 from dp_ray.storage import Storage
 from dp_ray.tables import numbers
 from dp_ray.text import hide_in, listed, printable
@@ -36,6 +37,7 @@ class ComparedRun:
     job: dict[str, Any]
     result: dict[str, Any]
     environment: dict[str, Any]
+    computed: dict[str, str]
     history: pa.Table | None
 
     @property
@@ -65,13 +67,15 @@ def read_compared_run(run: Storage) -> ComparedRun:
         raise StorageError(f"{run}: holds no {RUN}: not a run directory")
     if row.status == DAMAGED:
         raise StorageError(f"{run}: is damaged: {row.note}")
-    drivers = ABOUT_JSON.read(run).drivers
+    about = ABOUT_JSON.read(run)
+    drivers = about.drivers
     return ComparedRun(
         where=relative(str(run)),
         row=row,
         job=hide_in(of_a_run(RUN_JSON.read(run).get("job", {}))),
         result=hide_in(RESULT_JSON.read(run)),
         environment=dict(dotted(hide_in(drivers[-1]) if drivers else {})),
+        computed=hide_in(summary_of([kind for attempt in about.attempts for kind in attempt.kinds])),
         history=history_of(run),
     )
 
@@ -102,6 +106,7 @@ def comparison_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
         "status": [run.row.status for run in runs],
         "job": differing_keys(runs),
         "environment": differing_environment(runs),
+        "computed": differing_numerics(runs),
         "metrics": side_by_side([run.row.metrics for run in runs]),
         "rows_per_second": [run.rows_per_second for run in runs],
         "time_split": side_by_side([run.time_split for run in runs]),
@@ -128,6 +133,8 @@ def _verdict(runs: Sequence[ComparedRun]) -> Iterator[str]:
         hashes = [run.result.get(f"{what}_sha256") for run in runs]
         if all(hashes):
             yield f"{'the same' if len(set(hashes)) == 1 else 'different'} {what}"
+    if computed := differing_numerics(runs):
+        yield f"computed on different kinds of workers ({listed(computed)}), so their bits may differ"
 
 
 def _is_object(key: str, value: Any) -> bool:
@@ -140,7 +147,8 @@ def _is_object(key: str, value: Any) -> bool:
 def _table(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
     values = comparison_values(runs)
     yield ["", *(run.where for run in runs)]
-    for key, row in (*values["job"].items(), *values["environment"].items()):
+    computed = {f"computed.{name}": row for name, row in values["computed"].items()}
+    for key, row in (*values["job"].items(), *values["environment"].items(), *computed.items()):
         yield [key, *map(as_text, row)]
     yield ["status", *values["status"]]
     steps = [(run.row.step, run.row.steps) for run in runs]
@@ -184,6 +192,12 @@ def differing_environment(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """
     each_run = [run.environment for run in runs]
     return differing(each_run, OF_EACH_DRIVER) if all(each_run) else {}
+
+
+def differing_numerics(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
+    """Return what computed the runs where that differs; nothing, as far as is known, if not all runs tell theirs."""
+    each_run = [run.computed for run in runs]
+    return differing(each_run, ()) if all(each_run) else {}
 
 
 def differing(each_run: Sequence[Mapping[str, Any]], left_out: Sequence[str]) -> dict[str, list[Any]]:

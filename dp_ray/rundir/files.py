@@ -1,7 +1,7 @@
 """The files of a run directory that several modules read: their names, its JSON files, and the work that it holds.
 
 Each other file is named in the module that writes it. `about.json` keeps, for each driver, the command, the code's
-commit, versions, hardware and plan.
+commit, versions, hardware and plan; and for each attempt what its workers compute on.
 """
 
 import importlib.metadata
@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any, Literal
@@ -24,8 +24,9 @@ from dp_ray import __version__
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.old_keys import of_a_run
 from dp_ray.records import IGNORE, Damaged, Record, T
+from dp_ray.rundir.numerics import Computed, Kind
 from dp_ray.storage import Storage
-from dp_ray.system.linux import gpu_models
+from dp_ray.system.linux import gpu_models, processor
 from dp_ray.system.process import git_state, without_values
 from dp_ray.text import hide
 
@@ -63,14 +64,16 @@ TRACES = frozenset(
 )
 ABOUT = "about.json"
 PACKAGES = ("torch", "ray", "numpy", "pyarrow", "torchvision", "transformers")
-KEPT = 20  # drivers of a run that was resumed often
+KEPT = 20  # drivers of a run that was resumed often, and attempts
+_ABOUT = threading.Lock()  # held while the file is read and written anew: by two threads of a driver
 
 
 @dataclass(frozen=True)
 class About:
-    """The drivers of a run, in order: of each its command, code, versions, hardware and plan."""
+    """The drivers of a run, in order: of each its command, code, versions, hardware and plan; and its attempts."""
 
     drivers: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[Computed] = field(default_factory=list)
 
 
 State = Literal["waiting", "running", "done", "failed", "interrupted"]
@@ -164,9 +167,10 @@ def recorded_about(run: Storage, plan: str, is_forked: bool) -> Iterator[None]:
         git()
 
     def record() -> None:
-        with suppress(OSError):
-            drivers = [*ABOUT_JSON.read(run).drivers, {**_this_driver(now, git()), "plan": plan}]
-            ABOUT_JSON.write(run, About(drivers[-KEPT:]))
+        driver = {**_this_driver(now, git()), "plan": plan}
+        with suppress(OSError), _ABOUT:
+            about = ABOUT_JSON.read(run)
+            ABOUT_JSON.write(run, replace(about, drivers=[*about.drivers, driver][-KEPT:]))
 
     thread = threading.Thread(target=record, name="about", daemon=True)
     thread.start()
@@ -174,6 +178,18 @@ def recorded_about(run: Storage, plan: str, is_forked: bool) -> Iterator[None]:
         yield
     finally:
         thread.join()
+
+
+def keep_computed(run: Storage, step: int, kinds: list[Kind]) -> list[Kind]:
+    """Keep what an attempt that begins with `step` computes on; return what the last attempt that is kept did.
+
+    A file that cannot be written is left out: it only informs.
+    """
+    computed = Computed(datetime.now(UTC).isoformat(timespec="seconds"), step, kinds)
+    with _ABOUT:
+        about = ABOUT_JSON.read(run)
+        ABOUT_JSON.write(run, replace(about, attempts=[*about.attempts, computed][-KEPT:]))
+    return about.attempts[-1].kinds if about.attempts else []
 
 
 def _this_driver(started: datetime, git: dict[str, Any] | None) -> dict[str, Any]:
@@ -186,6 +202,7 @@ def _this_driver(started: datetime, git: dict[str, Any] | None) -> dict[str, Any
         "python": platform.python_version(),
         "host": platform.node(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": processor(),
         "cpus": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": gpu_models(),

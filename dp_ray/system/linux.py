@@ -23,6 +23,12 @@ ACTION_BYTES = 1024  # more than any system's `struct sigaction` has
 # glibc's malloc.h
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
+# Of each core in /proc/cpuinfo: what tells a processor's kind, on x86 and on Arm.
+NAMES_OF_PROCESSORS = ("vendor_id", "model name")
+NUMBERS_OF_PROCESSORS = (
+    *("cpu family", "model", "stepping"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"),
+)
 
 
 def machine() -> str:
@@ -55,6 +61,24 @@ def start_of(pid: int) -> str | None:
         return None
 
 
+def processor() -> str:
+    """Return vendor and model of this machine's processor; of cores that differ, each kind."""
+    kinds: dict[str, None] = {}
+    with suppress(OSError), open(f"{PROC}/cpuinfo") as file:
+        for core in file.read().split("\n\n"):
+            pairs = (line.partition(":") for line in core.splitlines())
+            values = {name.strip(): value.strip() for name, _, value in pairs}
+            named = [values[name] for name in NAMES_OF_PROCESSORS if name in values]
+            named += [f"{name} {values[name]}" for name in NUMBERS_OF_PROCESSORS if name in values]
+            if named:
+                kinds[", ".join(named)] = None
+    if kinds:
+        return " and ".join(kinds)
+    import platform
+
+    return platform.processor() or platform.machine()
+
+
 def gpu_models() -> list[str]:
     """Return the models of this machine's NVIDIA GPUs, without CUDA; none where their driver does not say."""
     models = []
@@ -62,6 +86,13 @@ def gpu_models() -> list[str]:
         with suppress(OSError), open(name) as file:
             models += [line.partition(":")[2].strip() for line in file if "Model:" in line]
     return models
+
+
+def loaded_library(name: str) -> ctypes.CDLL | None:
+    """Return a shared library of this name, the loaded one if there is one; None if it is not found."""
+    with suppress(OSError):
+        return ctypes.CDLL(name)
+    return None
 
 
 def full_memory() -> str:

@@ -21,6 +21,7 @@ from dp_ray.storage import Storage
 from dp_ray.system.process import environment, patched
 from dp_ray.tasks.evaluate import evaluate
 from dp_ray.tasks.find_shards import find_shards
+from dp_ray.tasks.numerics import check_numerics
 from dp_ray.tasks.predict import predict_outputs
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
@@ -44,13 +45,16 @@ def run_task(
     A job with `shards: auto` has no number of shards yet: it finds it, and does nothing else.
     `rows_on_driver` has the lengths of the datasets, by their keys, as the driver found them.
     Raises StopRequested if it stopped between two steps because `control` asked for it, and WorkerError if another
-    worker was lost. Raises JobError if the workers cannot talk to each other because of a mistake in the job.
+    worker was lost. Raises JobError if the workers cannot talk to each other because of a mistake in the job, or if
+    they would give a bitwise job different bits.
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     task = find_shards if job.finds_shards else tasks[job.task]
+    control = control or StepControl()
     with settings_of(job, world):
         try:
-            task(Context(job.for_task(), world, run, send, control or StepControl(), rows_on_driver or {}))
+            check_numerics(job, world, send, control)
+            task(Context(job.for_task(), world, run, send, control, rows_on_driver or {}))
         except RuntimeError as error:
             failed = failed_in_group(error)
             if failed is None:

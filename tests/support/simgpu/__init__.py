@@ -261,3 +261,4 @@ def _give_nccl(torch: Any) -> None:
     c10d.ProcessGroupNCCL = ProcessGroupNCCL
     c10d.is_nccl_available = torch.distributed.is_nccl_available = lambda: True
     c10d._new_process_group_helper = made_group
+    torch.cuda.nccl.version = lambda: (2, 0, 0)
