@@ -8,6 +8,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FILES := -n 3 --dist loadfile --no-loadscope-reorder
 FUZZED := $(addprefix tests/test_,fuzz.py constructors.py damaged_data.py data_files.py bad_records.py)
 FUZZED += tests/test_data_on_s3.py::test_files_of_a_store_are_named_by_the_same_rule
+# The kernels that any x86 processor has: those of torch, of oneDNN (convolutions) and of MKL (products of
+# matrices; MKL_ENABLE_INSTRUCTIONS does nothing on processors of AMD).
+LOWEST := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
 ANOTHER_RAY = ray[default,train]==$(RAY)
 ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
@@ -16,7 +19,7 @@ endif
 # Else each of a thousand processes compiles dp_ray's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test below on-ray quick gpu sim ray fuzz check bench docs lock dist matrix clean
+.PHONY: demo test below on-ray lowest quick gpu sim ray fuzz check bench docs lock dist matrix clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -42,6 +45,11 @@ below: $(VENV)/installed
 # Only files with such tests are imported.
 on-ray: $(VENV)/installed
 	$(BIN)/python -m pytest -m ray -n 2 --dist loadgroup $$(grep -l mark.ray tests/test_*.py)
+
+# As `test`: what needs the bits of a newer processor fails here.
+lowest: $(VENV)/installed
+	$(LOWEST) $(BIN)/python -c 'from torch.backends import cpu; assert cpu.get_cpu_capability() == "DEFAULT"'
+	$(LOWEST) $(MAKE) --no-print-directory test
 
 quick: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not ray and not slow' $(FILES)

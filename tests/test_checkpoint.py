@@ -143,7 +143,7 @@ def test_what_changes_after_the_copy_is_not_in_the_file(tmp_path: Path, monkeypa
     write = state_module.write_tensors  # type: ignore[attr-defined]
 
     def held_up(*args: Any) -> None:
-        go.wait(10)
+        go.wait(100)
         write(*args)
 
     monkeypatch.setattr(state_module, "write_tensors", held_up)

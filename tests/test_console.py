@@ -113,8 +113,9 @@ def test_a_terminal_shows_what_goes_on_though_nobody_tells_of_news(monkeypatch: 
     progress = Progress("job", steps=10, rows=100)
     progress.start([World(0)])
     with terminal(monkeypatch) as looked_at, Console("job").live(progress):
-        time.sleep(0.6)
-        shown = os.read(looked_at, 100_000).decode()
+        shown = ""
+        while "building the dataset and the model" not in shown and select.select([looked_at], [], [], 60)[0]:
+            shown += os.read(looked_at, 100_000).decode()
     assert "building the dataset and the model" in shown
 
 

@@ -96,7 +96,7 @@ def test_blocks_that_are_held_are_read_several_at_a_time_and_once(
     parquet(tmp_path)
     dataset, table = Parquet(tmp_path, cache_bytes=1), Parquet._table
     reads: list[str] = []
-    together = threading.Barrier(3, timeout=20)
+    together = threading.Barrier(3, timeout=100)
 
     def met(self: Parquet, block: Any) -> pa.Table:
         reads.append(str(block))

@@ -122,7 +122,7 @@ def test_python_starts_its_server_of_forked_processes_again(tmp_path: Path) -> N
     script.write_text(SERVED)
     with TemporaryDirectory(dir="/tmp") as folder:  # a socket's path is short
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": folder}
-        done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
         assert (done.returncode, done.stdout) == (0, "None\nNone\n"), done.stderr
         assert not list(Path(folder).glob("pymp-*")), "the folder of the server's socket"
 

@@ -649,7 +649,7 @@ def attempt_in_threads(
     workers = [WorkerThread(run, begun, World(rank, size), before) for rank in range(size)]
     for worker in workers:
         worker.start()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 200
     while any(worker.is_alive() for worker in workers):
         assert time.monotonic() < until, "the workers wait for each other"
         if any(worker.error for worker in workers):
@@ -728,7 +728,7 @@ def test_a_loop_that_waits_wakes_its_merging(run: Storage, monkeypatch: pytest.M
     ledger.note_files(run, "", 60)
     began = time.monotonic()
     assert all(worker.is_whole for worker in attempt_in_threads(run, size))
-    assert time.monotonic() - began < 8, "60 looks take a second each"
+    assert time.monotonic() - began < 40, "60 looks take a second each"
     check_whole(run, SPLIT, ORDER)
 
 
@@ -737,7 +737,7 @@ def test_an_error_of_the_merging_reaches_a_loop_that_waits(run: Storage, monkeyp
     monkeypatch.setattr(Control, "touch", lambda control: waits.set())
 
     def fails(merge: FileMerge) -> bool:
-        assert waits.wait(20)
+        assert waits.wait(100)
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(FileMerge, "advance", fails)

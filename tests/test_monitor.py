@@ -41,6 +41,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.steps.shapes import Recorder
 from tests.support.builders import attempts_of, monitor_of
+from tests.support.within import within
 
 SEEN = Sizes("[5, 5]", "[5, 2]", 5)
 
@@ -123,10 +124,10 @@ def test_trouble_while_listening_ends_the_block_and_is_raised() -> None:
     started = time.monotonic()
     try:
         with pytest.raises(errors.StorageError, match="the disk is full"), listening(monitor_of(), receive):
-            time.sleep(60)
+            time.sleep(200)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - started < 30, "the block must not run on to its end"
+    assert time.monotonic() - started < 100, "the block must not run on to its end"
 
 
 def test_what_was_sent_before_the_end_is_taken_in() -> None:
@@ -311,11 +312,17 @@ def test_a_run_never_stands_at_no_step_and_no_rows(
 
 
 def test_what_takes_its_time_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+
+    def is_said() -> bool:
+        said.append(capsys.readouterr().err)
+        return any(said)
+
     with Console("job").if_slow("building the dataset", seconds=0.01):
-        time.sleep(0.3)
-    with Console("job").if_slow("never said", seconds=60):
+        assert within(60, is_said)
+    with Console("job").if_slow("never said", seconds=600):
         pass
-    assert capsys.readouterr().err == "job: building the dataset\n"
+    assert "".join(said) + capsys.readouterr().err == "job: building the dataset\n"
 
 
 def test_with_no_workers_reports_of_two_threads_are_taken_one_at_a_time(

@@ -24,11 +24,13 @@ from tests.support.builders import read_ahead_of
 from tests.support.group import ProcessExit, history_of, run_group
 from tests.support.training import Pairs, mlp
 from tests.support.trainings import job_of
+from tests.support.within import within
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
 HERE = "tests.test_one_ahead"
-SECONDS = 0.3
+LATE = (3, 4)  # in the early steps the workers agree on what the forward wrote
+SECONDS = 60.0  # if the next batch is not read before: then the test fails
 USED: dict[str, Any] = {"find_unused_parameters": False}  # else a trial runs the first shard once more
 
 
@@ -91,7 +93,7 @@ class Noted(Pairs):
 
 
 class LateOnRank1(torch.autograd.Function):
-    """A backward that takes a while on rank 1."""
+    """A backward that lasts on rank 1, in the steps of LATE, until rank 0 has read the next batch."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, folder: str) -> torch.Tensor:
@@ -100,8 +102,8 @@ class LateOnRank1(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if own_rank() == 1:
-            time.sleep(SECONDS)
+        if own_rank() == 1 and (step := len(ends_of(noted(ctx.folder, 1)))) in LATE:
+            within(SECONDS, lambda: 8 * (step + 1) in reads_of(noted(ctx.folder, 0)))
         note(ctx.folder, ["backward", -1, time.monotonic()])
         return gradients[0], None
 
@@ -121,8 +123,18 @@ def note(folder: str, what: Any) -> None:
         file.write(f"{json.dumps(what)}\n")
 
 
-def noted(folder: Path, rank: int) -> list[Any]:
-    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+def noted(folder: str, rank: int) -> list[Any]:
+    """What a rank has noted; of a line that it is writing, nothing."""
+    lines = Path(folder, f"rank-{rank}.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def reads_of(noted: list[Any]) -> dict[int, float]:
+    return {index: at for what, index, at in noted if what == "read"}
+
+
+def ends_of(noted: list[Any]) -> list[float]:
+    return [at for what, _, at in noted if what == "backward"]
 
 
 @pytest.mark.parametrize("bitwise", [False, True])
@@ -131,13 +143,13 @@ def test_the_next_batch_is_read_before_the_other_workers_gradients_are_there(tmp
     data = {"target": f"{HERE}:Noted", "args": {"folder": str(tmp_path)}}
     job = job_of(model, data, workers=2, batch_size=8, epochs=1, shuffle=False, bitwise=bitwise, **USED)
     run_group(job, tmp_path / "run")
-    mine, theirs = noted(tmp_path, 0), noted(tmp_path, 1)
-    read = {index: at for what, index, at in mine if what == "read"}
+    mine, theirs = noted(str(tmp_path), 0), noted(str(tmp_path), 1)
+    read = reads_of(mine)
     assert sorted(read) == [index for index in range(48) if index % 8 < 4]
-    my_ends, ends = ([at for what, _, at in noted if what == "backward"] for noted in (mine, theirs))
+    my_ends, ends = ends_of(mine), ends_of(theirs)
     assert len(my_ends) == len(ends) == 6
-    for step in (3, 4):  # in the early steps the workers agree on what the forward wrote
-        assert my_ends[step] < read[8 * (step + 1)] < ends[step] - SECONDS / 4
+    for step in LATE:
+        assert my_ends[step] < read[8 * (step + 1)] < ends[step]
     assert len(history_of(tmp_path / "run")) == 6
 
 

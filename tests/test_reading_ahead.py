@@ -28,6 +28,7 @@ from dp_ray.job.samples import LEAST_AHEAD, IndexLists, look_ahead
 from dp_ray.plan.order import BlockOrder, Order
 from dp_ray.plan.split import Shard, Split, Work
 from tests.support.builders import loader_of
+from tests.support.within import within
 
 CPU = torch.device("cpu")
 GROUP, GROUPS = 20, 16
@@ -149,7 +150,7 @@ def test_a_loop_that_ends_early_leaves_no_thread_and_nothing_in_memory(table: st
     assert readers()
     batches.close()
     for one in readers():
-        one.join(1)
+        one.join(60)
     assert not readers()
     before = sum(dataset.reads.values())
     assert before < GROUPS / 2
@@ -215,9 +216,11 @@ def test_nothing_is_read_ahead_without_room(table: str) -> None:
     dataset.hold_blocks(1)
     dataset[0]
     dataset.read_ahead([1, 2])
+    assert within(60, lambda: 1 in dataset.reads)
     time.sleep(2 * SECONDS)
     assert dict(dataset.reads) == {0: 1, 1: 1}
     dataset[GROUP]
+    assert within(60, lambda: 2 in dataset.reads)
     time.sleep(2 * SECONDS)
     assert dict(dataset.reads) == {0: 1, 1: 1, 2: 1}
 

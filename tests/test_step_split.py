@@ -98,7 +98,8 @@ def test_checkpoints_and_evaluations_have_parts_of_their_own(tmp_path: Path) -> 
     table = read_step_times(result.storage())
     assert [one >= STEPS * SECONDS for one in seconds_of(table, "evaluation")] == [False, True] * 3
     assert [one > 0 for one in seconds_of(table, "checkpoint")] == [False, False, True] * 2
-    assert max(seconds_of(table, "data_wait")) < STEPS * 3 * SECONDS, "that of an evaluation is a part of it"
+    most = sorted(seconds_of(table, "data_wait"))[-2]  # on a busy machine one may be long
+    assert most < STEPS * 3 * SECONDS, "that of an evaluation is a part of it"
 
 
 class SlowlyBuilt(SlowReads):
@@ -122,7 +123,7 @@ def test_the_seconds_outside_of_the_steps_are_told_with_the_verdict(tmp_path: Pa
     assert before is not None and after is not None
     assert before >= STEPS * 12 * SECONDS and 0 < after < result.seconds - before
     steps = sum(sum(seconds_of(read_step_times(result.storage()), part)) for part in STEP_PARTS)
-    assert result.seconds - before - after == pytest.approx(steps, abs=0.1)
+    assert result.seconds - before - after == pytest.approx(steps, abs=0.5)
 
 
 @pytest.mark.slow
@@ -234,31 +235,33 @@ def test_the_place_of_a_device_that_has_failed_is_what_it_raises(monkeypatch: py
 
 def test_parts_may_lie_in_one_another() -> None:
     clock = StepClock()
+    outer = time.perf_counter()
     clock.restart()
-    began = time.perf_counter()
+    inner = time.perf_counter()
     clock.enter(Part.UPDATE)
     before = clock.enter(Part.CHECKPOINT)
     time.sleep(SECONDS)
     clock.enter(before)
     time.sleep(2 * SECONDS)
+    within = time.perf_counter() - inner
     (timed,) = clock.end_step(5, 3)
-    whole = time.perf_counter() - began
+    around = time.perf_counter() - outer
     assert timed.seconds[Part.CHECKPOINT] >= SECONDS
     assert timed.seconds[Part.UPDATE] >= 2 * SECONDS
-    assert sum(timed.seconds) == pytest.approx(whole, abs=1e-3)
+    assert within - 1e-6 <= sum(timed.seconds) <= around + 1e-6
     assert SilentClock().end_step(0, 1) == []
 
 
 def test_a_step_costs_microseconds() -> None:
     """A step of one shard has some ten marks."""
-    clock, began = StepClock(), time.perf_counter()
+    clock, began = StepClock(), time.process_time()
     timed = []
     for step in range(2000):
         for part in (*Part, Part.FORWARD, Part.BACKWARD):
             clock.enter(part)
         timed += clock.end_step(step, 8)
     packed(timed)
-    assert (time.perf_counter() - began) / 2000 < 100e-6, "on a busy machine; it takes about 4 on a quiet one"
+    assert (time.process_time() - began) / 2000 < 100e-6, "it takes about 4 on a quiet machine"
 
 
 def steps(first: int, num: int, exchange: float = 0.0, forward: float = 1.0) -> TimedSteps:

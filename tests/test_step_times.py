@@ -151,10 +151,10 @@ def test_measuring_costs_microseconds() -> None:
     assert seconds >= SECONDS
     assert (indices.tolist(), batch) == ([1, 2], 2)
     batches = times.waiting(iter(range(10_000)))
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in batches:
         times.new_data_wait()
-    assert time.perf_counter() - began < 10_000 * 20e-6
+    assert time.process_time() - began < 10_000 * 20e-6
 
 
 def test_the_share_is_over_all_workers() -> None:

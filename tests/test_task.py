@@ -215,12 +215,15 @@ class Hangs(models.Rows):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
-def test_processes_in_the_midst_of_a_read_are_ended_within_a_second_or_two(tmp_path: Path) -> None:
+def test_processes_in_the_midst_of_a_read_are_ended_within_a_second_or_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 40.0)  # instead of 5
     loader = {"processes": 4, "context": "fork"}
     job, began = job_of(models.RaisesOn(0), Hangs(ends=False), workers=1, loader=loader), time.monotonic()
     with pytest.raises(ModelError, match="a number that I do not like"):
         run_alone(job, tmp_path)
-    assert time.monotonic() - began < 10, "not five seconds for each of four"
+    assert time.monotonic() - began < 40, "torch alone waits so long for each of four"
 
 
 def test_a_process_of_a_loader_that_was_killed_is_told_by_step_and_shard(tmp_path: Path) -> None:

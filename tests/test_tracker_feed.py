@@ -120,8 +120,8 @@ def test_a_tracker_that_hangs_or_is_down_is_left_after_the_limit(run: Storage, i
     began = time.monotonic()
     for first in range(8):
         feed.add(rows(first, first + 1))
-    assert time.monotonic() - began < 0.2, "the run never waits"
-    assert 0.3 <= ended(feed, 0.3) < 2.0
+    assert time.monotonic() - began < 30, "the run never waits: a tracker hangs for a minute"
+    assert 0.3 <= ended(feed, 0.3) < 30
     assert f"fake lacks 8 steps and the run's end; `dp-ray track {run}` sends it" in said
     assert tracker.closed.is_set() and not tracker.rows
 

@@ -58,7 +58,7 @@ class FakeTracker(TrackerProcess):
             raise TrackerRefused("connection refused")
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float = 100.0) -> None:
     until = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < until, "it never came"
