@@ -17,7 +17,7 @@ from dp_ray.cluster import worker
 from dp_ray.cluster.channel import WorkerConfig
 from dp_ray.engine.clock import DevicePlace, Part, StepClock
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import Collective, World, current_collectives, recorded_collectives
+from dp_ray.engine.world import Collective, World, current_collectives, everyone, recorded_collectives
 from dp_ray.messages import Beat, Interrupted, Note, Started, WorkerReady
 from dp_ray.monitor.watchdog import collectives_behind
 from dp_ray.rundir.claim import RunDir
@@ -80,8 +80,8 @@ class StaysAway(StepControl):
     @staticmethod
     def task(context: Context) -> None:
         run, rank = context.run, context.world.rank
-        dist.all_reduce(torch.ones(5))
-        work = dist.all_reduce(torch.ones(2, 4), async_op=True) if rank == 0 else None
+        dist.all_reduce(torch.ones(5), group=everyone())
+        work = dist.all_reduce(torch.ones(2, 4), group=everyone(), async_op=True) if rank == 0 else None
         end = time.monotonic() + 60
         text, found = recorded_collectives()
         # gloo wakes who waits for a collective a moment before it notes that this is over.
@@ -91,7 +91,7 @@ class StaysAway(StepControl):
         while not run.exists("told-0") and time.monotonic() < end:
             time.sleep(0.05)
         if work is None:
-            dist.all_reduce(torch.ones(2, 4))
+            dist.all_reduce(torch.ones(2, 4), group=everyone())
         else:
             work.wait()
 

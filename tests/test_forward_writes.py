@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 
 from dp_ray.driver.replay import replay
 from dp_ray.engine.trainer import WRITTEN
@@ -24,7 +25,7 @@ from tests.support import training
 from tests.support.builders import predictions_of, run_dir_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.trainings import ADAMW, assert_close, initial, job_of
-from tests.support.writing import WritesInEval, WritesItsInputs, Writing, plain_training
+from tests.support.writing import SharesMemory, WritesInEval, WritesItsInputs, Writing, plain_training
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
@@ -253,3 +254,62 @@ def test_a_checkpoint_of_before_opens_and_one_of_a_usual_model_is_as_before(tmp_
     run_group(job_of("conv", "Images", workers=1, batch_size=14, max_steps=2), tmp_path / "usual")
     (kept,) = (tmp_path / "usual" / "checkpoints").glob("*.safetensors")
     assert WRITTEN not in load_checkpoint(Storage(str(kept.parent)), kept.name).state
+
+
+def sharing(way: str, late: int = 0, persistent: bool = True, **keys: Any) -> Job:
+    """A training whose every second step has no rows for a second worker."""
+    args = {"way": way, "late": late, "persistent": persistent}
+    model = {"target": "tests.support.writing:SharesMemory", "args": args}
+    return job_of(model, DATA, **{"batch_size": 28, "shards": 4, "epochs": 3, **keys})
+
+
+@pytest.mark.parametrize("way", ["never", "anew", "second", "joined", "parted"])
+@pytest.mark.parametrize("late", [0, 2])
+def test_buffers_that_begin_as_one_tensor_follow_shard_0(tmp_path: Path, way: str, late: int) -> None:
+    """Also once they are two: each is set anew, and what stays one tensor shows each other's writes."""
+    for workers in (1, 2):
+        run_group(sharing(way, late, workers=workers), tmp_path / str(workers))
+        model = initial(SharesMemory, way, late)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+        losses = plain_training(model, training.Pairs(30), optimizer, 28, 4, 3)
+        assert_close(tmp_path / str(workers), model, losses, 3e-6)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("way", ["never", "anew", "joined", "parted"])
+def test_buffers_of_one_tensor_are_kept(tmp_path: Path, way: str, persistent: bool) -> None:
+    keys: dict[str, Any] = {"bitwise": True, "checkpoint": {"every_steps": 1}, "ema": {"decay": 0.9}}
+    first = ends(sharing(way, persistent=persistent, workers=1, **keys), tmp_path / "1")
+    for before in (1, 4):
+        folder = tmp_path / f"k{before}"
+        run_group(sharing(way, persistent=persistent, workers=2, **keys), folder, StopsBefore(before))
+        assert ends(sharing(way, persistent=persistent, workers=3, **keys), folder) == first
+
+
+@pytest.mark.parametrize("way", ["anew", "joined"])
+def test_buffers_that_part_late_are_an_error_that_names_them_on_several_workers(tmp_path: Path, way: str) -> None:
+    says = r"has \S+ share memory with other buffers, or no longer, .* first 3 steps .* of its own in the constructor"
+    with pytest.raises(ProcessExit, match=says):
+        run_group(sharing(way, 4, workers=2), tmp_path / "2")
+    run_group(sharing(way, 4, workers=1), tmp_path / "1")
+    model = initial(SharesMemory, way, 4)
+    losses = plain_training(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 28, 4, 3)
+    assert_close(tmp_path / "1", model, losses, 3e-6)
+
+
+def test_the_weights_of_parted_buffers_are_those_of_their_names(tmp_path: Path) -> None:
+    """A prediction and an evaluation build the model anew, where they are one tensor."""
+    run_group(sharing("anew", workers=1, shards=1), tmp_path / "run")
+    weights = weights_of(tmp_path / "run")
+    model = initial(SharesMemory, "anew").eval()
+    for name in ("one", "two"):
+        setattr(model, name, torch.zeros(6))
+    model.load_state_dict(weights)
+    data = training.Pairs(30)
+    with torch.no_grad():
+        outputs = [copy.deepcopy(model)(rows) for rows in data.inputs.split(3)]
+    wanted = nn.functional.cross_entropy(torch.cat(outputs), data.targets).item()
+    trained = {"target": "tests.support.writing:SharesMemory", "args": {"way": "anew"}}
+    keys = {"model": trained, "dataset": DATA, "batch_size": 3, "loss": "torch.nn:CrossEntropyLoss", "workers": 1}
+    made = Job.make({"task": "evaluate", "init_from": str(tmp_path / "run" / "weights.safetensors"), **keys}, "job")
+    assert measured(run_group(made, tmp_path / "evaluated"))["loss"] == pytest.approx(wanted, rel=1e-6)

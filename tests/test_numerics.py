@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.driver.replay import replay
 from dp_ray.driver.verify import _numerics
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World
+from dp_ray.engine.world import World, everyone, form_group, leave_group
 from dp_ray.errors import JobError
 from dp_ray.messages import Computes
 from dp_ray.results.compare import comparison_text, comparison_values, read_compared_run
@@ -65,7 +65,7 @@ def be_worker(rank: int, port: int, folder: str, bitwise: bool, kind: str, node:
     """Be one of two workers, and print what it tells and how it ends."""
     control = OnNode(node, kind)
     job = job_of("mlp", workers=2, shards=4, epochs=1, max_steps=2, bitwise=bitwise)
-    dist.init_process_group("gloo", store=TCPStore(LOCALHOST, port), rank=rank, world_size=2)
+    form_group("gloo", TCPStore(LOCALHOST, port), World(rank, 2))
 
     def send(message: Any) -> None:
         if isinstance(message, Computes):
@@ -76,8 +76,8 @@ def be_worker(rank: int, port: int, folder: str, bitwise: bool, kind: str, node:
     except JobError as error:
         ids = error.node_ids if isinstance(error, OtherKind) else None
         print(json.dumps({"error": str(error), "ids": ids}))
-    dist.barrier()
-    dist.destroy_process_group()
+    dist.barrier(group=everyone())
+    leave_group()
 
 
 def two_workers(folder: Path, *, bitwise: bool = True, kind: str = "", nodes: str = "ab") -> list[dict[str, Any]]:

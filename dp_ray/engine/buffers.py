@@ -43,6 +43,7 @@ SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 Values = dict[str, torch.Tensor | None]
 Place = tuple[Any, str]  # a module's buffers, and a key of them
+Shared = tuple[str, bool]  # the first buffer in the same memory, and whether both are one tensor
 Stamp = tuple[int | None, int]
 Blocks = Iterable[tuple[nn.Module, list[Any]]]
 ADVICE = "write it in one of these too, or make it a buffer (register_buffer)"
@@ -63,6 +64,13 @@ class _Layout(NamedTuple):
     def padded(self) -> int:
         """The bytes of the tensor in a broadcast."""
         return -(-self.nbytes // ALIGNED) * ALIGNED
+
+
+class _Taken(NamedTuple):
+    """Copies of values, and the tensors that held these: they tell which of them share memory."""
+
+    copies: Values
+    tensors: Values
 
 
 class _SeesReplaced(TorchFunctionMode):
@@ -112,7 +120,7 @@ class _Writable:
         return {**buffers, **self._followed}
 
     @torch.no_grad()
-    def _take(self) -> Values:
+    def _take(self) -> _Taken:
         """Copy all values as they are now."""
         now = self._now()
         copies: Values = {name: None if one is None else torch.empty_like(one) for name, one in now.items()}
@@ -120,21 +128,33 @@ class _Writable:
             copy_all(
                 [one for one in copies.values() if one is not None], [one for one in now.values() if one is not None]
             )
-        return copies
+        return _Taken(copies, now)
 
     @torch.no_grad()
-    def _put(self, values: Mapping[str, torch.Tensor | None]) -> None:
-        """Set buffers and followed parameters to the values; a buffer of another size is made anew."""
+    def _put(self, values: Mapping[str, torch.Tensor | None], tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Set buffers and followed parameters to the values, which `tensors` are to hold; without one, that of now.
+
+        What a forward has set anew gets its tensor of before, with which others may share memory. A buffer of
+        another size is made anew.
+        """
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        made: dict[int, torch.Tensor] = {}
         for name, (held, key) in self._places.items():
             now, value = _get(held, key), values.get(name)
-            is_alike = now is not None and value is not None and now.shape == value.shape and now.dtype is value.dtype
-            if is_alike and not (self._aligns and not is_aligned(now)):
-                pairs.append((now, value))
-            elif name in values:
-                held[key] = None if value is None else value.clone()
-            elif key in held:
-                del held[key]
+            into = tensors.get(name, now)
+            if value is None:
+                if name in values:
+                    held[key] = None
+                elif key in held:
+                    del held[key]
+                continue
+            is_alike = into is not None and into.shape == value.shape and into.dtype is value.dtype
+            if into is not None and is_alike and not (self._aligns and not is_aligned(into)):
+                pairs.append((into, value))
+            else:
+                into = made.setdefault(id(value if into is None else into), value.clone())
+            if into is not now:
+                held[key] = into
         for name, parameter in self._followed.items():
             value = values.get(name)
             if value is not None:
@@ -198,9 +218,11 @@ class Buffers(_Writable):
         self._versions: list[int] = []
         self._digests: dict[str, int] | None = None  # of the last `state`; the first one is called before any step
         self._changed: set[str] = set()  # non-persistent buffers
-        self._start: Values = {}
+        self._shared = self._built_shared = _shared(self._buffers_of(self._now()))
+        self._num_tensors = 0  # of rank 0's buffers, each once, when the workers last agreed
+        self._start = _Taken({}, {})
         self._before: dict[str, torch.Tensor] = {}  # in early steps, the parameters
-        self._kept: Values | None = None
+        self._kept: _Taken | None = None
         self._num_steps = 0
         self.is_early = True  # whether forwards are compared with a copy: each runs in `forward`
         self._is_alone = self._was_alone = True
@@ -214,7 +236,9 @@ class Buffers(_Writable):
         self._kept = None
         self._is_alone = num_shards <= 1 and not self._has_peers
         self._was_alone = self._was_alone and self._is_alone
-        self._start = self._take() if num_shards > 1 or self.is_early else {}
+        self._start = self._take() if num_shards > 1 or self.is_early else _Taken({}, {})
+        if self._shared and not self._start.tensors:
+            self._start = _Taken({}, self._now())
         self._stamp()
         if self.is_early and not self._before:
             self._before = _all_copies(self._watched)
@@ -269,9 +293,9 @@ class Buffers(_Writable):
         self._followed[name] = self._plain[name]
         if before is not None:
             before = before.to(self._plain[name].device)
-            self._start[name] = before
+            self._start.copies[name] = before
             if self._kept is not None:
-                self._kept[name] = before
+                self._kept.copies[name] = before
 
     def _name_of(self, unit: Any) -> str:
         return next((name for name, one in self._parameters.items() if one is unit.sharded_param), "of a block")
@@ -311,7 +335,7 @@ class Buffers(_Writable):
 
     def restore(self) -> None:
         """Set all to the values before the step, for the next shard."""
-        self._put(self._start)
+        self._put(*self._start)
 
     @torch.no_grad()
     def share(self) -> None:
@@ -323,8 +347,10 @@ class Buffers(_Writable):
         if not any(self._layouts.values()):
             return
         if is_rank_0():
-            values = {**self._now(), **(self._kept or {})}
+            tensors = self._now()
+            values = tensors if self._kept is None else {**tensors, **self._kept.copies}
             now = {name: _layout(one) for name, one in values.items()}
+            self._check_shared(tensors if self._kept is None else self._kept.tensors)
             if now != self._layouts:
                 names = [name for name in {**now, **self._layouts} if now.get(name) != self._layouts.get(name)]
                 raise ModelError(
@@ -335,16 +361,32 @@ class Buffers(_Writable):
             copy_all([view for view, _ in pairs if view is not None], [one for _, one in pairs if one is not None])
         self._work = dist.broadcast(self._flat, src=0, group=everyone(), async_op=True)
 
+    def _check_shared(self, tensors: Values) -> None:
+        """Raise ModelError on rank 0 if other buffers are one tensor than those of which the workers know."""
+        if len({id(tensors[name]) for name in self._places if name in tensors}) != self._num_tensors:
+            now = _shared(self._buffers_of(tensors))
+            names = [name for name in {**now, **self._shared} if now.get(name) != self._shared.get(name)]
+            raise ModelError(
+                f"the forward has {listed(names)} share memory with other buffers, or no longer, and not so in the "
+                f"first {EARLY} steps since the workers started: give each a tensor of its own in the constructor"
+            )
+
+    def _buffers_of(self, tensors: Values) -> Values:
+        return {name: tensors[name] for name in self._places if name in tensors}
+
     def _agree(self) -> None:
         """Follow each parameter that any worker's forward wrote, and have the buffers that rank 0 has."""
-        values = self._kept or self._now()
-        layouts = {name: _layout(values[name]) for name in self._places if name in values}
-        everybodys = gathered((list(self._followed), layouts, sorted(_non_persistent(self._model))))
+        values = self._buffers_of(self._now() if self._kept is None else self._kept.tensors)
+        layouts = {name: _layout(one) for name, one in values.items()}
+        mine = list(self._followed), layouts, sorted(_non_persistent(self._model)), _shared(values)
+        everybodys = gathered(mine)
+        self._num_tensors = len(set(map(id, values.values())))
         for names, *_ in everybodys:
             for name in names:
                 if name not in self._followed:
                     self._follow(name, None)
-        _, of_buffers, lasting = everybodys[0]
+        _, of_buffers, lasting, self._shared = everybodys[0]
+        self._start.tensors.update(_sharing(self._buffers_of(self._start.tensors), self._shared))
         for name in of_buffers.keys() - self._places.keys():
             _register(self._model, name, name not in lasting)
         self._places = _places(self._model)
@@ -364,10 +406,10 @@ class Buffers(_Writable):
         if self._work is not None:
             with waiting("rank 0's buffers"):
                 self._work.wait()
-            self._put(self._views)
+            self._put(self._views, (self._kept or self._start).tensors)
             self._work = None
         elif self._kept is not None:
-            self._put(self._kept)
+            self._put(*self._kept)
         self._num_steps += 1
         self.is_early = self._num_steps < EARLY
         self._before = {}
@@ -377,8 +419,9 @@ class Buffers(_Writable):
         """Return what a state_dict of the model lacks; empty if a forward writes nothing but persistent buffers.
 
         `parameters` names those that forwards write. `buffers` are the non-persistent ones that have changed. `made`
-        names the buffers that forwards made, and whether they are persistent. Raises ModelError if frozen parameters
-        have changed in a way that nothing else shows, so that the workers' may differ.
+        names the buffers that forwards made, and whether they are persistent. `shared` has those that share memory
+        with others, or not, unlike in the model that was built. Raises ModelError if frozen parameters have changed
+        in a way that nothing else shows, so that the workers' may differ.
         """
         self._check_parameters()
         lasting = _non_persistent(self._model)
@@ -393,10 +436,16 @@ class Buffers(_Writable):
             )
         self._changed |= {name for name in now if before.get(name) != digests[name]}
         self._digests = digests
+        shared, built = _shared(self._buffers_of(self._now())), self._built_shared
         state = {
             "parameters": sorted(self._followed.keys() - self._static),
             "made": [[name, name not in lasting] for name in self._places if name not in self._built],
             "buffers": {name: one for name, one in now.items() if name in self._changed},
+            "shared": [
+                [name, *shared.get(name, (name, True))]
+                for name in self._places
+                if shared.get(name) != built.get(name)
+            ],
         }
         return {key: value for key, value in state.items() if value}
 
@@ -415,7 +464,18 @@ class Buffers(_Writable):
             if name not in self._places:
                 _register(self._model, name, is_persistent)
         self._places = _places(self._model)
+        self._share_as(state)
 
+    def _share_as(self, state: Mapping[str, Any]) -> None:
+        """Have buffers share memory as they did when `state` was taken."""
+        before = self._buffers_of(self._now())
+        others = {name: (first, is_same) for name, first, is_same in state.get("shared", ())}
+        for name, one in _sharing(before, {**self._built_shared, **others}).items() if others else ():
+            if one is not before[name]:
+                held, key = self._places[name]
+                held[key] = one
+
+    @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` returned, once the model's state is loaded."""
         for name in state.get("parameters", ()):
@@ -427,8 +487,12 @@ class Buffers(_Writable):
                 raise ModelError(f"the checkpoint has the buffer {name}, unlike this model")
             held, key = self._places[name]
             now = _get(held, key)
-            held[key] = value.to(device if now is None else now.device)
+            if now is not None and _layout(now) == _layout(value):
+                now.copy_(value)  # others may be the same tensor
+            else:
+                held[key] = value.to(device if now is None else now.device)
             self._changed.add(name)
+        self._share_as(state)
 
 
 class UnchangedBuffers(_Writable):
@@ -445,8 +509,7 @@ class UnchangedBuffers(_Writable):
         for name in written:
             self._followed[name] = self._plain[name]
         self._held = [(module._buffers, tuple(module._buffers.keys())) for module in model.modules()]
-        self._values = self._take()
-        self._tensors = self._now()
+        self._values, self._tensors = self._take()
         self._large = {
             name: _stamp_of(one) for name, one in self._tensors.items() if one is not None and one.nbytes > SMALL
         }
@@ -534,6 +597,27 @@ def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
         if _get(held, key) is None and weight is not None:
             whole = weight.whole() if isinstance(weight, Stored) else weight
             held[key] = torch.empty_like(whole, device=device)
+    _make_apart(model, weights)
+
+
+@torch.no_grad()
+def _make_apart(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Give memory of its own to a buffer that shares it with others, but has weights apart: a forward set it anew."""
+    places = _places(model)
+    tensors = {name: _get(held, key) for name, (held, key) in places.items()}
+    shared = _shared(tensors)
+    wanted: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name in {**{first: None for first, _ in shared.values()}, **shared}:
+        weight, one = weights.get(name), tensors[name]
+        if isinstance(weight, Stored):
+            weight = weight.whole()
+        if one is not None and isinstance(weight, torch.Tensor) and weight.shape == one.shape:
+            wanted[name] = one, weight.to(one)
+            one.copy_(weight)
+    for name, (one, weight) in wanted.items():
+        if not torch.equal(as_bytes(one), as_bytes(weight)):
+            held, key = places[name]
+            held[key] = weight
 
 
 def same_buffers(model: nn.Module, copy: nn.Module) -> None:
@@ -546,20 +630,51 @@ def same_buffers(model: nn.Module, copy: nn.Module) -> None:
         one = _get(*place)
         if _layout(_get(held, key)) != _layout(one):
             held[key] = None if one is None else one.detach().clone()
+    mine, theirs = ({name: _get(*place) for name, place in _places(one).items()} for one in (model, copy))
+    places = _places(copy)
+    for name, one in _sharing(theirs, _shared(mine)).items():
+        if one is not theirs[name]:
+            held, key = places[name]
+            held[key] = one
 
 
 def _places(model: nn.Module) -> dict[str, Place]:
-    """Return the place of each dense buffer, by its name, each tensor once; a buffer that is None too."""
-    places: dict[str, Place] = {}
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for key, one in module._buffers.items():
-            if one is not None:
-                if id(one) in seen or one.layout is not torch.strided or one.is_quantized:
-                    continue
-                seen.add(id(one))
-            places[f"{prefix}.{key}".lstrip(".")] = (module._buffers, key)
-    return places
+    """Return the place of each dense buffer, by its name; a buffer that is None too."""
+    return {
+        f"{prefix}.{key}".lstrip("."): (module._buffers, key)
+        for prefix, module in model.named_modules()
+        for key, one in module._buffers.items()
+        if one is None or (one.layout is torch.strided and not one.is_quantized)
+    }
+
+
+def _shared(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Shared]:
+    """Return which tensors share memory with one before them."""
+    firsts: dict[int, str] = {}
+    shared: dict[str, Shared] = {}
+    for name, one in tensors.items():
+        if one is not None:
+            first = firsts.setdefault(one.untyped_storage()._cdata, name)
+            if first != name:
+                shared[name] = first, one is tensors[first]
+    return shared
+
+
+def _sharing(tensors: Values, wanted: Mapping[str, Shared]) -> Values:
+    """Return tensors of the same values that share memory as is wanted.
+
+    What is a part of another can be made apart, but not made a part.
+    """
+    now, made = _shared(tensors), dict(tensors)
+    for name, one in tensors.items():
+        first, is_same = wanted.get(name, (name, True))
+        if one is None or now.get(name, (name, True)) == (first, is_same):
+            continue
+        if first == name:
+            made[name] = one.detach().clone()
+        elif is_same and made.get(first) is not None:
+            made[name] = made[first]
+    return made
 
 
 def _get(held: Any, key: str) -> torch.Tensor | None:

@@ -194,7 +194,8 @@ class _Buffers:
         places = [(module, name, one) for module in block.modules() for name, one in module._buffers.items()]
         self._places: list[BufferPlace] = [(module, name, one) for module, name, one in places if one is not None]
         self._versions = [version_of(one) for _, _, one in self._places]
-        self._values = [one.detach().clone() for _, _, one in self._places]
+        copies = {id(one): one.detach().clone() for _, _, one in self._places}
+        self._values = [copies[id(one)] for _, _, one in self._places]  # one copy for buffers that are one tensor
 
     def forget_unchanged(self) -> None:
         """Drop the values of buffers that the forward has left alone: this is called once, right after it."""
@@ -210,8 +211,9 @@ class _Buffers:
     def as_before(self) -> Iterator[None]:
         """Put other tensors with the old values in the place of the buffers, while the block runs."""
         now = [module._buffers[name] for module, name, _ in self._places]
+        copies = {id(value): value.clone() for value in self._values}
         for (module, name, _), value in zip(self._places, self._values, strict=True):
-            module._buffers[name] = value.clone()
+            module._buffers[name] = copies[id(value)]
         try:
             yield
         finally:
