@@ -94,7 +94,7 @@ def as_module(model: object) -> nn.Module:
         raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm:
-            module.__class__ = BatchNormOfShard
+            module.__class__ = BatchNormOfShard  # type: ignore[assignment]
     return model
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -117,15 +117,14 @@ def _made(
     """Make a group beside torch's default one, of which torch's own `new_group` makes parts."""
     global _num_groups
     _num_groups += 1
-    name = f"dp_ray-{_num_groups}"
     group: dist.ProcessGroup
-    group, _ = distributed_c10d._new_process_group_helper(  # type: ignore[no-untyped-call]
+    group, _ = distributed_c10d._new_process_group_helper(
         size,
         rank,
         [],
         dist.Backend(backend),
         store,
-        name,
+        cast("distributed_c10d.GroupName", f"dp_ray-{_num_groups}"),
         timeout=_timeout,
         device_id=gpu,
         group_desc=describes,

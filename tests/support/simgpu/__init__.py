@@ -143,6 +143,7 @@ def _give_calls(torch: Any) -> None:
         cudaHostUnregister=lambda address: int(sim.host_unregister(address)),
     )
     cuda.cudart = lambda: cudart
+    torch._C._show_config = lambda: "simulated"  # torch's own looks for the library of CUDA
     cuda.is_current_stream_capturing = cuda._is_in_bad_fork = lambda: False
     _give_memory(torch)
 
