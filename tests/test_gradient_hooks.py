@@ -98,6 +98,7 @@ def hooked_job(model: str = "Hooked", **keys: Any) -> Any:
     given = {
         "loss": f"{HERE}:weighing",
         "batch_size": 13,
+        "epochs": 1,
         "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}},
     }
     return job_of({"target": f"{HERE}:{model}"}, **{**given, **keys})
@@ -112,7 +113,7 @@ def trained_plainly(model: Callable[[], nn.Module], clip: float | None = None) -
         if clip is not None:
             nn.utils.clip_grad_norm_(made.parameters(), clip)
 
-    losses = plain_loop(made, Pairs(), 13, 2, plain_mean, optimizer, after_backward=after_backward)
+    losses = plain_loop(made, Pairs(), 13, 1, plain_mean, optimizer, after_backward=after_backward)
     return made, losses
 
 

@@ -142,7 +142,7 @@ class OptimizerStep:
         nothing: the next ones will be too. Nor does it take the norm of one that a hook may change.
         """
         if self._knows_early and not self._has_weighed:
-            if self.hooks.are_any():
+            if self.hooks.hooked:
                 parameters = [one for one in parameters if not self.hooks.are_on(one)]
             gradients = [numbers_of(one.grad) for one in parameters if one.grad is not None]
             if gradients and len(gradients) == len(parameters):
@@ -156,7 +156,7 @@ class OptimizerStep:
         """
         gradients = self._gradients()
         factor = self._factor(weight, rows)
-        is_hooked = self.hooks.are_any()
+        is_hooked = bool(self.hooks.hooked) and self.hooks.are_any()
         self._has_weighed = factor is not None and (self._grad_clip is None or is_hooked)
         if factor is not None and self._has_weighed:
             scale_by(gradients, factor)
