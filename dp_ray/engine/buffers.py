@@ -128,8 +128,13 @@ class _Writable:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, (held, key) in self._places.items():
             now, value = _get(held, key), values.get(name)
-            is_alike = now is not None and value is not None and now.shape == value.shape and now.dtype is value.dtype
-            if is_alike and not (self._aligns and not is_aligned(now)):
+            if (
+                now is not None
+                and value is not None
+                and now.shape == value.shape
+                and now.dtype is value.dtype
+                and (not self._aligns or is_aligned(now))
+            ):
                 pairs.append((now, value))
             elif name in values:
                 held[key] = None if value is None else value.clone()
