@@ -76,8 +76,8 @@ class HookedGan(Gan):
 
     def __init__(self) -> None:
         super().__init__()
-        for one in (self.critic, self.generator):
-            one[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[union-attr]
+        for name in ("critic.0.weight", "generator.0.weight"):
+            self.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[no-untyped-call]
 
 
 class TrainsGan(StepControl):
