@@ -115,7 +115,7 @@ def test_bits_do_not_depend_on_where_a_tensor_begins(tmp_path: Path, kind: str) 
 
 
 def test_a_run_that_others_go_on_with_has_the_same_bits(tmp_path: Path) -> None:
-    keys = {"model": "Queue", "checkpoint": {"every_steps": 1}}
+    keys: dict[str, Any] = {"model": "Queue", "checkpoint": {"every_steps": 1}}
     run_group(odd_job(1, **keys), tmp_path / "whole", AsOnCuda())
     run_group(odd_job(1, **keys), tmp_path / "resumed", AsOnCuda(stop=3))
     run_group(odd_job(3, **keys), tmp_path / "resumed", AsOnCuda(stop=5))

@@ -330,6 +330,19 @@ def test_hooks_of_the_bare_module_run_on_the_workers() -> None:
     assert torch.equal(model(torch.ones(4, 2)), before)
 
 
+def test_hooks_on_gradients_run_once_at_the_caller_on_the_whole_gradient() -> None:
+    module, calls = nn.Linear(2, 2), list[torch.Tensor]()
+    bare = copy.deepcopy(module)
+    for one in (module, bare):
+        one.weight.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))  # type: ignore[no-untyped-call]
+        one.weight.register_post_accumulate_grad_hook(lambda one: calls.append(one.grad))  # type: ignore[no-untyped-call]
+        model = parallel(one, shards=3) if one is module else one
+        model(torch.ones(7, 2)).sum().backward()
+    ours, theirs = calls
+    assert_close(ours, theirs)
+    assert ours.abs().max() == 0.5
+
+
 @pytest.mark.parametrize("when", ["before", "forward", "backward"])
 def test_the_shards_of_a_lost_worker_are_run_again(workers: Workers, tmp_path: Path, when: str) -> None:
     inputs = torch.randn(9, 2, requires_grad=True)

@@ -50,6 +50,7 @@ class Hooked(nn.Module):
         self.steps = 0
         for one in self.parameters():
             one.register_post_accumulate_grad_hook(self.count)  # type: ignore[no-untyped-call]
+            one.register_hook(self.count)  # type: ignore[no-untyped-call]
 
     def count(self, _: torch.Tensor) -> None:
         self.steps += 1

@@ -88,16 +88,21 @@ def weighing(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
     return (functional.cross_entropy(outputs, targets, reduction="none") * weights).sum(), weights.sum()
 
 
+def weighing_mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    total, weight = weighing(outputs, targets)
+    return total / weight
+
+
 def plain_mean(model: nn.Module, chunks: Any) -> torch.Tensor:
     inputs, targets = (torch.cat(column) for column in zip(*chunks, strict=True))
-    total, weight = weighing(model(inputs), targets)
-    return total / weight
+    return weighing_mean(model(inputs), targets)
 
 
 def hooked_job(model: str = "Hooked", **keys: Any) -> Any:
     given = {
         "loss": f"{HERE}:weighing",
         "batch_size": 13,
+        "epochs": 1,
         "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}},
     }
     return job_of({"target": f"{HERE}:{model}"}, **{**given, **keys})
@@ -112,11 +117,15 @@ def trained_plainly(model: Callable[[], nn.Module], clip: float | None = None) -
         if clip is not None:
             nn.utils.clip_grad_norm_(made.parameters(), clip)
 
-    losses = plain_loop(made, Pairs(), 13, 2, plain_mean, optimizer, after_backward=after_backward)
+    losses = plain_loop(made, Pairs(), 13, 1, plain_mean, optimizer, after_backward=after_backward)
     return made, losses
 
 
-@pytest.mark.parametrize("keys", [{}, {"bitwise": True, "grad_clip": 0.05}], ids=["sums", "bitwise, clipped"])
+OVER_BATCH = {"loss": {"target": f"{HERE}:weighing_mean", "over": "batch"}}
+KEYS: list[dict[str, Any]] = [{}, {"bitwise": True, "grad_clip": 0.05}, {**OVER_BATCH, "bitwise": True}]
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=["sums", "bitwise, clipped", "over the batch"])
 def test_they_see_the_mean_gradient_of_the_batch_once(tmp_path: Path, keys: dict[str, Any]) -> None:
     expected = trained_plainly(Hooked, keys.get("grad_clip"))
     for shards, workers in SHARDS_AND_WORKERS:

@@ -10,7 +10,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import nn
 
 from dp_ray.engine.world import is_gpu
 from dp_ray.job.job import Job
@@ -48,7 +47,7 @@ def aligned_batch(batch: Any) -> Any:
 
 
 @torch.no_grad()
-def align_gradients(parameters: Collection[nn.Parameter]) -> None:
+def align_gradients(parameters: Collection[torch.Tensor]) -> None:
     """Give each gradient that does not begin at a multiple of 16 bytes memory of its own, with the same strides.
 
     The addresses are looked at in each step. The sizes would tell where in a bucket a gradient is; but autograd may

@@ -39,34 +39,35 @@ class _OfBatch:
 class ParameterHooks:
     """The hooks on the gradients of a model's trained parameters, which are given by their names.
 
-    Each backward follows a call of `look`: from then on no backward calls them. `run` does, once the gradients are
-    those of the batch; where several passes add up to one gradient, they see their sum. `put_back` ends this.
+    Before each backward `look` is called, unless torch's count is `seen`: then no backward calls them. `run` does,
+    once the gradients are those of the batch; where several passes add up to one gradient, they see their sum.
+    `put_back` ends this. `hooked` are the parameters that have had hooks: in most trainings none, at no cost.
     """
 
     def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
         self._trained = trained
-        self._seen = -1
-        self._hooked: dict[str, nn.Parameter] = {}  # those that had hooks when it last looked
+        self.seen = -1  # torch's count of all hooks that were ever set, by the last look
+        self.hooked: dict[str, nn.Parameter] = {}
 
     def look(self) -> None:
         """Have no backward call the hooks that were set since the last look."""
-        if RemovableHandle.next_id == self._seen:  # torch counts all hooks: most steps set none
+        if RemovableHandle.next_id == self.seen:
             return
-        self._seen = RemovableHandle.next_id
+        self.seen = RemovableHandle.next_id
         for name, one in self._trained.items():
             for hooks in _dicts_of(one):
                 for number, hook in hooks.items():
                     if not isinstance(hook, InEachBackward):
                         hooks[number] = hook if isinstance(hook, _OfBatch) else _OfBatch(hook)
-                        self._hooked[name] = one
+                        self.hooked[name] = one
 
     def are_any(self) -> bool:
         """Return whether there are hooks to run."""
-        return bool(self._hooked) and any(map(_count, self._hooked.values()))
+        return bool(self.hooked) and any(map(_count, self.hooked.values()))
 
     def are_on(self, parameter: torch.Tensor) -> bool:
         """Return whether there are hooks on a parameter."""
-        return bool(self._hooked) and _count(parameter) > 0
+        return bool(self.hooked) and _count(parameter) > 0
 
     @torch.no_grad()
     def run(self, step: int) -> None:
@@ -75,16 +76,16 @@ class ParameterHooks:
         One of a parameter without a gradient is not called. Raises ModelError, naming step and parameter.
         """
         for kind in (OF_GRADIENT, OF_PARAMETER):
-            hooks = {name: getattr(one, kind) or {} for name, one in self._hooked.items()}
+            hooks = {name: getattr(one, kind) or {} for name, one in self.hooked.items()}
             numbered = [(number, name) for name, those in hooks.items() for number in those]
             for number, name in sorted(numbered):
-                parameter, hook = self._hooked[name], hooks[name].get(number)  # another hook may have removed it
+                parameter, hook = self.hooked[name], hooks[name].get(number)  # another hook may have removed it
                 if isinstance(hook, _OfBatch) and parameter.grad is not None:
                     what = f"step {step}: the hook of the gradient of {name}"
                     with reraise_as(what):
                         given = hook.function(parameter.grad if kind == OF_GRADIENT else parameter)
                         _take(given, parameter, kind, what)
-        for one in self._hooked.values():
+        for one in self.hooked.values():
             if one.grad is not None and one.grad.is_sparse:
                 one.grad = one.grad.coalesce()  # as sums over workers are: its numbers can be changed in place
 
@@ -93,7 +94,7 @@ class ParameterHooks:
 
         A forward that sets one has not run yet on a worker without rows.
         """
-        counts: list[dict[str, int]] = gathered({name: _count(one) for name, one in self._hooked.items()})
+        counts: list[dict[str, int]] = gathered({name: _count(one) for name, one in self.hooked.items()})
         for rank, theirs in enumerate(counts):
             for name in sorted({*theirs, *counts[0]}):
                 here, there = counts[0].get(name, 0), theirs.get(name, 0)
@@ -105,10 +106,10 @@ class ParameterHooks:
 
     def put_back(self) -> None:
         """Leave the hooks as the user has set them, to be called in each backward."""
-        for one in self._hooked.values():
+        for one in self.hooked.values():
             for hooks in _dicts_of(one):
                 hooks.update({number: hook.function for number, hook in hooks.items() if isinstance(hook, _OfBatch)})
-        self._hooked, self._seen = {}, -1
+        self.hooked, self.seen = {}, -1
 
 
 def _dicts_of(parameter: torch.Tensor) -> Iterator[dict[int, Any]]:

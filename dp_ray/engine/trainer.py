@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from dp_ray.engine.alignment import must_align
 from dp_ray.engine.buffers import Buffers, make_room
@@ -135,9 +136,8 @@ class Trainer:
     def _update(self, loaded: LoadedStep, sums: torch.Tensor) -> Update:
         """Update the parameters from their gradients, which are the same on all workers, and so are all decisions."""
         split, step, rate = self._split, loaded.step, self.optimizer_step.learning_rate
-        if (
-            self._seeds_update or self.optimizer_step.hooks.are_any()
-        ):  # what runs until the next read may draw: the same numbers on all workers
+        # What runs until the next read may draw: the same numbers on all workers.
+        if self._seeds_update or self.optimizer_step.hooks.hooked:
             seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self.placement.world.device)
         known: Any = sums if self._votes is not None else sums.tolist()  # without waiting for a GPU
         if self.watch is not None:
@@ -275,7 +275,9 @@ class RunningShard:
         """Add the loss's gradient; in a worker's last shard of the pass, begin the sum over the workers."""
         of = self._pass
         seed = of.optimizer_step.seed(loss, of.rows)
-        of.optimizer_step.hooks.look()
+        hooks = of.optimizer_step.hooks
+        if RemovableHandle.next_id != hooks.seen:
+            hooks.look()
         try:
             with of.reduction.adding_nothing() if self._is_nothing else NOTHING:
                 if self.is_last:

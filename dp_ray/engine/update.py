@@ -78,7 +78,7 @@ class OptimizerStep:
         self.has_skipped = False  # whether the last step has left the parameters as they were
         self._names = {id(one): name for name, one in model.named_parameters()}
         self._of_model = [(one, instead.get(id(one), one)) for one in self.trained.values()]
-        self.hooks = ParameterHooks({} if job.is_sharded else self.trained)  # shards of parameters have none
+        self.hooks = ParameterHooks(self.trained)
         self._parameters: list[nn.Parameter] = []
         self.left_out: list[nn.Parameter] = []
         self._num_held = 0
@@ -139,11 +139,9 @@ class OptimizerStep:
         """Compute the norms of gradients that will not change before `apply`, unless it must weigh or unscale them.
 
         Called while this worker waits for the others' gradients. Where the last step's were weighed, it does
-        nothing: the next ones will be too. Nor does it take the norm of one that a hook may change.
+        nothing: the next ones will be too; nor if there are hooks, each of which may change any gradient.
         """
-        if self._knows_early and not self._has_weighed:
-            if self.hooks.are_any():
-                parameters = [one for one in parameters if not self.hooks.are_on(one)]
+        if self._knows_early and not self._has_weighed and not self.hooks.hooked:
             gradients = [numbers_of(one.grad) for one in parameters if one.grad is not None]
             if gradients and len(gradients) == len(parameters):
                 self._known.update(zip(map(id, parameters), norms_of(gradients), strict=True))
@@ -156,7 +154,7 @@ class OptimizerStep:
         """
         gradients = self._gradients()
         factor = self._factor(weight, rows)
-        is_hooked = self.hooks.are_any()
+        is_hooked = bool(self.hooks.hooked) and self.hooks.are_any()
         self._has_weighed = factor is not None and (self._grad_clip is None or is_hooked)
         if factor is not None and self._has_weighed:
             scale_by(gradients, factor)
@@ -279,6 +277,7 @@ class ShardedOptimizerStep(OptimizerStep):
                 if isinstance(self.optimizer, kind):
                     raise JobError(f"optimizer: {kind.__name__} {reason}; take another one, like torch.optim:AdamW")
         self._sharded = sharded
+        self.hooks = ParameterHooks({})  # `check_shardable` refuses them
         self._unscaled = UnscaledParts(self.optimizer, sharded)
         self._knows_early = False  # a norm takes a collective
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.library import Library
 
@@ -73,18 +74,18 @@ def as_on_cuda(early: bool = False) -> Iterator[None]:
 
     A backward waits for the sums of its gradients, as on a GPU, unless norms are to be computed `early`.
     """
-    library, before = Library("aten", "IMPL"), (alignment.reductions_see_alignment, reduce.is_gpu)
+    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch tells that it has such kernels already
         for name, kernel in KERNELS.items():
-            library.impl(name, kernel, "CPU")
-    alignment.reductions_see_alignment = lambda _: True
-    reduce.is_gpu = lambda _: not early  # type: ignore[assignment]
+            library.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(alignment, "reductions_see_alignment", lambda _: True)
+            patch.setattr(reduce, "is_gpu", lambda _: not early)
+            yield
     finally:
-        alignment.reductions_see_alignment, reduce.is_gpu = before
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 class AsOnCuda(StepControl):
