@@ -73,7 +73,7 @@ def build_optimizer(
                 )
     if switches(optimizer):
         with reraise_as("optimizer.train"):
-            optimizer.train()
+            optimizer.train()  # type: ignore[attr-defined]
     for group in optimizer.param_groups:  # a scheduler writes into them; the next attempt begins with the job's own
         group |= {name: value.detach().clone() for name, value in group.items() if isinstance(value, torch.Tensor)}
     return optimizer

@@ -34,7 +34,7 @@ class ScheduleFree(torch.optim.Optimizer):
                 group["train_mode"] = train_mode
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             assert group["train_mode"], "the optimizer was not in train mode"
             share, group["k"] = 1 / (group["k"] + 1), group["k"] + 1
