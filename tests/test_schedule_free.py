@@ -92,8 +92,9 @@ def test_parts_of_a_model_are_switched_too(tmp_path: Path) -> None:
 
 def test_the_bits_depend_neither_on_workers_nor_on_evaluations_nor_on_a_kill(tmp_path: Path) -> None:
     """To switch the weights there and back rounds: a training with evaluations would end elsewhere."""
-    for name, workers, others in (("one", 1, {}), ("two", 2, {}), ("none", 1, {"eval": None, "checkpoint": {}})):
-        run_group(job_of("mlp", **{**KEYS, "workers": workers, **others}), tmp_path / name)
+    unevaluated: dict[str, Any] = {"workers": 1, "eval": None, "checkpoint": {}}
+    for name, keys in {"one": {"workers": 1}, "two": {"workers": 2}, "none": unevaluated}.items():
+        run_group(job_of("mlp", **{**KEYS, **keys}), tmp_path / name)
     run_group(job_of("mlp", **KEYS, workers=2), tmp_path / "killed", StopsBefore(6))
     run_group(job_of("mlp", **KEYS, workers=1), tmp_path / "killed")
     whole = {name: one.tolist() for name, one in weights_of(tmp_path / "one").items()}
@@ -109,7 +110,13 @@ def test_a_run_goes_on_from_its_checkpoint_and_others_begin_with_what_it_evaluat
     assert weights_of(tmp_path / "on").keys() == weights_of(tmp_path / "whole").keys()
     for name, one in weights_of(tmp_path / "whole").items():
         assert torch.equal(weights_of(tmp_path / "on")[name], one), name
-    keys = {"task": "evaluate", "optimizer": None, "checkpoint": {}, "bitwise": False, "init_from": checkpoint}
+    keys: dict[str, Any] = {
+        "task": "evaluate",
+        "optimizer": None,
+        "checkpoint": {},
+        "bitwise": False,
+        "init_from": checkpoint,
+    }
     found = measured(
         run_group(job_of("mlp", **{**KEYS, **keys, "shuffle": False}, workers=1), tmp_path / "evaluated")
     )
