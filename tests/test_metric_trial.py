@@ -138,14 +138,14 @@ DISTRIBUTIONS = positive(4).softmax(1), positive(4).softmax(1)
 MASKS = classes(3, 4, 4), classes(3, 4, 4)
 OTHERS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     **{name: (getattr(regression, name), *NUMBERS) for name in PLAIN},
-    **{f"far from 0: {name}": (getattr(regression, name), *(one + 1e4 for one in NUMBERS)) for name in FAR},
+    **{f"far from 0: {name}": (getattr(regression, name), NUMBERS[0] + 1e4, NUMBERS[1] + 1e4) for name in FAR},
     "CriticalSuccessIndex": (lambda: regression.CriticalSuccessIndex(0.5), *NUMBERS),
     "MinkowskiDistance": (lambda: regression.MinkowskiDistance(3), *NUMBERS),
     "KLDivergence": (regression.KLDivergence, *DISTRIBUTIONS),
     "JensenShannonDivergence": (regression.JensenShannonDivergence, *DISTRIBUTIONS),
     "CosineSimilarity": (regression.CosineSimilarity, positive(4), positive(4)),
     "ContinuousRankedProbabilityScore": (regression.ContinuousRankedProbabilityScore, positive(4), positive()),
-    "halves": (regression.MeanSquaredError, *(one.bfloat16() for one in NUMBERS)),
+    "halves": (regression.MeanSquaredError, NUMBERS[0].bfloat16(), NUMBERS[1].bfloat16()),
     "MeanMetric": (torchmetrics.MeanMetric, *NUMBERS),
     "Perplexity": (text.Perplexity, logits(5, 7), classes(7, 5)),
     "MeanIoU": (lambda: segmentation.MeanIoU(3, input_format="index"), *MASKS),
@@ -169,6 +169,9 @@ def test_metrics_whose_updates_add_up_are_none(name: str) -> None:
 
 class PerUpdate(torchmetrics.Metric):
     """The mean over updates of what a function gives of each."""
+
+    total: torch.Tensor
+    updates: torch.Tensor
 
     def __init__(self, of_update: Any) -> None:
         super().__init__()

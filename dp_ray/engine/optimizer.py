@@ -71,6 +71,9 @@ def build_optimizer(
                     f"optimizer.groups.{number}.args: {spec.label} takes no {name!r}, but "
                     f"{listed(optimizer.defaults)}{did_you_mean(name, optimizer.defaults)}"
                 )
+    if switches(optimizer):
+        with reraise_as("optimizer.train"):
+            optimizer.train()  # type: ignore[attr-defined]
     for group in optimizer.param_groups:  # a scheduler writes into them; the next attempt begins with the job's own
         group |= {name: value.detach().clone() for name, value in group.items() if isinstance(value, torch.Tensor)}
     return optimizer
@@ -109,15 +112,28 @@ def check_unbuilt(spec: Any) -> None:
         )
 
 
+def switches(optimizer: Any) -> bool:
+    """Return whether an optimizer evaluates other weights than it trains, as a schedule-free one does."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+SAMS = ("first_step", "second_step")  # what optimizers like SAM have: each needs a backward of its own
+
+
 def check_optimizer(kind: Any) -> None:
-    """Raise JobError if a class is not an optimizer, or needs a closure as LBFGS does."""
+    """Raise JobError if a class is not an optimizer, or needs the loss again within a step, as LBFGS and SAM do."""
     check_gives("optimizer", kind, torch.optim.Optimizer, "torch.optim.Optimizer")
     if not inspect.isclass(kind) or not issubclass(kind, torch.optim.Optimizer):
         return
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    # The closure may have any name; the first parameter is the optimizer itself.
+    _, *takes = inspect.signature(kind.step).parameters.values()
+    needs_closure = any(
+        one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in takes
+    )
+    if needs_closure or all(hasattr(kind, name) for name in SAMS):
+        how = "by a closure" if needs_closure else f"in its {' and '.join(SAMS)}"
         raise JobError(
-            f"optimizer: {kind.__qualname__} computes the loss several times in a step, by a closure; "
+            f"optimizer: {kind.__qualname__} computes the loss several times in a step, {how}; "
             "take an optimizer whose step() needs none"
         )
 
@@ -402,6 +418,14 @@ def take_in(averaged: AveragedModel, parameters: Sequence[torch.Tensor], buffers
             averaged.multi_avg_fn([one for one, _ in here], [one for _, one in here], averaged.n_averaged)
     copy_all(list(averaged.module.buffers()), list(buffers))
     averaged.n_averaged += 1
+
+
+EVALUATED = "evaluated"  # the key, in a checkpoint, of weights that an optimizer evaluates and does not train
+
+
+def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights in a training's state as its evaluations see them."""
+    return {**state["model"], **state.get(EVALUATED, {})}
 
 
 def weights_of_average(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,6 @@ Begun = dist.Work | Sums  # a bucket's sum, which can be waited for
 Work = dist.Work | None
 NOTHING: AbstractContextManager[Any] = nullcontext()
 GRADIENTS = "the other workers' gradients"
-NO_LABELS = Weighted(torch.zeros(()), 0.0)
 
 
 @dataclass
@@ -113,7 +112,7 @@ class ShardLoss(nn.Module):
             step_output = run_step(self._step, self.model, batch)
             loss = self._measures.loss(step_output, rows)
         is_nothing = type(loss) is UsersPair and loss.is_nothing()
-        measured = [NO_LABELS if is_nothing else loss]
+        measured = [Weighted(torch.zeros_like(loss.sum.detach()), 0.0) if is_nothing else loss]
         if self._measures.functions:
             with torch.no_grad():
                 measured += self._measures(step_output, rows)

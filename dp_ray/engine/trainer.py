@@ -20,7 +20,7 @@ from dp_ray.engine.buffers import Buffers, make_room
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
 from dp_ray.engine.model import ShardSize, batch_hint, raise_advised, synchronise
-from dp_ray.engine.optimizer import runs_users_code
+from dp_ray.engine.optimizer import EVALUATED, runs_users_code
 from dp_ray.engine.placement import DummyBatch, Placement
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.reduce import (
@@ -192,8 +192,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later steps depend on; its tensors are the live ones, not copies."""
         state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
-        written = self.buffers.state()
-        return {**state, WRITTEN: written} if written else state
+        written, evaluated = self.buffers.state(), self.optimizer_step.evaluated()
+        return {**state, **({WRITTEN: written} if written else {}), **({EVALUATED: evaluated} if evaluated else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; raises ModelError if it belongs to another model or optimizer."""

@@ -24,6 +24,7 @@ from dp_ray.engine.optimizer import (
     load_optimizer,
     norms_of,
     scale_by,
+    switches,
     take_in,
     total_norm,
     weights_of_average,
@@ -70,12 +71,14 @@ class OptimizerStep:
                 "so with strategy: fsdp it cannot be bitwise; "
                 f"take one of torch.optim's {names}, or leave bitwise out"
             )
+        self._switches = switches(self.optimizer)
         self.schedule = Schedule(job.scheduler, self.optimizer)
         # The scaler checks the reduced gradients, so all ranks skip the same steps.
         self.scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
         self._unscaled = UnscaledStep(self.optimizer)
         self._grad_clip = job.grad_clip
         self.has_skipped = False  # whether the last step has left the parameters as they were
+        self._all_named = list(model.named_parameters(remove_duplicate=False))
         self._names = {id(one): name for name, one in model.named_parameters()}
         self._of_model = [(one, instead.get(id(one), one)) for one in self.trained.values()]
         self.hooks = ParameterHooks(self.trained)
@@ -102,6 +105,35 @@ class OptimizerStep:
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
         self._parameters = [mine for _, mine in self._of_model if id(mine) in held]
         self.left_out = [one for one, mine in self._of_model if id(mine) not in held]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have in the model what the optimizer evaluates while the block runs: a schedule-free one trains others.
+
+        After it, the weights are those of before to the bit: to switch there and back would round.
+        """
+        if not self._switches:
+            yield
+            return
+        weights = [local(one.detach()) for one in self._parameters]
+        before = [one.clone() for one in weights]
+        optimizer: Any = self.optimizer
+        with torch.no_grad(), reraise_as("optimizer.eval", shards_hint):
+            optimizer.eval()
+        try:
+            yield
+        finally:
+            with torch.no_grad(), reraise_as("optimizer.train", shards_hint):
+                optimizer.train()
+            copy_all(weights, before)
+
+    def evaluated(self) -> dict[str, torch.Tensor]:
+        """Return copies of what `evaluating` has in the model, by name; none if that is what is trained."""
+        if not self._switches:
+            return {}
+        with self.evaluating():
+            copies = {id(one): one.detach().clone() for one in self._parameters}
+        return {name: copies[id(one)] for name, one in self._all_named if id(one) in copies}
 
     @property
     def learning_rate(self) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dp_ray.engine.optimizer import weights_of_average
+from dp_ray.engine.optimizer import evaluated_weights, weights_of_average
 from dp_ray.engine.world import World, broadcast, is_rank_0
 from dp_ray.errors import JobError, StorageError
 from dp_ray.records import Record
@@ -268,7 +268,7 @@ def read_start(
     if NAME.fullmatch(name):
         opened = open_checkpoint(storage, name, data)
         opened.check(sharers)
-        return opened.state["model"], opened
+        return evaluated_weights(opened.state), opened
     if data is not None and name.endswith(TORCH_FILES):
         return read_torch(data, where), None
     if name.endswith(INDEXES):
@@ -370,7 +370,7 @@ def write_best(run: Storage, metric: str, value: float, step: int, is_averaged: 
     """
     opened = open_checkpoint(run.child(CHECKPOINTS), name_of(step))
     opened.check(World())
-    state = weights_of_average(opened.state["ema"]) if is_averaged else opened.state["model"]
+    state = weights_of_average(opened.state["ema"]) if is_averaged else evaluated_weights(opened.state)
     stored = {name: one for name, one in state.items() if isinstance(one, Stored)}
     empty = {name: one.empty() for name, one in stored.items()}
     by_id = {id(empty[name]): one for name, one in stored.items()}

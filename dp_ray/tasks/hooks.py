@@ -78,7 +78,8 @@ class TrainingView:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the weights as they are now, named as in `weights.safetensors`, on the model's device."""
-        return self._copied(tensors_of(self._trainer.model))
+        with self._trainer.optimizer_step.evaluating():
+            return self._copied(tensors_of(self._trainer.model))
 
     @property
     def ema_weights(self) -> dict[str, torch.Tensor] | None:

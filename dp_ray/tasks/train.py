@@ -6,7 +6,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -122,7 +122,7 @@ class Evaluates(Protocol):
 class Evaluator:
     """The evaluations of a training: at the steps that the job sets, and after the last step.
 
-    They evaluate the average of the weights if the job says so.
+    They evaluate the average of the weights if the job says so, and else what the optimizer evaluates.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Evaluator:
         job = context.job
         average = trainer.average if job.ema is not None and job.ema.evaluate else None
         self._model = trainer.called if average is None else average.called(trainer.called)
-        self._in_place = nullcontext if average is None else average.in_place
+        self._in_place = trainer.optimizer_step.evaluating if average is None else average.in_place
         self._control = context.control
         self._evaluation = evaluation
         self._world = context.world
@@ -321,6 +321,11 @@ def keep_weights(training: Training, trainer: Trainer, train_state: TrainState) 
 
     Raises StorageError on rank 0 if a later attempt than this one has begun.
     """
+    with trainer.optimizer_step.evaluating():
+        _keep_weights(training, trainer, train_state)
+
+
+def _keep_weights(training: Training, trainer: Trainer, train_state: TrainState) -> None:
     context, job, run = training.context, training.context.job, training.context.run
     tensors = tensors_of(trainer.model)
     average = {} if trainer.average is None else trainer.average.tensors()
