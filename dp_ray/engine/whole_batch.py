@@ -31,7 +31,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import as_bytes
 from dp_ray.tensors.scatter import gather
-from dp_ray.tensors.tree import TreeSpec, flatten, is_plain, map_leaves, nodes, unflatten
+from dp_ray.tensors.tree import TreeSpec, copied, flatten, is_plain, map_leaves, nodes, unflatten
 from dp_ray.text import listed
 
 ALIGNED = 16  # bytes: where a leaf begins in what is sent, so that its bytes can be viewed as any dtype
@@ -194,7 +194,7 @@ class Merged:
         """
         seen = (self.outputs, self.target)
         with reraise_as(what, lambda _: describe_compared(self.outputs, self.target)):
-            value = function(*(seen if is_last else map_leaves(torch.clone, seen)))
+            value = function(*(seen if is_last else copied(seen)))
         if isinstance(value, int | float):
             return torch.tensor(float(value), dtype=torch.float64)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
