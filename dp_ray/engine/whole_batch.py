@@ -139,11 +139,12 @@ class WholeBatches:
         return output._replace(tried=tried)
 
     def take(self, forms: Sequence[_Form]) -> None:
-        """Take in the trials of all workers; the first shard's counts.
+        """Take in the trials of all workers; the first one that has shown something counts.
 
         Raises ModelError for a leaf that has rows in another dimension, and for a constant that depends on the rows.
         """
-        form = next((one for one in forms if one.tried is not None), None)
+        tried = [form for form in forms if form.tried is not None]
+        form = next((one for one in tried if isinstance(one.tried, Mapping)), tried[0] if tried else None)
         if self._trial is None or form is None or form.tried is None or not self._trial.is_due(form.rows):
             return
         self._trial.end(form.tried)
