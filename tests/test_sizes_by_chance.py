@@ -325,7 +325,7 @@ def test_evaluations_and_replay_know_prototypes_too(tmp_path: Path) -> None:
     model.load_state_dict(weights)
     outputs = model(data.inputs[12:])
     outputs["near"].retain_grad()
-    to_prototypes(outputs, data.classes[12:]).backward()
+    to_prototypes(outputs, data.classes[12:]).backward()  # type: ignore[no-untyped-call]
     norms = outputs["near"].grad.norm(dim=1).sort(descending=True).values
     assert [row.gradient for row in found.rows] == pytest.approx(norms.tolist(), rel=1e-4)
 
