@@ -530,8 +530,8 @@ def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:
             advice = "make it a part of the model, and use step"
             if sees_all:
                 advice = (
-                    "make them the model's, and return them beside its outputs: what has no rows is taken from the "
-                    "first shard"
+                    "make them the model's, and return them beside its outputs: what is the same in all shards needs "
+                    "no rows"
                 )
             raise JobError(f"loss: has parameters of its own to train; {advice}")
         loss = loss.to(device)

@@ -32,7 +32,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import as_bytes
 from dp_ray.tensors.scatter import gather
-from dp_ray.tensors.tree import TreeSpec, flatten, is_plain, map_leaves, nodes, unflatten
+from dp_ray.tensors.tree import TreeSpec, copied, flatten, is_plain, map_leaves, nodes, unflatten
 from dp_ray.text import listed
 
 ALIGNED = 16  # bytes: where a leaf begins in what is sent, so that its bytes can be viewed as any dtype
@@ -140,11 +140,12 @@ class WholeBatches:
         return output._replace(tried=tried)
 
     def take(self, forms: Sequence[_Form]) -> None:
-        """Take in the trials of all workers; the first shard's counts.
+        """Take in the trials of all workers; the first one that has shown something counts.
 
         Raises ModelError for a leaf that has rows in another dimension, and for a constant that depends on the rows.
         """
-        form = next((one for one in forms if one.tried is not None), None)
+        tried = [form for form in forms if form.tried is not None]
+        form = next((one for one in tried if isinstance(one.tried, Mapping)), tried[0] if tried else None)
         if self._trial is None or form is None or form.tried is None or not self._trial.is_due(form.rows):
             return
         self._trial.end(form.tried)
@@ -195,7 +196,7 @@ class Merged:
         """
         seen = (self.outputs, self.target)
         with reraise_as(what, lambda _: describe_compared(self.outputs, self.target)):
-            value = function(*(seen if is_last else map_leaves(torch.clone, seen)))
+            value = function(*(seen if is_last else copied(seen)))
         if isinstance(value, int | float):
             return torch.tensor(float(value), dtype=torch.float64)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
