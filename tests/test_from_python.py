@@ -164,7 +164,7 @@ def test_an_object_that_cannot_be_copied_is_refused_before_there_is_a_run_direct
     net = Net()
     net.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(
-        JobError, match="model: the module's attribute lock cannot be pickled: TypeError: .*; give a function"
+        JobError, match=r"model: the module's attribute lock cannot be pickled: TypeError: .*; give a function"
     ):
         run(tmp_path, "run", model=net, dataset=training.Pairs(), task="predict")
     assert not (tmp_path / "run").exists()
