@@ -106,15 +106,15 @@ def refused(key: str, value: Any, error: Exception, dump: Callable[[Any], object
     return JobError(f"{key}: {what}: {type(error).__name__}: {error}; {advice}")
 
 
-def what_fails(module: nn.Module, dump: Callable[[Any], object]) -> str:
-    """Return the name of the first attribute, or hook of a parameter, that cannot be pickled; else the class."""
+def what_fails(module: nn.Module, dump: Callable[[Any], object], with_hooks: bool = True) -> str:
+    """Return the name of the first attribute that cannot be pickled, or hook of a parameter; else the class."""
 
     def parts() -> Iterator[tuple[str, Any]]:
         for name, one in module.named_modules():
             for key, value in vars(one).items():
                 if key not in ("_modules", "_parameters", "_buffers"):
                     yield f"the module's attribute {name}.{key}" if name else f"the module's attribute {key}", value
-        for name, parameter in module.named_parameters():
+        for name, parameter in module.named_parameters() if with_hooks else ():
             yield f"a hook of the parameter {name}", _hooks_of(parameter)
 
     for what, part in parts():
