@@ -52,32 +52,37 @@ def gradients(net: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
+def linear(inputs: int = 3, outputs: int = 2) -> Any:
+    """Return a layer; Any, since torch's own hooks have no types."""
+    return nn.Linear(inputs, outputs)
+
+
 class Masked(nn.Parameter):
     """A kind of parameter of a user's."""
 
 
-def masked() -> nn.Module:
-    net, mask = nn.Linear(3, 2), torch.tensor([[1.0], [0.0]])
+def masked() -> Any:
+    net, mask = linear(), torch.tensor([[1.0], [0.0]])
     net.weight.register_hook(lambda gradient: gradient * mask)
     net.bias.register_hook(lambda gradient: gradient * 3)
     net.bias.register_hook(lambda gradient: gradient + 1)
     return net
 
 
-def halved_in_place() -> nn.Module:
-    net = nn.Linear(3, 2)
+def halved_in_place() -> Any:
+    net = linear()
 
-    def halve(parameter: torch.Tensor) -> None:
+    def halve(parameter: Any) -> None:
         assert parameter is net.weight, "the hook's own net is the copy"
-        parameter.grad.div_(2)  # type: ignore[union-attr]
+        parameter.grad.div_(2)
 
     net.weight.register_post_accumulate_grad_hook(halve)
     return net
 
 
-def with_features() -> nn.Module:
+def with_features() -> Any:
     """The second layer takes what a hook keeps of the first."""
-    net, kept = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), []  # type: ignore[var-annotated]
+    net, kept = nn.Sequential(nn.Linear(3, 3), linear()), []  # type: ignore[var-annotated]
 
     def keep(_: nn.Module, __: Any, outputs: torch.Tensor) -> None:
         kept[:] = [outputs.detach()]
@@ -88,14 +93,14 @@ def with_features() -> nn.Module:
     return net
 
 
-def made_in_a_function() -> nn.Module:
+def made_in_a_function() -> Any:
     """A method of a local class and a hook share a variable."""
     kept: list[torch.Tensor] = []
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = nn.Linear(3, 2)
+            self.body = linear()
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             self.body(inputs)
@@ -106,16 +111,16 @@ def made_in_a_function() -> nn.Module:
     return net
 
 
-def with_hooks_of_modules() -> nn.Module:
-    net, scale = nn.Linear(3, 2), torch.tensor(2.0)
+def with_hooks_of_modules() -> Any:
+    net, scale = linear(), torch.tensor(2.0)
     net.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * scale,))
     net.register_forward_hook(lambda _, __, outputs: outputs * scale)
     net.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({prefix + "more": scale}))
     return net
 
 
-def with_attributes() -> nn.Module:
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+def with_attributes() -> Any:
+    net: Any = nn.Sequential(nn.Linear(3, 3), linear())
     net[0].weight.no_decay = True
     net[0].weight.owner = net
     net[1].weight = Masked(torch.randn(2, 3))
@@ -126,9 +131,9 @@ def with_attributes() -> nn.Module:
     return net
 
 
-def in_shared_memory() -> nn.Module:
+def in_shared_memory() -> Any:
     memory = torch.randn(40)
-    net = nn.Linear(3, 2)
+    net = linear()
     net.weight = nn.Parameter(memory[4:10].view(3, 2).t())
     net.bias = nn.Parameter(memory[8:10])
     net.register_buffer("all", memory)
@@ -136,46 +141,46 @@ def in_shared_memory() -> nn.Module:
     return net
 
 
-def channels_last() -> nn.Module:
+def channels_last() -> Any:
     return nn.Sequential(nn.Unflatten(1, (3, 1, 1)), nn.Conv2d(3, 2, 1), nn.Flatten()).to(
         memory_format=torch.channels_last  # type: ignore[call-overload]
     )
 
 
-def used_weight_norm() -> nn.Module:
-    net = nn.utils.weight_norm(nn.Linear(3, 2))
+def used_weight_norm() -> Any:
+    net = nn.utils.weight_norm(linear())
     net(torch.ones(1, 3))  # its weight is now no leaf, and deepcopy refuses it
     return net
 
 
-def lazy() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d())
+def lazy() -> Any:
+    return nn.Sequential(linear(), nn.LazyBatchNorm1d())
 
 
-def with_odd_tensors() -> nn.Module:
-    net = nn.Linear(3, 2)
+def with_odd_tensors() -> Any:
+    net = linear()
     net.register_buffer("sparse", torch.eye(3).to_sparse())
     net.register_buffer("conjugate", torch.randn(3, dtype=torch.complex64).conj())
     net.register_buffer("steps", torch.tensor(4))
     net.register_buffer("short", torch.randn(3).bfloat16())
     net.register_buffer("nothing", torch.empty(0, 3))
-    net.generator = torch.Generator().manual_seed(4)  # type: ignore[assignment]
+    net.generator = torch.Generator().manual_seed(4)
     return net
 
 
-def with_own_method() -> nn.Module:
-    net = nn.Linear(3, 2)
-    net.forward = types.MethodType(lambda self, inputs: nn.functional.linear(inputs, self.weight) * 2, net)  # type: ignore[method-assign]
-    net.itself = weakref.ref(net)  # type: ignore[assignment]
+def with_own_method() -> Any:
+    net = linear()
+    net.forward = types.MethodType(lambda self, inputs: nn.functional.linear(inputs, self.weight) * 2, net)
+    net.itself = weakref.ref(net)
     return net
 
 
-def scripted() -> nn.Module:
-    return torch.jit.trace(nn.Linear(3, 2), torch.ones(1, 3))  # type: ignore[no-any-return,no-untyped-call]
+def scripted() -> Any:
+    return torch.jit.trace(linear(), torch.ones(1, 3))  # type: ignore[no-untyped-call]
 
 
 def of_linear(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    return wrap(nn.Linear(3, 2))
+    return wrap(linear())
 
 
 KINDS: list[Callable[[], nn.Module]] = [
@@ -258,15 +263,15 @@ def test_what_objects_share_their_copies_share_and_nothing_with_the_originals(wa
     net = with_attributes()
     assert WAYS[way](net)[0].weight.owner is not net
 
-    net = parametrizations.weight_norm(nn.Linear(3, 2))
+    net = parametrizations.weight_norm(linear())
     parametrize.remove_parametrizations(WAYS[way](net), "weight")
     net(torch.ones(1, 3))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_handle_removes_the_copys_hook_and_a_new_hook_takes_no_ones_place(way: str) -> None:
-    net = nn.Linear(3, 2)
-    net.handle = net.weight.register_hook(torch.zeros_like)  # type: ignore[assignment]
+    net = linear()
+    net.handle = net.weight.register_hook(torch.zeros_like)
     net.register_forward_hook(lambda _, __, outputs: outputs * 2)
     before = RemovableHandle.next_id
     packed = pickle.dumps(pack(net, PICKLER))
@@ -314,11 +319,11 @@ def run(folder: Path, name: str, **keys: Any) -> dp_ray.Result:
 
 def batches() -> Any:
     data = training.Pairs(40)
-    return zip(data.inputs.split(10), data.targets.split(10), strict=True)
+    return zip(torch.split(data.inputs, 10), torch.split(data.targets, 10), strict=True)
 
 
 def test_a_gradients_mask_freezes_the_rows_that_it_freezes_in_plain_torch(tmp_path: Path) -> None:
-    net, mask = nn.Linear(6, 3), torch.tensor([[1.0], [0.0], [1.0]])
+    net, mask = linear(6, 3), torch.tensor([[1.0], [0.0], [1.0]])
     net.weight.register_hook(lambda gradient: gradient * mask)
     before = net.weight.detach().clone()
     trained = run(tmp_path, "here", model=net).weights
@@ -327,7 +332,7 @@ def test_a_gradients_mask_freezes_the_rows_that_it_freezes_in_plain_torch(tmp_pa
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     for inputs, targets in batches():
         optimizer.zero_grad()
-        nn.functional.cross_entropy(net(inputs), targets).backward()
+        nn.functional.cross_entropy(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert torch.equal(trained["weight"][1], before[1]) and not torch.equal(trained["weight"][0], before[0])
     for weights in (trained, again):
@@ -335,7 +340,7 @@ def test_a_gradients_mask_freezes_the_rows_that_it_freezes_in_plain_torch(tmp_pa
 
 
 def test_a_step_reads_what_the_hook_of_the_same_copy_keeps(tmp_path: Path) -> None:
-    def parts() -> tuple[nn.Module, Any, Any]:
+    def parts() -> Any:
         torch.manual_seed(4)
         net, features, seen = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), {}, []  # type: ignore[var-annotated]
         net.temperature = nn.Parameter(torch.tensor(2.0))
@@ -366,12 +371,13 @@ def test_what_shares_nothing_with_the_model_is_the_callers_own(tmp_path: Path) -
         seen.append(len(outputs))
         return nn.functional.cross_entropy(outputs, target, reduction="none")
 
-    run(tmp_path, "here", model=nn.Linear(6, 3), loss=loss)
+    run(tmp_path, "here", model=linear(6, 3), loss=loss)
     assert len(seen) >= 8
 
 
 def test_what_cannot_be_pickled_is_named_on_any_number_of_workers(tmp_path: Path) -> None:
-    net, lock = nn.Sequential(nn.Linear(6, 3)), threading.Lock()
+    lock = threading.Lock()
+    net: Any = nn.Sequential(linear(6, 3))
     net[0].weight.register_hook(lambda gradient: gradient if lock.locked() else None)
     says = r"model: a hook of the parameter 0\.weight cannot be pickled: TypeError: .*lock.*; give a function that"
     with pytest.raises(JobError, match=says):
@@ -380,7 +386,7 @@ def test_what_cannot_be_pickled_is_named_on_any_number_of_workers(tmp_path: Path
     with pytest.raises(JobError, match=says):
         check_can_be_shipped(Job.make(job, "run"))
     shared: list[int] = []
-    net = nn.Sequential(nn.Linear(6, 3))
+    net = nn.Sequential(linear(6, 3))
     net.register_forward_hook(lambda *_: shared.append(1))
     with pytest.raises(JobError, match="loss: cannot be pickled: TypeError"):
         run(tmp_path, "loss", model=net, loss=lambda outputs, target: (shared, lock))
@@ -389,7 +395,7 @@ def test_what_cannot_be_pickled_is_named_on_any_number_of_workers(tmp_path: Path
 
 @pytest.mark.ray
 def test_workers_on_ray_get_the_hooks_of_a_callers_object(run_in_session: Any) -> None:
-    net, mask = nn.Linear(6, 3), torch.tensor([[1.0], [0.0], [1.0]])
+    net, mask = linear(6, 3), torch.tensor([[1.0], [0.0], [1.0]])
     net.weight.register_hook(lambda gradient: gradient * mask)
     sgd = {"target": torch.optim.SGD, "args": {"lr": 0.5}}
     given = {"dataset": training.Pairs(20), "loss": nn.CrossEntropyLoss(), "optimizer": sgd, "batch_size": 10}

@@ -129,6 +129,7 @@ def _copied(job: Job, all_objects: bool) -> Job:
                 raise refused(key, others[key], error, lambda one: copied(one, kept)) from error
     kept += [others[key] for key in reaches]
     try:
-        return copied(job, [one for one in kept if one is not None])
+        own_job: Job = copied(job, [one for one in kept if one is not None])
+        return own_job
     except Exception as error:  # a user's __setstate__ may raise anything
         raise refused("model", job.model, error, lambda one: copied(one, kept)) from error

@@ -50,7 +50,7 @@ class Packed:
 
     def __reduce__(self) -> Any:
         assert not self.held, "a copy for this process refers to its objects"
-        arrays = [(str(one.device), _elements(one.cpu())) for one in self.storages]
+        arrays = [(str(one.device), _elements(one.cpu())) for one in self.storages]  # type: ignore[no-untyped-call]
         sent = [(device, one if one.nbytes > IN_LINE_BYTES else one.tobytes()) for device, one in arrays]
         return _arrived, (self.head, sent, self.next_hook)
 
@@ -82,7 +82,7 @@ def copied(value: Any, kept: Iterable[Any] = ()) -> Any:
     """
     file, packer = io.BytesIO(), _Here(kept)
     packer.dump_to(file, value)
-    storages = [one.clone() for one in packer.storages.all]
+    storages = [one.clone() for one in packer.storages.all]  # type: ignore[no-untyped-call]
     return Packed(file.getvalue(), storages, RemovableHandle.next_id, packer.held).load()
 
 
@@ -106,15 +106,15 @@ def refused(key: str, value: Any, error: Exception, dump: Callable[[Any], object
     return JobError(f"{key}: {what}: {type(error).__name__}: {error}; {advice}")
 
 
-def what_fails(module: nn.Module, dump: Callable[[Any], object]) -> str:
-    """Return the name of the first attribute, or hook of a parameter, that cannot be pickled; else the class."""
+def what_fails(module: nn.Module, dump: Callable[[Any], object], with_hooks: bool = True) -> str:
+    """Return the name of the first attribute that cannot be pickled, or hook of a parameter; else the class."""
 
     def parts() -> Iterator[tuple[str, Any]]:
         for name, one in module.named_modules():
             for key, value in vars(one).items():
                 if key not in ("_modules", "_parameters", "_buffers"):
                     yield f"the module's attribute {name}.{key}" if name else f"the module's attribute {key}", value
-        for name, parameter in module.named_parameters():
+        for name, parameter in module.named_parameters() if with_hooks else ():
             yield f"a hook of the parameter {name}", _hooks_of(parameter)
 
     for what, part in parts():
@@ -150,7 +150,7 @@ def _elements(storage: UntypedStorage) -> np.ndarray[Any, Any]:
 def _arrived(head: bytes, sent: list[tuple[str, Any]], next_hook: int) -> Packed:
     storages = []
     for name, raw in sent:
-        storage = UntypedStorage(len(raw))
+        storage = UntypedStorage(len(raw))  # type: ignore[no-untyped-call]
         # Copied, since an array that Ray hands out is of shared memory, and must not be written.
         _elements(storage)[:] = np.frombuffer(raw, np.uint8)
         device = torch.device(name)
@@ -171,7 +171,9 @@ class _Unpickler(pickle.Unpickler):
         if kind == "held":
             return self._packed.held[number]
         storage = self._packed.storages[number]
-        return storage if dtype is None else TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        if dtype is None:
+            return storage
+        return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -230,14 +232,14 @@ def _tensor(tensor: torch.Tensor) -> Any:
         return NotImplemented
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it drops the hooks
-        made_by, args, *rest = tensor.__reduce_ex__(5)
+        made_by, args, *rest = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     if any(one is not None for one in rest):
         raise pickle.PicklingError(f"a hook of a {type(tensor).__qualname__}, which has a __reduce_ex__ of its own")
     return made_by, args, (None, hooks), None, None, _set_state
 
 
 def _parameter(kind: type, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    made: torch.Tensor = torch.Tensor._make_subclass(kind, data, requires_grad)  # type: ignore[arg-type]
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, data, requires_grad)
     return made
 
 
@@ -267,7 +269,7 @@ def _script(module: torch.jit.ScriptModule) -> Any:
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of all of torch.jit
-        torch.jit.save(module, file)  # type: ignore[no-untyped-call]
+        torch.jit.save(module, file)
     return _of_script, (file.getvalue(),)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from dp_ray.engine.objects import what_fails
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
 from dp_ray.parallel.wire import Structure, TensorForm, offsets_of, packed
@@ -110,7 +111,8 @@ class ModuleWatch:
         try:
             return self._pickled(self.module, numbers)
         except Exception as error:
-            name = _what_fails(self.module, lambda value: self._pickled(value, numbers))
+            # Hooks of parameters stay here, where the gradients come.
+            name = what_fails(self.module, lambda value: self._pickled(value, numbers), with_hooks=False)
             raise JobError(
                 f"{name}: cannot be pickled for the workers: {type(error).__name__}: {error}; make it in `forward`, "
                 "or give its class a __getstate__ that leaves it out"
@@ -190,17 +192,3 @@ def _changed(tensors: list[torch.Tensor], copies: tuple[torch.Tensor, ...]) -> l
         if tensors and is_gpu(tensors[0].device):  # one wait for all
             return torch.stack([(one != two).any() for one, two in pairs]).nonzero().flatten().tolist()
         return [number for number, (one, two) in enumerate(pairs) if not torch.equal(one, two)]
-
-
-def _what_fails(module: nn.Module, dump: Callable[[Any], bytes]) -> str:
-    """Return the name of the first attribute of a module, or of one in it, that cannot be pickled."""
-    for name, one in module.named_modules():
-        for key, value in vars(one).items():
-            if key in ("_modules", "_parameters", "_buffers"):
-                continue
-            try:
-                dump(value)
-            except Exception:
-                where = f"{name}.{key}" if name else key
-                return f"the module's attribute {where}"
-    return f"the module, of class {type(module).__qualname__}"
