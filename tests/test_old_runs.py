@@ -159,14 +159,15 @@ def test_an_old_prediction_is_reported_resumed_and_loaded(version: str, tmp_path
     says, result = resumed(version, "predict", tmp_path, calls=(STEPS - 3) * SHARDS)
     assert "predict: resumed from step 3\n" in says
     data, model = Pairs(), initial(Net).eval()
-    committed = []
+    committed: list[torch.Tensor] = []
     for part in sorted((OLD / version / "predict" / "parts").iterdir()):
         table = pa.ipc.open_file(part).read_all()
         assert table["position"].to_pylist() == list(range(len(committed) * SIZE, (len(committed) + 1) * SIZE))
         committed.append(torch.from_numpy(np.stack(table["output"].combine_chunks().to_numpy_ndarray())))
     assert len(committed) == 3
     with torch.no_grad():
-        own = [model(shard) for batch in data.inputs[3 * SIZE :].split(SIZE) for shard in batch.chunk(SHARDS)]
+        batches = [data.inputs[at : at + SIZE] for at in range(3 * SIZE, len(data), SIZE)]
+        own = [model(shard) for batch in batches for shard in batch.chunk(SHARDS)]
     assert torch.equal(result.outputs, torch.cat([*committed, *own]))
     assert result.sample_index.tolist() == list(range(len(data)))
 
