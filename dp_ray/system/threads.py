@@ -238,8 +238,8 @@ def signals_put_off() -> Iterator[None]:
     finally:
         for number, handler in taken.items():
             signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for one in came:
+            signal.raise_signal(one)
 
 
 def _in_forked_process(number: int) -> None:
