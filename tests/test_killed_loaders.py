@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import pin_memory, signal_handling
 
 from dp_ray.engine.timed_loader import StepTimes, TimedLoader
 from dp_ray.engine.world import World
@@ -156,6 +156,36 @@ class Large(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[float, bytes]:
         return 0.0, bytes(16 * PIPE)
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is a GPU: a thread of torch's pins what the processes send, here as it is."""
+    for name, value in {"is_available": True, "current_device_index": 0, "set_device_index": None}.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu"))
+    monkeypatch.setattr(pin_memory, "pin_memory", lambda data, device=None: data)
+
+
+@pytest.mark.usefixtures("pinned")
+def test_the_thread_that_pins_memory_keeps_nobody_waiting_either() -> None:
+    """Nor does it print a traceback of its own, which would fail this test."""
+    made: Any = DataLoader(
+        Slow(), batch_size=None, num_workers=2, collate_fn=timed, multiprocessing_context="fork", pin_memory=True
+    )
+    with TimedLoader(made, StepTimes()) as loader:
+        batches: Any = loader._batches
+        assert batches._pin_memory
+        next(loader)
+        os.kill(batches._workers[1].pid, signal.SIGKILL)
+        with pytest.raises(DataError, match=r"ended in the midst of its work \(pid \d+, SIGKILL\)"):
+            list(loader)
+    batches._pin_memory_thread.join(SECONDS)
+    assert not batches._pin_memory_thread.is_alive()
+
+
+def timed(batch: Any) -> tuple[float, Any]:
+    return 0.0, batch
 
 
 @pytest.mark.parametrize("processes", [1, 2])

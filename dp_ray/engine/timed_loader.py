@@ -108,6 +108,13 @@ END_SECONDS = 1.0  # how long a process may take to end by itself, once nobody n
 LOOK_SECONDS = 5.0  # after which a process is looked at: one of its own that lives on may hide its end
 
 
+class _EndOfFile:
+    """In place of a batch: what unpacks it gets the end of a file."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise EOFError
+
+
 class Watch:
     """A thread that waits for the end of a loader's processes; use `end` to end them.
 
@@ -142,7 +149,11 @@ class Watch:
         for one in self._processes:
             one.join()
         self._has_ended.set()
-        self._batches._worker_result_queue._writer.close()
+        batches: Any = self._batches
+        if batches._pin_memory:  # its thread reads the pipe then, and hands on
+            batches._pin_memory_thread._invoke_excepthook = lambda *_: None  # or it prints its traceback too
+            batches._data_queue.put(_EndOfFile())
+        batches._worker_result_queue._writer.close()
 
     def end(self) -> None:
         """End the processes, also in the midst of a read.
