@@ -24,6 +24,7 @@ from dp_ray.system.process import importing_from_here, patched
 from dp_ray.system.threads import SIGNALS, if_longer
 
 T = TypeVar("T")
+_handling: Any = signal_handling  # Any, as its functions are torch's in C
 
 
 class StepTimes:
@@ -164,7 +165,7 @@ class Watch:
         batches: Any = self._batches
         if self._has_ended.is_set() and not batches._shutdown:
             batches._shutdown = True  # torch's way would wait for a lock that the process may have held
-            signal_handling._remove_worker_pids(id(batches))
+            _handling._remove_worker_pids(id(batches))
             for queue in batches._index_queues:
                 queue.cancel_join_thread()
                 queue.close()
@@ -203,12 +204,10 @@ def _unknown_to_torchs_handler() -> Iterator[None]:
     It raises in the main thread, wherever that is: in the user's code, or while Python starts a thread. If somebody
     else starts a DataLoader meanwhile, torch finds its ended processes where it looks at them every 5 s.
     """
-    know = signal_handling._set_worker_pids
+    know = _handling._set_worker_pids
     with (
         _STARTING,
-        patched(
-            signal_handling, _set_worker_pids=lambda loader, _: know(loader, ()), _set_SIGCHLD_handler=lambda: None
-        ),
+        patched(_handling, _set_worker_pids=lambda loader, _: know(loader, ()), _set_SIGCHLD_handler=lambda: None),
     ):
         yield
 
