@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -48,10 +48,10 @@ class Command:
 
 
 @contextmanager
-def started(*arguments: str, **environment: str) -> Iterator[Command]:
+def started(*arguments: str, program: Sequence[str] = ("-m", "dp_ray"), **environment: str) -> Iterator[Command]:
     mark = f"DP_RAY_FIRST_START_{uuid.uuid4().hex}"
     kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
-    line = [sys.executable, "-m", "dp_ray", "run", "jobs/tutorial.yaml", "--workers", "2", *arguments]
+    line = [sys.executable, *program, "run", "jobs/tutorial.yaml", "--workers", "2", *arguments]
     with subprocess.Popen(
         line, cwd=ROOT, env={**kept, **environment, mark: "1"}, stderr=subprocess.PIPE, text=True
     ) as running:
@@ -86,6 +86,59 @@ def test_a_signal_while_ray_starts_ends_with_130_and_leaves_no_ray(
     assert not list(tmp_path.iterdir()), "no run has begun"
     ours = [one for one in set(Path("/tmp").glob("dp_ray-*")) - before if str(command.running.pid) in owner_of(one)]
     assert not ours
+
+
+# Sends its process SIGTERM at a moment within ray.init, and runs the program, or a job from Python.
+SIGNALLED = """
+import os, signal, sys, time
+import ray
+
+moment, way, *sys.argv[1:] = sys.argv[1:]
+
+def signalled(owner, name):
+    before = getattr(owner, name)
+    def call(*args, **keys):
+        result = before(*args, **keys)
+        assert "\\nSigBlk:\\t0000000000000000\\n" in open("/proc/self/status").read()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        print("connected" if ray._private.worker.global_worker.connected else "begun", file=sys.stderr, flush=True)
+        return result
+    setattr(owner, name, call)
+
+if moment == "node":
+    signalled(ray._private.node.Node, "start_ray_processes")
+else:
+    signalled(ray._private.worker, "connect")
+if way == "program":
+    from dp_ray.__main__ import program
+    program()
+import dp_ray
+folder = sys.argv[sys.argv.index("--storage") + 1]
+try:
+    dp_ray.run("jobs/tutorial.yaml", workers=2, storage=folder)
+except dp_ray.RunInterrupted as error:
+    print(f"interrupted: {error}, and {'a' if ray.is_initialized() else 'no'} Ray", file=sys.stderr)
+    sys.exit(130)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize(("moment", "way"), [("connect", "program"), ("connect", "python"), ("node", "python")])
+def test_a_signal_within_ray_init_is_the_planned_stop_once_it_has_returned(
+    moment: str, way: str, tmp_path: Path
+) -> None:
+    """Also where Ray sets handlers of its own, which print stacks and abort the process."""
+    with started("--storage", str(tmp_path), program=("-c", SIGNALLED, moment, way)) as command:
+        status, errors = command.ends()
+    assert status == 130, errors
+    assert "received at time" not in errors, errors
+    assert "Traceback" not in errors, errors
+    assert ("connected" if moment == "connect" else "begun") in errors.splitlines(), "it has returned"
+    assert errors.splitlines()[-1].startswith("interrupted")
+    if way == "python":
+        assert errors.splitlines()[-1].endswith("and no Ray")
 
 
 @pytest.mark.ray

@@ -1,6 +1,7 @@
 """`session.parallel`, and a Ray that a parallel module has started: jobs and parallel modules take turns."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from dp_ray.errors import ClusterError, JobError
 from tests.support.cluster import Cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+MORE_THAN_HALF = 5  # workers of the cluster's 8 CPUs: they find no place beside others
+SECONDS = 300.0  # the machine may be busy
 
 
 def test_a_session_serves_a_module_or_runs_a_job(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:
@@ -29,6 +32,19 @@ def test_a_session_serves_a_module_or_runs_a_job(cluster: Cluster, tmp_path: Pat
         assert left(torch.ones(4, 2)).shape == (4, 3)
     with pytest.raises(ClusterError, match="workers have ended"):
         left(torch.ones(4, 2))
+
+
+def test_a_module_gets_the_place_of_workers_that_do_not_leave_in_time(
+    cluster: Cluster, tmp_path: Path, in_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine, where they still start when they are to leave: Ray keeps the place of what it ends."""
+    monkeypatch.setattr("dp_ray.driver.sessions.LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr("dp_ray.driver.sessions.CLOSE_SECONDS", 0.0)
+    keys: dict[str, Any] = {"workers": MORE_THAN_HALF, "timeouts": {"capacity": SECONDS}}
+    with dp_ray.session(address=cluster.address, quiet=True, **keys) as session:
+        with session.parallel(nn.Linear(2, 3), workers=2) as model:
+            assert model(torch.ones(4, 2)).shape == (4, 3)
+        assert session.run("jobs/tutorial.yaml", workers=2, storage=str(tmp_path)).status == "done"
 
 
 def test_a_ray_of_a_modules_own_runs_no_job_and_ends_with_it(tmp_path: Path, in_project: Path) -> None:

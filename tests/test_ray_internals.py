@@ -51,6 +51,7 @@ ALLOWED = {
         "tests/support/host_forks.py",
         "RAY_RAYLET_PID",
     ),  # whose host a worker enters; it imports nothing of the project
+    ("tests/test_first_start.py", "ray._private"),  # sends a signal in the midst of ray.init
     ("tests/support/ray_forks.py", "ray._private.parameter.RayParams"),  # forks the workers of the tests' cluster
 }
 
@@ -66,6 +67,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.ray_constants:DEBUG_AUTOSCALING_STATUS": None,
     "ray._private.ray_constants:PROCESS_TYPE_DASHBOARD_AGENT": None,
     "ray._private.ray_constants:PROCESS_TYPE_RUNTIME_ENV_AGENT": None,
+    "ray._private.ray_constants:RAY_DISABLE_FAILURE_SIGNAL_HANDLER": None,
     "ray._private.ray_constants:RAY_ENABLE_UV_RUN_RUNTIME_ENV": None,
     "ray._private.ray_constants:RAY_RUNTIME_ENV_IGNORE_GITIGNORE": None,
     "ray._private.runtime_env.packaging:_dir_travel": ("path", "excludes", "handler", "include_gitignore"),
@@ -77,6 +79,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.state:state.get_cluster_config": (),
     "ray._private.state:state.get_max_resources_from_cluster_config": (),
     "ray._private.utils:get_entrypoint_name": (),
+    "ray._private.utils:set_sigterm_handler": ("sigterm_handler",),
     "ray._private.worker:global_worker": None,
     "ray._private.worker:_worker_logs_enabled": None,
     "ray._raylet:AuthenticationTokenLoader.instance": (),

@@ -16,7 +16,7 @@ from torch import nn
 import dp_ray
 import tests.support.training
 from dp_ray.errors import RunInterrupted
-from dp_ray.system.threads import planned_stops
+from dp_ray.system.threads import planned_stops, signals_put_off
 from tests.support import forked, models
 
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
@@ -140,6 +140,27 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     ask.assert_not_called()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_is_put_off_is_handled_once_at_the_end_and_a_second_one_at_once(number: signal.Signals) -> None:
+    ask = Mock(return_value=True)
+    with planned_stops(ask):
+        before = signal.getsignal(number)
+        with signals_put_off():
+            signal.raise_signal(number)
+            ask.assert_not_called()
+        ask.assert_called_once_with(number.name)
+        assert signal.getsignal(number) is before
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_twice(number)
+        assert signal.getsignal(number) is before
+
+
+def interrupted_twice(number: signal.Signals) -> None:
+    with signals_put_off():
+        signal.raise_signal(number)
+        signal.raise_signal(number)
 
 
 def test_a_forked_process_ends_by_sigterm_and_leaves_ctrl_c_to_its_parent() -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # boto3 is slow to import
     from tests.support.s3 import Server
 
 KEYS: dict[str, Any] = {**SLOW, "workers": 0, "name": "run"}
+SECONDS = 300.0  # the machine may be busy
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +36,33 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dp_ray.Result:
     return dp_ray.run(**KEYS, storage=str(tmp_path_factory.mktemp("whole")), quiet=True)
 
 
+class HeldInTheMiddle(SlowPairs):
+    """From its sixth step on it gives no sample as long as a file is there, so that the run cannot end too soon."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(seconds=0.0)
+        self.file, self.reads = Path(file), 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads += 1
+        while self.reads > 50 and self.file.exists():
+            time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def held(folder: Path) -> dict[str, Any]:
+    """The training in a folder, which is held in the middle as long as the file `held` is there."""
+    dataset = {"target": "tests.test_stopping:HeldInTheMiddle", "args": {"file": str(folder / "held")}}
+    return {**KEYS, "dataset": dataset, "storage": str(folder)}
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The slow training, as a process of its own."""
-    (tmp_path / "job.yaml").write_text(json.dumps({**KEYS, "storage": str(tmp_path)}))
+    """The training that is held in the middle, as a process of its own; the file `said` has what it says."""
+    (tmp_path / "held").touch()
+    (tmp_path / "job.yaml").write_text(json.dumps(held(tmp_path)))
     line = [sys.executable, "-m", "dp_ray", "run", str(tmp_path / "job.yaml")]
-    with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    with (tmp_path / "said").open("w") as said, subprocess.Popen(line, cwd=ROOT, stderr=said, text=True) as process:
         yield process
         process.kill()
 
@@ -57,20 +79,28 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = tmp_path / "run"
-    assert within(60, lambda: trains(run))
+    run, told_in = tmp_path / "run", tmp_path / "said"
+
+    def let_go_on() -> None:
+        within(SECONDS, lambda: "stopping after this step" in told_in.read_text())
+        (tmp_path / "held").unlink()
+
+    assert within(SECONDS, lambda: trains(run))
+    lets_go_on = threading.Thread(target=let_go_on)
+    lets_go_on.start()
     assert status_of(monkeypatch, "stop", str(run)) == 0
+    lets_go_on.join()
     out, said = capsys.readouterr()
     assert f"asked process {running.pid} on " in said
     assert re.fullmatch(r"interrupted after step \d+ of 20; run the same command to resume\n", out)
-    _, told_there = running.communicate(timeout=30)
-    assert running.returncode == 130
+    assert running.wait(SECONDS) == 130
+    told_there = told_in.read_text()
     assert "asks to stop" in told_there
     assert told_there.splitlines()[-1] == out.rstrip()
     num_kept = int(out.split()[3])
     assert 0 < num_kept < 20, "it stopped in the middle"
     assert not (run / REQUEST).exists()
-    result = dp_ray.run(**KEYS, storage=str(tmp_path), quiet=True)
+    result = dp_ray.run(**held(tmp_path), quiet=True)
     assert [one["what"] for one in result.interruptions] == [f"stopped by dp-ray stop after step {num_kept}"]
     assert result.weights_sha256 == undisturbed.weights_sha256
     assert told(result) == told(undisturbed)
@@ -89,7 +119,7 @@ def test_a_run_that_does_not_run_cannot_be_stopped(
 
 @pytest.mark.slow
 def test_a_run_whose_driver_was_killed_is_not_running(tmp_path: Path, running: subprocess.Popen[str]) -> None:
-    assert within(60, lambda: trains(tmp_path / "run"))
+    assert within(SECONDS, lambda: trains(tmp_path / "run"))
     running.kill()
     running.wait()
     with pytest.raises(JobError, match="is not running: it is unfinished; dp-ray report tells"):
@@ -100,7 +130,7 @@ def test_a_run_whose_driver_was_killed_is_not_running(tmp_path: Path, running: s
 def test_a_driver_that_is_killed_while_it_is_waited_for_is_told(
     tmp_path: Path, running: subprocess.Popen[str]
 ) -> None:
-    assert within(60, lambda: trains(tmp_path / "run"))
+    assert within(SECONDS, lambda: trains(tmp_path / "run"))
     running.send_signal(19)  # SIGSTOP: it will not heed the request
     said: list[str] = []
     told_later: list[str] = []
@@ -112,10 +142,10 @@ def test_a_driver_that_is_killed_while_it_is_waited_for_is_told(
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    assert within(10, lambda: bool(said))
+    assert within(SECONDS, lambda: bool(said))
     running.kill()
     running.wait()
-    waiting.join(30)
+    waiting.join(SECONDS)
     assert told_later
     assert told_later[0].startswith(f"process {running.pid} on ")
     assert "has ended without a word, it is unfinished; dp-ray report tells" in told_later[0]
@@ -145,12 +175,12 @@ def test_a_run_that_is_asked_twice_keeps_its_step_all_the_same(tmp_path: Path) -
     line = [sys.executable, "-m", "dp_ray", "run", str(job)]
     with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert within(60, (tmp_path / "reads").exists)
+            assert within(SECONDS, (tmp_path / "reads").exists)
             for _ in range(2):
                 assert stop_run(str(tmp_path / "run"), False, print) == "it was asked to stop"
-                assert within(60, lambda: not run.exists(REQUEST))
+                assert within(SECONDS, lambda: not run.exists(REQUEST))
             held.unlink()
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=SECONDS)
         finally:
             process.kill()
     assert said.count("asks to stop") == 2
@@ -169,10 +199,10 @@ def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path) -> None:
         with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
             try:
                 assert within(
-                    120, lambda: (lease := LEASE_JSON.read(sweep)) is not None and lease.driver.pid == process.pid
+                    SECONDS, lambda: (lease := LEASE_JSON.read(sweep)) is not None and lease.driver.pid == process.pid
                 )
                 told = stop_run(sweep.location, waits, said.append)
-                _, errors = process.communicate(timeout=120)
+                _, errors = process.communicate(timeout=SECONDS)
             finally:
                 process.kill()
         assert process.returncode == 130, errors
@@ -229,7 +259,7 @@ def test_a_run_on_an_object_store_is_stopped_too(
 
     def stop() -> None:
         assert within(
-            60, lambda: LEASE_JSON.read(run) is not None and bool(server.objects("stopped/run/checkpoints"))
+            SECONDS, lambda: LEASE_JSON.read(run) is not None and bool(server.objects("stopped/run/checkpoints"))
         )
         states.append(stop_run(run.location, True, said.append))
 

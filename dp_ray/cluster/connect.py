@@ -21,7 +21,7 @@ from dp_ray.cluster.resources import Resources, addable, capacity_for, free_for,
 from dp_ray.errors import ClusterError, Error, JobError
 from dp_ray.job.keys import WorkerKeys, runs_anywhere
 from dp_ray.system.process import own_folder, short_folder, without_values
-from dp_ray.system.threads import handlers_kept
+from dp_ray.system.threads import handlers_kept, signals_put_off
 from dp_ray.text import counted, hide
 
 AWAIT_SECONDS = 10.0  # after which a line says that Ray is waited for
@@ -124,9 +124,8 @@ def _connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator
         own_folder(short_folder()) as folder,
         core.raylets_hushed(verbose),
     ):
-        with handlers_kept():
-            _start_ray(keys, found, verbose, folder, fork_server)
         try:
+            _start_ray(keys, found, verbose, folder, fork_server)
             yield
         finally:
             ray.shutdown()
@@ -204,12 +203,16 @@ def _start_ray(
     try:
         # In a Ray job the code is on the cluster, and `uv run` as the job's command is a choice that Ray follows.
         shown = [hide(one) for one in without_values(sys.orig_argv)]  # the command line without secrets
+        if address:
+            authenticate(address)
         with (
             core.shown_as(shown if shown != sys.orig_argv else None),
             nullcontext() if in_ray_job() else core.workers_without_uv(),
+            signals_put_off(),
+            handlers_kept(),
+            core.without_signal_handlers(),
         ):
             if address:
-                authenticate(address)
                 code = None if in_ray_job() else code_to_ship()
                 ray.init(address, runtime_env=code, log_to_driver=verbose, logging_level=level)
             else:

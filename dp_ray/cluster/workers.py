@@ -178,12 +178,15 @@ class Workers:
     def close(self, seconds: float) -> bool:
         """Have the workers leave, and wait for it; after so many seconds end them. Return whether they have left.
 
-        Workers that had to be ended may keep their resources until the connection ends.
+        Workers that had to be ended may keep their resources until the connection ends. Those that were ended before,
+        maybe in a connection that has ended too, have not left.
         """
+        if self.is_aborted:
+            return False
         if not self.is_over:
             ray.get(self.channel.close.remote())
             self.trainer.wait(seconds)
-        has_left = self.trainer.has_ended and not self.is_aborted
+        has_left = self.trainer.has_ended
         self._abort()
         return has_left
 

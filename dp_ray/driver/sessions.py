@@ -106,8 +106,7 @@ class Session:
                 raise JobError(f"workers: the module asks for {workers}, the session has {most}")
             if Workers.current is None:
                 if not self._workers.close(LEAVE_SECONDS) and self._is_own:
-                    self._reconnect()
-                    self._workers.close(CLOSE_SECONDS)
+                    self._reconnect(starts=False)  # others would be ended as they start, and then hold their place
                 of_all = self._keys.model_copy(update={"workers": most})
                 self._parallel = Workers.taken(of_all, self._options.address, self._options.quiet)
                 self._open.callback(self._parallel.close)
@@ -187,8 +186,8 @@ class Session:
         """End the workers at once, and so the job that another thread runs on them."""
         self._workers.close(0)
 
-    def _connect(self) -> None:
-        """Connect to Ray and start the workers."""
+    def _connect(self, starts: bool = True) -> None:
+        """Connect to Ray and start the workers; without these, those of the last connection stay known as ended."""
         address, verbose = self._options.address, self._options.verbose
         say = Console("session", self._options.quiet).say
         say(connect.what_begins(address))
@@ -204,7 +203,8 @@ class Session:
                 # If several sessions run at a time, the others use this connection, which then stays.
                 self._is_own = self._is_own and self.at_a_time == 1
             self._folder = opening.enter_context(own_folder())
-            self._workers = start_workers(self._keys, self._folder, self._is_own, verbose, say)
+            if starts:
+                self._workers = start_workers(self._keys, self._folder, self._is_own, verbose, say)
             opening.callback(lambda: self._workers.close(0 if self._is_own else CLOSE_SECONDS))
             self._open = opening.pop_all()
 
@@ -238,10 +238,10 @@ class Session:
         else:  # the end of the connection frees what these workers hold
             self._reconnect()
 
-    def _reconnect(self) -> None:
+    def _reconnect(self, starts: bool = True) -> None:
         self._open.close()
         try:
-            self._connect()
+            self._connect(starts)
         except BaseException as error:
             self._end(str(error) or type(error).__name__)
             raise

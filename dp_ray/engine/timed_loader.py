@@ -6,21 +6,26 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from multiprocessing import resource_tracker
+from contextlib import contextmanager
+from multiprocessing import connection, resource_tracker
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dp_ray.engine.clock import Part, StepClock
+from dp_ray.engine.user_code import loader_ended_error
 from dp_ray.engine.world import show_alone
-from dp_ray.system.process import importing_from_here
+from dp_ray.system.process import importing_from_here, patched
 from dp_ray.system.threads import SIGNALS, if_longer
 
 T = TypeVar("T")
+_handling: Any = signal_handling  # Any, as its functions are torch's in C
 
 
 class StepTimes:
@@ -75,6 +80,7 @@ class TimedLoader(Iterator[Any]):
 
     def __init__(self, loader: DataLoader[Any], times: StepTimes, at_end: Callable[[], None] | None = None) -> None:
         self._batches = started(loader)
+        self._watch = Watch(self._batches) if isinstance(self._batches, _MultiProcessingDataLoaderIter) else None
         self._times = times
         self._at_end = at_end
 
@@ -84,15 +90,89 @@ class TimedLoader(Iterator[Any]):
     def __exit__(self, *_: object) -> None:
         if self._at_end is not None:
             self._at_end()
-        end(self._batches)
+        if self._watch is not None:
+            self._watch.end()
 
     def __next__(self) -> Any:
-        seconds, batch = next(self._batches)
+        """Return the next batch; raises DataError if a process has ended in the midst of its work."""
+        try:
+            seconds, batch = next(self._batches)
+        except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
+            is_late = "DataLoader timed out" in str(error)  # so are others who wait no longer
+            if self._watch is None or (ended := self._watch.ended(0.0 if is_late else END_SECONDS)) is None:
+                raise
+            raise loader_ended_error(ended.pid, ended.exitcode) from None
         self._times.load += seconds
         return batch
 
 
 END_SECONDS = 1.0  # how long a process may take to end by itself, once nobody needs what it reads
+LOOK_SECONDS = 5.0  # after which a process is looked at: one of its own that lives on may hide its end
+
+
+class _EndOfFile:
+    """In place of a batch: what unpacks it gets the end of a file."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise EOFError
+
+
+class Watch:
+    """A thread that waits for the end of a loader's processes; use `end` to end them.
+
+    Should one end in the midst of its work, all end, and what waits for them reads the end of a file: also in the
+    midst of a batch, of which the rest never comes, or for a lock that the process held. So it is told where the next
+    batch is awaited, in any thread. The handler of a signal, as torch's, raises wherever the main thread is.
+    """
+
+    def __init__(self, batches: _MultiProcessingDataLoaderIter) -> None:
+        self._batches = batches
+        self._processes: list[Any] = batches._workers
+        self._ended: Any = None
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._wait, name="end of the loader's processes", daemon=True)
+        self._thread.start()
+
+    def ended(self, seconds: float) -> Any:
+        """Return the process that ended in the midst of its work; None if none has within so many seconds."""
+        return self._ended if self._has_ended.wait(seconds) else None
+
+    def _wait(self) -> None:
+        sentinels = [one.sentinel for one in self._processes]
+        while True:
+            connection.wait(sentinels, LOOK_SECONDS)
+            if self._batches._shutdown:  # by `end`, or by torch after the last batch
+                return
+            if ended := [one for one in self._processes if one.exitcode is not None]:
+                break
+        self._ended = ended[0]
+        for one in self._processes:
+            one.kill()
+        for one in self._processes:
+            one.join()
+        self._has_ended.set()
+        batches: Any = self._batches
+        if batches._pin_memory:  # its thread reads the pipe then, and hands on
+            batches._pin_memory_thread._invoke_excepthook = lambda *_: None  # or it prints its traceback too
+            batches._data_queue.put(_EndOfFile())
+        batches._worker_result_queue._writer.close()
+
+    def end(self) -> None:
+        """End the processes, also in the midst of a read.
+
+        This is not left to torch: the frames of an error hold the iterator. Once only the garbage collector finds it,
+        the queue through which torch would end its processes is closed already, and torch waits for each for 5 s.
+        """
+        batches: Any = self._batches
+        if self._has_ended.is_set() and not batches._shutdown:
+            batches._shutdown = True  # torch's way would wait for a lock that the process may have held
+            _handling._remove_worker_pids(id(batches))
+            for queue in batches._index_queues:
+                queue.cancel_join_thread()
+                queue.close()
+        with if_longer(END_SECONDS, lambda: [one.terminate() for one in self._processes]):
+            batches._shutdown_workers()
+        self._thread.join(END_SECONDS)
 
 
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -103,7 +183,7 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
     if not loader.num_workers:
         return iter(loader)
     context: Any = loader.multiprocessing_context or multiprocessing
-    with importing_from_here():
+    with importing_from_here(), _unknown_to_torchs_handler():
         if context.get_start_method() == "forkserver":
             return iter(loader)  # a server would hold them back from all that is ever forked from it
         resource_tracker.ensure_running()  # before signals are blocked: it lets them through when it starts
@@ -113,6 +193,24 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
             return iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_STARTING = threading.Lock()
+
+
+@contextmanager
+def _unknown_to_torchs_handler() -> Iterator[None]:
+    """Within the block, torch sets no handler for SIGCHLD, and one that is there gets to know no process.
+
+    It raises in the main thread, wherever that is: in the user's code, or while Python starts a thread. If somebody
+    else starts a DataLoader meanwhile, torch finds its ended processes where it looks at them every 5 s.
+    """
+    know = _handling._set_worker_pids
+    with (
+        _STARTING,
+        patched(_handling, _set_worker_pids=lambda loader, _: know(loader, ()), _set_SIGCHLD_handler=lambda: None),
+    ):
+        yield
 
 
 def begin_process(process: int) -> None:
@@ -133,19 +231,6 @@ def begin_process(process: int) -> None:
     screen = info and info.dataset.screen  # of Samples
     if screen is not None and screen.limit is not None:
         screen.limit.arm(process)
-
-
-def end(batches: Iterator[Any]) -> None:
-    """End the processes behind a DataLoader's batches, also in the midst of a read.
-
-    This is not left to torch: the frames of an error hold the iterator. Once only the garbage collector finds it, the
-    queue through which torch would end its processes is closed already, and torch waits for each of them for 5 s.
-    """
-    if not isinstance(batches, _MultiProcessingDataLoaderIter):
-        return
-    workers: list[Any] = batches._workers
-    with if_longer(END_SECONDS, lambda: [one.terminate() for one in workers]):
-        batches._shutdown_workers()
 
 
 def share_of_wait(times: list[dict[str, float]]) -> float | None:

@@ -3,7 +3,7 @@
 `reraise_as` says which code raised, `locating` in which step and shard; the hints say what to change.
 """
 
-import re
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -16,10 +16,6 @@ from dp_ray.errors import DataError, Error, JobError, ModelError
 from dp_ray.plan.split import Shard
 from dp_ray.system.linux import full_memory
 from dp_ray.text import listed
-
-_LOADER_ENDED = re.compile(
-    r"DataLoader worker \((?P<who>pid(?:\(s\))? [\d, ]+)\) (exited unexpectedly|is killed by signal)"
-)
 
 
 @contextmanager
@@ -45,9 +41,6 @@ def raise_as(
     """Raise what `reraise_as` raises for an exception: for the code of each step, where a block costs time."""
     if isinstance(error, Error) or (kind is ModelError and passes(error)):
         raise error
-    ended = _loader_error(error)
-    if ended is not None:
-        raise ended from None
     raise kind(error_text(what, error, hint(error))) from error
 
 
@@ -71,29 +64,36 @@ def raise_located(error: BaseException, where: str) -> NoReturn:
         raise located from error
     if passes(error):
         raise error
-    ended = _loader_error(error)
-    if ended is not None:
-        raise DataError(f"{where}: {ended}") from None
     raise ModelError(error_text(where, error)) from error
 
 
-def _loader_error(error: BaseException) -> DataError | None:
-    """Return the error to raise for torch's, that a process of a DataLoader has ended; None for another error.
+def loader_ended_error(pid: int | None = None, status: int | None = None) -> DataError:
+    """Return the error to raise if a process of a DataLoader has ended: its id, and its exit status, if known.
 
-    torch raises it in a signal's handler, so wherever the worker is just then.
+    A negative status is a signal's number.
     """
-    match = _LOADER_ENDED.search(str(error))
-    if match is None or not isinstance(error, RuntimeError):
-        return None
-    return loader_ended_error(f" ({match['who']})")
-
-
-def loader_ended_error(who: str = "") -> DataError:
-    """Return the error to raise if a process of a DataLoader has ended; `who` names it."""
+    known = []
+    if pid is not None:
+        known.append(f"pid {pid}")
+    if status is not None:
+        known.append(_signal_name(-status) if status < 0 else f"exit status {status}")
+    says = "a process of the loader has ended in the midst of its work" + (f" ({', '.join(known)})" if known else "")
+    if status is not None and -status not in OF_MEMORY:
+        return DataError(
+            f"{says}: code that the dataset or the collate runs has ended it; loader.processes: 0 runs that in the "
+            "worker, where a debugger can step into it"
+        )
     return DataError(
-        f"a process of the loader has ended in the midst of its work{who}, as where the system kills one because "
-        f"{full_memory()}: take fewer loader.processes or a smaller loader.prefetch"
+        f"{says}, as where the system kills one because {full_memory()}: take fewer loader.processes or a smaller "
+        "loader.prefetch"
     )
+
+
+OF_MEMORY = (signal.SIGKILL, signal.SIGBUS, signal.SIGTERM)  # of memory that is full, or near it
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def read_many(many: Callable[[list[int]], Any], indices: list[int], name: str) -> Any:

@@ -197,7 +197,7 @@ def _end(number: int, _: FrameType | None) -> None:
 def handlers_kept() -> Iterator[None]:
     """After the block, restore the handlers that SIGINT and SIGTERM had before it.
 
-    Ray sets some in C too, in whichever thread connects: after them SIGTERM would abort the process.
+    Ray may set some in C too, in whichever thread connects: after them SIGTERM would abort the process.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
@@ -208,6 +208,38 @@ def handlers_kept() -> Iterator[None]:
             for number, handler in before.items():
                 if handler is not None:
                     signal.signal(number, handler)
+
+
+@contextmanager
+def signals_put_off() -> Iterator[None]:
+    """In the main thread, have a SIGINT or SIGTERM that comes within the block call its handler at the block's end.
+
+    An exception in the midst of the block would leave half of what it makes. A second signal does not wait: it raises
+    KeyboardInterrupt. Nothing is blocked, so the processes that the block starts get all signals.
+    """
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    taken = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+    if threading.current_thread() is not threading.main_thread():
+        taken = {}  # Python calls handlers in the main thread, which is elsewhere
+    owner, came = os.getpid(), list[int]()
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if os.getpid() != owner:
+            _in_forked_process(number)
+        elif came:
+            raise KeyboardInterrupt
+        else:
+            came.append(number)
+
+    try:
+        for number in taken:
+            signal.signal(number, on_signal)
+        yield
+    finally:
+        for number, handler in taken.items():
+            signal.signal(number, handler)
+        for one in came:
+            signal.raise_signal(one)
 
 
 def _in_forked_process(number: int) -> None:

@@ -5,9 +5,9 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,21 @@ def find_users_token() -> bool:
     os.environ[AUTH_MODE] = "token"
     ray._raylet.Config.initialize("")  # Ray reads its variables only once
     return True
+
+
+@contextmanager
+def without_signal_handlers() -> Iterator[None]:
+    """Within the block, `ray.init` sets no handlers of signals: neither for SIGTERM in Python, nor for failures in C.
+
+    Those in C are for SIGTERM too, from the midst of `ray.init` on, for all threads: they print stacks, and 3 s later
+    abort the process. For a crash, Python's faulthandler prints them, which Ray turns on.
+    Public: RAY_DISABLE_FAILURE_SIGNAL_HANDLER, which Ray reads when it is imported, and its own processes would have.
+    """
+    with (
+        patched(ray._private.ray_constants, RAY_DISABLE_FAILURE_SIGNAL_HANDLER=True),
+        patched(ray._private.utils, set_sigterm_handler=lambda _: None),
+    ):
+        yield
 
 
 def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
