@@ -85,13 +85,16 @@ def with_own_model(job: Job) -> Job:
         if isinstance(target, Target):
             own[key] = target.model_copy(update={"args": {name: _copy_of(one) for name, one in target.args.items()}})
     job = job.model_copy(update=own)
-    if isinstance(job.model, Target):
-        return job
+    # A loss, a step and metrics may hold the model, and have a state of their own, which training moves.
+    copies: dict[int, Any] = {}
     try:
-        return job.model_copy(update={"model": copy.deepcopy(job.model)})
+        model = job.model if isinstance(job.model, Target) else copy.deepcopy(job.model, copies)
     except Exception as error:  # a user's __deepcopy__ may raise anything
         advice = "give its class, or a function that makes it"
         raise JobError(f"model: the object cannot be copied: {type(error).__name__}: {error}; {advice}") from error
+    loss, step = (one if isinstance(one, Target) else _copy_of(one, copies) for one in (job.loss, job.step))
+    metrics = {name: one if isinstance(one, Target) else _copy_of(one, copies) for name, one in job.metrics.items()}
+    return job.model_copy(update={"model": model, "loss": loss, "step": step, "metrics": metrics})
 
 
 def with_own_objects(job: Job) -> Job:
@@ -104,9 +107,9 @@ def with_own_objects(job: Job) -> Job:
     return job.model_copy(update=copies)
 
 
-def _copy_of(value: Any) -> Any:
-    """Return a copy, or the value itself if it cannot be copied."""
+def _copy_of(value: Any, copies: dict[int, Any] | None = None) -> Any:
+    """Return a copy, or the value itself if it cannot be copied; `copies` has what is copied already."""
     try:
-        return copy.deepcopy(value)
+        return copy.deepcopy(value, copies)
     except Exception:  # a user's __deepcopy__ may raise anything
         return value

@@ -31,6 +31,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from dp_ray.engine.beside import modules_beside
 from dp_ray.engine.buffers import Buffers
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.host_copy import side_stream
@@ -70,7 +71,8 @@ class ShardLoss(nn.Module):
     def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
         super().__init__()
         self.model = model
-        self._step = step
+        self.__dict__["_step"] = step  # a module that is one is none of ours: DDP would sum its gradients
+        self.beside = modules_beside(job, step, measures.functions)
         self._measures = measures
         self._autocast = None if job.precision == "fp32" else (job.precision, device)
         self._device = device

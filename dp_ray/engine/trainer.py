@@ -83,8 +83,9 @@ class Trainer:
         self.average = placement.average(self.optimizer_step)
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
-        self.buffers = Buffers(model, job.compile, placement.blocks)
         loss = shard_loss(placement.called, step, measures, job, world.device)
+        self.over_batch = loss.over_batch if isinstance(loss, BatchLoss) else None
+        self.buffers = Buffers(model, job.compile, placement.blocks, loss.beside)
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.buffers, self._clock, ahead)
         self.measure_names = list(measures.functions)
         self._stats = Stats(split.shards, 1 + len(self.measure_names), world)
@@ -202,8 +203,9 @@ class Trainer:
         return {"model": self.model, **self.optimizer_step.parts, **average}
 
     def synchronise(self) -> None:
-        """Give every rank rank 0's weights; every rank calls this, once they are loaded."""
-        synchronise(self.model)
+        """Give every rank rank 0's weights, and state beside them; every rank calls this, once they are loaded."""
+        for module in (self.model, *self.buffers.beside.values()):
+            synchronise(module)
         if self.average is not None:
             self.average.begin()
 
@@ -395,7 +397,8 @@ class Pass:
                 loss.keep(output)
         if not is_kept:
             self.buffers.restore()
-        loss.take(loaded.whole, own, self.optimizer_step.seed, number)
+        with self.buffers.running():
+            loss.take(loaded.whole, own, self.optimizer_step.seed, number)
         return loaded, is_kept
 
     def _set_apart(self) -> list[torch.Tensor | None]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from dp_ray.engine.beside import modules_beside
 from dp_ray.engine.model import autocast
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import ShardLoss
@@ -272,9 +273,18 @@ class BatchLoss(ShardLoss):
     `begin`, as in a trial, the loss is the sum of all outputs.
     """
 
-    def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Step,
+        measures: Metrics,
+        job: Job,
+        device: torch.device,
+        over_batch: Mapping[str, Compare] | None = None,
+    ) -> None:
         super().__init__(model, step, measures, job, device)
-        self._function = build_over_batch(job, self._device)["loss"]
+        self.over_batch = over_batch or build_over_batch(job, self._device)
+        self.beside = modules_beside(job, step, {**measures.functions, **self.over_batch})
         self._batch_dim = job.batch_dim
         self._seed = job.seed
         self._gradients: dict[int, Gradients] = {}
@@ -307,7 +317,7 @@ class BatchLoss(ShardLoss):
         seed_of_batch(self._seed, whole, self._device, number)
         with locating(f"step {whole.step}"):
             with self._cast():
-                loss = merged.measure("the loss", self._function)
+                loss = merged.measure("the loss", self.over_batch["loss"])
             self._gradients = merged.gradients(loss, seed(loss, 1), [one.shard for one in own])
         self._dims = merged.dims
         self.value = loss.detach().double()
@@ -407,6 +417,15 @@ def _without_graph(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def shard_loss(model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> ShardLoss:
-    """Return the module that runs a shard of the job forward."""
-    return (BatchLoss if job.loss_over_batch else ShardLoss)(model, step, measures, job, device)
+def shard_loss(
+    model: nn.Module,
+    step: Step,
+    measures: Metrics,
+    job: Job,
+    device: torch.device,
+    over_batch: Mapping[str, Compare] | None = None,
+) -> ShardLoss:
+    """Return the module that runs a shard of the job forward; `over_batch` are functions that are built already."""
+    if job.loss_over_batch:
+        return BatchLoss(model, step, measures, job, device, over_batch)
+    return ShardLoss(model, step, measures, job, device)
