@@ -92,8 +92,8 @@ def with_own_model(job: Job) -> Job:
     except Exception as error:  # a user's __deepcopy__ may raise anything
         advice = "give its class, or a function that makes it"
         raise JobError(f"model: the object cannot be copied: {type(error).__name__}: {error}; {advice}") from error
-    loss, step = (one if isinstance(one, Target) else _copy_of(one, copies) for one in (job.loss, job.step))
-    metrics = {name: one if isinstance(one, Target) else _copy_of(one, copies) for name, one in job.metrics.items()}
+    loss, step = _copy_of(job.loss, copies), _copy_of(job.step, copies)
+    metrics = {name: _copy_of(one, copies) for name, one in job.metrics.items()}
     return job.model_copy(update={"model": model, "loss": loss, "step": step, "metrics": metrics})
 
 
