@@ -145,7 +145,7 @@ class _Writable:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         made: dict[int, torch.Tensor] = {}
         for name, (held, key) in self._places.items():
-            now, value = _get(held, key), values.get(name)
+            now, value = held[key] if key in held else None, values.get(name)  # noqa: SIM401  as in `_get`
             into = tensors.get(name, now)
             if value is None:
                 if name in values:

@@ -93,8 +93,8 @@ class Evaluation:
     states: Mapping[str, Any]
     device: torch.device
     forwards: Forwards
-    clock: StepClock = field(default_factory=SilentClock)
     over_batch: Mapping[str, Compare] | None = None  # of the training, whose loss may have a state
+    clock: StepClock = field(default_factory=SilentClock)
 
     def __post_init__(self) -> None:
         self._states = {name: _moved(metric, self.device) for name, metric in self.states.items()}

@@ -204,7 +204,7 @@ class Trainer:
 
     def synchronise(self) -> None:
         """Give every rank rank 0's weights, and state beside them; every rank calls this, once they are loaded."""
-        for module in (self.model, *self.buffers.beside.values()):
+        for module in dict.fromkeys((self.model, *self.buffers.beside.values())):
             synchronise(module)
         if self.average is not None:
             self.average.begin()

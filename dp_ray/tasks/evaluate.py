@@ -27,7 +27,7 @@ def evaluate(context: Context) -> None:
     measures, states = build_metrics(job)
     clock, forwards = clock_on(world.device), placement.forwards()
     control.runs_on(clock)
-    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, forwards, clock)
+    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, forwards, clock=clock)
     for module in evaluation.beside.values():
         synchronise(module)
     forget_from(run, lambda *_: False)

@@ -64,9 +64,7 @@ def train(context: Context) -> None:
         train_state = restore(training, trainer)
         trainer.synchronise()
         hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
-        evaluation = Evaluation(
-            job, step, measures, states, world.device, placement.forwards(), over_batch=trainer.over_batch
-        )
+        evaluation = Evaluation(job, step, measures, states, world.device, placement.forwards(), trainer.over_batch)
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(context, "dataset", dataset))
         stopping = EarlyStopping.of(job, train_state)
