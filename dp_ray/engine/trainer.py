@@ -275,6 +275,11 @@ class RunningShard:
             raise_as(error, f"{where}: backward", lambda _: hint)
 
 
+def _lacks_shard_0(loaded: LoadedStep) -> bool:
+    """Return whether this worker has shard 0, without rows."""
+    return bool(loaded.shards) and loaded.shards[0].shard == 0 and not loaded.shards[0].rows
+
+
 @dataclass(eq=False)
 class Pass:
     """Forward and backward over the shards of a step: the unit in which gradients are summed over the workers.
@@ -335,7 +340,7 @@ class Pass:
             dummies = self._forwards.dummies(self.split, loaded.step, len(filled))
         if not has_run:  # else its forward has written them
             buffers.begin(len(filled))
-        if loaded.shards and loaded.shards[0].shard == 0 and not loaded.shards[0].rows:
+        if _lacks_shard_0(loaded):
             buffers.keep()  # without shard 0, the step leaves the buffers as they are
         left = len(filled)
         for shard, _, batch in loaded.loaded:
@@ -365,7 +370,7 @@ class Pass:
         """Run the shards forward, and compute the loss of the whole batch, so that each has its outputs' gradients.
 
         A worker that runs a single shard keeps its graph, and runs it only here: returns whether it does. Not in the
-        first step, which tries that shard once more.
+        first step, which tries that shard once more, nor where shard 0 has no rows, so that buffers stay.
         """
         loaded = loaded._replace(loaded=list(loaded.loaded))
         filled = [one for one in loaded.loaded if one.shard.rows]
@@ -373,7 +378,7 @@ class Pass:
         if self._forwards is not None:
             run = functools.partial(self._forwards.run, loss.run)
             dummies = self._forwards.dummies(self.split, loaded.step, len(filled))
-        is_kept = self._is_prepared and len(filled) + len(dummies) == 1
+        is_kept = self._is_prepared and len(filled) + len(dummies) == 1 and not _lacks_shard_0(loaded)
         self.clock.enter(Part.FORWARD)
         self.buffers.begin(len(filled) if is_kept else 2)
         own: list[ShardOutput] = []
