@@ -20,7 +20,7 @@ from dp_ray.tasks.replay import Replayed, StepChoice
 from tests.support import training
 from tests.support.builders import run_dir_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of
-from tests.support.stateful import STEPS, Centred, CentredStep, Distance, plain_training
+from tests.support.stateful import STEPS, Centred, CentredStep, Distance, closure, loss_closure, plain_training
 from tests.support.trainings import assert_close, initial, job_of
 
 pytestmark = pytest.mark.usefixtures("in_project")
@@ -119,6 +119,19 @@ def test_the_state_that_a_step_reaches_is_followed(tmp_path: Path, kind: str) ->
 def assert_weights(weights: Any, model: nn.Module) -> None:
     for name, one in model.state_dict().items():
         torch.testing.assert_close(weights[name], one, rtol=1e-5, atol=1e-6)
+
+
+def test_trials_leave_the_state_as_it_was(tmp_path: Path) -> None:
+    """Those of `shards: auto`, and of a loss: with other rows, and where its size may not be that of rows."""
+    keys: dict[str, Any] = {"workers": 0, "storage": str(tmp_path), "batch_size": 12}
+    ways: dict[str, Any] = {
+        "auto": {"loss": None, "step": closure(), "shards": "auto"},
+        "loss": {"loss": loss_closure()},
+    }
+    for name, given in ways.items():
+        model = initial(training.mlp)
+        plain_training(model, Centred(), training.Pairs(30), 12, 1 if name == "auto" else 4, 2)
+        assert_weights(dp_ray.run(job(**{**keys, **given}), name=name, quiet=True).weights, model)
 
 
 def test_a_step_that_is_a_module_has_one_state_on_any_workers(tmp_path: Path) -> None:

@@ -622,7 +622,9 @@ def on_copies(modules: Roots) -> Iterator[None]:
     try:
         for held, key, one in held_now:
             fresh = None if one is None else copies[id(one)]
-            held[key] = nn.Parameter(fresh, one.requires_grad) if isinstance(one, nn.Parameter) else fresh
+            if fresh is not None and isinstance(one, nn.Parameter):
+                fresh = nn.Parameter(fresh, one.requires_grad)
+            held[key] = fresh
         yield
     finally:
         for name, (held, key) in _places(modules).items():
@@ -702,12 +704,12 @@ def same_buffers(model: nn.Module, copy: nn.Module) -> None:
         one = _get(*place)
         if _layout(_get(held, key)) != _layout(one):
             held[key] = None if one is None else one.detach().clone()
-    mine, theirs = ({name: _get(*place) for name, place in _places({"": one}).items()} for one in (model, copy))
     places = _places({"": copy})
-    for name, one in _sharing(theirs, _shared(mine)).items():
-        if one is not theirs[name]:
+    mine, tensors = ({name: _get(*place) for name, place in one.items()} for one in (_places({"": model}), places))
+    for name, shared in _sharing(tensors, _shared(mine)).items():
+        if shared is not tensors[name]:
             held, key = places[name]
-            held[key] = one
+            held[key] = shared
 
 
 def _named_modules(roots: Roots) -> Iterator[tuple[str, nn.Module]]:

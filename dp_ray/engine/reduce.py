@@ -68,6 +68,8 @@ class ShardResult:
 class ShardLoss(nn.Module):
     """The module that DDP wraps: a shard's batch in, its loss out; a worker without rows passes None and 0 rows."""
 
+    _step: Step
+
     def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
         super().__init__()
         self.model = model
