@@ -31,6 +31,8 @@ class Messy(nn.Module):
     """A block with all that a second forward could change: random numbers of every kind, and buffers."""
 
     calls: torch.Tensor
+    one: torch.Tensor
+    two: torch.Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,16 +41,20 @@ class Messy(nn.Module):
         )
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("large", torch.arange(5.0))
+        shared = torch.zeros(())
+        self.register_buffer("one", shared)
+        self.register_buffer("two", shared)
         self.generator = torch.Generator().manual_seed(3)
         self.numpy = np.random.default_rng(3)
 
     def forward(self, inputs: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         self.calls = self.calls + 1  # a new tensor in the place of the old one
+        self.one += 0.1
         noise = (
             torch.rand(inputs.shape[1], generator=self.generator) + self.numpy.random() + np.random.random_sample()
         )
         hidden: torch.Tensor = inputs + self.layers(inputs * noise.to(inputs.device) * scale)
-        return hidden * (random.random() * (1 + self.calls))
+        return hidden * (random.random() * (1 + self.calls) + self.two)
 
 
 class Parts(nn.Module):

@@ -320,6 +320,17 @@ def test_buffers_are_those_of_shard_0_and_draws_are_by_seed() -> None:
     assert not torch.equal(first[:100], first[100:200])
 
 
+@pytest.mark.parametrize("anew", ["", "one", "two", "one two"])
+def test_buffers_that_begin_as_one_tensor_are_those_of_shard_0(anew: str) -> None:
+    module, plain = models.SharesBuffers(anew), models.SharesBuffers(anew)
+    model = parallel(module)
+    for inputs in torch.randn(3, 9, 2):
+        states = [copy.deepcopy(plain) for _ in range(3)]
+        assert_close(model(inputs), torch.cat([one(rows) for one, rows in zip(states, inputs.chunk(3), strict=True)]))
+        plain = states[0]
+        assert_close(module.state_dict(), plain.state_dict())
+
+
 def test_hooks_of_the_bare_module_run_on_the_workers() -> None:
     module = nn.Linear(2, 2)
     model = parallel(module)

@@ -307,7 +307,7 @@ def test_the_weights_of_parted_buffers_are_those_of_their_names(tmp_path: Path) 
     model.load_state_dict(weights)
     data = training.Pairs(30)
     with torch.no_grad():
-        outputs = [copy.deepcopy(model)(rows) for rows in data.inputs.split(3)]
+        outputs = [copy.deepcopy(model)(rows) for rows in torch.split(data.inputs, 3)]
     wanted = nn.functional.cross_entropy(torch.cat(outputs), data.targets).item()
     trained = {"target": "tests.support.writing:SharesMemory", "args": {"way": "anew"}}
     keys = {"model": trained, "dataset": DATA, "batch_size": 3, "loss": "torch.nn:CrossEntropyLoss", "workers": 1}

@@ -111,6 +111,19 @@ def test_its_bits_do_not_depend_on_workers_loaders_or_bad_samples(tmp_path: Path
         assert torch.allclose(weights_of(tmp_path / "3")[name], expected, rtol=1e-4, atol=1e-6), name
 
 
+def test_with_a_loss_over_the_batch_a_step_without_shard_0_leaves_buffers_as_they_are(tmp_path: Path) -> None:
+    """On one worker too, which then runs the other shard's forward once."""
+    lost = [ORDER[at] for at in range(14, 21)]  # of step 1's two shards of 7 rows the first one
+    keys: dict[str, Any] = {"skip": lost, "shards": 2, "batch_size": 14, "max_steps": 3, "bitwise": True}
+    keys["loss"] = {"target": "torch.nn:CrossEntropyLoss", "over": "batch"}
+    found = []
+    for workers in (1, 2):
+        run_group(job_of("conv", "Images", workers=workers, **keys), tmp_path / str(workers))
+        found.append({key: one.numpy().tobytes() for key, one in weights_of(tmp_path / str(workers)).items()})
+    assert int(weights_of(tmp_path / "1")["1.num_batches_tracked"]) == 2
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 def test_an_evaluation_during_the_training_reads_all_of_its_own_dataset(tmp_path: Path) -> None:
     evaluates: Any = {"eval": {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": 101}}}}

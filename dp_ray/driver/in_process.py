@@ -1,6 +1,7 @@
 """Run a task with `workers: 0`: in the driver's own process, where a debugger can step into it."""
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
@@ -106,7 +107,9 @@ def _copied(job: Job, all_objects: bool) -> Job:
             own |= {f"{key}.args.{name}": value for name, value in target.args.items()}
             others |= {} if target.is_named else {key: target.target}
         elif target is not None:
-            (own if all_objects or key == "model" else others)[key] = target
+            # A loss, a step and metrics may have a state, which a training moves; a plain function has none.
+            may_have_state = key.partition(".")[0] in ("loss", "step", "metrics") and not inspect.isfunction(target)
+            (own if all_objects or key == "model" or may_have_state else others)[key] = target
 
     shared: dict[Any, Any] = {}
     for key, value in own.items():

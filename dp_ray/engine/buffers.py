@@ -1,5 +1,7 @@
 """The state of a model that a forward writes: buffers (BatchNorm's statistics), parameters (a momentum encoder's).
 
+The modules `beside` the model have such a state too: a loss's (the centre of its targets), a step's, a metric's.
+
 Every shard of a step starts from the same values; after the step every worker has those of shard 0, as with
 nn.DataParallel (`Buffers`). An evaluation or a prediction leaves no change (`UnchangedBuffers`).
 
@@ -41,11 +43,14 @@ PIECE = 1 << 23  # bytes of a tensor whose digest is computed at once
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
+Roots = Mapping[str, nn.Module]  # modules by the beginning of their tensors' names; the model's is empty
+OUTSIDE = "."  # the first letter of a name beside the model: none in a model begins with it
 Values = dict[str, torch.Tensor | None]
 Place = tuple[Any, str]  # a module's buffers, and a key of them
 Shared = tuple[str, bool]  # the first buffer in the same memory, and whether both are one tensor
 Stamp = tuple[int | None, int]
 Blocks = Iterable[tuple[nn.Module, list[Any]]]
+NONE: Roots = {}
 ADVICE = "write it in one of these too, or make it a buffer (register_buffer)"
 
 
@@ -83,19 +88,21 @@ class _SeesReplaced(TorchFunctionMode):
 
 
 class _Writable:
-    """The buffers of a model, and the parameters that its forwards write, by their names.
+    """The buffers of a model and of modules beside it, and the parameters that their calls write, by their names.
 
     With `aligns`, a buffer begins at a multiple of 16 bytes, also where a forward has set a view in its place.
     """
 
-    def __init__(self, model: nn.Module, aligns: bool = False) -> None:
+    def __init__(self, model: nn.Module, beside: Roots, aligns: bool = False) -> None:
         self._aligns = aligns
         self._model = model
-        self._parameters = dict(model.named_parameters())
+        self.beside = beside
+        self._roots = {"": model, **beside}
+        self._parameters = dict(_named_parameters(self._roots))
         self._known = {id(one) for one in self._parameters.values()}
         self._is_sharded = any(map(is_sharded, self._parameters.values()))
         self._plain = {name: one for name, one in self._parameters.items() if _is_plain(one)}
-        self._places = _places(model)
+        self._places = _places(self._roots)
         self._static = frozenset(self._always_followed())
         self._followed = {name: self._plain[name] for name in self._static}
         self._watched: dict[str, nn.Parameter] = {}
@@ -105,15 +112,18 @@ class _Writable:
 
     def _always_followed(self) -> Iterator[str]:
         """Yield the parameters that are always copied: of an embedding with `max_norm`, and small frozen ones."""
-        for name, module in self._model.named_modules():
+        for name, module in _named_modules(self._roots):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-                weight = f"{name}.weight".lstrip(".")
+                weight = _joined(name, "weight")
                 if weight in self._plain:
                     yield weight
+        of_model = {name: one for name, one in self._plain.items() if not name.startswith(OUTSIDE)}
         # Of a sharded model, each worker holds few parameters whole.
-        frozen = {name: one for name, one in self._plain.items() if self._is_sharded or not one.requires_grad}
-        if sum(one.nbytes for one in frozen.values()) <= SMALL:
-            yield from frozen
+        frozen = {name: one for name, one in of_model.items() if self._is_sharded or not one.requires_grad}
+        outside = {name: one for name, one in self._plain.items() if name not in of_model}
+        for few in (frozen, outside):
+            if sum(one.nbytes for one in few.values()) <= SMALL:
+                yield from few
 
     def _now(self) -> Values:
         buffers = {name: held[key] for name, (held, key) in self._places.items() if key in held}
@@ -140,7 +150,7 @@ class _Writable:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         made: dict[int, torch.Tensor] = {}
         for name, (held, key) in self._places.items():
-            now, value = _get(held, key), values.get(name)
+            now, value = held[key] if key in held else None, values.get(name)  # noqa: SIM401  as in `_get`
             into = tensors.get(name, now)
             if value is None:
                 if name in values:
@@ -165,12 +175,12 @@ class _Writable:
             copy_all([now for now, _ in pairs], [value for _, value in pairs])
 
     def _check_parameters(self) -> None:
-        """Raise ModelError if the model has a parameter that was not there before."""
-        for name, one in self._model.named_parameters():
+        """Raise ModelError if there is a parameter that was not there before."""
+        for name, one in _named_parameters(self._roots):
             if name not in self._parameters or (not self._is_sharded and id(one) not in self._known):
                 raise ModelError(
-                    f"the forward made the parameter {name}, which no optimizer trains and each worker draws by "
-                    "itself: make it in the constructor, or run a batch through the model where it is made"
+                    f"the forward made the parameter {shown(name)}, which no optimizer trains and each worker draws "
+                    "by itself: make it in the constructor, or run a batch through the model where it is made"
                 )
 
     def _stamp(self) -> None:
@@ -192,8 +202,8 @@ class _Writable:
         return [name for name, one in self._watched.items() if id(one) in changed and name not in self._followed]
 
 
-# How many forwards of a model in eval mode were compared, and the parameters that they have written.
-_seen_in_eval: "WeakKeyDictionary[nn.Module, tuple[int, frozenset[str]]]" = WeakKeyDictionary()
+# How many forwards of a model in eval mode were compared, with what is beside it, and the parameters that they wrote.
+_seen_in_eval: "WeakKeyDictionary[nn.Module, dict[tuple[str, ...], tuple[int, frozenset[str]]]]" = WeakKeyDictionary()
 
 
 class Buffers(_Writable):
@@ -201,13 +211,19 @@ class Buffers(_Writable):
 
     A step calls `begin`, `restore` before each later shard, `keep` after shard 0, `share` and `finish`. A forward
     runs in `forward` while it `is_early`; else `check` follows it. `blocks` are those of a sharded model, with
-    torch's records of their parameters, which no forward may write.
+    torch's records of their parameters, which no forward may write. Modules `beside` the model are called within its
+    forwards, or by `running` on all workers alike.
     """
 
     def __init__(
-        self, model: nn.Module, is_compiled: bool = False, blocks: Blocks = (), aligns: bool = False
+        self,
+        model: nn.Module,
+        is_compiled: bool = False,
+        blocks: Blocks = (),
+        beside: Roots = NONE,
+        aligns: bool = False,
     ) -> None:
-        super().__init__(model, aligns)
+        super().__init__(model, beside, aligns)
         self._is_compiled = is_compiled
         self._has_peers = has_peers()
         for held, key in self._places.values() if aligns else ():
@@ -262,13 +278,26 @@ class Buffers(_Writable):
                 self._follow(name, self._before[name])
         self.check()
         self._check_parameters()
-        self._places = _places(self._model)
+        self._places = _places(self._roots)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run in the block what all workers call alike, and what it writes stays."""
+        if not self.beside:
+            yield
+        elif self.is_early:
+            with self.forward():
+                yield
+        else:
+            self._stamp()
+            yield
+            self.check()
 
     def check(self) -> None:
         """Follow the parameters that a forward has written; raises ModelError if no value of before is known."""
         for name in self._written():
             if not self._is_alone and name not in self._before:
-                text = f"the forward wrote the parameter {name}"
+                text = f"the forward wrote the parameter {shown(name)}"
                 unknown = "so its value of before is not known, from which each shard must start"
                 if self.is_early:
                     raise ModelError(
@@ -378,7 +407,7 @@ class Buffers(_Writable):
         """Follow each parameter that any worker's forward wrote, and have the buffers that rank 0 has."""
         values = self._buffers_of(self._now() if self._kept is None else self._kept.tensors)
         layouts = {name: _layout(one) for name, one in values.items()}
-        mine = list(self._followed), layouts, sorted(_non_persistent(self._model)), _shared(values)
+        mine = list(self._followed), layouts, sorted(_non_persistent(self._roots)), _shared(values)
         everybodys = gathered(mine)
         self._num_tensors = len(set(map(id, values.values())))
         for names, *_ in everybodys:
@@ -388,8 +417,8 @@ class Buffers(_Writable):
         _, of_buffers, lasting, self._shared = everybodys[0]
         self._start.tensors.update(_sharing(self._buffers_of(self._start.tensors), self._shared))
         for name in of_buffers.keys() - self._places.keys():
-            _register(self._model, name, name not in lasting)
-        self._places = _places(self._model)
+            _register(self._roots, name, name not in lasting)
+        self._places = _places(self._roots)
         of_parameters = {name: _layout(one) for name, one in self._plain.items() if name in self._followed}
         layouts = {**of_buffers, **of_parameters}
         if layouts != self._layouts:
@@ -410,29 +439,45 @@ class Buffers(_Writable):
             self._work = None
         elif self._kept is not None:
             self._put(*self._kept)
+        if self.is_early:
+            self._check_untrained()
         self._num_steps += 1
         self.is_early = self._num_steps < EARLY
         self._before = {}
         self._kept = None
 
+    def _check_untrained(self) -> None:
+        """Raise ModelError if a parameter beside the model got a gradient, which no optimizer takes."""
+        for name, one in self._parameters.items():
+            if name.startswith(OUTSIDE) and one.requires_grad and one.grad is not None:
+                raise ModelError(
+                    f"{shown(name)} got a gradient, and no optimizer trains it: make it a part of the model, or "
+                    "freeze it (requires_grad_(False))"
+                )
+
     def state(self) -> dict[str, Any]:
         """Return what a state_dict of the model lacks; empty if a forward writes nothing but persistent buffers.
 
-        `parameters` names those that forwards write. `buffers` are the non-persistent ones that have changed. `made`
+        `parameters` names those that forwards write. `buffers` are the non-persistent ones that have changed, and all
+        that has changed beside the model. `made`
         names the buffers that forwards made, and whether they are persistent. `shared` has those that share memory
         with others, or not, unlike in the model that was built. Raises ModelError if frozen parameters have changed
         in a way that nothing else shows, so that the workers' may differ.
         """
         self._check_parameters()
-        lasting = _non_persistent(self._model)
-        now = {name: one for name, one in self._now().items() if name in lasting and one is not None}
+        lasting = _non_persistent(self._roots)
+        now = {
+            name: one.detach()
+            for name, one in self._now().items()
+            if one is not None and (name in lasting or name.startswith(OUTSIDE))
+        }
         digests = _digests({**now, **{name: local(one.detach()) for name, one in self._unseen().items()}})
         before = digests if self._digests is None else self._digests
         written = [name for name in self._unseen() if before.get(name, digests[name]) != digests[name]]
         if written and not self._was_alone:
             raise ModelError(
-                f"the forward wrote {listed(written)} through .data, or numpy, and not in the first {EARLY} steps "
-                f"since the workers started; {ADVICE}"
+                f"the forward wrote {listed(map(shown, written))} through .data, or numpy, and not in the first "
+                f"{EARLY} steps since the workers started; {ADVICE}"
             )
         self._changed |= {name for name in now if before.get(name) != digests[name]}
         self._digests = digests
@@ -450,8 +495,10 @@ class Buffers(_Writable):
         return {key: value for key, value in state.items() if value}
 
     def _unseen(self) -> dict[str, nn.Parameter]:
-        """Return the frozen parameters that no forward was seen to write, by name."""
-        frozen = {name: one for name, one in self._parameters.items() if not one.requires_grad}
+        """Return the frozen parameters that no forward was seen to write, by name; all of those beside the model."""
+        frozen = {
+            name: one for name, one in self._parameters.items() if not one.requires_grad or name.startswith(OUTSIDE)
+        }
         return {
             name: one
             for name, one in frozen.items()
@@ -462,8 +509,8 @@ class Buffers(_Writable):
         """Make the buffers that forwards had made when `state` was taken, before the model's state is loaded."""
         for name, is_persistent in state.get("made", ()):
             if name not in self._places:
-                _register(self._model, name, is_persistent)
-        self._places = _places(self._model)
+                _register(self._roots, name, is_persistent)
+        self._places = _places(self._roots)
         self._share_as(state)
 
     def _share_as(self, state: Mapping[str, Any]) -> None:
@@ -483,15 +530,20 @@ class Buffers(_Writable):
                 self._followed[name] = self._plain[name]
         device = next(iter(self._parameters.values())).device
         for name, value in state.get("buffers", {}).items():
+            self._changed.add(name)
+            if name in self._plain and self._plain[name].shape == value.shape:
+                self._plain[name].copy_(value)
+                self._followed[name] = self._plain[name]
+                continue
             if name not in self._places:
-                raise ModelError(f"the checkpoint has the buffer {name}, unlike this model")
+                what = "job" if name.startswith(OUTSIDE) else "model"
+                raise ModelError(f"the checkpoint has the buffer {shown(name)}, unlike this {what}")
             held, key = self._places[name]
             now = _get(held, key)
             if now is not None and _layout(now) == _layout(value):
                 now.copy_(value)  # others may be the same tensor
             else:
                 held[key] = value.to(device if now is None else now.device)
-            self._changed.add(name)
         self._share_as(state)
 
 
@@ -502,13 +554,13 @@ class UnchangedBuffers(_Writable):
     `max_norm` its weight. Forwards run in `forward`, which compares all parameters after the EARLY ones of a model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._num_runs, written = _seen_in_eval.get(model, (0, frozenset()))
+    def __init__(self, model: nn.Module, beside: Roots = NONE) -> None:
+        super().__init__(model, beside)
+        self._num_runs, written = _seen_in_eval.get(model, {}).get(tuple(beside), (0, frozenset()))
         self._has_checked = False
         for name in written:
             self._followed[name] = self._plain[name]
-        self._held = [(module._buffers, tuple(module._buffers.keys())) for module in model.modules()]
+        self._held = [(module._buffers, tuple(module._buffers.keys())) for _, module in _named_modules(self._roots)]
         self._values, self._tensors = self._take()
         self._large = {
             name: _stamp_of(one) for name, one in self._tensors.items() if one is not None and one.nbytes > SMALL
@@ -529,7 +581,8 @@ class UnchangedBuffers(_Writable):
             for name in {*_different(before, self._plain), *self._written()} & before.keys():
                 self._followed[name] = self._tensors[name] = self._plain[name]
                 self._values[name] = before[name].to(self._plain[name].device)
-        _seen_in_eval[self._model] = self._num_runs, frozenset(self._followed)
+        seen = _seen_in_eval.setdefault(self._model, {})
+        seen[tuple(self.beside)] = self._num_runs, frozenset(self._followed)
 
     def restore(self) -> None:
         """Undo the changes of a forward; raises ModelError for a change that cannot be undone."""
@@ -539,8 +592,8 @@ class UnchangedBuffers(_Writable):
         written = self._written()
         if written:
             raise ModelError(
-                f"the forward wrote {listed(written)}, and not in its first {EARLY} runs, so it cannot be put back; "
-                f"{ADVICE}"
+                f"the forward wrote {listed(map(shown, written))}, and not in its first {EARLY} runs, so it cannot "
+                f"be put back; {ADVICE}"
             )
         self.put_back()
 
@@ -563,6 +616,42 @@ class UnchangedBuffers(_Writable):
                 pairs[name] = one, value
         copy_all([one for one, _ in pairs.values()], [value for _, value in pairs.values()])
         self._large.update((name, _stamp_of(one)) for name, (one, _) in pairs.items() if name in self._large)
+
+
+@contextmanager
+def on_copies(modules: Roots) -> Iterator[None]:
+    """Run the block with copies in the place of the tensors of modules beside a model, if these are not too large.
+
+    A graph that waits for its backward may need the tensors as they are: to write their old values would be a write.
+    """
+    places = {name: (held, key, _get(held, key)) for name, (held, key) in _places(modules).items()}
+    large = sum(one.nbytes for _, one in _named_parameters(modules)) > LARGEST_COPY
+    parameters = [
+        (module._parameters, key, one)
+        for _, module in (() if large else _named_modules(modules))
+        for key, one in module._parameters.items()
+        if one is not None and _is_plain(one)
+    ]
+    held_now = [*places.values(), *parameters]
+    copies = {id(one): one.detach().clone() for _, _, one in held_now if one is not None}
+    try:
+        for held, key, one in held_now:
+            fresh = None if one is None else copies[id(one)]
+            if fresh is not None and isinstance(one, nn.Parameter):
+                fresh = nn.Parameter(fresh, one.requires_grad)
+            held[key] = fresh
+        yield
+    finally:
+        for name, (held, key) in _places(modules).items():
+            if name not in places:
+                del held[key]
+        for held, key, one in held_now:
+            held[key] = one
+
+
+def shown(name: str) -> str:
+    """Return the name of a tensor, or of a module beside the model, for errors."""
+    return name.removeprefix(OUTSIDE)
 
 
 def _of_sharded(names: list[str]) -> str:
@@ -592,7 +681,7 @@ def _different(copies: Mapping[str, torch.Tensor], parameters: Mapping[str, torc
 def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Give memory to the buffers that are None, and of which there are weights: a first forward had made them."""
     device = next((one.device for one in model.parameters()), None)
-    for name, (held, key) in _places(model).items():
+    for name, (held, key) in _places({"": model}).items():
         weight = weights.get(name)
         if _get(held, key) is None and weight is not None:
             whole = weight.whole() if isinstance(weight, Stored) else weight
@@ -603,7 +692,7 @@ def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def _make_apart(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Give memory of its own to a buffer that shares it with others, but has weights apart: a forward set it anew."""
-    places = _places(model)
+    places = _places({"": model})
     tensors = {name: _get(held, key) for name, (held, key) in places.items()}
     shared = _shared(tensors)
     wanted: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -622,27 +711,48 @@ def _make_apart(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 def same_buffers(model: nn.Module, copy: nn.Module) -> None:
     """Give a copy of a model the buffers that the model's forwards have made since."""
-    lasting, theirs = _non_persistent(model), _places(copy)
-    for name, place in _places(model).items():
+    lasting, theirs = _non_persistent({"": model}), _places({"": copy})
+    for name, place in _places({"": model}).items():
         if name not in theirs:
-            _register(copy, name, name not in lasting)
-        held, key = _places(copy)[name] if name not in theirs else theirs[name]
+            _register({"": copy}, name, name not in lasting)
+        held, key = _places({"": copy})[name] if name not in theirs else theirs[name]
         one = _get(*place)
         if _layout(_get(held, key)) != _layout(one):
             held[key] = None if one is None else one.detach().clone()
-    mine, theirs = ({name: _get(*place) for name, place in _places(one).items()} for one in (model, copy))
-    places = _places(copy)
-    for name, one in _sharing(theirs, _shared(mine)).items():
-        if one is not theirs[name]:
+    places = _places({"": copy})
+    mine, tensors = ({name: _get(*place) for name, place in one.items()} for one in (_places({"": model}), places))
+    for name, shared in _sharing(tensors, _shared(mine)).items():
+        if shared is not tensors[name]:
             held, key = places[name]
-            held[key] = one
+            held[key] = shared
 
 
-def _places(model: nn.Module) -> dict[str, Place]:
+def _named_modules(roots: Roots) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in others, each once, by their names."""
+    seen: set[nn.Module] = set()
+    for name, root in roots.items():
+        yield from root.named_modules(seen, name)
+
+
+def _named_parameters(roots: Roots) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of modules, each once, by their names."""
+    seen: set[int] = set()
+    for prefix, root in roots.items():
+        for name, one in root.named_parameters(prefix):
+            if id(one) not in seen:
+                seen.add(id(one))
+                yield name, one
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _places(roots: Roots) -> dict[str, Place]:
     """Return the place of each dense buffer, by its name; a buffer that is None too."""
     return {
-        f"{prefix}.{key}".lstrip("."): (module._buffers, key)
-        for prefix, module in model.named_modules()
+        _joined(prefix, key): (module._buffers, key)
+        for prefix, module in _named_modules(roots)
         for key, one in module._buffers.items()
         if one is None or (one.layout is torch.strided and not one.is_quantized)
     }
@@ -682,15 +792,19 @@ def _get(held: Any, key: str) -> torch.Tensor | None:
     return buffer
 
 
-def _register(model: nn.Module, name: str, is_persistent: bool) -> None:
+def _register(roots: Roots, name: str, is_persistent: bool) -> None:
+    """Register a buffer. Raises ModelError if there is no such module."""
     prefix, _, key = name.rpartition(".")
-    model.get_submodule(prefix).register_buffer(key, None, is_persistent)
+    module = dict(_named_modules(roots)).get(prefix)
+    if module is None:
+        raise ModelError(f"the checkpoint has the buffer {shown(name)}, unlike this job")
+    module.register_buffer(key, None, is_persistent)
 
 
-def _non_persistent(model: nn.Module) -> set[str]:
+def _non_persistent(roots: Roots) -> set[str]:
     return {
-        f"{prefix}.{key}".lstrip(".")
-        for prefix, module in model.named_modules()
+        _joined(prefix, key)
+        for prefix, module in _named_modules(roots)
         for key in getattr(module, "_non_persistent_buffers_set", ())
     }
 

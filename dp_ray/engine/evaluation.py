@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_ray.engine.beside import modules_beside
 from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.loading import LoadedStep
@@ -18,7 +19,7 @@ from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.rows import RowTrial
-from dp_ray.engine.step import Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
+from dp_ray.engine.step import Compare, Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
 from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, build_over_batch, merge, seed_of_batch
 from dp_ray.engine.world import CPU, everyone, gathered, has_peers
@@ -95,6 +96,7 @@ class Evaluation:
     states: Mapping[str, Any]
     device: torch.device
     forwards: Forwards
+    over_batch: Mapping[str, Compare] | None = None  # of the training, whose loss may have a state
     clock: StepClock = field(default_factory=SilentClock)
     trial: RowTrial | None = None
 
@@ -103,7 +105,8 @@ class Evaluation:
         self._states = {name: _moved(metric, self.device) for name, metric in self.states.items()}
         self._trial: MetricTrial | None = MetricTrial(self._states, self.job.batch_dim)
         self._has_loss = self.job.loss_of_shards
-        self._over_batch = build_over_batch(self.job, self.device)
+        self._over_batch = self.over_batch or build_over_batch(self.job, self.device)
+        self.beside = modules_beside(self.job, self.step, {**self.measures.functions, **self._over_batch})
         self._names = self.measures.names(self._has_loss)
         if "loss" in self._over_batch:
             self._names = ["loss", *self._names]
@@ -129,7 +132,7 @@ class Evaluation:
         if work.split.shards * work.split.total_steps == 1:
             trial = None  # a single update sees all rows
         rows, key = 0, "eval.batch_size" if self.job.task == "train" else "batch_size"
-        with evaluating(model) as buffers:
+        with evaluating(model, self.beside) as buffers:
             seeds = ForwardSeeds(self.job.seed, model, self.device)
             for loaded in map(self.forwards.begin, steps):
                 own: list[ShardOutput] = []
@@ -165,7 +168,9 @@ class Evaluation:
                     buffers.restore()
                 if self._over_batch:
                     with torch.no_grad(), locating(f"evaluation step {loaded.step}"):
-                        self._measure_batch(own, loaded.whole, sums)
+                        with buffers.forward():
+                            self._measure_batch(own, loaded.whole, sums)
+                        buffers.restore()
                 yield StepEnd(loaded.step)
             sums[0, -1] = rows
             if trial is not None:

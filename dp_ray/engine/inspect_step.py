@@ -3,7 +3,7 @@
 Begin at `StepInspection`. It finds the loss of each row, and the first module whose output or gradient is not finite.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from dp_ray.engine.bad_samples import not_finite
-from dp_ray.engine.buffers import UnchangedBuffers
+from dp_ray.engine.beside import modules_in
+from dp_ray.engine.buffers import UnchangedBuffers, on_copies
 from dp_ray.engine.gradient_hooks import InEachBackward, ParameterHooks
 from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.random import ForwardSeeds, preserved
+from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.step import Metrics, Step, StepOutput, run_step, weighted_sum
 from dp_ray.engine.user_code import locating, location, reraise_as
@@ -140,13 +142,15 @@ class NotFiniteFinder:
 class StepInspection:
     """The shards of a step as the training runs them, but for the update: the same seeds, buffers and modes."""
 
-    def __init__(self, job: Job, model: nn.Module, step: Step, device: torch.device) -> None:
+    def __init__(self, job: Job, model: nn.Module, step: Step, device: torch.device, trained: ShardLoss) -> None:
         self.model = model
+        self._beside = trained.beside
         self._job = job
         self._step = step
         self._device = device
         trial = RowTrial(job, device, "", lambda text: None)  # as the run's own, which has said what there is to say
-        self._loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device, trial)
+        over_batch = trained.over_batch if isinstance(trained, BatchLoss) else None
+        self._loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device, trial, over_batch)
         self._seeds = ForwardSeeds(job.seed, model, device)
         self._hooks = ParameterHooks({name: one for name, one in model.named_parameters() if one.requires_grad})
 
@@ -183,7 +187,8 @@ class StepInspection:
                     less = loss.batches.one_less(one.batch, one.shard.rows)
                     own[-1] = loss.batches.tried(loss.run, less, own[-1])
         if step:
-            loss.take(split.whole(step[0].shard.step), own, lambda value, _: torch.ones_like(value))
+            with self.unchanged():
+                loss.take(split.whole(step[0].shard.step), own, lambda value, _: torch.ones_like(value))
 
     def forward(self, one: LoadedShard) -> torch.Tensor:
         """Return the sum of a shard's losses."""
@@ -218,7 +223,7 @@ class StepInspection:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Run the block, then give the model its values of before, and no gradients."""
-        buffers = UnchangedBuffers(self.model)
+        buffers = UnchangedBuffers(self.model, self._beside)
         try:
             with buffers.forward():
                 yield
@@ -253,10 +258,11 @@ def row_losses(
                 return RowLosses([], OF_ANY_FORM)
             if compare is not None:
                 pairs = _by_row("the outputs have", compared, rows, job.batch_dim)
-                return RowLosses([_mean(compare(*pair)) for pair in pairs], OF_OUTPUTS)
+                return RowLosses(_one_by_one(compare, lambda pair: compare(*pair), pairs), OF_OUTPUTS)
             with evaluating(model):
                 batches = _by_row("the batch has", batch, rows, job.batch_dim)
-                return RowLosses([_mean(run_step(step, model, one).loss) for one in batches], ALONE)
+                losses = _one_by_one(step, lambda one: run_step(step, model, one).loss, batches)
+                return RowLosses(losses, ALONE)
     except Exception as error:  # a user's loss or step may take no single row
         return RowLosses([], f"not known: one row alone raises {type(error).__name__}: {error}")
 
@@ -266,6 +272,15 @@ def _by_row(what: str, tree: Any, rows: int, batch_dim: int) -> list[Any]:
     if len(pieces) != rows:
         raise ModelError(f"{what} {len(pieces)} rows, and the shard has {rows}")
     return pieces
+
+
+def _one_by_one(of: Any, loss_of: Callable[[Any], Any], rows: list[Any]) -> list[float]:
+    """Return the loss of each row; no row changes a state that the function `of` reaches."""
+    beside, means = modules_in("", of), []
+    for row in rows:
+        with on_copies(beside):
+            means.append(_mean(loss_of(row)))
+    return means
 
 
 def _mean(value: Any) -> float:

@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from dp_ray.engine.alignment import align_gradients
+from dp_ray.engine.beside import modules_beside
 from dp_ray.engine.buffers import Buffers
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.gradient_hooks import InEachBackward
@@ -70,10 +71,13 @@ class ShardResult:
 class ShardLoss(nn.Module):
     """The module that DDP wraps: a shard's batch in, its loss out; a worker without rows passes None and 0 rows."""
 
+    _step: Step
+
     def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
         super().__init__()
         self.model = model
-        self._step = step
+        self.__dict__["_step"] = step  # a module that is one is none of ours: DDP would sum its gradients
+        self.beside = modules_beside(job, step, measures.functions)
         self._measures = measures
         self._autocast = None if job.precision == "fp32" else (job.precision, device)
         self._device = device

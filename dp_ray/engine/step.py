@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.loss import _Loss
 
+from dp_ray.engine.beside import modules_in
+from dp_ray.engine.buffers import on_copies
 from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.items import kind_of
 from dp_ray.engine.model import batch_hint, call_model, mixed_devices
@@ -132,6 +134,7 @@ def build_step(job: Job, world: World) -> Step:
         except (Exception, SystemExit) as error:
             raise_as(error, "loss", lambda _: describe_compared(outputs, target))
 
+    plain_step.__wrapped__ = loss  # type: ignore[attr-defined]  # what `modules_in` looks for
     return plain_step
 
 
@@ -152,6 +155,7 @@ def _without_loss(step: Step) -> Step:
             )
         return StepOutput(**returned)
 
+    outputs_step.__wrapped__ = step  # type: ignore[attr-defined]
     return outputs_step
 
 
@@ -304,7 +308,7 @@ def _count_numbers(function: Compare, outputs: Any, target: Any, batch_dim: int)
     try:
         row = copied(scatter((outputs, target), num_rows((outputs, target), batch_dim) or 1, batch_dim)[0])
         trial = copy.deepcopy(function)  # it may keep a state
-        with preserved(_device_of(row)):
+        with preserved(_device_of(row)), on_copies(modules_in("", function)):  # deepcopy copies no closure
             two = trial(*gather([row, row], [1, 1], batch_dim))
             one = trial(*row)
     except Exception:  # it may need more rows, or other outputs and targets than one tensor row each
@@ -650,15 +654,15 @@ def of_neighbours(
         if num_rows(seen, batch_dim) != rows:
             return None
         together, size = _sum_and_size(value, rows)
-        # The copies share the loss's parameters, which may be those of a large model.
-        modules = [one for one in (compare, getattr(compare, "__self__", None)) if isinstance(one, nn.Module)]
-        shared = {id(one): one for module in modules for one in module.parameters()}
+        beside = modules_in("", compare)
 
         def loss_of(start: int, stop: int) -> float:
+            # The copies share the loss's parameters, which may be those of a large model.
+            shared = {id(one): one for module in beside.values() for one in module.parameters()}
             trial: Compare = copy.deepcopy(compare, dict[int, Any](shared))
             return _sum_and_size(trial(*copied(cut(seen, start, stop, batch_dim))), stop - start)[0]
 
-        with preserved(_device_of(seen)):
+        with preserved(_device_of(seen)), on_copies(beside):
             first, others = loss_of(0, 1), loss_of(1, rows)
             room = size * (1e-5 if is_exact and isinstance(value, torch.Tensor) else 1e-4 if is_exact else 5e-3)
             if not abs(together - first - others) > room:  # also where one is no number

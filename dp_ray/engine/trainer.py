@@ -93,8 +93,9 @@ class Trainer:
         self.average = placement.average(self.optimizer_step)
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
-        self.buffers = Buffers(model, job.compile, placement.blocks, must_align(job, world.device))
         loss = shard_loss(placement.called, step, measures, job, world.device, placement.row_trial())
+        self.over_batch = loss.over_batch if isinstance(loss, BatchLoss) else None
+        self.buffers = Buffers(model, job.compile, placement.blocks, loss.beside, must_align(job, world.device))
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.buffers, self._clock, ahead)
         self.measure_names = list(measures.functions)
         self._stats = Stats(split.shards, 1 + len(self.measure_names), world)
@@ -213,8 +214,9 @@ class Trainer:
         return {"model": self.model, **self.optimizer_step.parts, **average}
 
     def synchronise(self) -> None:
-        """Give every rank rank 0's weights; every rank calls this, once they are loaded."""
-        synchronise(self.model)
+        """Give every rank rank 0's weights, and state beside them; every rank calls this, once they are loaded."""
+        for module in dict.fromkeys((self.model, *self.buffers.beside.values())):
+            synchronise(module)
         if self.average is not None:
             self.average.begin()
 
@@ -290,6 +292,11 @@ class RunningShard:
             raise_as(error, f"{where}: backward", lambda _: hint)
 
 
+def _lacks_shard_0(loaded: LoadedStep) -> bool:
+    """Return whether this worker has shard 0, without rows."""
+    return bool(loaded.shards) and loaded.shards[0].shard == 0 and not loaded.shards[0].rows
+
+
 @dataclass(eq=False)
 class Pass:
     """Forward and backward over the shards of a step: the unit in which gradients are summed over the workers.
@@ -351,7 +358,7 @@ class Pass:
             dummies = self._forwards.dummies(self.split, loaded.step, len(filled))
         if not has_run:  # else its forward has written them
             buffers.begin(len(filled))
-        if loaded.shards and loaded.shards[0].shard == 0 and not loaded.shards[0].rows:
+        if _lacks_shard_0(loaded):
             buffers.keep()  # without shard 0, the step leaves the buffers as they are
         left = len(filled)
         for shard, _, batch in loaded.loaded:
@@ -383,7 +390,8 @@ class Pass:
         """Run the shards forward, and compute the loss of the whole batch, so that each has its outputs' gradients.
 
         A worker that runs a single shard keeps its graph, and runs it only here: returns whether it does. Not in the
-        first step, which tries that shard once more, nor in the step that tries which outputs have rows.
+        first step, which tries that shard once more, nor in the step that tries which outputs have rows, nor where
+        shard 0 has no rows, so that buffers stay.
         """
         loaded = loaded._replace(loaded=list(loaded.loaded))
         filled = [one for one in loaded.loaded if one.shard.rows]
@@ -392,7 +400,8 @@ class Pass:
             run = functools.partial(self._forwards.run, loss.run)
             dummies = self._forwards.dummies(self.split, loaded.step, len(filled))
         tried = next((at for at, one in enumerate(filled) if loss.batches.is_due(one.shard.rows)), None)
-        is_kept = self._is_prepared and len(filled) + len(dummies) == 1 and tried is None
+        runs_once = self._is_prepared and tried is None and not _lacks_shard_0(loaded)
+        is_kept = runs_once and len(filled) + len(dummies) == 1
         self.clock.enter(Part.FORWARD)
         self.buffers.begin(len(filled) if is_kept else 2)
         own: list[ShardOutput] = []
@@ -418,7 +427,8 @@ class Pass:
                 loss.keep(output)
         if not is_kept:
             self.buffers.restore()
-        loss.take(loaded.whole, own, self.optimizer_step.seed, number)
+        with self.buffers.running():
+            loss.take(loaded.whole, own, self.optimizer_step.seed, number)
         return loaded, is_kept
 
     def _try_rows(self, loss: BatchLoss, one: LoadedShard, output: ShardOutput, number: int) -> ShardOutput:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from dp_ray.engine.bad_samples import Quarantine
-from dp_ray.engine.buffers import Buffers
+from dp_ray.engine.beside import modules_beside
+from dp_ray.engine.buffers import Buffers, UnchangedBuffers
 from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loading import LoadedStep, Source, find_reference, load_steps
@@ -23,6 +24,7 @@ from dp_ray.engine.placement import Forwards, Placement, ShardedPlacement, place
 from dp_ray.engine.prediction import Prediction, predict
 from dp_ray.engine.reduce import Reduction, Trained, make_gradients_dense
 from dp_ray.engine.step import PredictInputs, build_step, run_step
+from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.whole_batch import shard_loss
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
@@ -115,6 +117,16 @@ def _train(placement: Placement, data: Data) -> None:
     trained = list(optimizer_step.trained.values())
     parts = Trained(loss_of, optimizer_step.trained, [], placement.sums(trained), Buffers(model), SilentClock())
     reduction = placement.reduction(parts, False, 0) if placement.is_sharded else Reduction(parts)
+    beside = UnchangedBuffers(nn.Module(), loss_of.beside)
+    try:
+        _run_twice(placement, data, reduction, optimizer_step)
+    finally:
+        beside.put_back()
+    del average
+
+
+def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer_step: OptimizerStep) -> None:
+    trained, world = list(optimizer_step.trained.values()), placement.world
     for most in (1, None):  # the first pass makes the optimizer's state
         (planned,) = (shards[:most] for _, shards in _shards(world, data))
         # DDP's buckets: they hold the gradients themselves if the worker runs a single shard.
@@ -137,7 +149,6 @@ def _train(placement: Placement, data: Data) -> None:
         optimizer_step.rehearse()
         del buckets
     optimizer_step.hooks.put_back()
-    del average
 
 
 @dataclass(eq=False)
@@ -169,7 +180,7 @@ def _evaluate(job: Job, world: World, model: nn.Module, called: nn.Module, forwa
     step, measures = build_step(job, world), build_metrics(job)[0]
     with (
         closing(_load(world, data)[1]) as steps,
-        evaluating(model),
+        evaluating(model, modules_beside(job, step, measures.functions)),
         torch.no_grad(),
         autocast(job.precision, world.device),
     ):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dp_ray.engine.alignment import aligned, must_align
+from dp_ray.engine.beside import modules_beside
 from dp_ray.engine.model import autocast
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import ShardLoss
@@ -465,10 +466,18 @@ class BatchLoss(ShardLoss):
     """
 
     def __init__(
-        self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device, batches: WholeBatches
+        self,
+        model: nn.Module,
+        step: Step,
+        measures: Metrics,
+        job: Job,
+        device: torch.device,
+        batches: WholeBatches,
+        over_batch: Mapping[str, Compare] | None = None,
     ) -> None:
         super().__init__(model, step, measures, job, device)
-        self._function = build_over_batch(job, self._device)["loss"]
+        self.over_batch = over_batch or build_over_batch(job, self._device)
+        self.beside = modules_beside(job, step, {**measures.functions, **self.over_batch})
         self.batches = batches
         self._seed = job.seed
         self._aligns = must_align(job, device)
@@ -502,7 +511,7 @@ class BatchLoss(ShardLoss):
         seed_of_batch(self._seed, whole, self._device, number)
         with locating(f"step {whole.step}"):
             with self._cast():
-                loss = merged.measure("the loss", self._function)
+                loss = merged.measure("the loss", self.over_batch["loss"])
             self._gradients = merged.gradients(loss, seed(loss, 1), [one.shard for one in own])
         if self._aligns:  # they are rows of the whole batch's, which begin anywhere
             self._gradients = {
@@ -608,9 +617,18 @@ def _without_graph(leaf: Any) -> Any:
 
 
 def shard_loss(
-    model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device, trial: RowTrial | None = None
+    model: nn.Module,
+    step: Step,
+    measures: Metrics,
+    job: Job,
+    device: torch.device,
+    trial: RowTrial | None = None,
+    over_batch: Mapping[str, Compare] | None = None,
 ) -> ShardLoss:
-    """Return the module that runs a shard of the job forward; a loss over the batch has a `trial` of its outputs."""
+    """Return the module that runs a shard of the job forward.
+
+    A loss over the batch has a `trial` of its outputs. `over_batch` are functions that are built already.
+    """
     if job.loss_over_batch:
-        return BatchLoss(model, step, measures, job, device, WholeBatches(job, trial))
+        return BatchLoss(model, step, measures, job, device, WholeBatches(job, trial), over_batch)
     return ShardLoss(model, step, measures, job, device)

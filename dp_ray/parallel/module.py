@@ -174,7 +174,7 @@ class DataParallel(nn.Module):
             if one.text:
                 sys.stdout.write(one.text)
         if outputs and outputs[0].buffers:
-            self._watch.take_buffers({number: unpacked(one) for number, one in outputs[0].buffers.items()})
+            self._watch.take_buffers(outputs[0].buffers)
 
     def _merged(
         self, outputs: Sequence[ShardOutput], specs: Sequence[TreeSpec], batch: "_Batch"

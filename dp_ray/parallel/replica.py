@@ -43,6 +43,7 @@ from dp_ray.parallel.wire import (
     Forward,
     Gradients,
     Modes,
+    NewBuffer,
     Packed,
     PeerLost,
     Raised,
@@ -130,26 +131,30 @@ class Replica:
             if tensor.requires_grad != wants:
                 tensor.requires_grad_(wants)
 
-    def changed_buffers(self) -> dict[int, Packed]:
-        """Return the buffers that a forward has changed, by number; each shard's forward starts from the same."""
-        changed = {}
+    def changed_buffers(self) -> tuple[NewBuffer, ...]:
+        """Return the buffers that a forward has changed; each shard's forward starts from the same.
+
+        Of two that were one tensor, a forward may have set one anew, or each.
+        """
+        changed = []
         for number, before in self.buffers.items():
             now = self._current(number)
-            if now is not None and not _are_same(now, before):
-                changed[number] = packed(now)
-        return changed
+            for one in {id(one): one for one in now if one is not None}.values():
+                if not _are_same(one, before):
+                    places = tuple(at for at, other in enumerate(now) if other is one)
+                    changed.append(NewBuffer(number, places, packed(one)))
+        return tuple(changed)
 
     def restore_buffers(self) -> None:
         """Undo what a shard's forward has done to buffers, in tensors of their own: its graph may need those."""
         for number, before in self.buffers.items():
-            now = self._current(number)
-            if now is not self.tensors[number] or not _are_same(now, before):
+            old = self.tensors[number]
+            if any(one is not old for one in self._current(number)) or not _are_same(old, before):
                 wants = self.tensors[number].requires_grad
                 self._put(number, before.clone().requires_grad_(wants))
 
-    def _current(self, number: int) -> torch.Tensor | None:
-        owner, name = self.places[number][0]
-        return owner._buffers.get(name)
+    def _current(self, number: int) -> list[torch.Tensor | None]:
+        return [owner._buffers.get(name) for owner, name in self.places[number]]
 
     def _put(self, number: int, tensor: torch.Tensor) -> None:
         self.tensors[number] = tensor
@@ -282,7 +287,7 @@ class Replicas:
             tuple(has_graph),
             seconds,
             text.getvalue(),
-            replica.changed_buffers() if given.shard == 0 else {},
+            replica.changed_buffers() if given.shard == 0 else (),
         )
         trained = [one for one, wants in zip(replica.tensors, modes.requires_grad, strict=True) if wants]
         with_sparse = {id(one) for one in sparse_parameters(replica.module)}

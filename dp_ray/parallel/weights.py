@@ -6,7 +6,7 @@ leave it as it was.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from dp_ray.engine.objects import what_fails
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
-from dp_ray.parallel.wire import Structure, TensorForm, offsets_of, packed
+from dp_ray.parallel.wire import NewBuffer, Structure, TensorForm, offsets_of, packed, unpacked
 from dp_ray.tensors.files import as_bytes
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -93,18 +93,23 @@ class ModuleWatch:
         assert self._version is not None
         return self._version
 
-    def take_buffers(self, buffers: Mapping[int, torch.Tensor]) -> None:
+    def take_buffers(self, buffers: Sequence[NewBuffer]) -> None:
         """Set buffers to what the forward of shard 0 has made of them."""
-        for number, new in buffers.items():
-            old = self.tensors[number]
-            if old.shape == new.shape and old.dtype == new.dtype:
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for owner in self.module.modules():
+            for name, one in owner._buffers.items():
+                if one is not None:
+                    places.setdefault(id(one), []).append((owner, name))
+        for number, at, elements in buffers:
+            old, new = self.tensors[number], unpacked(elements)
+            holders = places[id(old)]
+            if old.shape == new.shape and old.dtype == new.dtype and len(at) == len(holders):
                 with torch.no_grad():
                     old.copy_(new)
                 continue
-            for owner in self.module.modules():
-                for name, one in owner._buffers.items():
-                    if one is old:
-                        owner._buffers[name] = new.to(old.device)
+            new = new.to(old.device, copy=True)
+            for owner, name in (holders[place] for place in at):
+                owner._buffers[name] = new
 
     def _pickle(self) -> bytes:
         numbers = {id(one): number for number, one in enumerate(self.tensors)}

@@ -151,6 +151,14 @@ class Forward:
     shards: tuple[ShardInput, ...]
 
 
+class NewBuffer(NamedTuple):
+    """A buffer that a call has changed: its tensor's number, and which of that tensor's places hold the new one."""
+
+    number: int
+    places: tuple[int, ...]
+    elements: Packed
+
+
 @dataclass(frozen=True)
 class ShardOutput:
     """The output of a shard, and which of its leaves have a graph; `text` is what user code printed.
@@ -164,7 +172,7 @@ class ShardOutput:
     requires_grad: tuple[bool, ...]
     seconds: float
     text: str
-    buffers: Mapping[int, Packed]  # of shard 0: its buffers that the call has changed, by number
+    buffers: tuple[NewBuffer, ...]  # of shard 0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from contextlib import closing
 from dp_ray.engine.clock import clock_on
 from dp_ray.engine.evaluation import Evaluated, EvaluatedShard, Evaluation, build_metrics
 from dp_ray.engine.loading import Source, load_steps
+from dp_ray.engine.model import synchronise
 from dp_ray.engine.step import StepEnd, build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.job.plan import split_of
@@ -27,7 +28,9 @@ def evaluate(context: Context) -> None:
     clock, forwards = clock_on(world.device), placement.forwards()
     control.runs_on(clock)
     step, trial = build_step(job, world), placement.row_trial()
-    evaluation = Evaluation(job, step, measures, states, world.device, forwards, clock, trial)
+    evaluation = Evaluation(job, step, measures, states, world.device, forwards, clock=clock, trial=trial)
+    for module in evaluation.beside.values():
+        synchronise(module)
     forget_from(run, lambda *_: False)
     quarantine = quarantine_of(set_aside(context, "dataset", dataset))
     times = StepTimes(clock)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.inspect_step import Findings, Place, StepInspection
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
-from dp_ray.engine.model import synchronise
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
@@ -220,13 +219,13 @@ def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
     step, (measures, _) = build_step(job, world), build_metrics(job)
     with closing(Trainer(placement, step, measures, split)) as trainer:
         state = restore(Training(task, split, layout_of(job, split, dataset)), trainer, until=choice.step)
-        synchronise(model)
+        trainer.synchronise()
         begun = state.step
         if begun > choice.step:
             raise JobError(f"--step {choice.step}: the training began at step {begun}, from init_from")
         context = context._replace(world=world)
         loaded = _run_steps_before(context, trainer, split, state, dataset, choice.step)
-        look = StepInspection(job, model, step, world.device)
+        look = StepInspection(job, model, step, world.device, trainer.gradient.loss)
         loss = None
         if choice.shard is None:
             with look.unchanged():

@@ -65,7 +65,7 @@ def train(context: Context) -> None:
         trainer.synchronise()
         hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
         forwards, trial = placement.forwards(), placement.row_trial()
-        evaluation = Evaluation(job, step, measures, states, world.device, forwards, trial=trial)
+        evaluation = Evaluation(job, step, measures, states, world.device, forwards, trainer.over_batch, trial=trial)
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(context, "dataset", dataset))
         stopping = EarlyStopping.of(job, train_state)
