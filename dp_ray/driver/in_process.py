@@ -103,13 +103,15 @@ def _copied(job: Job, all_objects: bool) -> Job:
     for key, target in job.targets.items():
         if key in ("dataset", "eval.dataset"):
             kept.append(target)
-        elif isinstance(target, Target):
+            continue
+        made = target
+        if isinstance(target, Target):
             own |= {f"{key}.args.{name}": value for name, value in target.args.items()}
-            others |= {} if target.is_named else {key: target.target}
-        elif target is not None:
+            made = None if target.is_named else target.target
+        if made is not None:
             # A loss, a step and metrics may have a state, which a training moves; a plain function has none.
-            may_have_state = key.partition(".")[0] in ("loss", "step", "metrics") and not inspect.isfunction(target)
-            (own if all_objects or key == "model" or may_have_state else others)[key] = target
+            has_state = key.partition(".")[0] in ("loss", "step", "metrics") and not inspect.isfunction(made)
+            (own if key == "model" or has_state or (all_objects and made is target) else others)[key] = made
 
     shared: dict[Any, Any] = {}
     for key, value in own.items():

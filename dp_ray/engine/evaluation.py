@@ -167,10 +167,9 @@ class Evaluation:
                         self.forwards.run(self._shard, model, None, copied(dummy.batch))
                     buffers.restore()
                 if self._over_batch:
-                    with torch.no_grad(), locating(f"evaluation step {loaded.step}"):
-                        with buffers.forward():
-                            self._measure_batch(own, loaded.whole, sums)
-                        buffers.restore()
+                    with torch.no_grad(), locating(f"evaluation step {loaded.step}"), buffers.forward():
+                        self._measure_batch(own, loaded.whole, sums)
+                    buffers.restore()
                 yield StepEnd(loaded.step)
             sums[0, -1] = rows
             if trial is not None:
