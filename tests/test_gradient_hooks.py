@@ -204,6 +204,12 @@ def test_one_that_the_optimizer_does_not_hold_has_its_hook_called_too(tmp_path: 
     run_here(job, tmp_path)
     assert len(Plain.squares) == 4
     assert max(Plain.squares) < 10, "scaled"
+    model = Plain()
+    with training_of(model, optimizer=f"{HERE}:of_weights") as (trainer, step):
+        step()
+        model.layer.weight.grad, model.layer.bias.grad = torch.zeros(3, 6), torch.ones(3)
+        trainer.optimizer_step.apply(26, 13, 1)
+    assert Plain.squares[-2:] == [0, 3 / 4], "weighed"
 
 
 def of_weights(parameters: Any) -> torch.optim.Optimizer:
@@ -243,7 +249,7 @@ def test_a_hook_can_be_removed_and_set_between_steps_and_is_the_users_own_after_
 def test_no_norm_is_taken_before_them() -> None:
     model = nn.Linear(6, 3)
     model.weight.register_hook(lambda gradient: gradient * 0)  # type: ignore[no-untyped-call]
-    with training_of(model) as (trainer, step):
+    with training_of(model, loss="torch.nn:CrossEntropyLoss") as (trainer, step):  # weighed, none is taken early
         step()
         model.weight.grad, model.bias.grad = torch.ones(3, 6), torch.ones(3)
         trainer.optimizer_step.take_norms([model.weight, model.bias])
