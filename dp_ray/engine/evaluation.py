@@ -128,9 +128,8 @@ class Evaluation:
         # counts rows.
         sums = torch.zeros(work.split.shards, 2 * len(self._names) + 1, dtype=torch.float64, device=self.device)
         states: dict[int, dict[str, Any]] = {}
-        trial, self._trial = self._trial, None
         if work.split.shards * work.split.total_steps == 1:
-            trial = None  # a single update sees all rows
+            self._trial = None  # a single update sees all rows
         rows, key = 0, "eval.batch_size" if self.job.task == "train" else "batch_size"
         with evaluating(model, self.beside) as buffers:
             seeds = ForwardSeeds(self.job.seed, model, self.device)
@@ -152,9 +151,7 @@ class Evaluation:
                             buffers.restore()
                             if row is not None:
                                 sums[shard.shard, self._of_shards] += row
-                            self._update_states(step_output, states.setdefault(shard.shard, {}))
-                            if trial is not None:
-                                trial.take(step_output, shard.rows)
+                            self._update_states(step_output, shard.rows, states.setdefault(shard.shard, {}))
                     if self._over_batch:
                         own.append(ShardOutput(shard, step_output.outputs, step_output.target))
                     if is_tried:
@@ -172,8 +169,6 @@ class Evaluation:
                     buffers.restore()
                 yield StepEnd(loaded.step)
             sums[0, -1] = rows
-            if trial is not None:
-                trial.check()
             measured = self._measured(sums, states)
         self.forwards.end()
         yield measured
@@ -185,6 +180,9 @@ class Evaluation:
             if has_peers():
                 dist.all_reduce(sums, group=everyone())
             *totals, rows = sums.sum(0).tolist()
+        if self._trial is not None:  # this was the first evaluation
+            self._trial.check()
+            self._trial = None
         if not rows:
             raise DataError("evaluation: all samples were set aside, so there is nothing to measure")
         pairs = zip(self._names, totals[::2], totals[1::2], strict=True)
@@ -237,7 +235,7 @@ class Evaluation:
                 sums[one.shard.shard, place] += value * one.shard.rows
                 sums[one.shard.shard, place + 1] += one.shard.rows
 
-    def _update_states(self, step_output: StepOutput, own: dict[str, Any]) -> None:
+    def _update_states(self, step_output: StepOutput, rows: int, own: dict[str, Any]) -> None:
         """Update the shard's own copies of the metrics with a state."""
         outputs, target = step_output.outputs, step_output.target
         for name, fresh in self._states.items():
@@ -246,6 +244,8 @@ class Evaluation:
                 if isinstance(outputs, torch.Tensor):
                     _moved(metric, outputs.device)
                 metric.update(outputs, target)
+        if self._trial is not None:
+            self._trial.take(step_output, rows)
 
     def _computed(self, states: dict[int, dict[str, Any]]) -> dict[str, float]:
         """Compute the metrics with a state, from the shards' states merged in shard order."""
