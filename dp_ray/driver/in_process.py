@@ -77,9 +77,10 @@ class DriverStepControl(StepControl):
 def with_own_model(job: Job) -> Job:
     """Return the job with a copy of its model object, as each worker on Ray has one: the caller's stays as it is.
 
-    So do the args of targets: a model may take a tensor as its weights, a scheduler writes into a rate. Other objects
-    are copied with the model if they share with it what can change, as a step does that reads what a hook keeps. A
-    dataset is only read. Raises JobError if what has to be copied cannot be.
+    So do the args of targets: a model may take a tensor as its weights, a scheduler writes into a rate. And so do a
+    loss, a step and metrics that may keep a state. Other objects are copied with these if they share with them what
+    can change, as a step does that reads what a hook keeps. A dataset is only read. Raises JobError if what has to be
+    copied cannot be.
     """
     return _copied(job, all_objects=False)
 
