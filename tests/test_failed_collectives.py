@@ -381,13 +381,13 @@ def test_a_collective_waits_longer_than_a_step_may_take(
     monkeypatch: pytest.MonkeyPatch, step: float | None, waits: timedelta
 ) -> None:
     given: list[timedelta] = []
-    make = world.distributed_c10d._new_process_group_helper
+    make = dist.distributed_c10d._new_process_group_helper
 
     def noting(*args: Any, **keys: Any) -> Any:
         given.append(keys["timeout"])
         return make(*args, **keys)
 
-    monkeypatch.setattr(world.distributed_c10d, "_new_process_group_helper", noting)
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", noting)
     store: Any = TCPStore(LOCALHOST, 0, is_master=True, timeout=timedelta(seconds=1), wait_for_workers=False)
     for seconds, count in ((step, 3), (0.0, 2)):
         form_group("gloo", store, World(), seconds)

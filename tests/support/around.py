@@ -120,7 +120,7 @@ class Weighing(nn.Module):
 
     def forward(self, outputs: Any, target: torch.Tensor) -> torch.Tensor:
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs
-        measured = (logits.argmax(1) == target) * self.seen
+        measured: torch.Tensor = (logits.argmax(1) == target) * self.seen
         self.seen.add_(logits.detach().square().mean())
         return measured
 
