@@ -113,11 +113,11 @@ else:
 if way == "program":
     from dp_ray.__main__ import program
     program()
-import dp_ray
+import dp_ray.errors
 folder = sys.argv[sys.argv.index("--storage") + 1]
 try:
     dp_ray.run("jobs/tutorial.yaml", workers=2, storage=folder)
-except dp_ray.RunInterrupted as error:
+except dp_ray.errors.RunInterrupted as error:
     print(f"interrupted: {error}, and {'a' if ray.is_initialized() else 'no'} Ray", file=sys.stderr)
     sys.exit(130)
 """
