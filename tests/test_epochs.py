@@ -193,7 +193,9 @@ def shuffled_file(name: str) -> Shuffled:
     return Shuffled()
 
 
-@pytest.mark.parametrize("args", [{"iterable": Shuffled()}, {"iterable": Shuffled}, "files"], ids=str)
+@pytest.mark.parametrize(
+    "args", [{"iterable": Shuffled()}, {"iterable": Shuffled}, "files"], ids=["object", "class", "files"]
+)
 def test_the_iterable_of_a_stream_is_told(args: Any) -> None:
     if args == "files":
         args = {"iterable": shuffled_file, "files": ["one"]}
