@@ -11,6 +11,8 @@ FUZZED += tests/test_data_on_s3.py::test_files_of_a_store_are_named_by_the_same_
 # The kernels that any x86 processor has: those of torch, of oneDNN (convolutions) and of MKL (products of
 # matrices; MKL_ENABLE_INSTRUCTIONS does nothing on processors of AMD).
 LOWEST := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+# torch.compile would take code for a newer processor from its usual folder, and fail.
+LOWEST += TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/compiled-lowest
 ANOTHER_RAY = ray[default,train]==$(RAY)
 ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
