@@ -39,7 +39,7 @@ def test_a_module_gets_the_place_of_workers_that_do_not_leave_in_time(
 ) -> None:
     """As on a busy machine, where they still start when they are to leave: Ray keeps the place of what it ends."""
     monkeypatch.setattr("dp_ray.driver.sessions.LEAVE_SECONDS", 0.0)
-    monkeypatch.setattr("dp_ray.driver.sessions.CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr("dp_ray.driver.sessions.CLOSE_SECONDS", 2.0)  # by then they have a place, and do not run yet
     keys: dict[str, Any] = {"workers": MORE_THAN_HALF, "timeouts": {"capacity": SECONDS}}
     with dp_ray.session(address=cluster.address, quiet=True, **keys) as session:
         with session.parallel(nn.Linear(2, 3), workers=2) as model:
