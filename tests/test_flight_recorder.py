@@ -100,7 +100,7 @@ def test_the_recorder_of_gloo_tells_who_has_not_come_to_a_collective(tmp_path: P
     run_group(job_of("mlp", workers=2), tmp_path, StaysAway())
     told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(2)]
     (waits,), (is_away,) = ([Collective(*one) for one in found] for _, found in told)
-    assert waits == Collective("gloo 0 default_pg", is_away.number + 1, "all_reduce", "[2, 4]", "scheduled")
+    assert waits == Collective("gloo dp_ray-1 all", is_away.number + 1, "all_reduce", "[2, 4]", "scheduled")
     assert (is_away.sizes, is_away.state) == ("[5]", "over")
     assert collectives_behind({0: waits, 1: is_away}) == (1,)
     ((dump,), _) = told[0]
@@ -167,7 +167,7 @@ class Gpu(StepClock):
         return DevicePlace(6, Part.EXCHANGE)
 
 
-SUM = Collective("gloo 0 default_pg", 41, "all_reduce", "[4]", "scheduled")
+SUM = Collective("gloo dp_ray-1 all", 41, "all_reduce", "[4]", "scheduled")
 
 
 class Worker:
@@ -287,7 +287,7 @@ def test_what_late_workers_told_stands_in_the_incident_that_somebody_else_makes(
     (one,) = monitor.incidents.log.interruptions
     assert one.kind is IncidentKind.WORKER
     assert one.what == (
-        "its process was killed, or crashed; in the collectives of gloo 0 default_pg rank 1 is behind: "
+        "its process was killed, or crashed; in the collectives of gloo dp_ray-1 all rank 1 is behind: "
         "rank 0: all_reduce 41 of [4], scheduled, rank 1: all_reduce 40 of [4], over (more in flight_recorder/)"
     )
     monitor.take(Started("a", 0, 7))

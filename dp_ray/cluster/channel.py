@@ -20,13 +20,17 @@ GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all w
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The settings of a worker when it starts; `number` is that of the job that runs, `kind` that of its terms."""
+    """The settings of a worker when it starts.
+
+    `number` is that of the job that runs, `kind` that of its terms, `node_id` Ray's of the worker's node.
+    """
 
     channel: Any
     keep_prints: bool
     driver_node: str = ""
     number: int = 0
     kind: str = ""
+    node_id: str = ""
 
 
 class Ask(StrEnum):

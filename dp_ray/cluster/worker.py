@@ -112,7 +112,8 @@ def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]
 
     `packed` refers to the job's Assignment, packed.
     """
-    worker, here = replace(worker, number=terms.number, kind=terms.kind), place(terms.workers)
+    node_id, here = ray.get_runtime_context().get_node_id(), place(terms.workers)
+    worker = replace(worker, number=terms.number, kind=terms.kind, node_id=node_id)
     attempt = f"{os.environ[GROUP]}-{terms.number}"
     prints = forwarded_prints(worker.channel, worker.number, worker.keep_prints, here)
     with isolated() as remains, environment(env), prints:
@@ -392,7 +393,7 @@ class Heartbeat(StepControl):
         self._channel = worker.channel
         self._number = worker.number
         self.attempt = attempt
-        self.node_id = ray.get_runtime_context().get_node_id()
+        self.node_id = worker.node_id
         self.kind = worker.kind
         self._world = world
         self._run = run

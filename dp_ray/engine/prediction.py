@@ -334,7 +334,8 @@ class _Runner:
                 outputs = call_model(self.model, inputs, job.call)
             return self.select.picked(outputs, inputs, where, None)
 
-        self.buffers.restore()
+        with locating(where):
+            self.buffers.restore()
         self.seeds.begin(shard)
         tried = trial.run(run, less, selected, shard.rows)
         trial.end(tried)
