@@ -4,6 +4,7 @@ import ast
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,13 @@ def test_a_worker_that_is_alone_leaves_its_callers_group_as_it_was() -> None:
         total = torch.ones(())
         dist.all_reduce(total)
         assert total.item() == 1
+        with alone(needs_group=True):
+            dist.destroy_process_group()  # as scripts do at their end
+        assert (dist.group.WORLD, everyone()) == (callers, None)
     finally:
-        dist.destroy_process_group()
+        with suppress(AssertionError, ValueError):  # it went with all others
+            dist.destroy_process_group()
+        assert not dist.is_initialized()
 
 
 class Synced(nn.Module):

@@ -61,9 +61,9 @@ def test_the_fast_worker_waits_for_gradients_and_the_slow_one_for_nobody(tmp_pat
     run_group(Job.make(keys, "run"), str(tmp_path / "run"))
     files = (tmp_path / f"seen-{rank}" for rank in (0, 1))
     fast, slow = ([line.split(" ", 1) for line in file.read_text().splitlines()] for file in files)
-    assert [what for _, what in fast].count("the other workers' gradients") > 10
+    assert "the other workers' gradients" in [what for _, what in fast]
     reading = [what for reads, what in slow if reads == "1"]
-    assert len(reading) > 10
+    assert reading
     assert set(reading) == {""}
 
 

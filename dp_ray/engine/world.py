@@ -177,10 +177,11 @@ def alone(needs_group: bool) -> Iterator[None]:
         if callers is None:
             leave_group()
         else:
+            groups, _everyone = (one, _everyone), None
             distributed_c10d._update_default_pg(callers)
-            for group in filter(None, (one, _everyone)):
-                dist.destroy_process_group(group)
-            _everyone = None
+            for group in groups:
+                if group in distributed_c10d._world.pg_map:  # else the user's code has destroyed it
+                    dist.destroy_process_group(group)
 
 
 def bound_gpu(backend: str, world: World) -> torch.device | None:
