@@ -21,7 +21,7 @@ from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.step import Compare, Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
-from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, build_over_batch, merge, seed_of_batch
+from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, build_over_batch, detached, merge, seed_of_batch
 from dp_ray.engine.world import CPU, everyone, gathered, has_peers
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
@@ -148,12 +148,12 @@ class Evaluation:
                         with locating(where):
                             with buffers.forward():
                                 step_output, row = self.forwards.run(self._shard, model, shard, batch)
-                            buffers.restore()
                             if row is not None:
                                 sums[shard.shard, self._of_shards] += row
                             self._update_states(step_output, shard.rows, states.setdefault(shard.shard, {}))
-                    if self._over_batch:
-                        own.append(ShardOutput(shard, step_output.outputs, step_output.target))
+                            if self._over_batch:
+                                own.append(detached(step_output, shard))
+                            buffers.restore()  # not before: it may write what the model has returned
                     if is_tried:
                         seeds.begin(shard)
                         own[-1] = self._tried(model, buffers, less, own[-1])

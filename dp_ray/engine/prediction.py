@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.rows import Less, RowTrial, row_dim
 from dp_ray.engine.step import StepEnd, keywords_hint
 from dp_ray.engine.user_code import describe_input, locating, location, reraise_as
-from dp_ray.errors import JobError, ModelError
+from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.samples import Indices
@@ -38,7 +38,7 @@ from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.ragged import without_lists
-from dp_ray.tensors.tree import Keys, Leaf, Ragged, copied, ends, flatten, subtree, unflatten
+from dp_ray.tensors.tree import Keys, Leaf, Ragged, apart, copied, ends, flatten, subtree, unflatten
 from dp_ray.text import did_you_mean, listed
 
 AFTER = "outputs.after"
@@ -321,6 +321,8 @@ class _Runner:
             selected = self.select(outputs, inputs, shard)
             if trial is not None and is_tried:
                 del outputs  # what is not kept: the trial may need its memory
+                with suppress(Error):  # of a class that cannot be made again
+                    selected = apart(selected)
                 self._try_rows(trial, less, selected, shard)
             return PredictedShard(shard, indices, selected, carried, flops)
 

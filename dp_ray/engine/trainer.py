@@ -414,7 +414,7 @@ class Pass:
                 output = run(one.batch if is_kept else copied(one.batch))
             if not self.buffers.is_early:
                 self.buffers.check()
-            own.append(detached(output, one.shard))
+            own.append(detached(output, one.shard, not is_kept))
             if is_kept:
                 loss.keep(output)
             del output  # and its graph

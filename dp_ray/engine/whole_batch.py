@@ -33,7 +33,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import as_bytes
 from dp_ray.tensors.scatter import gather
-from dp_ray.tensors.tree import TreeSpec, copied, flatten, is_plain, map_leaves, nodes, unflatten
+from dp_ray.tensors.tree import TreeSpec, apart, copied, flatten, is_plain, map_leaves, nodes, unflatten
 from dp_ray.text import listed
 
 ALIGNED = 16  # bytes: where a leaf begins in what is sent, so that its bytes can be viewed as any dtype
@@ -602,10 +602,19 @@ class _Giving(torch.autograd.Function):
         return None, *ctx.gradients
 
 
-def detached(output: StepOutput, shard: Shard) -> ShardOutput:
-    """Return a shard's outputs without their graph; those that have one are marked by `requires_grad`."""
-    outputs = map_leaves(_detached, output.outputs)
-    return ShardOutput(shard, outputs, map_leaves(_without_graph, output.target))
+def detached(output: StepOutput, shard: Shard, runs_again: bool = True) -> ShardOutput:
+    """Return a shard's outputs without their graph; those that have one are marked by `requires_grad`.
+
+    If the model `runs_again` before they are used, those without a graph are copies: it may write what it has
+    returned, as a buffer, and its buffers are put back.
+    """
+    seen = output.outputs, output.target
+    outputs, target = (map_leaves(_apart, one) if runs_again else one for one in seen)
+    return ShardOutput(shard, map_leaves(_detached, outputs), map_leaves(_without_graph, target))
+
+
+def _apart(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, torch.Tensor) and leaf.requires_grad else apart(leaf)
 
 
 def _detached(leaf: Any) -> Any:

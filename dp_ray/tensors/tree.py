@@ -158,6 +158,20 @@ def copied(tree: Any) -> Any:
     )
 
 
+def apart(tree: Any) -> Any:
+    """Return outputs in memory of their own: a model may write what it has returned in its next forward.
+
+    Raises what `unflatten` raises.
+    """
+    return map_leaves(_apart, tree)
+
+
+def _apart(leaf: Leaf | Ragged) -> Any:
+    if isinstance(leaf, Ragged):
+        return dataclasses.replace(leaf, data=_apart(leaf.data))
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
+
+
 def holds_objects(tree: Any) -> bool:
     """Return whether a batch holds objects that move by a method `to` of their own, beside its leaves."""
     return any(node.kind == "constant" and _is_object(node.value) for _, node in nodes(flatten(tree)[1]))
