@@ -178,9 +178,10 @@ def alone(needs_group: bool) -> Iterator[None]:
             leave_group()
         else:
             groups, _everyone = (one, _everyone), None
-            distributed_c10d._update_default_pg(callers)
+            alive = distributed_c10d._world.pg_map  # empty if the user's code has destroyed all groups
+            distributed_c10d._update_default_pg(callers if callers in alive else None)
             for group in groups:
-                if group in distributed_c10d._world.pg_map:  # else the user's code has destroyed it
+                if group in alive:
                     dist.destroy_process_group(group)
 
 
