@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 import dp_ray
 from dp_ray.engine.world import alone, everyone, has_peers
+from dp_ray.errors import ModelError
 from dp_ray.messages import Note
 from tests.support import training
 from tests.support.cluster import ROOT
@@ -180,3 +181,35 @@ def test_each_collective_names_its_group() -> None:
     ]
     assert len(calls) > 20
     assert unnamed == []
+
+
+class Wrapping(nn.Module):
+    """A model that is, has, or makes in its forward a DistributedDataParallel."""
+
+    def __init__(self, is_late: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+        self.wrapped = None if is_late else nn.parallel.DistributedDataParallel(self.inner)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.wrapped is None:
+            self.wrapped = nn.parallel.DistributedDataParallel(self.inner)
+        outputs: torch.Tensor = self.wrapped(inputs)
+        return outputs
+
+
+def wrapped(kind: str) -> nn.Module:
+    made = Wrapping(kind == "forward") if kind != "whole" else nn.Linear(6, 3)
+    return nn.parallel.DistributedDataParallel(made) if kind == "whole" else made
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("whole", "the model is"), ("part", "the module wrapped is"), ("forward", "the module wrapped is")],
+)
+def test_a_training_refuses_another_sum_over_workers(tmp_path: Path, kind: str, says: str) -> None:
+    """DDP's hooks in the backward wrote over those of dp_ray: gradients were wrong on several workers."""
+    model = {"target": f"{HERE}:wrapped", "args": {"kind": kind}}
+    job = job_of(model, workers=0, batch_size=BATCH, storage=str(tmp_path))
+    with pytest.raises(ModelError, match=f"{says} a DistributedDataParallel"):
+        dp_ray.run(job, name="run", quiet=True)

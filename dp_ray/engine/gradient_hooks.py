@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from dp_ray.engine.user_code import reraise_as
@@ -110,6 +111,21 @@ class ParameterHooks:
             for hooks in _dicts_of(one):
                 hooks.update({number: hook.function for number, hook in hooks.items() if isinstance(hook, _OfBatch)})
         self.hooked, self.seen = {}, -1
+
+
+def check_sums_once(roots: Mapping[str, nn.Module]) -> None:
+    """Raise ModelError if a module of a training is a DistributedDataParallel, given by the beginnings of names.
+
+    Its hooks in the backward, which are not torch's for users, would write over the sums of the workers' gradients.
+    """
+    for prefix, root in roots.items():
+        for name, one in root.named_modules(prefix=prefix):
+            if isinstance(one, DistributedDataParallel):
+                what = f"the module {name.lstrip('.')}" if name else "the model"
+                raise ModelError(
+                    f"{what} is a DistributedDataParallel, which sums gradients over workers, as dp_ray does: both "
+                    "together give wrong ones; take the module in it, its attribute module"
+                )
 
 
 def _dicts_of(parameter: torch.Tensor) -> Iterator[dict[int, Any]]:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from dp_ray.engine.alignment import must_align
 from dp_ray.engine.buffers import Buffers, make_room
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
+from dp_ray.engine.gradient_hooks import check_sums_once
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
 from dp_ray.engine.model import ShardSize, batch_hint, raise_advised, synchronise
 from dp_ray.engine.optimizer import EVALUATED, runs_users_code
@@ -94,6 +95,7 @@ class Trainer:
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
         loss = shard_loss(placement.called, step, measures, job, world.device, placement.row_trial())
+        check_sums_once({"": model, **loss.beside})
         self.over_batch = loss.over_batch if isinstance(loss, BatchLoss) else None
         self.buffers = Buffers(model, job.compile, placement.blocks, loss.beside, must_align(job, world.device))
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.buffers, self._clock, ahead)
@@ -380,8 +382,10 @@ class Pass:
                 yield RunningShard(self, None, batch, rows, not dummies)
         for parameters in reduction.summed(stats.numbers):
             self.optimizer_step.take_norms(parameters)
-        if buffers.is_early and self._world.world_size > 1:
-            self.optimizer_step.hooks.check_same()
+        if buffers.is_early:
+            check_sums_once({"": self.placement.model, **buffers.beside})  # a forward may have made one
+            if self._world.world_size > 1:
+                self.optimizer_step.hooks.check_same()
         buffers.finish()
         if earlier is not None:
             self._add(earlier)

@@ -228,6 +228,7 @@ def _give_memory(torch: Any) -> None:
     cuda.memory_allocated = allocated
     cuda.memory_reserved = lambda device=None: 0
     cuda.empty_cache = lambda: None
+    torch.__config__.show = lambda: "simulated GPUs have no library that could be asked"
     resize = torch.UntypedStorage.resize_
 
     def resize_storage(storage: Any, size: int) -> Any:
