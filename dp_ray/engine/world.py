@@ -179,7 +179,8 @@ def alone(needs_group: bool) -> Iterator[None]:
         else:
             distributed_c10d._update_default_pg(callers)
             for group in filter(None, (one, _everyone)):
-                dist.destroy_process_group(group)
+                if group in distributed_c10d._world.pg_map:  # the user's code may have destroyed all groups
+                    dist.destroy_process_group(group)
             _everyone = None
 
 
