@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.utils.data import IterableDataset
 
 import dp_ray
@@ -123,17 +122,6 @@ def test_a_worker_that_is_alone_leaves_its_callers_group_as_it_was() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def test_a_group_that_the_users_code_destroys_is_no_error_at_the_end() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    callers = dist.group.WORLD
-    try:
-        with alone(needs_group=True):
-            dist.destroy_process_group()
-        assert (dist.group.WORLD, everyone()) == (callers, None)
-    finally:
-        distributed_c10d._update_default_pg(None)  # it went with all others
 
 
 class Synced(nn.Module):
