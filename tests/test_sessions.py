@@ -21,6 +21,7 @@ import dp_ray
 from dp_ray.cli import main
 from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE
 from dp_ray.driver.sessions import Session
+from dp_ray.engine.world import own_rank
 from dp_ray.errors import ClusterError, JobError, ModelError, RunInterrupted, WorkerError
 from tests.support import models
 from tests.support.cluster import ROOT, Cluster
@@ -105,7 +106,7 @@ class Raising(models.Linear):
     """A model that raises on rank 0."""
 
     def forward(self, inputs: Any) -> Any:
-        if os.environ["RANK"] == "0":
+        if own_rank() == 0:
             raise LookupError("no rows today")
         return super().forward(inputs)
 
