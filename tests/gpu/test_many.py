@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from dp_ray.engine.world import own_rank
 from tests.support.cluster import ROOT
 from tests.support.training import Pairs
 
@@ -74,7 +75,7 @@ class Late(Pairs):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        if os.environ.get("RANK") == "1":
+        if own_rank() == 1:
             time.sleep(seconds)
 
 
@@ -98,7 +99,7 @@ class Hangs(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.count += 1
-        if self.count == 10 and os.environ.get("RANK") == "1":
+        if self.count == 10 and own_rank() == 1:
             torch.cuda._sleep(10**12)  # type: ignore[no-untyped-call]
         outputs: torch.Tensor = self.inner(inputs)
         return outputs
