@@ -6,6 +6,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -130,6 +131,10 @@ class Watch:
         self._processes: list[Any] = batches._workers
         self._ended: Any = None
         self._has_ended = threading.Event()
+        if batches._pin_memory:  # its thread may take a batch from a process that is killed meanwhile
+            thread: Any = batches._pin_memory_thread
+            tells, ends = thread._invoke_excepthook, EOFError | OSError
+            thread._invoke_excepthook = lambda one: None if isinstance(sys.exc_info()[1], ends) else tells(one)
         self._thread = threading.Thread(target=self._wait, name="end of the loader's processes", daemon=True)
         self._thread.start()
 
@@ -153,7 +158,6 @@ class Watch:
         self._has_ended.set()
         batches: Any = self._batches
         if batches._pin_memory:  # its thread reads the pipe then, and hands on
-            batches._pin_memory_thread._invoke_excepthook = lambda *_: None  # or it prints its traceback too
             batches._data_queue.put(_EndOfFile())
         batches._worker_result_queue._writer.close()
 
