@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Three processes, each with whole files: some tests wait.
 FILES := -n 3 --dist loadfile --no-loadscope-reorder
-FUZZED := $(addprefix tests/test_,fuzz.py constructors.py damaged_data.py data_files.py bad_records.py)
+FUZZED := $(addprefix tests/test_,fuzz.py fuzz_around.py constructors.py damaged_data.py data_files.py bad_records.py)
 FUZZED += tests/test_data_on_s3.py::test_files_of_a_store_are_named_by_the_same_rule
 # The kernels that any x86 processor has: those of torch, of oneDNN (convolutions) and of MKL (products of
 # matrices; MKL_ENABLE_INSTRUCTIONS does nothing on processors of AMD).
