@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import dp_ray
-from dp_ray.engine.world import alone, everyone, has_peers
+from dp_ray.engine.model import as_module
+from dp_ray.engine.world import alone, everyone, has_peers, new_group, pretended
 from dp_ray.errors import ModelError
 from dp_ray.messages import Note
 from tests.support import training
@@ -159,6 +160,24 @@ def test_a_syncbatchnorm_of_the_models_own_follows_the_shard(tmp_path: Path) -> 
         assert ["set sync_batchnorm: true" in text for text in says if "SyncBatchNorm" in text] == [True] * (
             workers > 1
         )
+
+
+def test_the_callers_syncbatchnorm_stays_one(tmp_path: Path) -> None:
+    model = Synced()
+    dp_ray.run(model=model, dataset=Pairs(8).inputs, batch_size=4, workers=0, storage=str(tmp_path), quiet=True)
+    as_module(model)
+    assert type(model.layers[1]) is nn.SyncBatchNorm
+
+
+def test_a_worker_that_plans_names_its_next_group_as_the_others_do() -> None:
+    """A group forms by its name: one that planned memory after an error would wait for ever."""
+    with alone(needs_group=True):
+        first = new_group().group_name
+        with pretended(3):
+            assert has_peers()
+        assert not has_peers()
+        number = int(first.rpartition("-")[2])
+        assert new_group().group_name == f"dp_ray-{number + 1}"
 
 
 def test_each_collective_names_its_group() -> None:

@@ -80,8 +80,9 @@ class Host:
         device = device or ("cuda:0" if has_gpu else "cpu")  # Ray shows an actor its own GPU alone
         module, _, name = target.partition(":")
         self._held = getattr(importlib.import_module(module), name)(device)
-        computes = importlib.import_module("dp_ray.tasks.numerics").computes_on(device)
-        self._place = Place(address, context.get_node_id(), os.getpid(), device, computes)
+        from dp_ray.tasks.numerics import computes_on  # here: it imports torch
+
+        self._place = Place(address, context.get_node_id(), os.getpid(), device, computes_on(device))
 
     def place(self) -> Place:
         """Return where this process runs; it is ready then."""

@@ -162,7 +162,7 @@ def run_assigned(
                 flight.create()  # NCCL makes no folder
         context = ray.get_runtime_context()
         gpus = tuple(context.get_accelerator_ids().get("GPU", []))
-        send(worker.channel, WorkerReady(attempt, world, os.getpid(), gpus, context.get_node_id()), worker.number)
+        send(worker.channel, WorkerReady(attempt, world, os.getpid(), gpus, worker.node_id), worker.number)
         with heartbeat:
             run_task(
                 job,

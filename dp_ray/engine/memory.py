@@ -29,6 +29,7 @@ from dp_ray.engine.model import (
     blocks_of,
     building_on,
     call_model,
+    follow_shards,
     has_own,
     input_device,
     move_inputs,
@@ -473,6 +474,7 @@ def fake_model(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) 
     if len(devices) > 1 and job.device_map is None:
         return _placed_by_itself(job, devices, mode)
     model = _on_meta(job)
+    follow_shards(model)
     where = {"": devices[0]}
     if job.device_map is not None:
         where |= {block.name: devices[block.device] for block in blocks_of(job, model, len(devices))}

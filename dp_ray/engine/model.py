@@ -57,6 +57,7 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
             "give a target, or set device_map: auto"
         )
     _give_each_element_memory(model)
+    follow_shards(model)
     try:
         if len(devices) == 1:
             return model.to(devices[0])
@@ -92,10 +93,14 @@ def as_module(model: object) -> nn.Module:
     """Return the object that the key `model` gives; raises JobError unless it is a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
+    return model
+
+
+def follow_shards(model: nn.Module) -> None:
+    """Have the model's SyncBatchNorm layers take the statistics of a shard, in place."""
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm:
             module.__class__ = BatchNormOfShard  # type: ignore[assignment]
-    return model
 
 
 def _give_each_element_memory(model: nn.Module) -> None:

@@ -208,15 +208,15 @@ def new_group(backend: str | None = None) -> dist.ProcessGroup:
 @contextmanager
 def pretended(workers: int) -> Iterator[None]:
     """Have a group of `workers` while the block runs, of which this process is rank 0 and the others do not exist."""
-    global _everyone, _backend
-    before = _everyone, _backend
+    global _everyone, _backend, _num_groups
+    before = _everyone, _backend, _num_groups  # the number too: all workers must name their next group alike
     _backend = "fake"
     _everyone = _made(_backend, dist.HashStore(), 0, workers, "pretended")  # type: ignore[attr-defined]
     try:
         yield
     finally:
         dist.destroy_process_group(_everyone)
-        _everyone, _backend = before
+        _everyone, _backend, _num_groups = before
 
 
 # torch 2.13 renames it, and deprecates the old name.

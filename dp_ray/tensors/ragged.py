@@ -23,9 +23,9 @@ from dp_ray.tensors.tree import Keys, Ragged, TreeSpec, difference, flatten, lea
 def without_lists(tree: Any, rows: int | None) -> Any:
     """Put what the entries are like in place of each outermost list: its leaves are Ragged, and hold all rows.
 
-    `with_lists` is the inverse. Raises ModelError, which names the path and the entry, unless each list has an entry
-    for each row (with `rows` None, any number of them), all nested alike, with tensors or arrays of one dtype in each
-    place.
+    `with_lists` is the inverse. With `rows` None, a list may have any number of entries. Raises ModelError, which
+    names the path and the entry, unless each list has an entry for each row. All entries must be nested alike, with
+    tensors or arrays of one dtype in each place.
     """
     parts, spec = flatten(tree, is_whole=lambda node: isinstance(node, list))
     pairs = zip(leaf_keys(spec), parts, strict=True)

@@ -18,7 +18,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from dp_ray.engine.model import as_module, build_model, check_has_shape
+from dp_ray.engine.model import as_module, build_model, check_has_shape, follow_shards
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.recompute import choose_blocks, recompute_blocks
 from dp_ray.engine.reduce import make_gradients_dense
@@ -122,6 +122,7 @@ def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Values, 
         try:
             made, recording = record(lambda: build("model", job.model))
             model = as_module(made)
+            follow_shards(model)
             _check_no_others(model, recording)
             replaced = _checked(model)
             refs: dict[int, list[tuple[int, Ref]]] = defaultdict(list)  # now: its tensors are about to be replaced
