@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from dp_ray.job.job import Job
@@ -69,8 +69,26 @@ def compare(case: dict[str, Any], folder: Path) -> None:
         assert history[-1]["eval_loss"] == pytest.approx(eval_loss, rel=1e-6, abs=1e-9)
 
 
+FITS: dict[str, Any] = {  # each shard has as many rows as there are prototypes
+    "has": ["over", "moves"],
+    "rows": 16,
+    "batch_size": 8,
+    "shards": 2,
+    "workers": [2, 1],
+    "strategies": ["ddp", "ddp"],
+    "optimizer": "SGD",
+    "grad_clip": None,
+    "bitwise": True,
+    "kept": 1,
+    "stops": 2,
+    "eval_rows": None,
+    "processes": 0,
+}
+
+
 @pytest.mark.slow
 @given(case=cases())
+@example(case=FITS)
 @settings(suppress_health_check=list(HealthCheck))
 def test_what_is_around_a_model_is_that_of_one_plain_process(case: dict[str, Any]) -> None:
     check(case)
