@@ -1,8 +1,10 @@
 """Several hosts on one machine: network namespaces on a bridge, each with a Ray node of its own."""
 
 import contextlib
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -21,6 +23,8 @@ from tests.support import host_forks, ray_forks
 from tests.support.cluster import SYSTEM_CONFIG
 
 PORT = 6379
+BRIDGE = "dp-ray-br"
+LOCK = Path(tempfile.gettempdir(), "dp-ray-hosts.lock")
 # How soon Ray calls a silent node dead: by default after about a minute.
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
 CONFIG = json.dumps({**HEALTH, **json.loads(SYSTEM_CONFIG)})
@@ -31,13 +35,16 @@ def needs_namespaces() -> None:
     """Skip where hosts cannot be made."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("hosts are network namespaces: this needs root and iproute2")
+    ip("netns", "delete", "dp-ray-probe", check=False)
     if ip("netns", "add", "dp-ray-probe", check=False).returncode:
         pytest.skip("hosts are network namespaces: the kernel refuses to make one")
     ip("netns", "delete", "dp-ray-probe")
 
 
 def ip(*args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *args], capture_output=True, text=True, check=check)
+    done = subprocess.run(["ip", *args], capture_output=True, text=True)
+    assert not check or done.returncode == 0, f"ip {' '.join(args)}: {done.stderr.strip()}"
+    return done
 
 
 @dataclass(frozen=True)
@@ -131,42 +138,51 @@ class Host:
 def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
     """`count` hosts whose Ray nodes form one cluster; the first one is its head."""
     needs_namespaces()
-    bridge = "dp-ray-br"
-    ip("link", "add", bridge, "type", "bridge")
-    made: list[Host] = []
-    try:
-        ip("link", "set", bridge, "up")
-        # A folder of its own: in Ray's usual one stands the address by which other tests find their Ray.
-        with (
-            tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp", ignore_cleanup_errors=True) as sockets,
-            ray_forks.served(folder / ray_forks.SOCKET, f"--gcs-address=10.77.0.1:{PORT}", host_forks.__file__),
-        ):
-            made += [Host(number, folder, Path(sockets)) for number in range(1, count + 1)]
-            for host in made:
-                _connect(host, bridge)
-            head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={sockets}"]
-            made[0].start_ray(*head, f"--system-config={CONFIG}")
-            made[0].wait_until_up()
-            for host in made[1:]:
-                host.join()
-            for host in made[1:]:
-                host.wait_until_up()
-            yield made
-            for host in reversed(made):
-                host.kill()
-    finally:
-        for host in reversed(made):
-            host.kill()
-            ip("netns", "delete", host.namespace, check=False)
-        ip("link", "delete", bridge, check=False)
+    with LOCK.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # The names below are those of the whole machine.
+        _remove_all()  # A session that was killed has left its own.
+        try:
+            ip("link", "add", BRIDGE, "type", "bridge")
+            ip("link", "set", BRIDGE, "up")
+            # A folder of its own: in Ray's usual one stands the address by which other tests find their Ray.
+            with (
+                tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp", ignore_cleanup_errors=True) as sockets,
+                ray_forks.served(folder / ray_forks.SOCKET, f"--gcs-address=10.77.0.1:{PORT}", host_forks.__file__),
+            ):
+                made = [Host(number, folder, Path(sockets)) for number in range(1, count + 1)]
+                for host in made:
+                    _connect(host)
+                head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={sockets}"]
+                made[0].start_ray(*head, f"--system-config={CONFIG}")
+                made[0].wait_until_up()
+                for host in made[1:]:
+                    host.join()
+                for host in made[1:]:
+                    host.wait_until_up()
+                yield made
+                for host in reversed(made):
+                    host.kill()
+        finally:
+            _remove_all()
 
 
-def _connect(host: Host, bridge: str) -> None:
+def _remove_all() -> None:
+    """End every process of every host, and remove the hosts and their bridge."""
+    namespaces = re.findall(r"^dp-ray-\d+", ip("netns", "list").stdout, re.MULTILINE)
+    for name in namespaces:
+        for pid in ip("netns", "pids", name, check=False).stdout.split():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(int(pid)).kill()
+        ip("netns", "delete", name, check=False)
+    ip("link", "delete", BRIDGE, check=False)
+
+
+def _connect(host: Host) -> None:
     """A namespace with a link to the bridge, and a second address that no other host reaches."""
     inner, outer = "eth0", f"dp-ray-v{host.number}"
     ip("netns", "add", host.namespace)
     ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", host.namespace)
-    ip("link", "set", outer, "master", bridge, "up")
+    ip("link", "set", outer, "master", BRIDGE, "up")
     within = ["-n", host.namespace]
     ip(*within, "address", "add", f"{host.address}/24", "dev", inner)
     ip(*within, "link", "set", inner, "up")
