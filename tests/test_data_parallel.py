@@ -306,6 +306,16 @@ def test_bitwise_is_the_same_bits_on_any_number_of_workers() -> None:
         assert all(torch.equal(one[name], first[name]) for name in first)
 
 
+def test_bitwise_sets_in_a_worker_what_it_sets_for_a_job() -> None:
+    parallel(models.SetsSettings())(torch.ones(3))
+    model, rows = parallel(models.TellsSettings(), shards=3, bitwise=True), torch.ones(3, 5, requires_grad=True)
+    output = model(rows)
+    output.sum().backward()
+    expected = torch.tensor([models.BITWISE] * 3)
+    assert torch.equal(output, expected)
+    assert rows.grad is not None and torch.equal(rows.grad, expected)
+
+
 def test_buffers_are_those_of_shard_0_and_draws_are_by_seed() -> None:
     norm = nn.BatchNorm1d(2)
     model, inputs = parallel(copy.deepcopy(norm)), torch.randn(8, 2)

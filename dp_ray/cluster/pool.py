@@ -74,7 +74,6 @@ class Host:
         os.environ.update(env)
         address = ray.util.get_node_ip_address()
         bind_to(address)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with which cuBLAS can be deterministic
         context = ray.get_runtime_context()
         has_gpu = bool(context.get_accelerator_ids().get("GPU"))
         device = device or ("cuda:0" if has_gpu else "cpu")  # Ray shows an actor its own GPU alone

@@ -191,6 +191,7 @@ class Exchange:
     def __init__(self, workers: Workers, bitwise: bool, max_waiting: int) -> None:
         self.workers = workers
         self.bitwise = bitwise
+        self.threads = max(1, int(workers.pool.keys.cpus_per_worker)) if bitwise else None  # torch's, on each worker
         if bitwise:
             workers.pool.keep_one_kind()
         self.number = workers.enter()
@@ -400,7 +401,7 @@ class Exchange:
             }
             if own:
                 root = leaves[min(leaves)]
-                asked = Backward(self.number, call.number, keep_graph, own, nodes, plan, top, root, self.bitwise)
+                asked = Backward(self.number, call.number, keep_graph, own, nodes, plan, top, root, self.threads)
                 messages[member] = ("backward", asked)
         answers = self.workers.pool.call(messages)
         raised = [(one, member) for member, one in answers.items() if isinstance(one, Raised)]

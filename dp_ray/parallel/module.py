@@ -151,7 +151,7 @@ class DataParallel(nn.Module):
             is_inference,
             autocast,
             torch.get_default_dtype(),
-            self.bitwise,
+            self._exchange.threads,
         )
 
     def _take(

@@ -7,11 +7,12 @@ gradients by the tree of `plan.tree`.
 
 import contextlib
 import io
+import os
 import pickle
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster.pool import pickled
+from dp_ray.engine.determinism import deterministic, of_cublas
 from dp_ray.engine.random import own_generators, seed_all, seed_own
 from dp_ray.engine.reduce import sparse_parameters
 from dp_ray.engine.user_code import dtypes_and_sizes
@@ -58,9 +60,7 @@ from dp_ray.parallel.wire import (
     unpacked,
 )
 from dp_ray.plan.tree import Node, climb, parents
-from dp_ray.system.process import patched
 from dp_ray.system.threads import waiting
-from dp_ray.tasks.task import use_deterministic_algorithms
 from dp_ray.tensors.files import as_bytes
 from dp_ray.tensors.tree import TreeSpec, flatten, sizes, unflatten
 
@@ -185,6 +185,7 @@ class Replicas:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
+        os.environ.update(of_cublas())
         self._rank = 0
         self._store: Any = None
         self._replicas: dict[int, Replica] = {}
@@ -308,7 +309,7 @@ class Replicas:
                 at, got = shard, graph.got
                 ends = [end for end, one in zip(graph.outputs, given, strict=True) if one is not None]
                 seeds = [owned(one, self._device) for one in given if one is not None]
-                with _deterministic(asked.bitwise):
+                with _bitwise(asked.threads):
                     found = self._gradients(graph, ends, seeds, asked.keep_graph)
                 inputs, trained = found[: len(graph.inputs)], found[len(graph.inputs) :]
                 of_inputs[shard] = {
@@ -434,22 +435,12 @@ def _as_on_caller(modes: Modes) -> Iterator[None]:
             within.enter_context(torch.set_grad_enabled(modes.is_grad_enabled))
         for device, dtype in modes.autocast.items():
             within.enter_context(torch.autocast(device, dtype=dtype))
-        within.enter_context(_deterministic(modes.bitwise))
+        within.enter_context(_bitwise(modes.threads))
         yield
 
 
-@contextmanager
-def _deterministic(bitwise: bool) -> Iterator[None]:
-    """Within the block, with `bitwise`, torch takes deterministic kernels alone."""
-    if not bitwise:
-        yield
-        return
-    use_deterministic_algorithms(True)
-    try:
-        with patched(torch.utils.deterministic, fill_uninitialized_memory=False):
-            yield
-    finally:
-        use_deterministic_algorithms(False)
+def _bitwise(threads: int | None) -> AbstractContextManager[None]:
+    return nullcontext() if threads is None else deterministic(threads)
 
 
 def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

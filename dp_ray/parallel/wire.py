@@ -127,7 +127,7 @@ class Modes:
     is_inference: bool
     autocast: Mapping[str, torch.dtype]
     default_dtype: torch.dtype
-    bitwise: bool
+    threads: int | None  # torch's, with `bitwise`
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Backward:
     transfers: tuple[Transfer, ...]
     top: Node
     root: int
-    bitwise: bool
+    threads: int | None
 
 
 @dataclass(frozen=True)

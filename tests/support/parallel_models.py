@@ -136,6 +136,52 @@ class TellsGrad(nn.Module):
         return torch.full_like(inputs, float(torch.is_grad_enabled()))
 
 
+class _TellsSettings(torch.autograd.Function):
+    """The settings that `bitwise` changes, as the output [rows, 5] and as the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        """Return those of the forward."""
+        return rows.new_tensor(_settings()).expand(rows.shape).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Return those of the backward."""
+        return gradients[0].new_tensor(_settings()).expand(gradients[0].shape).clone()
+
+
+def _settings() -> list[float]:
+    return [
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark,
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.get_num_threads(),
+    ]
+
+
+class TellsSettings(nn.Module):
+    """Returns the forward's settings, which `bitwise` changes; the gradient is the backward's. Each is [rows, 5]."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the settings for each row."""
+        found: torch.Tensor = _TellsSettings.apply(rows)  # type: ignore[no-untyped-call]
+        return found
+
+
+BITWISE = [1.0, 0.0, 0.0, 0.0, 1.0]  # deterministic, memory filled, benchmark, fast path, threads
+
+
+class SetsSettings(nn.Module):
+    """Sets what `bitwise` has otherwise."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows."""
+        torch.backends.cudnn.benchmark = True
+        torch.set_num_threads(2)
+        return rows
+
+
 class NoInputs(nn.Module):
     def forward(self) -> torch.Tensor:
         return torch.ones(2)
