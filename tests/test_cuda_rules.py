@@ -40,6 +40,7 @@ from tests.support.group import ProcessExit, run_group, weights_of
 from tests.support.trainings import initial, job_of
 
 GPU = torch.device("cuda", 0)
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Stream:
@@ -259,7 +260,7 @@ def test_the_generators_of_all_gpus_are_given_back(monkeypatch: pytest.MonkeyPat
 def test_every_job_on_a_gpu_sets_its_device_and_cublas_workspace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bitwise: bool
 ) -> None:
-    monkeypatch.delenv(task.WORKSPACE, raising=False)
+    monkeypatch.delenv(WORKSPACE, raising=False)
     seen: list[Any] = []
 
     @contextlib.contextmanager
@@ -268,7 +269,7 @@ def test_every_job_on_a_gpu_sets_its_device_and_cublas_workspace(
         yield
 
     monkeypatch.setattr(torch.cuda, "device", current)
-    monkeypatch.setattr(task, "train", lambda *_: seen.append(os.environ.get(task.WORKSPACE)))
+    monkeypatch.setattr(task, "train", lambda *_: seen.append(os.environ.get(WORKSPACE)))
     monkeypatch.setattr(task, "preserved", lambda *_: contextlib.nullcontext())
     card = SimpleNamespace(name="card", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -277,7 +278,7 @@ def test_every_job_on_a_gpu_sets_its_device_and_cublas_workspace(
         task.run_task(job_of("mlp", bitwise=bitwise), world, Storage(str(tmp_path)), print)
     # torch looks once, at a process's first product: a bitwise job may follow another one in the same process.
     assert seen == [torch.device("cuda", 1), ":4096:8", GPU, ":4096:8", None]
-    assert task.WORKSPACE not in os.environ
+    assert WORKSPACE not in os.environ
 
 
 class Slow(torch.Tensor):

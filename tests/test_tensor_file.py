@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.storage import Storage
-from dp_ray.tensors.files import DTYPES, TensorFile, as_bytes, read_tensors, sha256_of, write_tensors
+from dp_ray.tensors.files import DTYPES, TensorFile, read_tensors, sha256_of, write_tensors
+from dp_ray.tensors.flat import as_bytes
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 LIBRARY_KNOWS = [dtype for dtype in DTYPES.values() if dtype not in (torch.complex64,)]

@@ -29,7 +29,8 @@ from dp_ray.engine.alignment import aligned, is_aligned
 from dp_ray.engine.world import everyone, gathered, has_peers, is_rank_0
 from dp_ray.errors import ModelError
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import Stored, as_bytes, is_sharded, local, overlaps
+from dp_ray.tensors.files import Stored, is_sharded, local, overlaps
+from dp_ray.tensors.flat import as_bytes
 from dp_ray.text import listed
 
 TOGETHER = (torch.float32, torch.int64)  # the dtypes of BatchNorm's buffers

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dp_ray.tensors.files import from_bytes
+from dp_ray.tensors.flat import from_bytes
 
 ALIGNED = 64  # bytes: each place in pinned memory begins at a multiple of it
 

@@ -39,12 +39,13 @@ from dp_ray.engine.optimizer import build_optimizer
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved, seed_all
 from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.reduce import ShardSums, Trained
+from dp_ray.engine.reduce import Trained
 from dp_ray.engine.sharded.build import recasts, shard_in_place
 from dp_ray.engine.sharded.deferred import CannotDefer, record
 from dp_ray.engine.sharded.reduce import ShardedReduction
 from dp_ray.engine.sharded.state import Sharded, SumScatter, casting_anew
 from dp_ray.engine.step import PredictInputs, build_step, run_step
+from dp_ray.engine.tree_sum import ShardSums
 from dp_ray.engine.whole_batch import shard_loss
 from dp_ray.engine.world import CPU, World, pretended
 from dp_ray.errors import JobError

@@ -35,7 +35,8 @@ from dp_ray.job.targets import build, check_gives, resolve
 from dp_ray.plan.costs import PlacedBlock
 from dp_ray.plan.split import balance, chunk_sizes
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import as_bytes, from_bytes, is_sharded, moved, overlaps
+from dp_ray.tensors.files import is_sharded, moved, overlaps
+from dp_ray.tensors.flat import as_bytes, from_bytes
 from dp_ray.tensors.tree import map_leaves
 from dp_ray.text import counted, listed
 

@@ -24,10 +24,11 @@ from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import BatchNormOfShard, build_model, compiled, input_device, load_weights
 from dp_ray.engine.optimizer import Average
 from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.reduce import DdpReduction, Reduction, ShardSums, Trained
+from dp_ray.engine.reduce import DdpReduction, Reduction, Trained
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
 from dp_ray.engine.sharded.state import AlignedParts, Sharded, load_rows, rows_of_optimizer, whole_tensors
+from dp_ray.engine.tree_sum import ShardSums
 from dp_ray.engine.update import OptimizerStep, ShardedAverage, ShardedOptimizerStep, load_part
 from dp_ray.engine.world import CPU, World, everyone, gathered
 from dp_ray.errors import JobError

@@ -3,16 +3,7 @@
 `Reduction` is what a pass over a step's shards calls; `DdpReduction` is the one of several workers. DDP passes each
 bucket to a communication hook, a `Reducer`, as soon as its gradients are ready.
 
-With `bitwise`, every shard's gradient is a leaf of the fixed tree of `plan.tree`. A worker adds its own shards in
-tree order while it runs them (`ShardSums`). The hook continues the same tree over the workers (`TreeReducer`):
-
-- two workers: an all-reduce. Each worker has one half of the tree, and a sum of two is the same in either order.
-- otherwise: rank r owns slice r of the bucket. An all-to-all sends it that slice of every worker's nodes. It adds
-  them in tree order, and an all-gather distributes the sums.
-
-Bytes that one of W workers sends for a bucket of B bytes, if each worker's shards are m nodes of the tree:
-(1 + m) (W-1)/W B, with m at most 2 log2(shards). For m = 1 that is the 2 (W-1)/W B of a ring's all-reduce; m is 1
-for 2 and 4 workers, and if W is a power of two that divides the shards.
+With `bitwise`, the hook goes on with the fixed tree of `engine.tree_sum` over the workers (`TreeReducer`).
 
 The step's statistics go with the gradients, in a `StatsBucket`, without a collective of their own.
 """
@@ -39,15 +30,15 @@ from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.loading import OverlappedRead
 from dp_ray.engine.model import autocast
 from dp_ray.engine.step import Metrics, Row, Step, StepOutput, UsersPair, Weighted, row_of, run_step
-from dp_ray.engine.world import World, all_gather, begin_sum, everyone, is_gpu, new_group
+from dp_ray.engine.tree_sum import Gradients, ShardSums, add, tree_sum, zeros_that_add_nothing
+from dp_ray.engine.world import World, begin_sum, everyone, is_gpu, new_group
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
-from dp_ray.plan.tree import Node, climb, fold, leaf_pairs, nodes_by_rank, parents
+from dp_ray.plan.tree import Node, fold, nodes_by_rank
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import is_dense, local
 from dp_ray.text import listed
 
-Gradients = list[torch.Tensor | None]
 Sums = torch.futures.Future[torch.Tensor]
 Begun = dist.Work | Sums  # a bucket's sum, which can be waited for
 Work = dist.Work | None
@@ -141,52 +132,6 @@ class ZeroLoss(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return negative zeros: added to another worker's gradient, they change no bit."""
         return tuple(zeros_that_add_nothing(parameter) for parameter in ctx.saved_tensors)
-
-
-def add(left: Gradients, right: Gradients) -> Gradients:
-    """Add `left` to `right`, in place, and return the sums; a parameter without a gradient counts nothing."""
-    pairs = [(one, two) for one, two in zip(left, right, strict=True) if one is not None and two is not None]
-    if pairs:
-        torch._foreach_add_([two for _, two in pairs], [one for one, _ in pairs])
-    return [one if two is None else two for one, two in zip(left, right, strict=True)]
-
-
-class ShardSums:
-    """The gradient sums of one worker's shards, for as few nodes of the tree as possible.
-
-    If two shards are one node, autograd itself adds their gradients, in the second one's backward.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], shards: int) -> None:
-        self.parameters = parameters
-        self.root: Node = (0, shards)
-        self.held: dict[Node, Gradients] = {}
-        self._parents = parents(self.root)
-        self._pairs = leaf_pairs(self.root)
-
-    def leaves(self, shards: Sequence[int]) -> list[Node]:
-        """Return the nodes, of one or two shards each, whose gradients autograd makes when `shards` run in order."""
-        leaves: list[Node] = []
-        for shard in shards:
-            if leaves and leaves[-1] == (shard - 1, shard) and (shard - 1, shard + 1) in self._pairs:
-                leaves[-1] = (shard - 1, shard + 1)
-            else:
-                leaves.append((shard, shard + 1))
-        return leaves
-
-    def take(self, node: Node) -> None:
-        """Move the parameters' gradients, those of `node`, into the sums, and add them as far as the tree allows."""
-        sums = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        climb(self.held, node, sums, self._parents, add)
-
-    def finish(self) -> None:
-        """Set the parameters' gradients to the sum over all shards; for a single worker, which has them all."""
-        sums = fold(self.held, self.root, add) or [None] * len(self.parameters)
-        for parameter, gradient in zip(self.parameters, sums, strict=True):
-            parameter.grad = gradient
-        self.held = {}
 
 
 @dataclass(frozen=True)
@@ -562,7 +507,7 @@ class TreeReducer(Reducer):
     def _complete(self, future: Any, flat: torch.Tensor, flats: list[torch.Tensor], ready: Any) -> None:
         try:
             if ready is None:
-                future.set_result(self._exchange(flat, flats))
+                future.set_result(tree_sum(flat, flats, self._nodes, self._root, self._group))
                 return
             stream = side_stream(flat.device, "sums")  # one a GPU: a model may be on several
             # A new thread's current GPU is cuda:0: to come back to it would make a context there, half a gigabyte.
@@ -570,30 +515,9 @@ class TreeReducer(Reducer):
                 stream.wait_event(ready)
                 for one in flats:
                     one.record_stream(stream)  # so that backward does not reuse their memory before they are sent
-                future.set_result(self._exchange(flat, flats))
+                future.set_result(tree_sum(flat, flats, self._nodes, self._root, self._group))
         except Exception as error:  # DDP raises it again where it waits for the bucket
             future.set_exception(error)
-
-    def _exchange(self, flat: torch.Tensor, flats: list[torch.Tensor]) -> torch.Tensor:
-        """Sum this rank's slice of all workers' nodes, and gather the sums of the other slices."""
-        size = -(-flat.numel() // self._world_size)
-        sent = flat.new_zeros(len(flats), self._world_size * size)
-        for row, one in zip(sent, flats, strict=True):
-            row[: one.numel()] = one
-        by_owner = sent.view(len(flats), self._world_size, size).transpose(0, 1).contiguous()
-        counts = [len(theirs) * size for theirs in self._nodes]
-        received = flat.new_empty(sum(counts))
-        per_owner = [len(flats) * size] * self._world_size
-        dist.all_to_all_single(received, by_owner.view(-1), counts, per_owner, group=self._group)
-        owners = [node for theirs in self._nodes for node in theirs]
-        slices: dict[Node, Gradients] = {
-            node: [one] for node, one in zip(owners, received.view(-1, size), strict=True)
-        }
-        summed = fold(slices, self._root, add)
-        assert summed is not None and summed[0] is not None, "every step has rows"
-        whole = flat.new_empty(self._world_size * size)
-        all_gather(whole, summed[0].contiguous(), group=self._group)
-        return flat.copy_(whole[: flat.numel()])
 
 
 def _laid_out(flat: torch.Tensor, views: list[torch.Tensor], gradients: Gradients) -> torch.Tensor:
@@ -618,11 +542,6 @@ def _layout(parameter: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
 def _in_own_dtype(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """View a bucket's memory in the dtype of its parameters: DDP views complex numbers as pairs of real ones."""
     return torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat
-
-
-def zeros_that_add_nothing(like: torch.Tensor) -> torch.Tensor:
-    """Return zeros with a minus sign: x + -0 is x to the bit, but -0 + 0 is 0."""
-    return torch.zeros_like(like).neg_()
 
 
 def _nothing(gradient: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from dp_ray.engine.user_code import error_text
 from dp_ray.engine.world import passes
 from dp_ray.job.job import Job
 from dp_ray.system.process import patched
-from dp_ray.tensors.files import as_bytes
+from dp_ray.tensors.flat import as_bytes
 from dp_ray.tensors.scatter import count_of, cut, has_rows
 from dp_ray.tensors.tree import Ragged, TreeSpec, copied, flatten, is_plain, nodes
 

@@ -31,12 +31,11 @@ from dp_ray.job.targets import bound, build, keeps_state, resolve
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import as_bytes
+from dp_ray.tensors.flat import Form, as_bytes, flat, room, views
 from dp_ray.tensors.scatter import gather
 from dp_ray.tensors.tree import TreeSpec, apart, copied, flatten, is_plain, map_leaves, nodes, unflatten
 from dp_ray.text import listed
 
-ALIGNED = 16  # bytes: where a leaf begins in what is sent, so that its bytes can be viewed as any dtype
 OUTPUTS = "0"  # the path of the outputs in (outputs, target)
 LEAVE_OUT = "leave it out of what the model returns, or step"
 OF_ROWS = (
@@ -85,14 +84,8 @@ class _Leaf(NamedTuple):
     """The form of a leaf of a shard's outputs or target, which every worker is told."""
 
     path: str
-    size: torch.Size
-    dtype: torch.dtype
+    form: Form
     has_gradient: bool
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the leaf."""
-        return self.size.numel() * self.dtype.itemsize
 
 
 class _Form(NamedTuple):
@@ -241,7 +234,7 @@ def merge(own: Sequence[ShardOutput], device: torch.device, batches: WholeBatche
     forms = []
     for one, (leaves, form) in zip(own, trees, strict=True):
         tensors = {path: _as_tensor(path, leaf) for path, leaf in zip(form.paths, leaves, strict=True)}
-        described = [_Leaf(path, leaf.shape, leaf.dtype, leaf.requires_grad) for path, leaf in tensors.items()]
+        described = [_Leaf(path, Form(leaf.shape, leaf.dtype), leaf.requires_grad) for path, leaf in tensors.items()]
         constants = {path: one if _is_plain(one) else _object(one) for path, one in constants_of(form).items()}
         _check_objects(one.shard.shard, form, own[0].shard.shard, trees[0][1])
         lists = [".".join(map(str, keys)) for keys, node in nodes(form) if _is_list(node, one.shard.rows)]
@@ -300,11 +293,11 @@ def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
 
 def _exchanged(here: list[torch.Tensor], forms: list[list[_Form]], device: torch.device) -> Iterator[torch.Tensor]:
     """Yield the bytes of each rank's leaves; every rank calls this."""
-    sent = torch.cat([_padded(as_bytes(leaf.to(device))) for leaf in here] or [torch.empty(0, dtype=torch.uint8)])
+    sent = flat(here, device)
     if not has_peers():
         yield sent
         return
-    sizes = [sum(_room(leaf) for form in theirs for leaf in form.leaves) for theirs in forms]
+    sizes = [sum(room(leaf.form) for form in theirs for leaf in form.leaves) for theirs in forms]
     row = torch.empty(max(sizes), dtype=torch.uint8, device=device)
     row[: len(sent)] = sent
     received = torch.empty(len(forms), max(sizes), dtype=torch.uint8, device=device)
@@ -313,24 +306,12 @@ def _exchanged(here: list[torch.Tensor], forms: list[list[_Form]], device: torch
     yield from received
 
 
-def _padded(raw: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(raw, (0, -len(raw) % ALIGNED))
-
-
-def _room(leaf: _Leaf) -> int:
-    return -(-leaf.nbytes // ALIGNED) * ALIGNED
-
-
 def _unpacked(forms: list[_Form], raw: torch.Tensor) -> Iterator[tuple[_Form, dict[str, torch.Tensor]]]:
-    """Yield each shard's leaves, by their paths, in the memory of a rank's bytes, each at a multiple of ALIGNED."""
-    start = 0
+    """Yield each shard's leaves, by their paths, as views of a rank's bytes."""
+    tensors = views(raw, (leaf.form for form in forms for leaf in form.leaves))
     for form in forms:
-        tensors = {}
-        for leaf in form.leaves:
-            # Through `.data`: a loss may write one, and views of the same bytes would all count as written.
-            tensors[leaf.path] = raw[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.size).data
-            start += _room(leaf)
-        yield form, tensors
+        # Through `.data`: a loss may write one, and views of the same bytes would all count as written.
+        yield form, {leaf.path: next(tensors).data for leaf in form.leaves}
 
 
 def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merged:

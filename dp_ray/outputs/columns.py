@@ -23,7 +23,7 @@ import torch
 from dp_ray.engine.host_copy import HostCopy
 from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.tables import array_of, plain_values
-from dp_ray.tensors.files import as_bytes
+from dp_ray.tensors.flat import as_bytes
 from dp_ray.tensors.ragged import with_lists
 from dp_ray.tensors.scatter import gather, may_have_lists_of_rows, rows_dim
 from dp_ray.tensors.tree import Keys, Ragged, TreeSpec, difference, flatten, is_plain, unflatten

@@ -54,14 +54,13 @@ from dp_ray.parallel.wire import (
     Structure,
     Sync,
     TensorForm,
-    offsets_of,
     owned,
     packed,
     unpacked,
 )
 from dp_ray.plan.tree import Node, climb, parents
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import as_bytes
+from dp_ray.tensors.flat import as_bytes, room, views
 from dp_ray.tensors.tree import TreeSpec, flatten, sizes, unflatten
 
 FORM_TIMEOUT = timedelta(seconds=60)  # until the group is formed
@@ -405,18 +404,15 @@ class Replicas:
 
     def _received(self, forms: Sequence[TensorForm], data: Any) -> list[torch.Tensor]:
         """Return new elements on this worker's device: rank 0 has them from the caller, the others from rank 0."""
-        offsets, size = offsets_of(forms)
+        size = sum(map(room, forms))
         if data is not None:
-            flat = owned(Packed(torch.uint8, (size,), data), self._device)
+            buffer = owned(Packed(torch.uint8, (size,), data), self._device)
         else:
-            flat = torch.empty(size, dtype=torch.uint8, device=self._device)
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         if has_peers():
             with self._collective():
-                dist.broadcast(flat, src=0, group=everyone())
-        return [
-            flat[at : at + form.num_bytes].view(form.dtype).view(form.shape)
-            for at, form in zip(offsets, forms, strict=True)
-        ]
+                dist.broadcast(buffer, src=0, group=everyone())
+        return list(views(buffer, forms))
 
 
 class PeerIsLost(Exception):

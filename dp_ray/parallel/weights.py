@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from dp_ray.engine.objects import what_fails
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
-from dp_ray.parallel.wire import NewBuffer, Structure, TensorForm, offsets_of, packed, unpacked
-from dp_ray.tensors.files import as_bytes
+from dp_ray.parallel.wire import NewBuffer, Structure, TensorForm, packed, unpacked
+from dp_ray.tensors.flat import flat
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 APART = {"training", "_parameters", "_buffers", "_modules"}  # attributes of modules that are looked at by themselves
@@ -45,13 +45,8 @@ class Version:
 
     def flat(self, changed: tuple[int, ...]) -> Any:
         """Return the elements of these tensors, one after the other, as bytes."""
-        offsets, size = offsets_of([self.structure.forms[number] for number in changed])
         tensors = [self.tensors[number] for number in changed]
-        device = tensors[0].device
-        flat = torch.empty(size, dtype=torch.uint8, device=device)
-        for at, one in zip(offsets, tensors, strict=True):
-            flat[at : at + one.nbytes] = as_bytes(one)
-        return packed(flat).data
+        return packed(flat(tensors, tensors[0].device)).data
 
 
 class ModuleWatch:

@@ -4,7 +4,7 @@
 tensor([1., 1.], dtype=torch.bfloat16)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +14,7 @@ import torch
 from dp_ray.engine.host_copy import HostCopy
 from dp_ray.engine.world import is_gpu
 from dp_ray.plan.tree import Node, Transfer
-from dp_ray.tensors.files import as_bytes
+from dp_ray.tensors.flat import as_bytes
 
 Bytes: TypeAlias = np.typing.NDArray[np.uint8]
 
@@ -72,21 +72,9 @@ class TensorForm(NamedTuple):
     strides: tuple[int, ...]
 
     @property
-    def num_bytes(self) -> int:
+    def nbytes(self) -> int:
         """The bytes of its elements."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-
-ALIGNED = 16  # bytes: each tensor in a flat update begins at a multiple of it
-
-
-def offsets_of(forms: Sequence[TensorForm]) -> tuple[list[int], int]:
-    """Return where each tensor begins in a flat update of all of them, and how many bytes that has."""
-    offsets, end = [], 0
-    for form in forms:
-        offsets.append(end)
-        end += -(-form.num_bytes // ALIGNED) * ALIGNED
-    return offsets, end
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ from dp_ray.storage import Storage
 from dp_ray.tensors.files import (
     Stored,
     TensorFile,
-    as_bytes,
     read_tensors,
     sha256_of,
     write_tensors,
 )
+from dp_ray.tensors.flat import as_bytes
 from dp_ray.text import listed
 
 WEIGHTS = "weights.safetensors"

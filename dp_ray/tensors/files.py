@@ -22,6 +22,7 @@ import torch.distributed as dist
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
+from dp_ray.tensors.flat import as_bytes
 from dp_ray.tensors.tree import flatten, map_batch
 
 TEXT, DIGEST = "state", "sha256"  # keys of the metadata
@@ -285,17 +286,6 @@ def attend_writing(tensors: Mapping[str, torch.Tensor]) -> None:
     for _ in range(2):
         for one in filter(is_sharded, tensors.values()):
             on_rank_0(one)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes in C order, uint8 [nbytes]: a view if the tensor is contiguous, else a copy."""
-    # A dimension of length 1 may have any stride, also in what counts as contiguous.
-    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def from_bytes(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """View bytes as a tensor of like's dtype and size: the inverse of `as_bytes`; surplus bytes are ignored."""
-    return raw[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def moved(leaf: Any, device: torch.device | None) -> Any:

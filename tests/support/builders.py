@@ -54,7 +54,7 @@ CONSTRUCTORS = {
     "dp_ray.engine.prediction.predict",
     "dp_ray.engine.reduce.DdpReduction",
     "dp_ray.engine.reduce.Reduction",
-    "dp_ray.engine.reduce.ShardSums",
+    "dp_ray.engine.tree_sum.ShardSums",
     "dp_ray.engine.sharded.reduce.ShardedReduction",
     "dp_ray.engine.sharded.reduce.TreeShardedReduction",
     "dp_ray.engine.placement.Placement",

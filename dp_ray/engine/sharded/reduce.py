@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine.gradient_hooks import InEachBackward
-from dp_ray.engine.reduce import GRADIENTS, Gradients, Reduction, Trained, Work, add, zeros_that_add_nothing
+from dp_ray.engine.reduce import GRADIENTS, Reduction, Trained, Work
 from dp_ray.engine.sharded.state import Sharded
-from dp_ray.engine.world import all_gather, everyone, gathered
+from dp_ray.engine.tree_sum import add, tree_sum, zeros_that_add_nothing
+from dp_ray.engine.world import everyone, gathered
 from dp_ray.plan.split import worker_shards
 from dp_ray.plan.tree import Node, fold, nodes_by_rank
 from dp_ray.system.threads import waiting
@@ -210,18 +211,10 @@ class TreeShardedReduction(ShardedReduction):
         """Return a parameter's gradient, from this worker's sums for its nodes and all others'."""
         nothing = zeros_that_add_nothing(_numbers(parameter.detach()))
         rows = [nothing if one is None else _numbers(one) for one in mine]
-        rows += [nothing] * (max(map(len, by_rank)) - len(rows))
-        sent = torch.stack(rows)
-        received = sent.new_empty(len(by_rank), *sent.shape)
-        with waiting("the other workers' gradients"):
-            all_gather(received.view(-1), sent.view(-1), group=everyone())
-        sums: dict[Node, Gradients] = {}
-        for theirs, got in zip(by_rank, received, strict=True):
-            sums.update((node, [row]) for node, row in zip(theirs, got, strict=False))
-        whole = fold(sums, (0, self._shards), add)
         gradient = torch.empty_like(parameter)
-        assert whole is not None and whole[0] is not None, "every step has rows"
-        _viewed(gradient).copy_(whole[0].view(_viewed(gradient).shape))
+        with waiting(GRADIENTS):
+            whole = tree_sum(torch.empty_like(nothing), rows, by_rank, (0, self._shards), everyone())
+        _viewed(gradient).copy_(whole.view(_viewed(gradient).shape))
         return gradient
 
 

@@ -16,6 +16,7 @@ from torch import nn, optim
 from dp_ray.engine.buffers import make_room
 from dp_ray.engine.model import advice_on, loaded_of, misfits, other_sizes
 from dp_ray.engine.optimizer import load_optimizer, norm_of_norms, norms_of
+from dp_ray.engine.tree_sum import add_to, exchanged
 from dp_ray.engine.world import CPU, World, all_gather, everyone
 from dp_ray.errors import ModelError
 from dp_ray.plan.tree import Node, climb, fold, parents
@@ -151,18 +152,20 @@ class TreeScatter(SumScatter):
 
     def _sum(self, output: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
         """Exchange slices, and add them; the output is this worker's slice of the whole batch's gradient."""
-        self._prepare(gradients.view(group.size(), -1))
-        received = torch.empty_like(gradients)
+        slices = gradients.view(group.size(), -1)
+        self._prepare(slices)
+        leaves = self._leaves()
         if self._round.is_alone:
-            received.copy_(gradients)
+            own = slices.clone()
+            self._take({leaf: one for theirs, one in zip(leaves, own, strict=True) for leaf in theirs}, output)
         else:
-            dist.all_to_all_single(received, gradients, group=group)
-        self._take(received.view(group.size(), -1), output)
+            mine = slices[None] if leaves[group.rank()] else slices.new_empty(0, *slices.shape)
+            self._take(exchanged(mine, leaves, group), output)
 
     def alone(self, gradient: torch.Tensor) -> None:
         """Serve as FSDP's all-reduce hook on a worker that is alone, where FSDP calls no reduce-scatter."""
         self._prepare(gradient.view(1, -1))
-        self._take(gradient.clone().view(1, -1), gradient)
+        self._take({leaf: gradient.clone() for theirs in self._leaves() for leaf in theirs}, gradient)
 
     def _prepare(self, slices: torch.Tensor) -> None:
         """Replace zeros that stand for no gradient by such that add nothing: FSDP fills in +0, and -0 + 0 is 0."""
@@ -179,23 +182,22 @@ class TreeScatter(SumScatter):
                 slices[:, start:stop].neg_()
             start = stop
 
-    def _take(self, slices: torch.Tensor, output: torch.Tensor) -> None:
-        for shard, one in zip(self._round.shards, slices, strict=True):
-            if shard is not None:
-                climb(self._held, (shard, shard + 1), one, self._above, _add)
+    def _leaves(self) -> list[list[Node]]:
+        """Return the shard, as a leaf, that each rank runs in this round, if any."""
+        return [[] if shard is None else [(shard, shard + 1)] for shard in self._round.shards]
+
+    def _take(self, slices: Mapping[Node, torch.Tensor], output: torch.Tensor) -> None:
+        for leaf, one in slices.items():
+            climb(self._held, leaf, one, self._above, add_to)
         if self._round.is_last:
             held, self._held = self._held, {}
-            whole = fold(held, self._root, _add)
+            whole = fold(held, self._root, add_to)
             output.zero_() if whole is None else output.copy_(whole)
             return
-        received = slices.untyped_storage().data_ptr()  # so that it is freed, keep copies of what is held of it
-        for node, one in self._held.items():
-            if one.untyped_storage().data_ptr() == received:
+        received = {one.untyped_storage().data_ptr() for one in slices.values()}
+        for node, one in self._held.items():  # so that what was received is freed, keep copies of what is held of it
+            if one.untyped_storage().data_ptr() in received:
                 self._held[node] = one.clone()
-
-
-def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return right.add_(left)
 
 
 def load_rows(

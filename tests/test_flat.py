@@ -1,0 +1,35 @@
+"""Tensors in one flat buffer, against torch's own saving."""
+
+import io
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dp_ray.tensors.files import DTYPES
+from dp_ray.tensors.flat import ALIGNED, Form, as_bytes, flat, from_bytes, room, views
+
+
+@given(st.data())
+def test_views_of_a_flat_buffer_are_the_tensors(data: st.DataObject) -> None:
+    tensors = []
+    for dtype in data.draw(st.lists(st.sampled_from(list(DTYPES.values())), max_size=4)):
+        shape = data.draw(st.lists(st.integers(0, 3), max_size=3))
+        drawn = torch.randint(0, 256, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8)
+        one = drawn.view(dtype).view(shape)
+        tensors.append(one.transpose(0, -1) if data.draw(st.booleans()) and one.ndim else one)
+    buffer = flat(tensors)
+    assert len(buffer) == sum(map(room, tensors))
+    for view, one in zip(views(buffer, [Form(one.shape, one.dtype) for one in tensors]), tensors, strict=True):
+        assert view.dtype == one.dtype and view.shape == one.shape
+        assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        assert (view.data_ptr() - buffer.data_ptr()) % ALIGNED == 0 or not view.numel()
+        assert _saved(view) == _saved(one)
+        assert _saved(from_bytes(as_bytes(one), one)) == _saved(one)
+
+
+def _saved(one: torch.Tensor) -> bytes:
+    """What torch saves of its elements."""
+    file = io.BytesIO()
+    torch.save(one.contiguous().clone().untyped_storage(), file)
+    return file.getvalue()
