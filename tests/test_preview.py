@@ -53,7 +53,44 @@ def test_the_first_rows_and_the_last_are_kept(tmp_path: Path) -> None:
         previews.on_inputs(shard, indices, {"x": indices[:, None].float()})
     found = sorted(read_previews(run), key=lambda one: one.sample_index)
     assert [one.sample_index for one in found] == [0, *range(2, 8), *range(32, 40)]
-    assert found[-1].text == "39"
+    assert found[-1].text == "x (1): 39"
+
+
+def test_all_named_inputs_are_told_with_their_shapes(tmp_path: Path) -> None:
+    """Also of the inputs beside a target; what has no row of its own for each sample is left out."""
+    images = torch.randint(0, 256, (2, 3, 8, 9), dtype=torch.uint8)
+    named = {"ids": torch.arange(16).reshape(2, 8), "more": {"mask": torch.ones(2, 3)}, "image": images}
+    named |= {"weight": torch.tensor([0.5, 0.25]), "name": ["one", "t" * 70], "scale": torch.ones(7)}
+    for number, inputs in enumerate((named, (named, torch.zeros(2)))):
+        run = Storage(str(tmp_path / str(number)))
+        Previews(run, 2).on_inputs(Shard(0, 0, 0, 2), torch.arange(2), inputs)
+        first, other = read_previews(run)
+        assert first.text.splitlines() == [
+            "ids (8): 0, 1, 2, 3, 4, 5 ...",
+            "more.mask (3): 1, 1, 1",
+            "image (3x8x9)",
+            "weight: 0.5",
+            "name: one",
+        ]
+        assert other.text.splitlines()[-1] == f"name: {'t' * 60} ..."
+        assert np.array_equal(pixels_of(base64.b64decode(other.png)), images[1].permute(1, 2, 0).numpy())
+
+
+def test_of_very_many_named_inputs_the_first_are_told(tmp_path: Path) -> None:
+    Previews(Storage(str(tmp_path)), 1).on_inputs(
+        Shard(0, 0, 0, 1), torch.arange(1), {f"k{at}": torch.ones(1) for at in range(15)}
+    )
+    (one,) = read_previews(Storage(str(tmp_path)))
+    assert one.text.splitlines()[-2:] == ["k11: 1", "and 3 more"]
+
+
+def test_an_unnamed_input_is_told_by_its_numbers(tmp_path: Path) -> None:
+    for number, (inputs, text) in enumerate(
+        {torch.ones(1, 2): "1, 1", torch.ones(1, 2, 4): "1, 1, 1, 1, 1, 1 ... (2x4)"}.items()
+    ):
+        run = Storage(str(tmp_path / str(number)))
+        Previews(run, 1).on_inputs(Shard(0, 0, 0, 1), torch.arange(1), inputs)
+        assert [one.text for one in read_previews(run)] == [text]
 
 
 def test_of_a_list_of_images_each_is_kept(tmp_path: Path) -> None:

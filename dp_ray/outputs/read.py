@@ -7,11 +7,12 @@ again: the rows of a file that lacks some become parts again, as workers write t
 
 import base64
 import functools
+import itertools
 import math
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ PREVIEWS = "previews"
 ROWS = 8  # at the start, and as many at the end
 SIZE = 64  # the longer side of a thumbnail, in pixels
 NUMBERS = 6  # that are shown of an input that is no image
+NAMES, CHARACTERS = 12, 60  # likewise, of a sample's named inputs and of a text
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ def _runs(split: Split, step: int, missing: list[int]) -> Iterator[PartPlan]:
 
 @dataclass(frozen=True)
 class Preview:
-    """An input: its sample, and a PNG in base64 or, if it is no image, its numbers as text."""
+    """An input: its sample, its PNG in base64 if it is an image, else its numbers; a line for each of named inputs."""
 
     sample_index: int
     png: str = ""
@@ -264,31 +266,63 @@ def read_previews(run: Storage) -> list[Preview]:
 
 
 def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) -> Iterator[Preview]:
-    """Yield the previews of some rows of a batch, by its first tensor; of a list of images, by these."""
+    """Yield the previews of some rows of a batch: of all named inputs, else of the first tensor, or of each image."""
+    first = inputs[0] if isinstance(inputs, list | tuple) and inputs else inputs  # of inputs and target
+    if isinstance(first, Mapping) and (named := dict(_named(first, batch_dim, len(indices), rows))):
+        for number, at in enumerate(rows):
+            values = {name: of_rows[number] for name, of_rows in list(named.items())[:NAMES]}
+            more = [f"and {len(named) - NAMES} more"] if len(named) > NAMES else []
+            text = "\n".join([*itertools.starmap(_named_text, values.items()), *more])
+            yield Preview(int(indices[at]), png=next(filter(None, map(_image, values.values())), ""), text=text)
+        return
     tensors = [one for one in flatten(inputs)[0] if isinstance(one, torch.Tensor)]
-    if (
-        isinstance(inputs, list | tuple)
-        and len(tensors) == len(inputs) == len(indices)
-        and all(map(_is_image, tensors))
-    ):
+    if isinstance(inputs, list | tuple) and len(tensors) == len(inputs) == len(indices) and all(map(_image, tensors)):
         kept: Any = [tensors[at].detach().cpu() for at in rows]
     elif tensors and tensors[0].ndim > batch_dim and tensors[0].shape[batch_dim] == len(indices):
         kept = tensors[0].movedim(batch_dim, 0)[list(rows)].detach().cpu()
     else:
         return
     for sample, row in zip((indices[at] for at in rows), kept, strict=True):
-        pixels = thumbnail(row)
-        if pixels is not None:
-            yield Preview(int(sample), png=base64.b64encode(png(pixels)).decode())
-        else:
-            text = ", ".join(f"{one:.4g}" for one in row.flatten()[:NUMBERS].tolist())
-            if row.numel() > NUMBERS:
-                text += f" ... ({'x'.join(map(str, row.shape))})"
-            yield Preview(int(sample), text=text)
+        drawn, shape = _image(row), f" ({_shape(row)})" if row.numel() > NUMBERS else ""
+        yield Preview(int(sample), png=drawn, text="" if drawn else f"{_numbers(row)}{shape}")
 
 
-def _is_image(row: torch.Tensor) -> bool:
-    return thumbnail(row) is not None
+def _named(
+    inputs: Mapping[Any, Any], batch_dim: int, size: int, rows: Sequence[int], above: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name of each input that has something for each of `size` rows, and what it has for `rows`."""
+    for key, value in inputs.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from _named(value, batch_dim, size, rows, f"{name}.")
+        elif isinstance(value, torch.Tensor) and value.ndim > batch_dim and value.shape[batch_dim] == size:
+            yield name, value.movedim(batch_dim, 0)[list(rows)].detach().cpu()
+        elif isinstance(value, list | tuple) and len(value) == size:
+            yield name, [value[at] for at in rows]
+
+
+def _named_text(name: str, row: Any) -> str:
+    """Return a named input in words: its shape, and its first numbers unless it is drawn."""
+    if not isinstance(row, torch.Tensor):
+        text = str(row)
+        return f"{name}: {text if len(text) <= CHARACTERS else f'{text[:CHARACTERS]} ...'}"
+    shape = f" ({_shape(row)})" if row.ndim else ""
+    return f"{name}{shape}" if _image(row) else f"{name}{shape}: {_numbers(row)}"
+
+
+def _numbers(row: torch.Tensor) -> str:
+    text = ", ".join(f"{one:.4g}" for one in row.flatten()[:NUMBERS].tolist())
+    return text if row.numel() <= NUMBERS else f"{text} ..."
+
+
+def _shape(row: torch.Tensor) -> str:
+    return "x".join(map(str, row.shape))
+
+
+def _image(row: Any) -> str:
+    """Return an image as a PNG in base64; an empty text if the row is none."""
+    pixels = thumbnail(row) if isinstance(row, torch.Tensor) else None
+    return "" if pixels is None else base64.b64encode(png(pixels)).decode()
 
 
 def thumbnail(row: torch.Tensor) -> torch.Tensor | None:
