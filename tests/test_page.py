@@ -88,6 +88,13 @@ def test_each_run_leaves_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert series["eval_loss"]["y"] == values[np.isfinite(values)].tolist()
 
 
+def test_without_workers_none_are_counted(tmp_path: Path) -> None:
+    train(tmp_path)
+    (told,) = [one for one in facts_of(read_run(Storage(str(tmp_path / "run")))) if one.label == "workers"]
+    assert (told.value, told.detail) == ("0", "in the driver's process")
+    assert "Workers (1)" not in (tmp_path / "run" / REPORT).read_text()
+
+
 def test_a_failed_run_shows_its_error_and_its_newest_steps(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         train(tmp_path, dataset={"target": "tests.test_page:Broken"}, checkpoint={"every_steps": 4})

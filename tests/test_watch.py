@@ -71,6 +71,8 @@ def test_the_screen_of_a_running_run() -> None:
         "  worker: SIGKILL (rank 1 on 10.0.0.8), in step 17, resumed from step 10 after …",
     ]
     assert "  rank 0  12,345 rows  12.3 ms a step" in screen(snapshot(), 40)
+    alone = screen(snapshot(progress={"workers": [WORKER]}), 80)
+    assert not any("worker" in line for line in alone[:5]), "with workers: 0 there is none"
     text = "digits running, step 45/90, 50 %, 1,234 rows/s, loss 0.394217, eval_accuracy 0.97"
     assert headline(snapshot()) == text
 

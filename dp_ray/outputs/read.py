@@ -229,7 +229,7 @@ def _runs(split: Split, step: int, missing: list[int]) -> Iterator[PartPlan]:
 
 @dataclass(frozen=True)
 class Preview:
-    """An input: its sample, its PNG in base64 if it is an image, else its numbers; a line for each of named inputs."""
+    """An input: its sample, its PNG in base64 if it is an image, else its numbers; of named inputs, a line each."""
 
     sample_index: int
     png: str = ""

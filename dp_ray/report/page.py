@@ -130,13 +130,16 @@ def facts_of(data: RunData) -> list[Fact]:
     before, after = (result.get(f"seconds_{one}_steps") for one in ("before", "after"))
     if before is not None and after is not None:
         times.append(f"{duration(before)} before the first step, {duration(after)} after the last")
-    sizes = data.incidents.world_sizes or tuple(result.get("world_sizes", ()))
+    sizes, where = data.incidents.world_sizes or tuple(result.get("world_sizes", ())), ""
+    if data.is_in_process and sizes:
+        sizes, where = (0,), "in the driver's process"
+    is_resized = len(set(sizes)) > 1
     aside = result.get("quarantined") or len(data.quarantined)
     facts = [
         Fact("steps", f"{done:,} of {total:,}" if done != total else f"{total:,}", early or epochs),
         Fact("rows per second", speed_text(mean_speed(data.history, result)), "mean of the run"),
         Fact("time", duration(result.get("seconds")), ", ".join(times)),
-        Fact("workers", str(sizes[-1]) if sizes else "", " → ".join(map(str, sizes)) if len(set(sizes)) > 1 else ""),
+        Fact("workers", str(sizes[-1]) if sizes else "", where or " → ".join(map(str, sizes if is_resized else ()))),
         Fact("interruptions", str(len(data.incidents.interruptions))),
         Fact("set aside", str(aside) if aside else "", "samples"),
     ]

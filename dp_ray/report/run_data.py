@@ -104,6 +104,11 @@ class RunData:
         return str(self.result.get("status") or otherwise)
 
     @property
+    def is_in_process(self) -> bool:
+        """Whether the run has no workers: the driver's process runs the steps."""
+        return self.job.get("workers") == 0
+
+    @property
     def total_steps(self) -> int:
         """How many steps the whole run has."""
         return int(self.state.steps if self.state else self.result.get("total_steps") or 0)

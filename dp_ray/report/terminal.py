@@ -198,7 +198,8 @@ def _workers(workers: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
     """Yield a line for each worker: rank, place, rows, milliseconds of a step; a narrow terminal has no places."""
     if not workers:
         return
-    yield counted(len(workers), "worker")
+    if len(workers) > 1:  # a single one may be none: with `workers: 0` it is the driver's process
+        yield counted(len(workers), "worker")
     for worker in workers[:SHOWN_WORKERS]:
         place = f"  {worker['node']}  {worker['device']}" if width >= 60 else ""
         time_of_step = "" if worker.get("ms") is None else f"  {worker['ms']:.1f} ms a step"
