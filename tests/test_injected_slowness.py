@@ -69,6 +69,11 @@ def verdict_on(folder: Path, data: float, control: Slow, **keys: Any) -> Verdict
     return verdict
 
 
+@pytest.fixture(autouse=True)
+def short_runs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dp_ray.steps.times.JUDGED_FROM", 0.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_slowness_is_named_five_times_of_five(tmp_path: Path, seed: int) -> None:

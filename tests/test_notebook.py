@@ -84,7 +84,7 @@ def stderr(outputs: list[Any]) -> str:
 
 
 def test_the_progress_is_one_line_and_no_line_has_the_name(notebook: Notebook) -> None:
-    notebook.run("import dp_ray.driver.finish; dp_ray.driver.finish.TELLS_FROM = 1e9")  # this run is a short one
+    notebook.run("import dp_ray.steps.times; dp_ray.steps.times.JUDGED_FROM = 1e9")  # this run is a short one
     outputs = notebook.run("result = dp_ray.run(**keys)")
     assert {one.output_type for one in outputs} == {"stream"}, "no error"
     lines = as_a_notebook_shows(stderr(outputs))

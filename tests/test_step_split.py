@@ -129,6 +129,7 @@ def test_the_seconds_outside_of_the_steps_are_told_with_the_verdict(tmp_path: Pa
 @pytest.mark.slow
 def test_a_start_up_is_advised_only_where_it_could_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"model": SlowModel, "dataset": SlowlyBuilt, "inputs": "first", "batch_size": 4, "workers": 1}
+    monkeypatch.setattr("dp_ray.steps.times.JUDGED_FROM", 0.0)
     job = Job.make({**given, "task": "predict", "storage": str(tmp_path)}, "job")
     monkeypatch.setattr(driver, "_on_own_workers", lambda *_: in_a_session)
     own = driver.execute(job, Options(quiet=True))
@@ -141,6 +142,7 @@ def test_a_start_up_is_advised_only_where_it_could_be_saved(tmp_path: Path, monk
 def test_a_start_up_is_not_the_limit_of_what_several_drivers_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dp_ray.steps.times.JUDGED_FROM", 0.0)
     monkeypatch.setattr(driver, "_on_own_workers", lambda *_: in_a_session)
     given = {"model": SlowModel, "dataset": SlowlyBuilt, "batch_size": 4, "workers": 1, "storage": str(tmp_path)}
     given |= {"task": "train", "loss": nn.CrossEntropyLoss, "optimizer": torch.optim.SGD}

@@ -69,7 +69,7 @@ def test_a_long_wait_is_told(
     monkeypatch.setattr("dp_ray.steps.times.DATA", 0.2)
     ran(tmp_path / "short", "predict", quiet=False)
     assert "the limit" not in capsys.readouterr().err, "a short run has nothing to gain"
-    monkeypatch.setattr("dp_ray.driver.finish.TELLS_FROM", 0.0)
+    monkeypatch.setattr("dp_ray.steps.times.JUDGED_FROM", 0.0)
     result = ran(tmp_path, "predict", quiet=False)
     assert result.verdict is not None
     assert result.verdict.startswith("loaders are the limit: ")

@@ -127,6 +127,19 @@ CASES: dict[str, tuple[list[WorkerSplit], dict[str, Any], str, str]] = {
         "no part",
     ),
     "a longer run": (alike(**WORK), {"outside": Outside(15.0, 4.0, 1.0)}, "balanced", "no part"),
+    "few seconds of steps": (
+        alike(2, data_wait=3.9, forward=1.0),
+        {"outside": Outside(40.0, 4.0, 1.0)},
+        "short",
+        "too short to judge: the steps behind these shares took 4.9 s, a verdict takes 5 s",
+    ),
+    "just enough": (alike(2, data_wait=4.0, forward=1.0), {}, "loaders", "80 % of the step"),
+    "a second in all": (
+        alike(1, data_wait=0.1, forward=0.03),
+        {"outside": Outside(1.0, 0.1, 0.77), "starts_workers": False},
+        "short",
+        "took 0.13 s",
+    ),
     "a slow end": (
         alike(1, forward=9.0),
         {"outside": Outside(20.0, 4.0, 11.0), "task": "predict", "starts_workers": False},
@@ -202,7 +215,8 @@ def test_what_is_done_once_is_left_out(
     assert set(range(20)) - set(shown["step"].to_pylist()) == left_out
 
 
-def test_one_slow_checkpoint_is_not_the_storages_fault() -> None:
+def test_one_slow_checkpoint_is_not_the_storages_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dp_ray.steps.times.JUDGED_FROM", 0.0)
     verdict = verdict_of(steps_of({4: 0.9, 9: 0.001, 14: 0.001}, {}), Facts())
     assert verdict is not None and verdict.kind == "balanced"
     verdict = verdict_of(steps_of({4: 0.9, 9: 0.2, 14: 0.2}, {}), Facts())

@@ -29,7 +29,6 @@ from dp_ray.storage import Storage
 from dp_ray.tensors.files import sha256_of
 from dp_ray.text import counted, hide, percent
 
-TELLS_FROM = 5.0  # seconds of a run, from which on its last lines say where they went
 NEWEST_TIMES = 64  # files of steps' times that a result is about, 4 million rows: it must fit the driver's memory
 
 
@@ -203,7 +202,7 @@ def summary_of(result: Result, is_resumed: bool, is_cut_short: bool = False) -> 
 
 def time_lines(result: Result) -> Iterator[str]:
     """Yield lines on where the time of the steps went, and what limits the run; a short one has nothing to gain."""
-    is_long = result.seconds >= TELLS_FROM
+    is_long = result.seconds >= step_times.JUDGED_FROM
     if is_long and result.time_split is not None:
         line = f"time of the steps: {step_times.split_line(result.time_split)}"
         before, after = result.seconds_before_steps, result.seconds_after_steps

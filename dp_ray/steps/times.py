@@ -55,6 +55,9 @@ LOST = 0.15  # of a step, by one worker that is slower
 EQUAL = 1.05  # rows of two workers count as equal up to this ratio
 DATA, WAITING, OUTSIDE = 0.25, 0.25, 0.5  # shares from which on these limit a run
 MOST_PROCESSES = 16
+# A verdict is on so many seconds: of the run on its start and end, of its steps on all else. In less, the machine's
+# pauses of some tenths of a second weigh as much as a limit, and what the advice costs cannot be saved.
+JUDGED_FROM = 5.0
 AT_THE_END = {
     "train": ", for the weights and the last checkpoint",
     "predict": ", for merging the outputs and proving that they are whole",
@@ -318,16 +321,17 @@ def decide(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict:
     """Return the verdict on the workers' steps.
 
     What is outside of the steps comes first, then the rule with the largest share. Only keys of a job are advised.
+    Steps of less than `JUDGED_FROM` seconds are too few to judge.
     """
     verdicts = [_slower(one, part, workers) for part in COMPARED for one in workers]
     verdicts += [_data(workers, facts.processes), *(_limited(part, workers) for part in LIMITS)]
     largest = max(filter(None, verdicts), key=lambda one: one.share, default=None)
-    return _outside(facts) or largest or _waiting(workers) or _balanced(workers)
+    return _outside(facts) or _short(workers) or largest or _waiting(workers) or _balanced(workers)
 
 
 def _outside(facts: Facts) -> Verdict | None:
     """Return the verdict on a run most of whose seconds are not in its steps."""
-    if facts.outside is None or facts.outside.seconds <= 0:
+    if facts.outside is None or facts.outside.seconds < JUDGED_FROM:
         return None
     whole = facts.outside.seconds
     before, after = facts.outside.before, facts.outside.after
@@ -342,6 +346,17 @@ def _outside(facts: Facts) -> Verdict | None:
         return None
     text = f"the end is the limit: {percent(after / whole)} of {whole:.0f} s are after the last step"
     return Verdict("end", after / whole, f"{text}{AT_THE_END[facts.task]}; use a faster storage")
+
+
+def _short(workers: Sequence[WorkerSplit]) -> Verdict | None:
+    """Return the verdict on steps that are too few to judge."""
+    seconds = max(one.total for one in workers)
+    if seconds >= JUDGED_FROM:
+        return None
+    text = (
+        f"too short to judge: the steps behind these shares took {seconds:.2g} s, a verdict takes {JUDGED_FROM:g} s"
+    )
+    return Verdict("short", 0.0, text)
 
 
 def _limited(part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
