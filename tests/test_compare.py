@@ -126,9 +126,16 @@ def test_a_page_that_compares_is_written(
     for name, lr in (("one", 0.1), ("two", 0.3)):
         train(here, name, lr=lr, epochs=1)
     assert status_of(monkeypatch, "compare", "one", "two", "--html", "both.html") == 0
-    assert "the same weights" not in capsys.readouterr().out
+    said, *_ = capsys.readouterr().out.splitlines()
     page = (here / "both.html").read_text()
     assert "optimizer.args.lr" in page and "one" in page and "two" in page
+    train(here, "again", lr=0.1, epochs=1)
+    assert status_of(monkeypatch, "compare", "one", "again", "--html", "same.html") == 0
+    same, *_ = capsys.readouterr().out.splitlines()
+    assert (said, same) == ("different jobs, different weights", "the same job, the same weights")
+    for text, name in ((said, "both.html"), (same, "same.html")):
+        first = (here / name).read_text().partition("</h1>")[2]
+        assert first.partition("<h2>")[0].strip() == f'<p class="verdict">{text}</p>', "as in the terminal"
 
 
 def test_the_time_split_of_the_results_is_compared(here: Path) -> None:

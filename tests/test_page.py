@@ -16,7 +16,7 @@ import dp_ray
 from dp_ray.errors import DataError, StorageError
 from dp_ray.report import page
 from dp_ray.report.comparison import comparison_of, save_page, shown_differences
-from dp_ray.report.page import REPORT, duration, facts_of, page_of
+from dp_ray.report.page import REPORT, duration, facts_of, metrics_of, page_of
 from dp_ray.report.run_data import read_run, worker_grid
 from dp_ray.rundir.history import METRICS
 from dp_ray.storage import Storage
@@ -86,6 +86,13 @@ def test_each_run_leaves_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert series[name]["y"] == column(run, name).tolist()
     values = column(run, "eval_loss")
     assert series["eval_loss"]["y"] == values[np.isfinite(values)].tolist()
+
+
+def test_a_value_of_one_batch_says_so(tmp_path: Path) -> None:
+    result = train(tmp_path, eval={"dataset": "tests.support.training:Pairs"})
+    shown = {one.label: one.detail for one in metrics_of(read_run(Storage(str(tmp_path / "run"))))}
+    assert shown.keys() == result.metrics.keys()
+    assert {name: detail for name, detail in shown.items() if detail} == {"loss": "of the last batch"}
 
 
 def test_without_workers_none_are_counted(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The page of a run in Chromium: it draws what the Parquet files hold, by mouse and by keyboard, at any width."""
 
 import io
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +202,35 @@ def test_a_run_that_goes_on_is_shown_anew_in_place(browser: Browser, run: Storag
         page.evaluate("html => dpRay.refresh(html)", file(live, "100.html").read_text())
         assert page.evaluate("dpRay.drawn.get('chart-0').parts[0].raw.data.x.length") == 100
         assert view(page) == [0, 99]
+
+
+def test_an_axis_of_few_steps_has_whole_numbers(browser: Browser, tmp_path: Path) -> None:
+    """In the charts of the steps, and where the number of workers is drawn."""
+    run = Storage(str(tmp_path / "run"))
+    write_run(run, 3)
+    write_history(run, history(3))
+    write_times(run, 3, workers=2)
+    lost = {
+        "kind": "worker",
+        "what": "lost",
+        "step": 1,
+        "ranks": [1],
+        "nodes": ["a"],
+        "resumed_step": 1,
+        "seconds": 1.0,
+    }
+    run.write_text("result.json", json.dumps({**json.loads(run.read_text("result.json")), "world_sizes": [2, 1]}))
+    run.write_text("story.json", json.dumps({"world_sizes": [2, 1], "interruptions": [lost]}))
+    run.write_text("report.html", page_of(run))
+    ticks = "one => one.ticker.get_ticks({}, {}, one, 0).major"
+    with browser.opened(file(run)) as page:
+        shown = page.evaluate(
+            f"[...dpRay.drawn.values()].flatMap(one => ({ticks.format(0, 3)})(one.figure.below[0]))"
+        )
+        workers = page.evaluate(f"({ticks.format(0.9, 2.1)})(dpRay.drawn.get('chart-workers').figure.left[0])")
+        labels = page.evaluate("[...dpRay.drawn.values()].map(one => one.figure.below[0].axis_label)")
+    assert set(shown) == {0, 1, 2, 3} and workers == [1, 2]
+    assert set(labels) == {"step"}
 
 
 def test_zooming_into_twenty_thousand_steps_shows_each(browser: Browser, tmp_path: Path) -> None:

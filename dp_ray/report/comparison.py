@@ -13,7 +13,7 @@ from dp_ray.records import damage_told
 from dp_ray.report import page
 from dp_ray.report.charts import WHOLE, Chart, charts_of
 from dp_ray.report.run_data import RunData, read_run
-from dp_ray.results.compare import NO_DIFFERENCE, differing, mean_speed, side_by_side
+from dp_ray.results.compare import NO_DIFFERENCE, differing, likeness, mean_speed, side_by_side
 from dp_ray.results.text import as_text
 from dp_ray.rundir.files import RESULT, RUN
 from dp_ray.storage import Storage
@@ -80,9 +80,9 @@ def comparison_of(runs: Sequence[Storage], trials: Trials | None = None) -> str:
         "The environments differ in": shown_differences([environment_of(run) for run in known]),
     }
     drawing = {"steps": max(1, *(run.total_steps for run in known)), "charts": list(map(vars, charts))}
-    return page.rendered(
-        "comparison.html", drawing, names=names, runs=known, charts=charts, tables=tables, trials=trials
-    )
+    alike = likeness(known) if trials is None and all(run.job for run in known) else ""
+    shown = {"names": names, "runs": known, "charts": charts, "tables": tables, "trials": trials, "alike": alike}
+    return page.rendered("comparison.html", drawing, **shown)
 
 
 def overlaid(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:

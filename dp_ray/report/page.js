@@ -73,8 +73,9 @@
       background_fill_color: null, border_fill_color: null, outline_line_color: null, min_border: 4, min_border_right: 12, ...options,
     });
     for (const axis of [figure.xaxis, figure.yaxis].flat()) {
-      Object.assign(axis, { axis_line_color: colors.grid, major_tick_line_color: colors.grid, minor_tick_line_color: null, major_label_text_color: colors.text, major_label_text_font_size: "11px" });
+      Object.assign(axis, { axis_line_color: colors.grid, major_tick_line_color: colors.grid, minor_tick_line_color: null, major_label_text_color: colors.text, major_label_text_font_size: "11px", axis_label_text_color: colors.text, axis_label_text_font_size: "11px", axis_label_text_font_style: "normal", axis_label_standoff: 1 });
     }
+    Object.assign(figure.xaxis, { axis_label: "step", ticker: wholeNumbers() });
     for (const grid of [figure.xgrid, figure.ygrid].flat()) grid.grid_line_color = colors.grid;
     figure.xaxis.formatter = new Bokeh.BasicTickFormatter({ use_scientific: false });
     if (options.y_axis_type !== "log") figure.yaxis.formatter = new Bokeh.BasicTickFormatter({ power_limit_low: -4 });
@@ -84,6 +85,8 @@
     for (const end of ["start", "end"]) range.properties[end].change.connect(() => follow(range));
     return figure;
   }
+
+  function wholeNumbers() { return new Bokeh.BasicTicker({ min_interval: 1 }); }
 
   // Lines that mark steps: the beginnings of epochs, and interruptions.
   function addMarks(figure) {
@@ -119,6 +122,7 @@
     if (!element) return;
     const figure = figureFor(chart.key, { y_axis_type: logs.has(chart.key) ? "log" : "linear", y_range: new Bokeh.Range1d({ start: 0, end: 1 }) });
     addMarks(figure);
+    if (chart.series[0].source === "workers") figure.yaxis.ticker = wholeNumbers();
     const parts = chart.series.map((series, at) => addSeries(figure, chart, series, at));
     figure.add_tools(new Bokeh.HoverTool({
       renderers: parts.map((part) => part.lines[0]), mode: "vline", line_policy: "nearest",
@@ -131,20 +135,22 @@
     const element = document.querySelector(`[data-heat="${map.key}"]`);
     if (!element) return;
     const ranks = map.values.length, cells = cellsOf(map);
-    const figure = figureFor(map.key, { height: Math.min(520, Math.max(120, 50 + 14 * ranks)), y_range: new Bokeh.Range1d({ start: ranks - 0.5, end: -0.5 }) });
+    const figure = figureFor(map.key, { height: Math.min(520, Math.max(130, 66 + 14 * ranks)), y_range: new Bokeh.Range1d({ start: ranks - 0.5, end: -0.5 }) });
     const sorted = [...cells.value].sort((one, other) => one - other);
-    const low = sorted[0], most = sorted.at(-1), high = sorted[Math.floor(0.98 * (sorted.length - 1))]; // a few slow steps leave the rest its colours
+    const low = sorted[0], most = sorted.at(-1), usual = sorted[Math.ceil(0.98 * (sorted.length - 1))];
+    const high = usual > low ? usual : most; // a few slow steps leave the rest its colours
     const transform = new Bokeh.LinearColorMapper({ palette: PALETTE, low, high: high > low ? high : low + 1 });
     const color = { field: "value", transform };
     const source = new Bokeh.ColumnDataSource({ data: cells });
     const quads = figure.quad({ field: "left" }, { field: "right" }, { field: "top" }, { field: "bottom" }, { source, fill_color: color, line_color: color, line_width: 0.5 });
     addMarks(figure);
-    figure.yaxis.ticker = new Bokeh.BasicTicker({ min_interval: 1 });
+    Object.assign(figure.yaxis, { axis_label: "rank", ticker: wholeNumbers() });
     const tooltips = [["rank", "@rank"], ["node", "@node"], ["steps", "@steps"], [map.unit, "@value{%.6g}"]];
     if (map.slowest) tooltips.push(["slowest", "@slowest{%.6g}"]);
     figure.add_tools(new Bokeh.HoverTool({ renderers: [quads], tooltips, formatters: { "@value": "printf", "@slowest": "printf" } }));
-    element.querySelector(".low").textContent = `${format(low)} ${map.unit}`;
-    element.querySelector(".high").textContent = `${format(high)} ${map.unit}${most > high ? ` and more, at most ${format(most)}` : ""}`;
+    element.querySelector(".low").textContent = `${high > low ? "" : "all "}${format(low)} ${map.unit}`;
+    element.querySelector(".ramp").hidden = element.querySelector(".high").hidden = high <= low;
+    element.querySelector(".high").textContent = `${format(high)} ${map.unit}${most > high ? ` and more, at most ${format(most)} ${map.unit}` : ""}`;
     place(map.key, element, figure, { map, cells, figure });
   }
 

@@ -21,7 +21,7 @@ from dp_ray.report.charts import charts_of, epochs_of, workers_chart
 from dp_ray.report.run_data import RunData, WorkerGrid, read_run
 from dp_ray.results.compare import mean_speed, rows_and_seconds
 from dp_ray.results.text import as_text
-from dp_ray.rundir.history import NOT_MEASURED, is_inner
+from dp_ray.rundir.history import NOT_MEASURED, is_inner, is_of_many
 from dp_ray.steps.times import STEP_PARTS
 from dp_ray.storage import Storage
 from dp_ray.tables import known_numbers, numbers
@@ -154,9 +154,10 @@ def metrics_of(data: RunData) -> list[Fact]:
         columns = {name: data.history.column(name).drop_null() for name in names}
         metrics = {name: column[-1].as_py() for name, column in columns.items() if len(column)}
     best = data.result.get("best") or {}
-    notes = (
-        {best["metric"]: f"best {number(best['value'])} after step {best['step']:,}"} if best.get("metric") else {}
-    )
+    is_training = data.task == "train"
+    notes = {name: "of the last batch" for name in metrics if is_training and not is_of_many(name)}
+    if best.get("metric"):
+        notes[best["metric"]] = f"best {number(best['value'])} after step {best['step']:,}"
     return [Fact(name, number(value), notes.get(name, "")) for name, value in metrics.items() if not is_inner(name)]
 
 

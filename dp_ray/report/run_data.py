@@ -27,6 +27,7 @@ from dp_ray.rundir.claim import UnfinishedRun, unfinished
 from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON, SHAPES
 from dp_ray.rundir.history import history_of
 from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentLog
+from dp_ray.rundir.numerics import summary_of
 from dp_ray.rundir.quarantine import QUARANTINE, QUARANTINED, RECORDS_JSON, BadRecord, record_files
 from dp_ray.steps.reports import REPORTS, journal_files
 from dp_ray.steps.times import PART, TIMES, facts_of, read_step_times, steady, time_split, verdict_of
@@ -73,6 +74,7 @@ class RunData:
     result: dict[str, Any] = field(default_factory=dict)
     state: UnfinishedRun | None = None
     drivers: list[dict[str, Any]] = field(default_factory=list)
+    computed: dict[str, str] = field(default_factory=dict)
     incidents: IncidentLog = field(default_factory=IncidentLog)
     history: pa.Table | None = None
     grid: WorkerGrid | None = None
@@ -132,7 +134,9 @@ def read_run(run: Storage) -> RunData:
     with _problem_noted(data, "the state"):
         data.state = unfinished(run.location)
     with _problem_noted(data, "about.json"):
-        data.drivers = ABOUT_JSON.read(run).drivers
+        about = ABOUT_JSON.read(run)
+        data.drivers = about.drivers
+        data.computed = hide_in(summary_of([kind for attempt in about.attempts for kind in attempt.kinds]))
     with _problem_noted(data, "the interruptions"):
         data.incidents = INCIDENTS_JSON.read(run, RESULT if data.result.get("status") == "done" else INCIDENTS)
     with _problem_noted(data, "the history"):

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -117,11 +117,26 @@ def comparison_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 def comparison_text(runs: Sequence[ComparedRun]) -> str:
     """Show the runs side by side: what is the same, a table of what differs and of their figures, sparklines."""
     rows = [[printable(cell) for cell in row] for row in _table(runs)]
-    return "\n".join([", ".join(_verdict(runs)), aligned(rows), *_curves(runs)])
+    return "\n".join([likeness(runs), aligned(rows), *_curves(runs)])
 
 
-def _verdict(runs: Sequence[ComparedRun]) -> Iterator[str]:
-    """Yield whether the runs have the same job, weights and outputs."""
+class Alike(Protocol):
+    """What tells whether runs are alike: their described jobs, their results, what computed them."""
+
+    @property
+    def job(self) -> dict[str, Any]: ...
+    @property
+    def result(self) -> dict[str, Any]: ...
+    @property
+    def computed(self) -> dict[str, str]: ...
+
+
+def likeness(runs: Sequence[Alike]) -> str:
+    """Say whether the runs have the same job, weights and outputs: `the same job, the same weights`."""
+    return ", ".join(_likeness(runs))
+
+
+def _likeness(runs: Sequence[Alike]) -> Iterator[str]:
     differing = differing_keys(runs)
     counting = {key for key in differing if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT}
     alike = f"the same job (but for {listed(differing)})" if differing else "the same job"
@@ -180,7 +195,7 @@ def _curves(runs: Sequence[ComparedRun]) -> Iterator[str]:
             yield f"  {printable(run.where):{where}}  {line}"
 
 
-def differing_keys(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
+def differing_keys(runs: Sequence[Alike]) -> dict[str, list[Any]]:
     """Return the keys in which the jobs of runs differ, as dotted paths, with each job's value."""
     return differing([dict(dotted(run.job)) for run in runs], NO_DIFFERENCE)
 
@@ -194,7 +209,7 @@ def differing_environment(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     return differing(each_run, OF_EACH_DRIVER) if all(each_run) else {}
 
 
-def differing_numerics(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
+def differing_numerics(runs: Sequence[Alike]) -> dict[str, list[Any]]:
     """Return what computed the runs where that differs; nothing, as far as is known, if not all runs tell theirs."""
     each_run = [run.computed for run in runs]
     return differing(each_run, ()) if all(each_run) else {}
