@@ -75,6 +75,27 @@ def test_a_loss_that_is_not_finite_is_shown(tmp_path: Path) -> None:
     assert json.loads(json.dumps(row.to_json(), allow_nan=False))["metrics"] == {"loss": None, "right": 0.25}
 
 
+LONG = "a-name-that-is-longer-than-any-terminal-is-wide"
+
+
+@pytest.mark.parametrize("width", [48, 60, 80])
+def test_a_list_fits_the_terminal(width: int) -> None:
+    """Nothing is lost, no line is wider, and a row begins with its name."""
+    metrics = {"loss": 0.0644132, "accuracy": 1.0, "epoch_loss": 0.162359, "eval_accuracy": 0.963889}
+    told = [ListedRun(name, "done", "train", 900.0, 135, 135, 10.9, metrics) for name in ("d0", LONG[: width - 5])]
+    told.append(ListedRun("m0", "failed", "predict", note="ModelError: " + "no " * 20 + "more"))
+    text = list_text(told, width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    for row in told:
+        (at,) = (number for number, line in enumerate(lines) if line.split()[0] == row.name)
+        assert all(line.startswith("  ") for line in lines[at + 1 : at + 3])
+    words = " ".join(text.split())
+    assert words.count("epoch_loss 0.162359, eval_accuracy 0.963889") == 2 and words.endswith("no more")
+    assert list_text(told) == list_text(told, 1000), "wide enough, or no terminal: one line for each run"
+    assert len(list_text(told).splitlines()) == 4
+
+
 def test_a_real_run_and_a_failed_one_are_listed(tmp_path: Path) -> None:
     result = dp_ray.run(**keys_of(storage=str(tmp_path), name="one", epochs=2))
     with pytest.raises(Error):

@@ -3,6 +3,8 @@
 `begun` covers the first seconds of `dp-ray run`: Ray starts or is connected to while torch is imported.
 """
 
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,11 @@ def show_error(error: Error, is_verbose: bool) -> None:
 def say(text: str) -> None:
     """Write a text to stderr: stdout has only results and what user code prints."""
     click.echo(harmless(text), err=True)
+
+
+def terminal_width() -> int | None:
+    """Return how many columns stdout has; None if it is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:

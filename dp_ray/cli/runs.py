@@ -94,7 +94,8 @@ def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
         with damage_told(run_dir):
             runs.append(read_compared_run(Storage(run_dir)))
     with damage_told(" or ".join(run_dirs)):
-        click.echo(json_text(comparison_values(runs)) if as_json else harmless(comparison_text(runs)))
+        text = json_text(comparison_values(runs)) if as_json else comparison_text(runs, options.terminal_width())
+        click.echo(text if as_json else harmless(text))
 
 
 @click.command()
@@ -162,4 +163,6 @@ def list_runs(storage: str, sort: str, is_reversed: bool, as_json: bool) -> None
     from dp_ray.storage import Storage
 
     rows = sorted_by(listed_runs(Storage(located_at(storage))), sort, is_reversed)
-    click.echo(json_text([row.to_json() for row in rows]) if as_json else harmless(list_text(rows)))
+    click.echo(
+        json_text([row.to_json() for row in rows]) if as_json else harmless(list_text(rows, options.terminal_width()))
+    )

@@ -114,10 +114,13 @@ def comparison_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     }
 
 
-def comparison_text(runs: Sequence[ComparedRun]) -> str:
-    """Show the runs side by side: what is the same, a table of what differs and of their figures, sparklines."""
+def comparison_text(runs: Sequence[ComparedRun], width: int | None = None) -> str:
+    """Show the runs side by side: what is the same, a table of what differs and of their figures, sparklines.
+
+    The sparklines fit a terminal of `width` columns.
+    """
     rows = [[printable(cell) for cell in row] for row in _table(runs)]
-    return "\n".join([likeness(runs), aligned(rows), *_curves(runs)])
+    return "\n".join([likeness(runs), aligned(rows), *_curves(runs, width)])
 
 
 class Alike(Protocol):
@@ -178,20 +181,21 @@ def _table(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
         yield [name, *("-" if value is None else format(value, form) for value in row)]
 
 
-def _curves(runs: Sequence[ComparedRun]) -> Iterator[str]:
+def _curves(runs: Sequence[ComparedRun], width: int | None) -> Iterator[str]:
     """Yield, for each measured column of the histories, a sparkline of each run, all on one scale."""
     columns = dict.fromkeys(name for run in runs if run.history is not None for name in run.history.column_names)
     longest = max((len(run.history) for run in runs if run.history is not None), default=0)
+    where = max(len(printable(run.where)) for run in runs)
+    cells = CURVE_WIDTH if width is None else max(1, min(CURVE_WIDTH, width - where - 4))
     for name in columns:
         curves = [[value for value in run.curve(name) if value is not None] for run in runs]
         finite = [value for curve in curves for value in curve if math.isfinite(value)]
         if name in NO_CURVE or is_inner(name) or len(finite) < 3:
             continue
         yield f"{name}, {min(finite):.4g} to {max(finite):.4g}"
-        where = max(len(run.where) for run in runs)
         for run, curve in zip(runs, curves, strict=True):
             steps = 0 if run.history is None else len(run.history)
-            line = sparkline(curve, max(1, CURVE_WIDTH * steps // longest), min(finite), max(finite))
+            line = sparkline(curve, max(1, cells * steps // longest), min(finite), max(finite))
             yield f"  {printable(run.where):{where}}  {line}"
 
 

@@ -4,6 +4,8 @@ import importlib
 import itertools
 import json
 import math
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 ENDS = 5  # rows shown at the start, and at the end
 BLOCKS = "▁▂▃▄▅▆▇█"
 NO_NUMBER = "!"
+INDENT = 4
 COLUMNS = ("name", "task", "status", "age", "steps", "seconds", "metrics", "note")
+DETAILS = COLUMNS.index("metrics")  # from here on, the columns of any length
 NOTE = 80
 T = TypeVar("T")
 
@@ -60,10 +64,34 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def list_text(rows: Sequence[ListedRun]) -> str:
-    """Format the rows as a table with a heading; control characters are shown as escapes."""
+def list_text(rows: Sequence[ListedRun], width: int | None = None) -> str:
+    """Format the rows as a table with a heading; control characters are shown as escapes.
+
+    In a terminal of `width` columns that the table does not fit, metrics and note stand below their row, indented; if
+    need be the name stands above it.
+    """
     cells = [[printable(cell) for cell in _cells(row)] for row in rows]
-    return aligned([COLUMNS, *cells]) if cells else "no runs"
+    if not cells:
+        return "no runs"
+    table = aligned([COLUMNS, *cells])
+    if width is None or max(map(len, table.splitlines())) <= width:
+        return table
+    head, *lines = aligned([one[:DETAILS] for one in (COLUMNS, *cells)]).splitlines()
+    if max(map(len, (head, *lines))) > width:
+        head, *lines = (f"  {line}" for line in aligned([one[1:DETAILS] for one in (COLUMNS, *cells)]).splitlines())
+        head, lines = f"name\n{head}", [f"{row[0]}\n{line}" for row, line in zip(cells, lines, strict=True)]
+    told = [head]
+    for row, line in zip(cells, lines, strict=True):
+        metrics, note = (one if one != "-" else "" for one in row[DETAILS:])
+        # A metric's name and its value stay together.
+        below = [one.replace("\xa0", " ") for one in _wrapped(re.sub("(?<!,) ", "\xa0", metrics), width)]
+        told += [line, *below, *_wrapped(note, width)]
+    return "\n".join(told)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    indent = " " * INDENT
+    return textwrap.wrap(text, max(width, 2 * INDENT), initial_indent=indent, subsequent_indent=indent)
 
 
 def _cells(row: ListedRun) -> list[str]:
