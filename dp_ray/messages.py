@@ -150,7 +150,7 @@ class StoppedEarly(NamedTuple):
         """The reason, in a line."""
         each = "epoch" if self.column == "epoch_loss" else "evaluation"
         did = "was never a number" if self.best is None else f"did not improve on {self.best:.6g}"
-        return f"stopped early at step {self.step}: {self.column} {did} in {counted(self.times, each)}"
+        return f"stopped early after {counted(self.step, 'step')}: {self.column} {did} in {counted(self.times, each)}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the values for `result.json`."""

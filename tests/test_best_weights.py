@@ -79,7 +79,7 @@ def test_what_init_from_took_is_said_in_one_line(
     says = (
         says.replace("RUN", result.run_dir)
         .replace("0.XX", f"{result.best['value']:.6g}")
-        .replace("step 8", f"step {result.best['step']}")
+        .replace("step 8", f"step {result.best['step'] - 1}")
     )
     start = f"{result.run_dir}{given}"
     dp_ray.run(

@@ -37,25 +37,25 @@ def progressed() -> Progress:
 def test_the_status_is_rewritten_and_all_else_stands_above_it() -> None:
     stream = io.StringIO()
     line = StatusLine(stream)
-    line.show("step 1/3, a long status")
-    line.show("step 2/3")
-    assert as_a_notebook_shows(stream.getvalue()) == ["step 2/3"]
+    line.show("1/3 steps, a long status")
+    line.show("2/3 steps")
+    assert as_a_notebook_shows(stream.getvalue()) == ["2/3 steps"]
     print("epoch 0", "loss 0.3", file=line)
     assert as_a_notebook_shows(stream.getvalue()) == ["epoch 0 loss 0.3", ""]
-    line.show("step 3/3")
+    line.show("3/3 steps")
     line.end()
-    assert as_a_notebook_shows(stream.getvalue()) == ["epoch 0 loss 0.3", "step 3/3", ""]
+    assert as_a_notebook_shows(stream.getvalue()) == ["epoch 0 loss 0.3", "3/3 steps", ""]
 
 
 def test_a_line_that_is_not_at_its_end_is_not_overwritten() -> None:
     stream = io.StringIO()
     line = StatusLine(stream)
-    line.show("step 1/3")
+    line.show("1/3 steps")
     line.write("loading ")
-    line.show("step 2/3")
+    line.show("2/3 steps")
     line.write("done\n")
-    line.show("step 3/3")
-    assert as_a_notebook_shows(stream.getvalue()) == ["loading done", "step 3/3"]
+    line.show("3/3 steps")
+    assert as_a_notebook_shows(stream.getvalue()) == ["loading done", "3/3 steps"]
 
 
 def test_stderr_ends_with_the_status_of_now(
@@ -155,7 +155,7 @@ def test_threads_that_share_a_terminal_print_lines(monkeypatch: pytest.MonkeyPat
         while shown.count("\n") < 2 and select.select([looked_at], [], [], 10)[0]:  # a terminal passes on in pieces
             shown += os.read(looked_at, 100_000).decode()
     assert "\x1b" not in shown
-    assert sorted(line.partition(",")[0] for line in shown.splitlines()) == ["one: step 95/540", "two: step 95/540"]
+    assert sorted(line.partition(",")[0] for line in shown.splitlines()) == ["one: 95/540 steps", "two: 95/540 steps"]
 
 
 @pytest.mark.parametrize("columns", [24, 40, 80, 200])
@@ -165,7 +165,7 @@ def test_a_narrow_terminal_shows_the_progress_whole(columns: int) -> None:
     screen.print(_display(progress))
     assert isinstance(screen.file, io.StringIO)
     text = " ".join(screen.file.getvalue().split())
-    assert re.search(r"^job [━╸╺ ]+step 95/540, 3034 rows, [\d,]+ rows/s, loss 0\.3942, \d+:\d\d left ", text)
+    assert re.search(r"^job [━╸╺ ]+95/540 steps, 3034 rows, [\d,]+ rows/s, loss 0\.3942, \d+:\d\d left ", text)
 
 
 def test_a_log_has_lines_with_the_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +176,7 @@ def test_a_log_has_lines_with_the_name(capsys: pytest.CaptureFixture[str]) -> No
         console.progress(progress)
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "job: run directory runs/job"
-    assert [line.partition(",")[0] for line in told[1:]] == ["job: step 95/540"]
+    assert [line.partition(",")[0] for line in told[1:]] == ["job: 95/540 steps"]
 
 
 def test_many_short_epochs_have_few_lines_and_the_last_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -417,14 +417,14 @@ def test_each_attempts_end_is_told_as_it_was(tmp_path: Path, capsys: pytest.Capt
     ended(tmp_path, 18, 16, "SIGTERM")
     result = dp_ray.run(**forty_eight_steps(tmp_path, quiet=False))
     first, second, third, fourth = told(result)
-    assert first == ("driver", "stopped by SIGINT after step 16", 16, 16)
-    assert second == ("driver", "killed, or its machine lost, after step 31 (the last it reported)", 31, 16)
-    assert re.match("ended after step 20 by DataError: .*sector 7", third[1]) and third[2:] == (20, 16)
-    assert fourth == ("driver", "stopped by SIGTERM after step 19", 19, 19)
+    assert first == ("driver", "stopped by SIGINT after 16 steps", 16, 16)
+    assert second == ("driver", "killed, or its machine lost, after 31 steps (as far as it reported)", 31, 16)
+    assert re.match("ended after 20 steps by DataError: .*sector 7", third[1]) and third[2:] == (20, 16)
+    assert fourth == ("driver", "stopped by SIGTERM after 19 steps", 19, 19)
     assert result.world_sizes == [1] * 5
-    assert "run: the last driver was stopped by SIGTERM after step 19\n" in capsys.readouterr().err
+    assert "run: the last driver was stopped by SIGTERM after 19 steps\n" in capsys.readouterr().err
     assert (
-        "driver: killed, or its machine lost, after step 31 (the last it reported); driver: ended after step 20 by"
+        "driver: killed, or its machine lost, after 31 steps (as far as it reported); driver: ended after 20 steps by"
         in reported(tmp_path / "run", capsys)
     )
 
@@ -445,7 +445,9 @@ def test_a_run_that_was_killed_says_what_is_there(tmp_path: Path, capsys: pytest
     ended(tmp_path, 31, 0, "SIGKILL", checkpoint={"every_steps": 10, "every_seconds": None})
     assert json.loads((tmp_path / "run" / LEASE).read_text())["step"] == 31
     shown = reported(tmp_path / "run", capsys)
-    says = rf"unfinished: newest checkpoint step 30 of 48, last alive {CLOCK}\nrun the same command to resume\n"
+    says = (
+        rf"unfinished: newest checkpoint after 30 of 48 steps, last alive {CLOCK}\nrun the same command to resume\n"
+    )
     assert re.fullmatch(says, shown), shown
     values = json.loads(reported(tmp_path / "run", capsys, as_json=True))
     assert (values["status"], values["step"], values["steps"]) == ("unfinished", 30, 48)
@@ -456,7 +458,7 @@ def test_a_run_that_was_killed_says_what_is_there(tmp_path: Path, capsys: pytest
 def test_a_run_that_was_stopped_says_so_above_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended(tmp_path, 15, 0, "SIGINT")
     first, *_ = reported(tmp_path / "run", capsys).splitlines()
-    assert re.fullmatch(rf"unfinished: newest checkpoint step 16 of 48, last alive {CLOCK}", first)
+    assert re.fullmatch(rf"unfinished: newest checkpoint after 16 of 48 steps, last alive {CLOCK}", first)
 
 
 @pytest.mark.parametrize(
@@ -490,7 +492,7 @@ def test_what_is_no_run_is_an_error_as_before(tmp_path: Path, capsys: pytest.Cap
             "error: step 4, shard 0: model raised",
         ),
         (IncidentKind.ERROR, "sample 7 is in no step 42", "error: sample 7 is in no step 42, in step 4"),
-        (IncidentKind.DRIVER, "the driver ended after step 3", "driver: the driver ended after step 3"),
+        (IncidentKind.DRIVER, "the driver ended after 3 steps", "driver: the driver ended after 3 steps"),
     ],
 )
 def test_an_interruption_names_its_step_once(kind: IncidentKind, what: str, told: str) -> None:
@@ -522,6 +524,6 @@ def test_a_failed_step_is_named_and_not_counted_as_done(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^step 4, shard 1: sample 17 of the dataset raised OSError: a hole$"):
         dp_ray.run(**keys)
     (end,) = json.loads((tmp_path / "run" / "story.json").read_text())["interruptions"]
-    assert (end["step"], end["what"].partition(" by ")[0]) == (4, "ended after step 4")
+    assert (end["step"], end["what"].partition(" by ")[0]) == (4, "ended after 4 steps")
     failure = json.loads((tmp_path / "run" / "result.json").read_text())["failure"]
     assert (failure["step"], failure["sample"]) == (4, 17)

@@ -115,7 +115,7 @@ def test_a_run_that_stopped_early_is_done_everywhere(tmp_path: Path, capsys: pyt
     losses = [row["eval_loss"] for row in result.history if row["eval_loss"] is not None]
     step = len(result.history)
     best = min(losses)
-    text = f"stopped early at step {step}: eval_loss did not improve on {best:.6g} in 2 evaluations"
+    text = f"stopped early after {step} steps: eval_loss did not improve on {best:.6g} in 2 evaluations"
     assert (result.status, result.total_steps, step) == ("done", 40, 2 * len(losses)) and step < 40
     assert losses.index(best) == len(losses) - 3
     said = " ".join(capsys.readouterr().err.split())
@@ -126,7 +126,7 @@ def test_a_run_that_stopped_early_is_done_everywhere(tmp_path: Path, capsys: pyt
     assert (row.status, row.step, row.steps, row.note) == ("done", step, 40, text)
     assert f"{step}/40" in list_text([row])
     snapshot = Watched(Storage(result.run_dir)).look()
-    assert snapshot.has_ended and headline(snapshot).startswith(f"early done, step {step}/40")
+    assert snapshot.has_ended and headline(snapshot).startswith(f"early done, {step}/40 steps")
     assert text in " ".join(screen(snapshot, 200))
     data = read_run(Storage(result.run_dir))
     assert (data.status, data.steps_done, data.total_steps, data.problems) == ("done", step, 40, [])
@@ -151,7 +151,7 @@ def test_a_later_command_trains_on_only_with_more_patience(tmp_path: Path) -> No
     first = ended_early(tmp_path)
     for keys in ({}, {"epochs": 7}, {"early_stopping": {"metric": "eval_loss", "patience": 1}}):
         with pytest.raises(
-            JobError, match=r"stopped early at step \d+: .*give early_stopping more patience or leave"
+            JobError, match=r"stopped early after \d+ steps: .*give early_stopping more patience or leave"
         ):
             ended_early(tmp_path, **keys)
     assert dp_ray.load(first.run_dir).weights_sha256 == first.weights_sha256

@@ -64,7 +64,7 @@ def stopped_at_its_first_checkpoint(
         ended = running.end(60)
     (folder / "mine.py").write_text(quick)
     assert ended.returncode == status, ended.stderr
-    last = re.search(r"interrupted after step \d+ of 120; (.*) to resume$", ended.stderr.rstrip().splitlines()[-1])
+    last = re.search(r"interrupted after \d+ of 120 steps; (.*) to resume$", ended.stderr.rstrip().splitlines()[-1])
     assert last, ended.stderr
     return last[1]
 

@@ -211,14 +211,14 @@ def test_progress_says_what_goes_on_and_how_far_it_is(clock: Clock) -> None:
     assert str(progress) == "building the dataset and the model, 3 s"
     progress.run(0)
     clock.now += 20
-    assert str(progress) == "in step 1 of 10, 20 s", "nothing is done yet, and yet it works"
+    assert str(progress) == "in step 0, 0/10 steps done, 20 s", "nothing is done yet, and yet it works"
     progress.advance(1, 10)
     clock.now += 1
-    assert str(progress) == "step 1/10, 10 rows, 0.476 rows/s, 3:09 left"
+    assert str(progress) == "1/10 steps, 10 rows, 0.476 rows/s, 3:09 left"
     progress.advance(5, 40)
-    assert str(progress) == "step 5/10, 50 rows, 40 rows/s, 0:01 left", "the first step was no measure"
+    assert str(progress) == "5/10 steps, 50 rows, 40 rows/s, 0:01 left", "the first step was no measure"
     progress.advance(10, 50)
-    assert str(progress) == "step 10/10, 100 rows, finishing"
+    assert str(progress) == "10/10 steps, 100 rows, finishing"
 
 
 def test_progress_of_a_run_that_is_resumed_is_that_of_its_own_steps(clock: Clock) -> None:
@@ -227,10 +227,10 @@ def test_progress_of_a_run_that_is_resumed_is_that_of_its_own_steps(clock: Clock
     progress.start([World(0)])
     progress.run(6)
     clock.now += 5
-    assert str(progress) == "in step 7 of 10, 5 s"
+    assert str(progress) == "in step 6, 6/10 steps done, 5 s"
     progress.advance(7, 10)
     clock.now += 5
-    assert str(progress) == "step 7/10, 70 rows, 1 rows/s, 0:30 left"
+    assert str(progress) == "7/10 steps, 70 rows, 1 rows/s, 0:30 left"
     progress.begin("starting 2 workers")
     clock.now += 5
     assert str(progress) == "starting 2 workers, 5 s"
@@ -257,7 +257,7 @@ def test_what_goes_on_before_the_first_step_is_said_at_once(clock: Clock, capsys
         "job: 2 workers importing torch, 6 s",
         "job: 2 workers on 2 nodes (cpu)",
         "job: building the dataset and the model, 6 s",
-        "job: in step 1 of 2, 6 s",
+        "job: in step 0, 0/2 steps done, 6 s",
     ]
     monitor.close()
 
@@ -307,8 +307,8 @@ def test_a_run_never_stands_at_no_step_and_no_rows(
     }
     dp_ray.run(**job, batch_size=3, workers=0, storage=str(tmp_path))
     told = capsys.readouterr().err
-    assert "step 3/3, 9 rows" in told
-    assert "step 0/" not in told and " 0 rows" not in told
+    assert "3/3 steps, 9 rows" in told
+    assert "0/3 steps, " not in told and " 0 rows" not in told
 
 
 def test_what_takes_its_time_is_said(capsys: pytest.CaptureFixture[str]) -> None:

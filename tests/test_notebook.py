@@ -93,7 +93,7 @@ def test_the_progress_is_one_line_and_no_line_has_the_name(notebook: Notebook) -
         "run directory _",
         "in this process (cpu)",
         *(f"epoch {epoch}, step {step}: epoch_loss _" for epoch, step in enumerate((15, 31, 47))),
-        "step 48/48, 288 rows, finishing",
+        "48/48 steps, 288 rows, finishing",
         "done, 3 epochs of 96 rows in _",
         "its page: _",
         "",
@@ -104,7 +104,7 @@ def test_an_interrupt_is_a_planned_stop_and_the_cell_goes_on_when_it_is_run_agai
     cell = "result = dp_ray.run(**keys, name='mine')"
     outputs = notebook.run_and_interrupt(cell, at="epoch 0")
     (error,) = (one for one in outputs if one.output_type == "error")
-    stopped = re.fullmatch(r"interrupted after step (\d+) of 48; run the same command to resume", error.evalue)
+    stopped = re.fullmatch(r"interrupted after (\d+) of 48 steps; run the same command to resume", error.evalue)
     assert (error.ename, stopped is not None) == ("RunInterrupted", True)
     assert "stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once" in stderr(
         outputs

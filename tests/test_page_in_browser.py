@@ -223,13 +223,15 @@ def test_an_axis_of_few_steps_has_whole_numbers(browser: Browser, tmp_path: Path
     run.write_text("story.json", json.dumps({"world_sizes": [2, 1], "interruptions": [lost]}))
     run.write_text("report.html", page_of(run))
     ticks = "one => one.ticker.get_ticks({}, {}, one, 0).major"
+    lines = "one => one.figure.center.flatMap(grid => [...grid.ticker.get_ticks(0, 3, one.figure.x_range, 0).major])"
     with browser.opened(file(run)) as page:
+        grids = page.evaluate(f"[...dpRay.drawn.values()].filter(one => one.map).flatMap({lines})")
         shown = page.evaluate(
             f"[...dpRay.drawn.values()].flatMap(one => ({ticks.format(0, 3)})(one.figure.below[0]))"
         )
         workers = page.evaluate(f"({ticks.format(0.9, 2.1)})(dpRay.drawn.get('chart-workers').figure.left[0])")
         labels = page.evaluate("[...dpRay.drawn.values()].map(one => one.figure.below[0].axis_label)")
-    assert set(shown) == {0, 1, 2, 3} and workers == [1, 2]
+    assert set(shown) == set(grids) == {0, 1, 2, 3} and workers == [1, 2]
     assert set(labels) == {"step"}
 
 

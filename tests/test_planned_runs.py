@@ -252,7 +252,7 @@ def test_a_training_that_is_longer_now_is_planned_as_it_goes_on(tmp_path: Path) 
     first = dp_ray.run(**trainings(tmp_path), quiet=True)
     keys = trainings(tmp_path) | {"epochs": 2}
     plan = plan_job(Job.make(keys, "run"))
-    assert plan.remarks == (f"resumes {tmp_path}/run after step 26 of 52",)
+    assert plan.remarks == (f"resumes {tmp_path}/run after 26 of 52 steps",)
     result = dp_ray.run(**keys, quiet=True)
     assert (first.total_steps, result.total_steps) == (26, plan.split.total_steps) == (26, 52)
     evaluated = [row["step"] + 1 for row in result.history if row["eval_loss"] is not None]

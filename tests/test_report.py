@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dp_ray.report.page import facts_of, time_split
+from dp_ray.report.page import facts_of, metrics_of, time_split
 from dp_ray.report.run_data import read_run
 from dp_ray.results.compare import comparison_text, read_compared_run
 from dp_ray.results.result import lines
@@ -94,3 +94,22 @@ def test_what_verify_measures_for_itself_is_not_shown(here: Path, capsys: pytest
     assert "eval_right" in told.err and "digest" not in told.err + told.out
     assert "digest" not in "\n".join(lines(result)) + comparison_text([read_compared_run(result.storage())] * 2)
     assert "eval_outputs_digest" in result.metrics
+
+
+def test_a_step_has_one_number_on_the_console_in_the_history_and_on_the_page(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of its row, from 0: where the best value was measured."""
+    keys = {"eval": {"dataset": "tests.support.training:Pairs"}, "checkpoint": {"best": "eval_loss"}, "quiet": False}
+    result = train(here, "one", epochs=3, **keys)
+    assert result.best is not None
+    best = result.best["value"]
+    (step,) = [row["step"] for row in result.history if row["eval_loss"] == best]
+    assert f"step {step}: eval_loss {best:.6g}" in capsys.readouterr().err
+    assert f"eval_loss {best:.6g} after step {step}" in "\n".join(lines(result))
+    (told,) = [one.detail for one in metrics_of(read_run(Storage(str(here / "one")))) if one.label == "eval_loss"]
+    assert told == f"best {best:.6g} after step {step}"
+    page = (here / "one" / "report.html").read_text().partition('id="evaluations"')[2]
+    assert re.findall(r"<tr><td>(\d+)</td>", page.partition("</section>")[0]) == [
+        str(row["step"]) for row in reversed(result.history) if row["eval_loss"] is not None
+    ]

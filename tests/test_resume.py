@@ -185,7 +185,7 @@ def test_pieces_of_the_history_become_one_and_holes_are_refused(tmp_path: Path) 
     write_piece(folder, history.take())
     add_steps(history, split, 4, 7)
     write_piece(folder, history.take())
-    with pytest.raises(StorageError, match="ends at step 7 of 10"):
+    with pytest.raises(StorageError, match="has 7 of 10 steps"):
         merge_history(folder, run, 10)
     again = History(folder, split, ["loss"], ["eval_loss"], 4, sent.append)  # steps 4 to 6 are run again
     assert folder.names() == ["steps-0-4.parquet"]
@@ -203,5 +203,5 @@ def test_pieces_of_the_history_become_one_and_holes_are_refused(tmp_path: Path) 
     assert best_of(run, "eval_loss", "max", [7]) is None
     assert sum(len(one.rows) for one in sent) == 13
     (tmp_path / "history" / "steps-0-4.parquet").unlink()
-    with pytest.raises(StorageError, match="ends at step 0 of 10"):
+    with pytest.raises(StorageError, match="has 0 of 10 steps"):
         merge_history(folder, run, 10)

@@ -197,7 +197,7 @@ def test_ctrl_c_stops_the_job_and_the_session_stays(
     keys |= {"name": "stopped", "storage": str(tmp_path)}
     thread = threading.Thread(target=interrupt_once_begun, args=(tmp_path / "stopped" / "history",))
     thread.start()
-    with pytest.raises(RunInterrupted, match="interrupted after step"):
+    with pytest.raises(RunInterrupted, match="interrupted after "):
         session.run("jobs/digits.yaml", **keys)
     thread.join()
     before = pids(dp_ray.load(tmp_path / "stopped"))

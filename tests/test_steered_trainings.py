@@ -98,7 +98,7 @@ def test_it_is_that_of_a_loop_written_by_hand(tmp_path: Path) -> None:
     assert told.step == by_hand.step and 12 < told.step < 100
     assert told.best == pytest.approx(by_hand.best, rel=1e-6) and told.times == PATIENCE
     assert told.text == (
-        f"stopped early at step {by_hand.step}: eval_loss did not improve on {by_hand.best:.6g} in 3 evaluations"
+        f"stopped early after {by_hand.step} steps: eval_loss did not improve on {by_hand.best:.6g} in 3 evaluations"
     )
     history = history_of(tmp_path)
     assert [row["step"] for row in history] == list(range(by_hand.step))
@@ -213,7 +213,7 @@ def test_on_ray_with_a_killed_worker_it_stops_where_one_process_does(run_in_sess
     assert (there.weights_sha256, there.ema["sha256"]) == (here.weights_sha256, here.ema["sha256"])
     assert there.metrics == here.metrics and len(there.history) == there.stopped_early["step"] < there.total_steps
     assert (tmp_path / "there" / "ended").read_text() == str(there.stopped_early["step"] - 1)
-    with pytest.raises(JobError, match="stopped early at step"):
+    with pytest.raises(JobError, match="stopped early after"):
         run_in_session(**file, workers=2, name="there")
 
 

@@ -68,7 +68,7 @@ def test_the_first_keeps_the_step_and_the_same_command_goes_on(tmp_path: Path, n
     keys = training(tmp_path, 15 * 6 + 2, name)
     with pytest.raises(RunInterrupted) as stopped:
         dp_ray.run(**keys)
-    assert str(stopped.value) == "interrupted after step 16 of 48; run the same command to resume"
+    assert str(stopped.value) == "interrupted after 16 of 48 steps; run the same command to resume"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-16.safetensors"]
     assert dp_ray.load(tmp_path / "run").status == "interrupted"
     result = dp_ray.run(**keys)
@@ -79,7 +79,7 @@ def test_the_first_keeps_the_step_and_the_same_command_goes_on(tmp_path: Path, n
 
 def test_the_second_leaves_at_once(tmp_path: Path) -> None:
     keys = training(tmp_path, 15 * 6 + 2, "SIGINT", "SIGINT", checkpoint={"every_steps": 4, "every_seconds": None})
-    with pytest.raises(RunInterrupted, match=r"^interrupted after step 12 of 48; run the same command to resume$"):
+    with pytest.raises(RunInterrupted, match=r"^interrupted after 12 of 48 steps; run the same command to resume$"):
         dp_ray.run(**keys)
     assert dp_ray.load(tmp_path / "run").status == "interrupted"
 
@@ -98,7 +98,7 @@ def predicting(folder: Path, at: int, *signals: str, **others: Any) -> dict[str,
 
 def test_a_prediction_commits_what_it_has(tmp_path: Path) -> None:
     keys = predicting(tmp_path, 5 * 6 + 2, "SIGTERM")
-    with pytest.raises(RunInterrupted, match=r"^interrupted after step 6 of 16; run the same command to resume$"):
+    with pytest.raises(RunInterrupted, match=r"^interrupted after 6 of 16 steps; run the same command to resume$"):
         dp_ray.run(**keys)
     (part,) = (tmp_path / "run" / "parts").iterdir()
     assert part.name.startswith("steps-0-6-shards-0-2-")
@@ -113,13 +113,15 @@ def test_an_evaluation_has_nothing_to_keep_and_leaves_at_once(tmp_path: Path) ->
 
 def test_what_would_destroy_what_is_kept_is_not_how_to_resume(tmp_path: Path) -> None:
     keys = training(tmp_path, 2, "SIGINT")
-    with pytest.raises(RunInterrupted, match=r"after step 1 of 48; run it again without --overwrite to resume$"):
+    with pytest.raises(RunInterrupted, match=r"after 1 of 48 steps; run it again without --overwrite to resume$"):
         dp_ray.run(**keys, overwrite=True)
     keys = training(tmp_path, 2, "SIGINT", name="objects", model=tests.support.training.mlp())
-    with pytest.raises(RunInterrupted, match=r"of 48; run it again with resume=True to resume$"):
+    with pytest.raises(RunInterrupted, match=r"of 48 steps; run it again with resume=True to resume$"):
         dp_ray.run(**keys)
     keys = training(tmp_path, 2, "SIGINT", name=None)
-    with pytest.raises(RunInterrupted, match=r"of 48; run it again with name='run-\d{8}-\d{6}-\d{6}' to resume$"):
+    with pytest.raises(
+        RunInterrupted, match=r"of 48 steps; run it again with name='run-\d{8}-\d{6}-\d{6}' to resume$"
+    ):
         dp_ray.run(**keys)
 
 
@@ -213,5 +215,5 @@ def test_a_signal_to_the_group_stops_the_run_and_not_the_processes_of_its_loader
     errors = program.stderr
     assert program.returncode == 130, errors
     assert "stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once" in errors
-    assert errors.splitlines()[-1] == "interrupted after step 20 of 48; run the same command to resume"
+    assert errors.splitlines()[-1] == "interrupted after 20 of 48 steps; run the same command to resume"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-20.safetensors"]

@@ -97,11 +97,11 @@ def test_a_run_that_was_left_is_followed_and_stopped_from_elsewhere(cluster: Clu
         out, _ = following.communicate(timeout=60)
     assert stopped.returncode == 0, stopped.stderr
     assert re.match(
-        r"it is stopped: interrupted after step \d+ of \d+; run the same command to resume", stopped.stdout
+        r"it is stopped: interrupted after \d+ of \d+ steps; run the same command to resume", stopped.stdout
     )
     assert following.returncode == 130
     assert out == done("logs", "left", *at).stdout, "each word once, and all of them"
-    assert out.splitlines()[-1].startswith("interrupted after step ")
+    assert out.splitlines()[-1].startswith("interrupted after ")
     again = done("stop", "left", *at)
     assert (again.returncode, again.stderr) == (2, f"error: {row['id']} is not running: it is stopped\n")
     unknown = done("logs", "nobody", *at)

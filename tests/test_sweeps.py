@@ -70,7 +70,7 @@ def test_a_sweep_killed_in_the_third_trial_ends_with_four_runs_and_none_run_twic
     assert drivers(base) == [1, 1, 1, 0]
     goes_on = swept(job, *GRID)
     assert goes_on.returncode == 0, goes_on.stderr
-    assert "job-sweep-3: the last driver was killed, or its machine lost, after step" in goes_on.stderr
+    assert "job-sweep-3: the last driver was killed, or its machine lost, after" in goes_on.stderr
     assert "trial 1 of 4" not in goes_on.stderr and "trial 2 of 4" not in goes_on.stderr
     check_carried_on(job, base, str(tmp_path / "alone"))
     again = swept(job, *GRID)

@@ -95,7 +95,7 @@ def test_ctrl_c_in_a_terminal_is_a_planned_stop_of_a_ray_of_its_own_too(run: Run
                 os.killpg(process.pid, signal.SIGINT)
         process.wait(60)
     assert process.returncode == 130, said
-    stopped = re.fullmatch(r"interrupted after step (\d+) of 20; run the same command to resume", said[-1])
+    stopped = re.fullmatch(r"interrupted after (\d+) of 20 steps; run the same command to resume", said[-1])
     assert stopped and 8 <= int(stopped[1]) < 20, said
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{stopped[1]}.safetensors"]
     result = run(path, workers=0, shards=8)

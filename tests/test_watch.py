@@ -57,7 +57,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 
 def test_the_screen_of_a_running_run() -> None:
     lines = screen(snapshot(), 80)
-    assert lines[0] == "digits  train  running  step 45/90  1 s left"
+    assert lines[0] == "digits  train  running  45/90 steps  1 s left"
     assert lines[1] == "█" * 37 + "░" * 37 + "  50 %"
     assert lines[2] == "1,234 rows/s  loss 0.394217  eval_accuracy 0.97"
     assert lines[3] == "loss  █▅▁!"
@@ -73,7 +73,7 @@ def test_the_screen_of_a_running_run() -> None:
     assert "  rank 0  12,345 rows  12.3 ms a step" in screen(snapshot(), 40)
     alone = screen(snapshot(progress={"workers": [WORKER]}), 80)
     assert not any("worker" in line for line in alone[:5]), "with workers: 0 there is none"
-    text = "digits running, step 45/90, 50 %, 1,234 rows/s, loss 0.394217, eval_accuracy 0.97"
+    text = "digits running, 45/90 steps, 50 %, 1,234 rows/s, loss 0.394217, eval_accuracy 0.97"
     assert headline(snapshot()) == text
 
 
@@ -150,7 +150,7 @@ def test_a_finished_run_is_drawn_once(tmp_path: Path) -> None:
     out = io.StringIO()
     assert watch_plain(Watched(Storage(result.run_dir)).look, out, 60.0).row.status == "done"
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("one  train  done  step 24/24  ")
+    assert lines[0].startswith("one  train  done  24/24 steps  ")
     assert lines[1].endswith(" 100 %") and f"loss {result.metrics['loss']:.6g}" in lines[2]
 
 

@@ -161,11 +161,11 @@ def save_unfinished(
             kept = kept_steps(run, result.task, split)
             step = max(monitor.progress.step, kept)
             if result.status == "failed":
-                text = f"ended after step {step} by {str(result.error).splitlines()[0]}"
+                text = f"ended after {counted(step, 'step')} by {str(result.error).splitlines()[0]}"
             else:
                 if monitor.planned_stop.is_asked:  # which keeps the step after which it stops
                     step = kept
-                text = f"stopped by {monitor.planned_stop.by or 'an interrupt'} after step {step}"
+                text = f"stopped by {monitor.planned_stop.by or 'an interrupt'} after {counted(step, 'step')}"
             log = monitor.incidents.log.interrupted(Interruption(IncidentKind.DRIVER, text, step))
             if not INCIDENTS_JSON.write(run, log):
                 run.delete(RECENT)  # rows that only inform: the resumed run has them again

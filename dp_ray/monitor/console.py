@@ -228,7 +228,7 @@ class Progress:
 
     def run(self, step: int) -> None:
         """Note that the workers have begun their first step, `step`."""
-        self.begin(f"in step {step + 1} of {self.steps}")
+        self.begin(f"in step {step}, {step}/{self.steps} steps done")
         self._ran = (time.monotonic(), self.rows)
         self.first_step_at = self.first_step_at or self._ran[0]
 
@@ -263,7 +263,7 @@ class Progress:
             seconds = time.monotonic() - self._since
             return self.phase + (f", {seconds:.0f} s" if seconds >= 1 else "")
         if self.step == self.steps:
-            return f"step {self.step}/{self.steps}, {self.rows} rows, finishing"
+            return f"{self.step}/{self.steps} steps, {self.rows} rows, finishing"
         rate = self.rows_per_second
         rows_per_second = f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}"
         left = ""
@@ -272,7 +272,7 @@ class Progress:
             hours, minutes = divmod(minutes, 60)
             left = f", {hours}:{minutes:02}:{seconds:02} left" if hours else f", {minutes}:{seconds:02} left"
         loss = f", loss {self.last['loss']:.4g}" if "loss" in self.last else ""
-        return f"step {self.step}/{self.steps}, {self.rows} rows, {rows_per_second} rows/s{loss}{left}"
+        return f"{self.step}/{self.steps} steps, {self.rows} rows, {rows_per_second} rows/s{loss}{left}"
 
 
 def _display(progress: Progress, newest: str = "") -> Group:

@@ -75,7 +75,8 @@
     for (const axis of [figure.xaxis, figure.yaxis].flat()) {
       Object.assign(axis, { axis_line_color: colors.grid, major_tick_line_color: colors.grid, minor_tick_line_color: null, major_label_text_color: colors.text, major_label_text_font_size: "11px", axis_label_text_color: colors.text, axis_label_text_font_size: "11px", axis_label_text_font_style: "normal", axis_label_standoff: 1 });
     }
-    Object.assign(figure.xaxis, { axis_label: "step", ticker: wholeNumbers() });
+    figure.xaxis.axis_label = "step";
+    wholeNumbers(figure.xaxis, figure.xgrid);
     for (const grid of [figure.xgrid, figure.ygrid].flat()) grid.grid_line_color = colors.grid;
     figure.xaxis.formatter = new Bokeh.BasicTickFormatter({ use_scientific: false });
     if (options.y_axis_type !== "log") figure.yaxis.formatter = new Bokeh.BasicTickFormatter({ power_limit_low: -4 });
@@ -86,7 +87,7 @@
     return figure;
   }
 
-  function wholeNumbers() { return new Bokeh.BasicTicker({ min_interval: 1 }); }
+  function wholeNumbers(axis, grid) { axis.ticker = grid.ticker = new Bokeh.BasicTicker({ min_interval: 1 }); }
 
   // Lines that mark steps: the beginnings of epochs, and interruptions.
   function addMarks(figure) {
@@ -122,7 +123,7 @@
     if (!element) return;
     const figure = figureFor(chart.key, { y_axis_type: logs.has(chart.key) ? "log" : "linear", y_range: new Bokeh.Range1d({ start: 0, end: 1 }) });
     addMarks(figure);
-    if (chart.series[0].source === "workers") figure.yaxis.ticker = wholeNumbers();
+    if (chart.series[0].source === "workers") wholeNumbers(figure.yaxis, figure.ygrid);
     const parts = chart.series.map((series, at) => addSeries(figure, chart, series, at));
     figure.add_tools(new Bokeh.HoverTool({
       renderers: parts.map((part) => part.lines[0]), mode: "vline", line_policy: "nearest",
@@ -144,7 +145,8 @@
     const source = new Bokeh.ColumnDataSource({ data: cells });
     const quads = figure.quad({ field: "left" }, { field: "right" }, { field: "top" }, { field: "bottom" }, { source, fill_color: color, line_color: color, line_width: 0.5 });
     addMarks(figure);
-    Object.assign(figure.yaxis, { axis_label: "rank", ticker: wholeNumbers() });
+    figure.yaxis.axis_label = "rank";
+    wholeNumbers(figure.yaxis, figure.ygrid);
     const tooltips = [["rank", "@rank"], ["node", "@node"], ["steps", "@steps"], [map.unit, "@value{%.6g}"]];
     if (map.slowest) tooltips.push(["slowest", "@slowest{%.6g}"]);
     figure.add_tools(new Bokeh.HoverTool({ renderers: [quads], tooltips, formatters: { "@value": "printf", "@slowest": "printf" } }));

@@ -157,7 +157,7 @@ def metrics_of(data: RunData) -> list[Fact]:
     is_training = data.task == "train"
     notes = {name: "of the last batch" for name in metrics if is_training and not is_of_many(name)}
     if best.get("metric"):
-        notes[best["metric"]] = f"best {number(best['value'])} after step {best['step']:,}"
+        notes[best["metric"]] = f"best {number(best['value'])} after step {best['step'] - 1:,}"
     return [Fact(name, number(value), notes.get(name, "")) for name, value in metrics.items() if not is_inner(name)]
 
 

@@ -119,11 +119,11 @@ def screen(snapshot: Snapshot, width: int, height: int = 1000) -> list[str]:
 
 
 def headline(snapshot: Snapshot) -> str:
-    """Return the run in one line: `digits running, step 45/90, 50 %, 1,234 rows/s, loss 0.394`."""
+    """Return the run in one line: `digits running, 45/90 steps, 50 %, 1,234 rows/s, loss 0.394`."""
     row = snapshot.row
     parts = [f"{row.name} {row.status}"]
     if row.steps:
-        parts += [f"step {row.step}/{row.steps}", f"{100 * (row.step or 0) / row.steps:.0f} %"]
+        parts += [f"{row.step}/{row.steps} steps", f"{100 * (row.step or 0) / row.steps:.0f} %"]
     return ", ".join([*parts, *_figures(snapshot)])
 
 
@@ -172,7 +172,7 @@ def _title(snapshot: Snapshot) -> Iterator[str]:
     row, progress = snapshot.row, snapshot.progress
     parts = [row.name, row.task or "", row.status]
     if row.steps:
-        parts.append(f"step {row.step}/{row.steps}")
+        parts.append(f"{row.step}/{row.steps} steps")
     if row.status == "running":
         rate, rows, whole = (progress.get(name) for name in ("rows_per_second", "rows", "rows_in_all"))
         if rate and whole and rows is not None and not progress.get("phase"):

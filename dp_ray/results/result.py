@@ -267,7 +267,8 @@ def as_text(values: Mapping[str, Any]) -> dict[str, str]:
     if not values["quarantined"]:
         text["quarantined"] = "-"
     if values["best"]:
-        text["best"] = "{metric} {value:.6g} after step {step}".format(**values["best"])
+        best = values["best"]
+        text["best"] = f"{best['metric']} {best['value']:.6g} after step {best['step'] - 1}"
     if values.get("ema"):
         text["ema"] = f"decay {values['ema']['decay']:g}: {relative(values['ema']['weights'])}"
     if values.get("stopped_early"):

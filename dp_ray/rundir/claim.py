@@ -33,7 +33,7 @@ from dp_ray.storage import Storage
 from dp_ray.system.linux import machine
 from dp_ray.system.process import is_dead, this_process
 from dp_ray.system.threads import has_begun, repeated
-from dp_ray.text import SHOWN, hide, listed
+from dp_ray.text import SHOWN, counted, hide, listed
 
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 NAMED_BY_TIME = re.compile(r"run-\d{8}-\d{6}-\d{6}")
@@ -489,7 +489,7 @@ class UnfinishedRun:
     has_result: bool
 
     def __str__(self) -> str:
-        kept = f"newest checkpoint step {self.step} of {self.steps}"
+        kept = f"newest checkpoint after {self.step} of {self.steps} steps"
         if self.task == "predict":
             kept = f"outputs of {self.step} of {self.steps} steps"
         elif self.task == "evaluate":
@@ -539,9 +539,9 @@ def kept_steps(run: Storage, task: str, split: Split) -> int:
 
 
 def resumption(run: Storage, task: str, split: Split) -> str:
-    """Return a line on the step after which a job resumes the run."""
+    """Return a line on the steps after which a job resumes the run."""
     kept = kept_steps(run, task, split)
-    after = f"after step {kept} of {split.total_steps}" if kept else "from its start, since no step is kept yet"
+    after = f"after {kept} of {split.total_steps} steps" if kept else "from its start, since no step is kept yet"
     return f"resumes {run} {after}"
 
 
@@ -553,18 +553,18 @@ def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Inte
     incidents = INCIDENTS_JSON.read(run)
     if killed and incidents.world_sizes and not incidents.driver_end:
         step = max(killed.step, kept_steps(run, job.task, split), first_step(run))
-        what = f"killed, or its machine lost, after step {step} (the last it reported)"
+        what = f"killed, or its machine lost, after {counted(step, 'step')} (as far as it reported)"
         incidents = incidents.interrupted(Interruption(IncidentKind.DRIVER, what, step))
         INCIDENTS_JSON.write(run, incidents)
     return incidents.driver_end
 
 
 def stop_message(job: Job, run: Storage, split: Split, overwrite: bool) -> str:
-    """Return the message for the user who stopped a run: after which step it stopped, and how to resume it."""
+    """Return the message for the user who stopped a run: after how many steps it stopped, and how to resume it."""
     if job.task == "evaluate":
         return "interrupted; an evaluation keeps nothing: it begins anew"
     kept = kept_steps(run, job.task, split)
-    where = f"after step {kept} of {split.total_steps}" if kept else "before a step was kept"
+    where = f"after {kept} of {split.total_steps} steps" if kept else "before a step was kept"
     needs = [f"name={job.run_name!r}"] if NAMED_BY_TIME.fullmatch(job.run_name) else []
     needs += [] if job.is_all_targets else ["resume=True"]
     command = f"run it again with {', '.join(needs)}" if needs else "run the same command"

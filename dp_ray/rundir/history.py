@@ -62,7 +62,7 @@ def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> 
         tables.append(read_table(folder, name))
         at = end
     if at != steps:
-        raise StorageError(f"{folder}: the history ends at step {at} of {steps}; start anew {replacing(run)}")
+        raise StorageError(f"{folder}: the history has {at} of {steps} steps; start anew {replacing(run)}")
     merged = pa.concat_tables(tables, promote_options="default")
     evaluated = [name for name in merged.column_names if name.startswith("eval_")]
     never = [name for name in evaluated if merged.column(name).null_count == len(merged)]

@@ -300,7 +300,7 @@ def describe_start(run: Storage, location: str) -> str:
 def _describe_best(storage: Storage, name: str) -> str:
     text = TensorFile(storage, name).text
     best = json.loads(text) if text else None
-    return f" ({best['metric']} {best['value']:.6g} after step {best['step']})" if best else ""
+    return f" ({best['metric']} {best['value']:.6g} after step {best['step'] - 1})" if best else ""
 
 
 def _split_location(location: str) -> tuple[Storage, str]:

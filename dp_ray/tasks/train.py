@@ -354,4 +354,4 @@ def keep_best(context: Context, train_state: TrainState) -> None:
     try:
         write_best(run, train_state.best_by[0], train_state.best, train_state.best_step, is_averaged)
     except StorageError as error:
-        context.notify(f"the best weights, those after step {train_state.best_step}, cannot be kept: {error}")
+        context.notify(f"the best weights, those after step {train_state.best_step - 1}, cannot be kept: {error}")
