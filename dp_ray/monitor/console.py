@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.console import Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -284,7 +285,7 @@ def _display(progress: Progress, newest: str = "") -> Group:
         workers.add_row(f"  rank {rank}", world.node, str(world.device), f"{rows:,} rows")
     if len(progress.workers) > SHOWN_WORKERS:
         workers.add_row(f"  and {len(progress.workers) - SHOWN_WORKERS} more")
-    lines = [Text(f"  {one}") for one in (str(progress), newest) if one]
+    lines = [Padding(Text(one), (0, 0, 0, 2)) for one in (str(progress), newest) if one]
     return Group(bar, *lines, workers)
 
 
