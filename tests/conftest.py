@@ -22,7 +22,7 @@ from xdist.scheduler import LoadScopeScheduling
 import dp_ray
 import dp_ray.driver.run
 from dp_ray.system.threads import SIGNALS
-from tests.support import forked_python, ray_forks
+from tests.support import forked_python
 from tests.support.cluster import OURS, ROOT, SELDOM, SYSTEM_CONFIG, Cluster, Run, end, free_port, wait_for_port
 from tests.support.forked import start_server
 from tests.support.group import end_idle
@@ -162,6 +162,8 @@ def in_project(monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A local Ray cluster of 8 logical CPUs with a dashboard, as `ray start --head` gives it."""
+    from tests.support import ray_forks  # imports Ray, which the tests below Ray and tests/gpu do without
+
     port, dashboard = free_port(), free_port()
     # A folder of its own: in Ray's usual one stands the address of whichever Ray was started last on this machine.
     temporary = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,23 @@ def test_the_suite_for_a_gpu_passes_on_the_cpu(tmp_path: Path) -> None:
     found = re.search(r"(\d+) passed, (\d+) skipped", told)
     assert found is not None, told[-6000:]
     assert int(found[1]) > 40, "most of it needs no CUDA"
+
+
+@pytest.mark.slow
+def test_the_suite_for_a_gpu_starts_without_ray(tmp_path: Path) -> None:
+    """All its files are imported, and what needs Ray is skipped: a GPU's machine may have torch alone."""
+    without_ray = tmp_path / "site"
+    without_ray.mkdir()
+    for one in Path(sysconfig.get_path("purelib")).iterdir():
+        if one.name != "ray" and not one.name.startswith("ray-"):
+            (without_ray / one.name).symlink_to(one)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environment = {**kept, "PYTHONPATH": str(without_ray), "DP_RAY_GPU_SUITE_ON": "cpu"}
+    # `-S` leaves out this environment's own packages.
+    line = [sys.executable, "-S", "-m", "pytest", "-m", "ray", "-rs", "-p", "no:cacheprovider", "tests/gpu"]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"^(\d+) skipped, (\d+) deselected", done.stdout, re.MULTILINE)
+    assert found is not None, done.stdout
+    assert int(found[1]) >= 8 and int(found[2]) > 40
+    assert "it needs Ray" in done.stdout

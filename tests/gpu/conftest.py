@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ HERE = Path(__file__).parent
 ON = os.environ.get("DP_RAY_GPU_SUITE_ON", "cuda:0")
 REASON = "there is no GPU: torch.cuda.is_available() is False (DP_RAY_GPU_SUITE_ON=cpu runs what the CPU can show)"
 CUDA_ONLY = "only a GPU can show it"
+NEEDS_RAY = "it needs Ray, which is not installed here"
 
 is_missing = ON.startswith("cuda") and not torch.cuda.is_available()
 if ON.startswith("cuda") and not is_missing:
@@ -22,7 +24,7 @@ if ON.startswith("cuda") and not is_missing:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder, and skip them where there is no GPU."""
+    """Mark the tests of this folder, and skip them where there is no GPU, or no Ray for a test on it."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("gpu")
@@ -30,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
             if is_missing:
                 item.add_marker(pytest.mark.skip(REASON))
+            elif item.get_closest_marker("ray") and find_spec("ray") is None:
+                item.add_marker(pytest.mark.skip(NEEDS_RAY))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -19,6 +19,8 @@ from dp_ray.engine.world import own_rank
 from tests.support.cluster import ROOT
 from tests.support.training import Pairs
 
+pytestmark = pytest.mark.ray
+
 SKEW = 90.0
 SECONDS = 600
 
