@@ -1,8 +1,9 @@
-"""dp_ray on several GPUs beside DDP under torchrun: `python -m benchmarks.many WORKERS [cpu]`.
+"""dp_ray on several GPUs beside DDP under torchrun: `python -m benchmarks.many WORKERS [eager] [compiled] [cpu]`.
 
-Both train the same network in bf16 on global batches of the same rows, eager and compiled, one after the other. The
-first collective's seconds, which NCCL needs to connect, are told beside them. With `cpu` it runs small, on gloo, to
-see that it works.
+Both train the same network in bf16 on global batches of the same rows, eager and compiled, one after the other. Each
+of the two can be run alone, in less than ten minutes. A side's figure is by the median of its steps' times: on GPUs
+those of the computing stream of rank 0. The first collective's seconds, which NCCL needs to connect, are told too.
+With `cpu` it runs small, on gloo, to see that it works.
 """
 
 import json
@@ -10,13 +11,12 @@ import os
 import subprocess
 import sys
 import time
-from itertools import islice
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +26,10 @@ from benchmarks import nets
 from benchmarks.compare import compared
 from benchmarks.gpu import LARGE, NO_SLOWER, SMALL, Case, autocast, plain_model
 from benchmarks.table import HEADER, line, rate_text
+from dp_ray.steps.times import STEP_PARTS, read_step_times
+from dp_ray.storage import Storage
 
+HOW = ("eager", "compiled")
 STEPS, WARM = 120, 40
 REPEATS = 3
 
@@ -57,20 +60,19 @@ def plain(workers: int, on_cpu: bool, compiles: bool) -> None:
         dataset, case.rows // workers, sampler=sampler, num_workers=case.sizes.processes, pin_memory=not on_cpu
     )
     optimizer, loss = torch.optim.AdamW(model.parameters(), lr=1e-4), torch.nn.CrossEntropyLoss()
-    for step, batch in enumerate(loader):
-        if step == WARM:
-            synchronize(device)
-            began = time.perf_counter()
+    ends = []
+    for batch in loader:
         inputs, targets = (leaf.to(device, non_blocking=True) for leaf in batch)
         optimizer.zero_grad()
         with autocast(case, device):
             total = loss(model(inputs), targets)
         total.backward()
         optimizer.step()
+        ends.append(mark(device))
     synchronize(device)
-    seconds = time.perf_counter() - began
     if dist.get_rank() == 0:
-        print(json.dumps({"first": first, "rate": case.rows * (STEPS - WARM) / seconds}))
+        seconds = [between(*two) for two in pairwise(ends)]
+        print(json.dumps({"first": first, "rate": case.rows / median(seconds[WARM:])}))
     dist.destroy_process_group()
 
 
@@ -78,6 +80,20 @@ def synchronize(device: torch.device) -> None:
     """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def mark(device: torch.device) -> Any:
+    """Now: on a GPU an event of its stream, for a host that runs ahead would tell its own time."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()  # type: ignore[no-untyped-call]
+    return event
+
+
+def between(one: Any, other: Any) -> float:
+    """The seconds between two marks, which the device has passed."""
+    return float(other - one) if isinstance(one, float) else float(one.elapsed_time(other)) / 1e3
 
 
 def under_torchrun(workers: int, on_cpu: bool, compiles: bool) -> dict[str, float]:
@@ -97,7 +113,7 @@ def under_torchrun(workers: int, on_cpu: bool, compiles: bool) -> dict[str, floa
 
 
 def by_dp_ray(workers: int, on_cpu: bool, compiles: bool) -> float:
-    """The rows a second of `dp-ray run`, by its history: the median of the steps after the warm ones."""
+    """The rows a second of `dp-ray run`, by the times of rank 0's steps after the warm ones."""
     case = case_of(workers, on_cpu)
     job = {
         "task": "train",
@@ -118,25 +134,26 @@ def by_dp_ray(workers: int, on_cpu: bool, compiles: bool) -> float:
         file.write_text(json.dumps(job))
         line = ["dp_ray", "run", str(file), f"--storage={folder}", "--name=run", "--quiet"]
         subprocess.run([sys.executable, "-m", *line], check=True)
-        rates = pq.read_table(Path(folder, "run", "metrics.parquet")).column("rows_per_second").to_pylist()
-    return float(median(islice(rates, WARM, None)))
+        times = read_step_times(Storage(str(Path(folder, "run")))).to_pylist()
+    # A row's parts are its whole step; no worker ends it long before the others.
+    seconds = [sum(row[part] for part in STEP_PARTS) for row in times if row["rank"] == 0]
+    return case.rows / median(seconds[WARM + 1 :])
 
 
 def main(names: list[str]) -> None:
     if names[:1] == ["plain"]:
         return plain(int(names[1]), names[2] == "cpu", names[3] == "compiled")
-    workers, on_cpu = int(names[0]), names[1:] == ["cpu"]
+    workers, on_cpu = int(names[0]), "cpu" in names
     if not on_cpu and torch.cuda.device_count() < workers:
         sys.exit(f"there are {torch.cuda.device_count()} GPUs here; `python -m benchmarks.many 2 cpu` tries it out")
     print("", f"| {' | '.join(HEADER)} |", f"| {' | '.join(['---'] * len(HEADER))} |", sep="\n", flush=True)
     firsts = []
-    for compiles in (False, True):
-        pairs = []
+    for how in [one for one in HOW if one in names] or HOW:
+        compiles, pairs = how == "compiled", []
         for _ in range(REPEATS):
             ours, theirs = by_dp_ray(workers, on_cpu, compiles), under_torchrun(workers, on_cpu, compiles)
             pairs.append((ours, theirs["rate"]))
             firsts.append(theirs["first"])
-        how = "compiled" if compiles else "eager"
         what = f"train: a ResNet-50, bf16, {workers} workers, {how}, rows a second"
         print(line(compared(what, pairs, rate_text, "DDP under torchrun", NO_SLOWER)), flush=True)
     print(f"the first collective: {median(firsts):.2f} s by the median of {len(firsts)} groups")

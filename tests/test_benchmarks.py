@@ -1,13 +1,16 @@
 """What the benchmarks' tables rest on: quartiles, verdicts, and two loops that take turns."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import gpu
 from benchmarks.compare import AHEAD, Goal, Quartiles, at_least, at_most, compared, in_rounds, quartiles
 from benchmarks.table import line, ratio_text
 from benchmarks.turns import take_turns
@@ -107,3 +110,12 @@ def test_a_loop_that_fails_lets_the_other_end() -> None:
     with pytest.raises(ValueError, match="no"):
         take_turns(fails, steps, 2)
     assert ran == [*range(9)]
+
+
+@pytest.mark.slow
+def test_the_cases_of_a_gpu_run_on_the_cpu() -> None:
+    quick = replace(gpu.SMALL, block=1, warm=0, pairs=1)
+    for part, cases in (("small", 4), ("gpt", 2), ("resnet", 4)):
+        rows = list(gpu.measure(part, torch.device("cpu"), quick))
+        assert len(rows) == cases * len(gpu.peers(part))
+        assert len({(row.what, row.against.split(" rows/s ")[1]) for row in rows}) == len(rows)

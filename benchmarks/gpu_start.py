@@ -1,0 +1,120 @@
+"""Where a run's first and last seconds go, beside a plain process of torch: `python -m benchmarks.gpu start [cpu]`.
+
+Three ways to train jobs/digits.yaml for three steps: a fresh process of plain torch, `dp-ray run` with no Ray up, and
+the second job of a session. They take turns; nothing else should run on the machine.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.measure import in_process, seconds
+
+JOB = "jobs/digits.yaml"
+STEPS, REPEATS = 3, 3
+# No evaluation, no best weights: what is left before and after the steps is each run's own.
+KEYS: dict[str, Any] = {"workers": 1, "max_steps": STEPS, "eval": None, "checkpoint": {}, "overwrite": True}
+SPANS = {"before": "before the first step", "steps": f"{STEPS} steps", "after": "after the last step"}
+PLAIN_SPANS = {
+    "import": "the import of torch",
+    "context": "the first tensor on the device",
+    "model": "model and data",
+}
+
+
+def show(on_cpu: bool) -> None:
+    """Print a table of medians, in seconds. The first round only reads files into memory."""
+    place = "cpu" if on_cpu else "cuda"
+    ways = {
+        "plain torch": partial(whole, "benchmarks.gpu_start", "plain", place),
+        "dp-ray run": partial(whole, "benchmarks.gpu_start", "run", place),
+        "a session's second job": partial(in_process, "benchmarks.gpu_start", "session", place),
+    }
+    rounds = [{name: way() for name, way in ways.items()} for _ in range(REPEATS + 1)][1:]
+    print("", f"| seconds | {' | '.join(ways)} |", f"| --- |{' --- |' * len(ways)}", sep="\n")
+    for span, text in {**SPANS, "whole": "the whole process, or job"}.items():
+        print(f"| {text} | {' | '.join(f'{median(one[way][span] for one in rounds):.2f}' for way in ways)} |")
+    firsts = (
+        f"{text} {median(one['plain torch'][name] for one in rounds):.2f}" for name, text in PLAIN_SPANS.items()
+    )
+    print("", f"Plain torch before the first step: {', '.join(firsts)}.", sep="\n", flush=True)
+
+
+def whole(module: str, *args: str) -> dict[str, float]:
+    """What a process of its own found, and how long it took in all."""
+    found: dict[str, float] = {}
+    return {"whole": seconds(lambda: found.update(in_process(module, *args))), **found}
+
+
+def plain(place: str) -> dict[str, float]:
+    """The seconds of this process's own training, from its first import on."""
+    began = time.perf_counter()
+    import torch
+
+    imported = time.perf_counter()
+    torch.zeros(1, device=place)
+    synchronize = torch.cuda.synchronize if place == "cuda" else lambda: None
+    synchronize()
+    there = time.perf_counter()
+    from jobs.digits import Digits, Net
+
+    model = Net(16).to(place)
+    optimizer, loss = torch.optim.AdamW(model.parameters(), lr=0.003), torch.nn.CrossEntropyLoss()
+    batches = iter(torch.utils.data.DataLoader(Digits("train"), 32, shuffle=True))
+    synchronize()
+    ready = time.perf_counter()
+    for _ in range(STEPS):
+        images, labels = (one.to(place) for one in next(batches))
+        optimizer.zero_grad()
+        loss(model(images), labels).backward()
+        optimizer.step()
+    synchronize()
+    trained = time.perf_counter()
+    with TemporaryDirectory() as folder:
+        torch.save({name: one.cpu() for name, one in model.state_dict().items()}, Path(folder, "weights.pt"))
+    after = time.perf_counter() - trained
+    firsts = {"import": imported - began, "context": there - imported, "model": ready - there}
+    return {**firsts, "before": ready - began, "steps": trained - ready, "after": after}
+
+
+def run(place: str) -> dict[str, float]:
+    """The seconds of a run by a command, as its result tells them."""
+    with TemporaryDirectory() as folder:
+        sets = [f"--set={key}={json.dumps(value)}" for key, value in keys_on(place).items() if key != "overwrite"]
+        line = ["dp_ray", "run", JOB, f"--storage={folder}", "--json", "--quiet", *sets]
+        done = subprocess.run([sys.executable, "-m", *line], stdout=subprocess.PIPE, text=True, check=True)
+    return spans(json.loads(done.stdout.splitlines()[-1]))
+
+
+def session(place: str) -> dict[str, float]:
+    """The seconds of a session's second job."""
+    import dp_ray
+
+    keys = keys_on(place)
+    own = {key: keys[key] for key in ("workers", "gpus_per_worker") if key in keys}
+    with TemporaryDirectory() as folder, dp_ray.session(**own, quiet=True) as opened:
+        for name in ("first", "second"):
+            began = time.perf_counter()
+            result = opened.run(JOB, storage=folder, name=name, **keys)
+            taken = time.perf_counter() - began
+    return {**spans(vars(result)), "whole": taken}
+
+
+def keys_on(place: str) -> dict[str, Any]:
+    return {**KEYS, **({"gpus_per_worker": 0} if place == "cpu" else {})}
+
+
+def spans(result: dict[str, Any]) -> dict[str, float]:
+    before, after = result["seconds_before_steps"], result["seconds_after_steps"]
+    return {"before": before, "steps": result["seconds"] - before - after, "after": after}
+
+
+if __name__ == "__main__":
+    ways = {"plain": plain, "run": run, "session": session}
+    print(json.dumps(ways[sys.argv[1]](sys.argv[2])))
