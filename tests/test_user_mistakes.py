@@ -40,6 +40,25 @@ def test_a_model_that_exits_is_no_success(tmp_path: Path) -> None:
         run(tmp_path, Exits(), models.Rows(9))
 
 
+class Timed(nn.Linear):
+    """Has cuDNN choose its kernels by their time."""
+
+    def __init__(self) -> None:
+        super().__init__(models.Rows(1).data.shape[1], 1)
+        torch.backends.cudnn.benchmark = True
+
+
+def test_kernels_that_are_chosen_by_their_time_have_no_place_in_a_bitwise_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)  # the caller's own counts nothing
+    run(tmp_path / "plain", models.Doubler(), models.Rows(9), bitwise=True)
+    with pytest.raises(JobError, match=r"^bitwise: the model's code sets torch.backends.cudnn.benchmark, .* or set"):
+        run(tmp_path, Timed, models.Rows(9), bitwise=True)
+    assert torch.backends.cudnn.benchmark
+    run(tmp_path / "without", Timed, models.Rows(9))
+
+
 class TreeModel(nn.Module):
     """Calls itself on parts of what it gets."""
 

@@ -173,18 +173,27 @@ def place(job: Job, world: World, note: Callable[[str], None]) -> Placement:
 
     A single worker holds it whole, unless `fsdp.mixed_precision` changes the numbers. `note` gets lines for the user.
     BatchNorm layers become SyncBatchNorm if the job asks for it and has several workers. Raises JobError on CPUs,
-    where SyncBatchNorm does not run.
+    where SyncBatchNorm does not run, and if the code of a bitwise job's model has cuDNN choose its kernels anew.
     """
     note = functools.cache(note)  # a training and its evaluations say the same
-    if shards_over(job, world):
-        from dp_ray.engine.sharded.build import build_sharded  # here: its imports take seconds
+    placed = place_sharded(job, world, note) if shards_over(job, world) else place_whole(job, world, note)
+    if job.bitwise and torch.backends.cudnn.benchmark:
+        raise JobError(
+            "bitwise: the model's code sets torch.backends.cudnn.benchmark, with which cuDNN takes the kernel that is "
+            "fastest at the time, another one now and then; leave that out, or set bitwise: false"
+        )
+    return placed
 
-        if job.flops:
-            note("flops: not counted: with strategy: fsdp no worker can run a shard alone")
-        sharded = build_sharded(job, world, note)
-        world = world.with_inputs_on(input_device(job, sharded.model, world.devices))
-        return ShardedPlacement(job, sharded.model, compiled(sharded.model, job), world, sharded, note=note)
-    return place_whole(job, world, note)
+
+def place_sharded(job: Job, world: World, note: Callable[[str], None]) -> Placement:
+    """Build the job's model, of which each worker holds a part; raises what `place` raises."""
+    from dp_ray.engine.sharded.build import build_sharded  # here: its imports take seconds
+
+    if job.flops:
+        note("flops: not counted: with strategy: fsdp no worker can run a shard alone")
+    sharded = build_sharded(job, world, note)
+    world = world.with_inputs_on(input_device(job, sharded.model, world.devices))
+    return ShardedPlacement(job, sharded.model, compiled(sharded.model, job), world, sharded, note=note)
 
 
 OF_SHARDS = (
