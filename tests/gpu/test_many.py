@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine.world import own_rank
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.ray
 
 SKEW = 90.0
 SECONDS = 600
+SIZES = (1, 255, 4099, 2**16, 2**20 + 3, 2**24)  # NCCL sums few numbers by other protocols than many
 
 
 @pytest.fixture
@@ -62,6 +64,54 @@ def test_half_precision_and_shards_of_a_model_have_the_same_bits_too(tmp_path: P
     for keys in ({"precision": "bf16"}, {"strategy": "fsdp"}):
         one, two = (run(tmp_path, f"{next(iter(keys))}-{count}", count, **keys) for count in (1, 2))
         assert one["weights_sha256"] == two["weights_sha256"], keys
+
+
+@pytest.mark.parametrize("nvls", ["0", "1"], ids=["without NVLS", "with NVLS"])
+def test_an_all_reduce_of_two_is_torchs_add_to_the_bit(many: int, nvls: str) -> None:
+    """What `bitwise` on two workers rests on. Where the GPUs have no NVLink switch, NCCL does without NVLS."""
+    line = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.gpu.test_many"]
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": nvls}
+    done = subprocess.run(
+        [sys.executable, "-m", *line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stdout.split() == ["float32", "float64"]
+
+
+def compare_sums() -> None:
+    """One of two processes: sum numbers with the other one, and compare with the sum of both by torch.add."""
+    rank, backend = int(os.environ["RANK"]), "nccl" if torch.cuda.is_available() else "gloo"
+    device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
+    for dtype, as_bits in ((torch.float32, torch.int32), (torch.float64, torch.int64)):
+        for size in SIZES:
+            both = [one.to(device) for one in numbers(size, dtype)]
+            summed = both[rank].clone()
+            dist.all_reduce(summed)
+            expected = torch.add(*both)
+            is_nan = expected.isnan()
+            assert torch.equal(summed.isnan(), is_nan), f"{dtype}, {size} numbers: NaN elsewhere"
+            differ = (summed.view(as_bits) != expected.view(as_bits)) & ~is_nan
+            found = [one[differ][:3].tolist() for one in (*both, summed, expected)]
+            assert not differ.any(), f"{dtype}, {size} numbers: {int(differ.sum())} differ, the first ones: {found}"
+        if rank == 0:
+            print(str(dtype).removeprefix("torch."))
+    dist.destroy_process_group()
+
+
+def numbers(size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What each of two processes holds: all pairs of special numbers first, then any."""
+    most = torch.finfo(dtype)
+    denormal = most.smallest_normal / 8
+    half = [0.0, denormal, most.smallest_normal, 1.0, 1 + most.eps, most.max, float("inf"), float("nan")]
+    special = torch.tensor([*half, *(-one for one in half)], dtype=dtype)
+    pairs = torch.cartesian_prod(special, special).T
+    generator = torch.Generator().manual_seed(size)
+    drawn = torch.randn(2, size, dtype=dtype, generator=generator)
+    drawn *= torch.randn(2, size, dtype=dtype, generator=generator).mul(30).exp2()
+    return list(torch.cat([pairs, drawn], 1)[:, :size].contiguous())
 
 
 def test_a_killed_rank_costs_no_bit(tmp_path: Path, many: int) -> None:
@@ -140,3 +190,7 @@ def test_each_worker_has_one_gpu_in_nvidia_smi(tmp_path: Path, cuda: torch.devic
 def test_torchs_sanitizer_finds_no_race(tmp_path: Path, cuda: torch.device, many: int) -> None:
     result = run(tmp_path, "sanitized", 2, "--set=env={TORCH_CUDA_SANITIZER: '1'}", max_steps=20)
     assert result["restarts"] == 0
+
+
+if __name__ == "__main__":
+    compare_sums()
