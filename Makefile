@@ -57,7 +57,7 @@ quick: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not ray and not slow' $(FILES)
 
 gpu: $(VENV)/installed
-	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m pytest tests/gpu --durations=20
 
 sim: $(VENV)/installed
 	$(BIN)/python -m pytest tests/sim

@@ -1,8 +1,8 @@
 """dp_ray's loops on one GPU against plain loops of torch: `python -m benchmarks.gpu [PART...]`, or all parts.
 
 `gpt` and `resnet` have models of a usual size. In `small` a step is so short that the GPU waits for Python; beside it
-stand accelerate and Lightning Fabric too, where they are installed. `start` is `benchmarks/gpu_start.py`. Each part
-takes less than ten minutes, and prints each row when it has it.
+stand accelerate and Lightning Fabric too, where they are installed. `start` and `large` are of
+`benchmarks/gpu_start.py`. Each part takes less than ten minutes, and prints each row when it has it.
 
 Both loops are in one process and take turns every few steps, so that the GPU's clock and heat are the same for both.
 `python -m benchmarks.gpu cpu [PART...]` runs small models on the CPU, to see that the benchmark itself works.
@@ -73,7 +73,7 @@ SMALL = Sizes(
     pairs=4,
 )
 SHORT = replace(SMALL, block=50, warm=2, pairs=12)  # of `small` on a GPU
-NAMES = ("small", "gpt", "resnet", "start")
+NAMES = ("small", "gpt", "resnet", "start", "large")
 
 
 @dataclass(frozen=True)
@@ -315,13 +315,15 @@ def main(names: list[str]) -> None:
         sys.exit("there is no GPU: torch.cuda.is_available() is False; `python -m benchmarks.gpu cpu` tries it out")
     device = torch.device("cpu" if on_cpu else "cuda:0")
     print("the CPU" if on_cpu else torch.cuda.get_device_name(device), f"torch {torch.__version__}", sep=", ")
-    if timed := [part for part in parts if part != "start"]:
+    if timed := [part for part in parts if part not in ("start", "large")]:
         print("", f"| {' | '.join(HEADER)} |", f"| {' | '.join(['---'] * len(HEADER))} |", sep="\n", flush=True)
     for part in timed:
         for found in measure(part, device, SMALL if on_cpu else SHORT if part == "small" else LARGE):
             print(line(found), flush=True)
     if "start" in parts:
         gpu_start.show(on_cpu)
+    if "large" in parts:
+        gpu_start.show_large(on_cpu)
 
 
 if __name__ == "__main__":

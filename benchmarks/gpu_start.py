@@ -2,6 +2,9 @@
 
 Three ways to train jobs/digits.yaml for three steps: a fresh process of plain torch, `dp-ray run` with no Ray up, and
 the second job of a session. They take turns; nothing else should run on the machine.
+
+`python -m benchmarks.gpu large` trains a model of 2 GB for twelve steps with a checkpoint every five: the seconds of
+the first steps, of those after a checkpoint, and after the last step, and the peak of its memory beside the plan's.
 """
 
 import json
@@ -9,6 +12,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -26,6 +30,16 @@ PLAIN_SPANS = {
     "context": "the first tensor on the device",
     "model": "model and data",
 }
+
+
+def show_large(on_cpu: bool) -> None:
+    """Print what a training of a large model found."""
+    found = in_process("benchmarks.gpu_start", "large", "cpu" if on_cpu else "cuda")
+    print("", f"A model of {found['bytes'] / 1e9:.3g} GB, batches of 16, a checkpoint every 5 steps:", sep="\n")
+    print(f"- seconds of its steps: {', '.join(f'{one:.3f}' for one in found['steps'])}")
+    print(f"- {found['before']:.2f} s before the first step, {found['after']:.2f} s from the last one's begin on")
+    peak = f"{found['peak'] / 1e6:,.0f} MB" if found["peak"] else "not told of a CPU"
+    print(f"- peak of what torch holds: {peak}; planned: {found['planned'] / 1e6:,.0f} MB", flush=True)
 
 
 def show(on_cpu: bool) -> None:
@@ -106,6 +120,55 @@ def session(place: str) -> dict[str, float]:
     return {**spans(vars(result)), "whole": taken}
 
 
+def large(place: str) -> dict[str, Any]:
+    """The steps of a training of a large model in this process, each waited for."""
+    import torch
+
+    from dp_ray.engine.memory import plan_memory
+    from dp_ray.engine.votes import StepControl
+    from dp_ray.engine.world import World
+    from dp_ray.job.job import Job
+    from dp_ray.rundir.ledger import PARTS
+    from dp_ray.storage import Storage
+    from dp_ray.tasks.task import run_task
+
+    class Clock(StepControl):
+        def before(self, step: int) -> None:
+            synchronize()
+            at.append(time.perf_counter())
+
+    at: list[float] = []
+    is_gpu, (width, layers) = place == "cuda", (4096, 30) if place == "cuda" else (256, 4)
+    synchronize = torch.cuda.synchronize if is_gpu else lambda: None
+    device = torch.device("cuda:0" if is_gpu else "cpu")
+    keys: dict[str, Any] = {
+        "task": "train",
+        "model": {"target": "benchmarks.nets:deep", "args": {"width": width, "layers": layers}},
+        "dataset": {"target": "benchmarks.nets:Vectors", "args": {"length": 16 * 12, "width": width}},
+        "batch_size": 16,
+        "devices": [str(device)],
+        "loss": "torch.nn:MSELoss",
+        "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 1e-4}},
+        "checkpoint": {"every_steps": 5, "every_seconds": None},
+    }
+    job = Job.make(keys, "large")
+    planned = plan_memory(job, torch.cuda.get_device_properties(0).total_memory if is_gpu else None)
+    with TemporaryDirectory() as folder:
+        run = Storage(folder)
+        run.child(PARTS).create()
+        began = time.perf_counter()
+        run_task(job, World(device=device), run, lambda _: None, Clock())
+        ended = time.perf_counter()
+    return {
+        "bytes": 4 * layers * (width + 1) * width,
+        "before": at[0] - began,
+        "steps": [after - one for one, after in pairwise(at)],
+        "after": ended - at[-1],
+        "peak": torch.cuda.max_memory_allocated() if is_gpu else 0,
+        "planned": planned.workers[0].total,
+    }
+
+
 def keys_on(place: str) -> dict[str, Any]:
     return {**KEYS, **({"gpus_per_worker": 0} if place == "cpu" else {})}
 
@@ -116,5 +179,5 @@ def spans(result: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    ways = {"plain": plain, "run": run, "session": session}
+    ways = {"plain": plain, "run": run, "session": session, "large": large}
     print(json.dumps(ways[sys.argv[1]](sys.argv[2])))

@@ -132,3 +132,22 @@ class Texts(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.tokens[index, :-1], self.tokens[index, 1:]
+
+
+def deep(width: int, layers: int) -> nn.Module:
+    """As many linear layers of `width` by `width`, each before a ReLU: rows of vectors to the same."""
+    return nn.Sequential(*(one for _ in range(layers) for one in (nn.Linear(width, width), nn.ReLU())))
+
+
+class Vectors(Dataset[Any]):
+    """`length` rows of a vector, and one to come near to."""
+
+    def __init__(self, length: int, width: int) -> None:
+        self.length = length
+        self.width = width
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((self.width,), float(index % 7)), torch.full((self.width,), 0.5)

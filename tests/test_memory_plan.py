@@ -240,6 +240,10 @@ def test_the_command_says_it_in_text_and_json(
     shown = run_cli("plan", "jobs/digits.yaml", "--gpu-memory", "40", *keys)
     assert "memory of a worker in MiB, with shards of 4 rows:" in shown
     assert len([line for line in shown.splitlines() if line.endswith("fits 40 GiB")]) == 4
+    assert shown.endswith("memory: of what is left of a GPU NCCL takes 0.3 to 0.6 GB\n")
+    on_three = run_cli("plan", "jobs/digits.yaml", "--gpu-memory", "40", "--workers", "3")
+    assert on_three.endswith("0.3 to 0.6 GB, and as much again with ddp and bitwise on 3 workers and more\n")
+    assert "NCCL" not in run_cli("plan", "jobs/digits.yaml", "--gpu-memory", "40", "--workers", "1")
     (line,) = run_cli("plan", "jobs/digits.yaml", "--memory", "--json", *keys).splitlines()
     memory = json.loads(line)["memory"]
     assert [one["workers"] for one in memory["workers"]] == [1, 2, 1, 2]

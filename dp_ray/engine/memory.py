@@ -60,6 +60,7 @@ from dp_ray.tensors.files import is_sharded, local, moved_batch
 from dp_ray.tensors.tree import holds_objects, map_leaves
 
 Bytes: TypeAlias = Counter[str]  # by device
+OF_NCCL = "memory: of what is left of a GPU NCCL takes 0.3 to 0.6 GB"  # for the channels of a group
 
 
 def plan_memory(job: Job, gpu_bytes: int | None) -> MemoryPlan:
@@ -80,6 +81,11 @@ def plan_memory(job: Job, gpu_bytes: int | None) -> MemoryPlan:
             remarks.append("memory: that of the model without compile, whose kernels may hold less")
         if job.eval is not None and job.over_eval().batch_size > job.batch_size:
             remarks.append("memory: evaluations have larger batches, and are not counted")
+        if gpu_bytes is not None and job.max_workers > 1:
+            # `TreeReducer` has a group of its own.
+            second = ", and as much again with ddp and bitwise on 3 workers and more"
+            has_second = job.task == "train" and job.bitwise and job.max_workers > 2
+            remarks.append(f"{OF_NCCL}{second if has_second else ''}")
         return MemoryPlan(rows, (*ddp, *fsdp), gpu_bytes, tuple(remarks))
 
 

@@ -179,8 +179,8 @@ def place(job: Job, world: World, note: Callable[[str], None]) -> Placement:
     placed = place_sharded(job, world, note) if shards_over(job, world) else place_whole(job, world, note)
     if job.bitwise and torch.backends.cudnn.benchmark:
         raise JobError(
-            "bitwise: the model's code sets torch.backends.cudnn.benchmark, with which cuDNN takes the kernel that is "
-            "fastest at the time, another one now and then; leave that out, or set bitwise: false"
+            "bitwise: the model's code sets torch.backends.cudnn.benchmark, with which cuDNN takes the kernel "
+            "that is fastest at the time; leave that out, or set bitwise: false"
         )
     return placed
 

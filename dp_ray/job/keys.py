@@ -898,7 +898,7 @@ class JobKeys(WorkerKeys, WorkKeys):
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """ddp: each worker holds the whole model. fsdp: each worker holds a part of each parameter, of its gradient and
-    of its optimizer state (torch's FSDP2)."""
+    of its optimizer state (torch's FSDP2, of torch 2.13 or newer)."""
     fsdp: Fsdp = Fsdp()
     """How `strategy: fsdp` shards the model over the workers."""
 

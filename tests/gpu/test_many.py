@@ -53,7 +53,8 @@ def run(folder: Path, name: str, workers: int, *more: str, **settings: Any) -> d
 
 
 def test_the_bits_are_the_same_on_any_number_of_gpus(tmp_path: Path, many: int) -> None:
-    results = [run(tmp_path, f"on-{count}", count) for count in (1, 2, 4) if count <= many]
+    """Ten classes have gradients of ten numbers, which end at no multiple of 16 bytes; a norm clips all of them."""
+    results = [run(tmp_path, f"on-{count}", count, grad_clip=0.5) for count in (1, 2, 4, 8) if count <= many]
     assert len({one["weights_sha256"] for one in results}) == 1
     for one in results:
         devices = [(worker["node"], tuple(worker["gpu_ids"])) for worker in one["workers"]]

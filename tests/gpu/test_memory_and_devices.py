@@ -1,5 +1,6 @@
 """A model over a GPU and the CPU, predictions, a GPU without memory left, and jobs one after the other."""
 
+import copy
 import os
 import re
 import subprocess
@@ -238,6 +239,22 @@ def test_each_of_several_workers_has_the_gpu_that_the_job_names_for_itself(
     assert result.status == "done"
     assert sorted(worker["gpu_ids"] for worker in result.workers) == [["0"], ["1"]]
     assert sorted(worker["device"] for worker in result.workers) == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.ray
+def test_the_line_computes_on_the_gpu_as_the_plain_module_does(cuda: torch.device) -> None:
+    torch.manual_seed(0)
+    inputs, module = torch.randn(13, 3, 32, 32), resnet(**RESNET["model"]["args"])
+    plain = copy.deepcopy(module).to(cuda)
+    with dp_ray.DataParallel(module, workers=1, quiet=True) as replicated:
+        outputs = replicated(inputs)
+        outputs.square().mean().backward()
+        assert {one.device for one in replicated.shapes} == {str(cuda)}
+    expected = plain(inputs.to(cuda))
+    expected.square().mean().backward()
+    torch.testing.assert_close(outputs.cpu(), expected.cpu(), atol=5e-3, rtol=5e-3)
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.cpu(), other.grad.cpu(), atol=5e-3, rtol=5e-2)
 
 
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]

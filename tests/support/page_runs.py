@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import benchmarks.__main__
+import benchmarks.gpu
+import benchmarks.many
 from dp_ray.cli import main
 from dp_ray.cli.options import KeyOptions
 from dp_ray.job.files import load_job
@@ -27,6 +30,9 @@ STAYS = "starts processes that stay: tests/support/hosts.py starts such nodes"
 OTHER_MACHINES = "needs a cluster of other machines"
 NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"
 DOWNLOAD = "pip download --only-binary=:all: --python-version 3.12"
+DASHBOARD = "http://127.0.0.1:8265"
+ON_THE_GPU = "dp-ray run jobs/digits.yaml --workers 1"
+ON_TWO_GPUS = "dp-ray run jobs/hugging_face.yaml --workers 2"
 SUBMIT = "dp-ray submit jobs/digits_predict.yaml --address http://10.0.0.1:8265 --storage s3://bucket/runs"
 NOT_RUN = {
     "pip install .": "tests/test_wheel.py builds the wheel and installs it",
@@ -44,12 +50,22 @@ NOT_RUN = {
     "dp-ray stop digits --address http://10.0.0.1:8265": OTHER_MACHINES,
     "dp-ray stop s3://bucket/runs/digits": OTHER_MACHINES,
     "ray job submit --working-dir . -- python -m dp_ray run jobs/digits_predict.yaml": OTHER_MACHINES,
-    ".venv/bin/python -m benchmarks.gpu": NEEDS_A_GPU,
     f"{DOWNLOAD} --platform manylinux2014_x86_64 -d wheels pydantic": NEEDS_A_GPU,
-    f"{DOWNLOAD} --no-deps -d wheels tensorboardX": NEEDS_A_GPU,
+    f"{DOWNLOAD} --no-deps -d wheels tensorboardX pytest-xdist execnet": NEEDS_A_GPU,
     "python -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl": NEEDS_A_GPU,
     "PYTHONPATH=/tmp/site python -m pytest tests/gpu": NEEDS_A_GPU,
-    "PYTHONPATH=/tmp/site python -m benchmarks.gpu": NEEDS_A_GPU,
+    "PYTHONPATH=/tmp/site python -m benchmarks.gpu small": NEEDS_A_GPU,
+    "dp-ray verify jobs/digits.yaml --workers 1,2,3,8 --set gpus_per_worker=0.1": NEEDS_A_GPU,
+    'dp-ray run jobs/model_parallel_train.yaml --workers 1 --set "devices=[cuda:0, cpu]" --name parts': NEEDS_A_GPU,
+    "dp-ray submit jobs/digits.yaml --workers 1 --address http://127.0.0.1:8265 --name submitted": STAYS,
+    f"ray job submit --address {DASHBOARD} -- python -m dp_ray run jobs/digits.yaml --workers 1 --name by-ray": STAYS,
+    "ray stop": STAYS,
+    f"{ON_THE_GPU} --set \"env={{TORCH_CUDA_SANITIZER: '1'}}\" --set max_steps=20 --name sanitized": NEEDS_A_GPU,
+    f"{ON_THE_GPU} --profile 10-14:0 --name traced": NEEDS_A_GPU,
+    "dp-ray plan jobs/hugging_face.yaml --memory --workers 2": NEEDS_A_GPU,
+    f"{ON_TWO_GPUS} --name peaks": NEEDS_A_GPU,
+    f"{ON_TWO_GPUS} --set strategy=fsdp --set bitwise=true --name sharded-bits": NEEDS_A_GPU,
+    f"{ON_TWO_GPUS} --set strategy=fsdp --set bitwise=false --name sharded": NEEDS_A_GPU,
     "ray start --head --port=6379": STAYS,
     "ray start --address=10.0.0.1:6379": OTHER_MACHINES,
     "python parallel.py": "needs Ray: tests/test_notebook.py runs the same loop",
@@ -65,7 +81,10 @@ def standing_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         file.write_text(made_short(file.read_text()))
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
+    precision = torch.get_float32_matmul_precision()
     yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.benchmark = False
     for handler in list(logging.getLogger("dp_ray").handlers):
         logging.getLogger("dp_ray").removeHandler(handler)
         handler.close()
@@ -123,6 +142,8 @@ def said_by(block: Block, capsys: pytest.CaptureFixture[str]) -> str | None:
 
 def was_run(line: str) -> bool:
     """Run a command, or check what it names; whether it was run."""
+    if line.startswith("#"):
+        return False
     match shlex.split(line):
         case _ if line in NOT_RUN:
             return False
@@ -130,8 +151,17 @@ def was_run(line: str) -> bool:
             assert f"\n{target}:" in (ROOT / "Makefile").read_text(), line
             return False
         case [".venv/bin/python", "-m", "pytest", path, *chosen]:
-            named = re.findall(r"^def (test_\w+)", (ROOT / path).read_text(), re.M)
-            assert not chosen or any(chosen[1] in name for name in named), line
+            files = [ROOT / path] if path.endswith(".py") else (ROOT / path).glob("test_*.py")
+            named = [name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)]
+            chosen = chosen[chosen.index("-k") + 1 :] if "-k" in chosen else [""]
+            words = set(re.findall(r"\w+", chosen[0])) - {"and", "or", "not", "True"}
+            assert all(any(word in name for name in named) for word in words), line
+            return False
+        case [".venv/bin/python", "-m", "benchmarks.gpu", *names]:
+            assert set(names) <= set(benchmarks.gpu.NAMES), line
+            return False
+        case [".venv/bin/python", "-m", "benchmarks.many", _, *names]:
+            assert set(names) <= set(benchmarks.many.HOW), line
             return False
         case [".venv/bin/python", "-m", "benchmarks", *names]:
             assert set(names) <= set(benchmarks.__main__.NAMES), line
