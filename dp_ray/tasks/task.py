@@ -14,7 +14,7 @@ from dp_ray.engine.random import preserved
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, alone, error_of, failed_in_group
 from dp_ray.job.job import Job
-from dp_ray.messages import Send
+from dp_ray.messages import Note, Send
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.tasks.evaluate import evaluate
@@ -23,6 +23,7 @@ from dp_ray.tasks.numerics import check_numerics
 from dp_ray.tasks.predict import predict_outputs
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
+from dp_ray.text import listed
 
 KERNELS = 256  # for one piece of code; a split has up to four shard sizes, an evaluation as many
 
@@ -46,7 +47,7 @@ def run_task(
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     task = find_shards if job.finds_shards else tasks[job.task]
     control = control or StepControl()
-    with settings_of(job, world):
+    with settings_of(job, world), retries_told(job, world, send):
         try:
             check_numerics(job, world, send, control)
             task(Context(job.for_task(), world, run, send, control, rows_on_driver or {}))
@@ -55,6 +56,27 @@ def run_task(
             if failed is None:
                 raise
             raise error_of(failed) from error
+
+
+@contextmanager
+def retries_told(job: Job, world: World, send: Send) -> Iterator[None]:
+    """Tell the user at the end if a GPU of a bitwise job had too little memory: cuDNN may have gone on otherwise.
+
+    It asks for the workspace of one algorithm after another until it gets one, and each adds in an order of its own.
+    """
+    gpus = [one for one in world.devices if one.type == "cuda"] if job.bitwise and not job.finds_shards else []
+
+    def retried() -> list[int]:
+        return [torch.cuda.memory_stats(one).get("num_alloc_retries", 0) for one in gpus]
+
+    before = retried()
+    try:
+        yield
+    finally:
+        tight = [str(one) for one, earlier, now in zip(gpus, before, retried(), strict=True) if now > earlier]
+        if tight:
+            what = f"bitwise: {world}: {listed(tight)} had too little memory for an allocation at first"
+            send(Note(f"{what}; if cuDNN took another algorithm for that, the bits are others: set more shards"))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tests.support import simgpu
 from tests.support.cluster import ROOT
 
 HERE = Path(__file__).parent
-ALONE = ["one shard", "one predicted shard", "one narrowed shard", "loader"]  # jobs of one GPU
+ALONE = ["one shard", "one predicted shard", "one narrowed shard", "loader", "tight"]  # jobs of one GPU
 SECONDS = 400  # for a set; on a quiet machine it takes 10 to 30
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -60,6 +61,17 @@ class TooLarge(Wide):
     def forward(self, inputs: torch.Tensor) -> Any:
         outputs = super().forward(inputs)  # type: ignore[no-untyped-call]
         return {"small": outputs, "large": outputs * FACTOR}
+
+
+class Tight(Wide):
+    """A model that asks for more memory than there is, and goes on without, as cuDNN does for its algorithms."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.is_cuda:
+            with suppress(torch.OutOfMemoryError):
+                torch.empty(torch.cuda.mem_get_info()[1], dtype=torch.uint8, device=inputs.device)
+        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return outputs
 
 
 class OverTwo(nn.Module):
@@ -127,6 +139,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "one narrowed shard": {"task": "predict", "shards": 1, "outputs": {"dtype": "float16"}},
     "loader": {"model": PARTLY, "loader": {"processes": 1, "context": "forkserver"}},
     "long": {"model": PARTLY, "batch_size": 1, "shards": 1, "max_steps": 20},
+    "tight": {"model": {"target": "tests.sim.jobs:Tight"}, "bitwise": True, "max_steps": 2},
     "kept": {"checkpoint": {"every_steps": 2}},
     "hung": {"model": {"target": "tests.sim.hanging:Hanging"}, "batch_size": 2, "shards": 2, "max_steps": 30},
     "paused": {"model": wide(pauses=True), "bitwise": True, "shards": 8, "max_steps": 2},

@@ -141,6 +141,13 @@ def test_outputs_too_large_for_their_dtype_are_told_as_on_the_cpu(set_of: Sets, 
     assert all("large has numbers too large for float16" in line and "step 0, shard 0" not in line for line in lines)
 
 
+def test_a_bitwise_job_tells_that_an_allocation_was_tried_again(set_of: Sets) -> None:
+    says = "bitwise: rank 0 on host: cuda:0 had too little memory for an allocation at first"
+    assert [note.startswith(says) for note in set_of(1).reports("gpu", "tight")[0]["notes"]] == [True]
+    for kind, name in (("cpu", "tight"), ("gpu", "bitwise")):
+        assert set_of(1).reports(kind, name)[0]["notes"] == []
+
+
 def usual_step(report: dict[str, Any]) -> dict[str, int]:
     """The fewest kernels, copies and waits of a step after the early ones; some steps also keep the history."""
     counts = report["counts"][EARLY:]

@@ -226,6 +226,7 @@ def _give_memory(torch: Any) -> None:
     cuda.get_device_name = lambda device=None: card.name
     cuda.mem_get_info = lambda device=None: (card.total_memory - allocated(device), card.total_memory)
     cuda.memory_allocated = allocated
+    cuda.memory_stats = lambda device: {"num_alloc_retries": int(sim.retried(device.index))}
     cuda.memory_reserved = lambda device=None: 0
     cuda.empty_cache = lambda: None
     torch.__config__.show = lambda: "simulated GPUs have no library that could be asked"

@@ -146,6 +146,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 
 constexpr int64_t kMemory = int64_t(2) << 30; // bytes of a GPU
 std::array<std::atomic<int64_t>, kDevices> allocated{};
+std::array<std::atomic<int64_t>, kDevices> retried{}; // allocations for which there was no memory
 
 struct Block {
   void* memory;
@@ -173,6 +174,8 @@ c10::DataPtr on_device(void* memory, at::Tensor owner, size_t bytes, DeviceIndex
 
 struct DeviceAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    if (allocated[current_device] + static_cast<int64_t>(bytes) > kMemory)
+      ++retried[current_device]; // torch's own allocator frees what it keeps, and tries once more: here it keeps nothing
     TORCH_CHECK_WITH(OutOfMemoryError, allocated[current_device] + static_cast<int64_t>(bytes) <= kMemory,
                      "CUDA out of memory. Tried to allocate ", bytes, " bytes of a simulated GPU.");
     void* memory = nullptr;
@@ -685,6 +688,7 @@ TORCH_LIBRARY(simgpu, library) {
   library.def("host_unregister(int address) -> int", simgpu::host_unregister);
   library.def("memory() -> int", [] { return simgpu::kMemory; });
   library.def("allocated(int device) -> int", [](int64_t device) { return simgpu::allocated.at(device).load(); });
+  library.def("retried(int device) -> int", [](int64_t device) { return simgpu::retried.at(device).load(); });
   library.def("resize_storage(Storage storage, int bytes) -> ()", simgpu::resize_storage);
   library.def("host_view(Tensor tensor) -> Tensor", simgpu::host_view);
 }
