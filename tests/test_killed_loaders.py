@@ -1,4 +1,7 @@
-"""A loader's process that is killed: told where its next batch is awaited, and never in the midst of other code."""
+"""A loader's process that is killed: told where its next batch is awaited, and never in the midst of other code.
+
+And one whose worker is killed: it ends at once, since it holds all connections of its worker.
+"""
 
 import fcntl
 import multiprocessing
@@ -20,14 +23,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import pin_memory, signal_handling
 
-from dp_ray.engine.timed_loader import StepTimes, TimedLoader
+from dp_ray.engine.timed_loader import StepTimes, TimedLoader, begin_process
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
+from dp_ray.system.linux import end_with, start_of
 from dp_ray.tasks.task import run_task
 from tests.support import models
+from tests.support.forked import run_job, started
 from tests.support.within import within
 
 SECONDS = 60.0  # the machine may be busy
@@ -208,3 +213,83 @@ def test_one_that_is_killed_in_the_midst_of_a_batch_keeps_nobody_waiting(process
         with pytest.raises(DataError, match=r"ended in the midst of its work \(pid \d+, SIGKILL\)"):
             awaited.result(SECONDS)
     assert time.monotonic() - began < SECONDS
+
+
+class Asleep(models.Rows):
+    """Rows of which none is ever read; each process that is to read one has a file with its number."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        (self.folder / str(os.getpid())).touch()
+        while True:
+            time.sleep(60)
+
+
+@pytest.mark.parametrize(("context", "processes"), [("fork", 2), ("spawn", 1)])
+def test_those_of_a_killed_worker_end_at_once_also_in_the_midst_of_a_read(
+    context: str, processes: int, tmp_path: Path
+) -> None:
+    """torch has each look after its worker every 5 s, but only between two reads."""
+    (tmp_path / "pids").mkdir()
+    keys = {
+        "model": {"target": "tests.support.models:Linear"},
+        "dataset": {"target": "tests.test_killed_loaders:Asleep", "args": {"folder": str(tmp_path / "pids")}},
+        "loader": {"processes": processes, "context": context},
+        "storage": str(tmp_path),
+        "batch_size": 7,
+        "workers": 0,
+    }
+    pids = list[int]()
+    with started(run_job, keys) as worker:
+        try:
+            assert within(SECONDS, lambda: len(list((tmp_path / "pids").iterdir())) == processes)
+            pids += [int(path.name) for path in (tmp_path / "pids").iterdir()]
+            assert worker.process.pid not in pids and all(map(start_of, pids))
+            worker.send_signal(signal.SIGKILL)
+            assert within(SECONDS, lambda: not any(map(start_of, pids)))
+        finally:
+            for pid in filter(start_of, pids):
+                os.kill(pid, signal.SIGKILL)
+
+
+class Few(Dataset[Any]):
+    """Few numbers, each with the seconds that its read took, as TimedLoader takes them."""
+
+    screen = None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[float, int]:
+        return 0.0, index
+
+
+def test_those_that_a_thread_has_started_outlive_it() -> None:
+    """The system tells a process of the end of the thread that forked it, not of that thread's process."""
+    made: Any = DataLoader(
+        Few(), batch_size=None, num_workers=2, multiprocessing_context="fork", worker_init_fn=begin_process
+    )
+    with ThreadPoolExecutor(1) as threads:
+        loader = threads.submit(TimedLoader, made, StepTimes()).result(SECONDS)
+        batches: Any = loader._batches
+        threads.submit(next, loader).result(SECONDS)  # they have begun
+    with loader:
+        time.sleep(0.5)  # the thread has ended; no sign comes of what does not happen
+        assert all(one.is_alive() for one in batches._workers)
+        assert list(loader) == [*range(1, 8)]
+
+
+def test_one_that_begins_after_its_workers_end_ends_too_but_one_of_a_fork_server_lives() -> None:
+    fork = multiprocessing.get_context("fork")
+    ended = fork.Process(target=int)
+    ended.start()
+    ended.join(SECONDS)
+    assert ended.pid is not None
+    for parent, status in [(ended.pid, -signal.SIGKILL), (1, 0)]:
+        process = fork.Process(target=end_with, args=(parent,))
+        process.start()
+        process.join(SECONDS)
+        assert process.exitcode == status

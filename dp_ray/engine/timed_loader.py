@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.user_code import loader_ended_error
 from dp_ray.engine.world import show_alone
+from dp_ray.system.linux import end_with
 from dp_ray.system.process import importing_from_here, patched
 from dp_ray.system.threads import SIGNALS, if_longer
 
@@ -224,6 +225,9 @@ def begin_process(process: int) -> None:
     A terminal's Ctrl-C, and the SIGTERM of `timeout` or of a batch system, go to all processes of a group. They are
     a planned stop of the run, whose current step still needs what this process reads.
     """
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        end_with(parent.pid)
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)
     show_alone("fake")  # torch's backend without threads: its collectives work for one process

@@ -7,6 +7,7 @@ import it before torch, so it imports as little as possible: psutil only on anot
 import ctypes
 import glob
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ ACTION_BYTES = 1024  # more than any system's `struct sigaction` has
 # glibc's malloc.h
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 # Of each core in /proc/cpuinfo: what tells a processor's kind, on x86 and on Arm.
 NAMES_OF_PROCESSORS = ("vendor_id", "model name")
 NUMBERS_OF_PROCESSORS = (
@@ -114,6 +116,31 @@ def run_on(thread: int, cores: set[int]) -> None:
 def forks_after_imports() -> bool:
     """Return whether a process may fork once it has imported torch: macOS ends a child that uses its frameworks."""
     return IS_LINUX
+
+
+def end_with(parent: int) -> None:
+    """End this process once process `parent`, which has forked or spawned it, has ended. Call it in the main thread.
+
+    A forked process holds all connections of its parent, so whoever is at their other end hears of no death as long
+    as it lives. Where something else has started it, as a fork server, it lives on; so it does on another system.
+
+    The system sends a signal at the end of the thread that forked, though the others of its process may live. So the
+    signal only has this process look; it comes again at the end of the next thread that stands in for that one.
+    """
+    if not IS_LINUX:
+        return
+
+    def look(*_: object) -> None:
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.getppid() == parent:
+        parents_end = signal.SIGRTMAX - 1  # one that nobody else is likely to handle
+        signal.signal(parents_end, look)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {parents_end})
+        LIBC.prctl(PR_SET_PDEATHSIG, int(parents_end))
+    if start_of(parent) is None:  # it ended before the signal was asked for
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def keep_freed_memory() -> bool:
