@@ -6,6 +6,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,15 +16,17 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 import torch
 
 import dp_ray
 from dp_ray.cluster.internals.controller import CONTROLLER_PROCESS
 from dp_ray.cluster.internals.train import WORKER_PROCESS
+from dp_ray.cluster.internals.variables import VARIABLES
 from dp_ray.engine.world import own_rank
 from dp_ray.errors import DataError, JobError, WorkerError
 from tests.support import models
-from tests.support.cluster import OURS, Cluster, Run
+from tests.support.cluster import OURS, ROOT, Cluster, Run
 from tests.support.drivers import SLOW, driver, job_file, told, wait_for_checkpoint
 
 
@@ -110,6 +114,57 @@ def test_an_error_that_passes_is_survived(run_in_session: Run, tmp_path: Path) -
     assert (
         result.weights_sha256 == run_in_session(**passing(tmp_path, 0, workers=0, name="undisturbed")).weights_sha256
     )
+
+
+SEEN_AT_IMPORT = os.environ.get("DP_RAY_TESTED")
+
+
+class Told(models.SlowPairs):
+    """Tells each process that has it: its runtime environment by Ray, and what it has seen of `env`."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(0.0)
+        if ray.is_initialized() and ray.get_runtime_context().get_actor_id():  # the driver has one too
+            told = {"runtime_env": list(ray.get_runtime_context().runtime_env), "seen": SEEN_AT_IMPORT}
+            (Path(folder) / str(os.getpid())).write_text(json.dumps(told))
+
+
+def telling(folder: Path, **keys: Any) -> str:
+    (folder / "told").mkdir()
+    dataset = {"target": "tests.test_faults:Told", "args": {"folder": str(folder / "told")}}
+    return job_file(folder, dataset=dataset, epochs=1, **keys)
+
+
+def told_in(folder: Path) -> list[dict[str, Any]]:
+    """What the processes have told, in the order of their beginnings."""
+    paths = sorted((folder / "told").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    return [json.loads(path.read_text()) for path in paths]
+
+
+@pytest.mark.ray
+def test_restarted_workers_need_no_environment_of_their_own_on_a_ray_of_dp_rays_own(tmp_path: Path) -> None:
+    """Ray would start its agent for one, which takes longer than all else in a restart."""
+    job = telling(tmp_path)
+    common = ["run", job, "--storage", str(tmp_path), "--quiet", "--json", "--workers", "2"]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
+    line = [sys.executable, "-m", "dp_ray", *common, "--inject", "kill worker 1 at step 4"]
+    done = subprocess.run(line, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert told_in(tmp_path) == [{"runtime_env": [], "seen": None}] * 4
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["restarts"] == 1
+    undisturbed = dp_ray.run(job, workers=0, storage=str(tmp_path), name="undisturbed")
+    assert result["weights_sha256"] == undisturbed.weights_sha256
+
+
+@pytest.mark.ray
+def test_restarted_workers_have_env_before_they_import_anything(run: Run, tmp_path: Path) -> None:
+    job = telling(tmp_path, env={"DP_RAY_TESTED": "7"})
+    result = run(job, workers=2, inject="kill worker 1 at step 4")
+    assert result.restarts == 1
+    *first, third, fourth = told_in(tmp_path)
+    assert [one["seen"] for one in (*first, third, fourth)] == ["7"] * 4
+    assert [one["runtime_env"].count("env_vars") for one in (*first, third, fourth)] == [0, 0, 1, 1]
 
 
 class ShortOfMemory(torch.nn.Linear):

@@ -166,7 +166,7 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
     """
 
     _worker_cls = RayTrainWorker
-    takes_idle = False  # whether its workers may be processes that Ray holds ready; only while no task has run in any
+    idle_starts = 0.0  # how many of the next starts may take processes that Ray holds ready
 
     def _start(self) -> None:
         try:
@@ -179,12 +179,15 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
-        """An environment without variables, for which Ray has processes ready, else one that gets new processes.
+        """An environment without variables, which is the job's own, else one that gets new processes.
 
-        `WorkersStart` sets the variables. A process that ran a task may have imported torch before `env` is set.
+        `WorkersStart` sets the variables. For an environment of the workers' own Ray starts its agent first: that is
+        half of a restart.
         """
-        takes_idle, CleanWorkerGroup.takes_idle = CleanWorkerGroup.takes_idle, False
-        return custom_runtime_env if takes_idle else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
+        if CleanWorkerGroup.idle_starts > 0:
+            CleanWorkerGroup.idle_starts -= 1
+            return custom_runtime_env
+        return WorkerGroup._get_worker_runtime_env(custom_runtime_env)
 
 
 def _kill_unless_missing(actor: Any) -> None:
@@ -197,8 +200,8 @@ class OwnController(TrainController):  # type: ignore[misc]
 
     worker_group_cls = CleanWorkerGroup
 
-    def __init__(self, takes_idle: bool, **given: Any) -> None:
-        CleanWorkerGroup.takes_idle = takes_idle
+    def __init__(self, idle_starts: float, **given: Any) -> None:
+        CleanWorkerGroup.idle_starts = idle_starts
         package = ray.train.v2._internal.execution.worker_group  # in this process, which is the controller's own
         package.worker_group.SynchronizationActor = NoSynchronization
         package.state._shutdown_sync_actor = _kill_unless_missing

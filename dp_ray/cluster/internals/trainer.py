@@ -1,6 +1,7 @@
 """Start Ray Train's controller with our policies, from the driver."""
 
 import functools
+import math
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
@@ -56,6 +57,7 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         super().__init__(*args, **keys)
         self._on_start = WorkersStart(start)
         self._is_own = is_own
+        self._has_env = bool(start.env)
         self._unneeded: tuple[type[Any], ...] = (_NoDatasets,)
         if is_own:
             # The end of the job cleans up instead. Its actor would ask the Ray that was started last on this host,
@@ -86,13 +88,22 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         """
         here = label_of(ray.get_runtime_context().get_node_id())
         variables = {WARN_BLOCKING: "0", **get_env_vars_to_propagate()}
-        takes_idle = self._is_own and _is_first_start()
-        runtime_env = {} if takes_idle else {"env_vars": variables}
+        idle_starts = self._idle_starts()
+        runtime_env = {} if idle_starts else {"env_vars": variables}
         actor = ray.remote(num_cpus=0, label_selector=here, runtime_env=runtime_env)(WorkerController)
-        make = functools.partial(OwnController, takes_idle)
+        make = functools.partial(OwnController, idle_starts)
         self._controller = actor.remote(variables, [put_apart((make, {**given, **self._policies}))])
         self._ended = self._controller.run.remote().future()
         return SimpleNamespace(error=None)  # `fit` looks for an error in it
+
+    def _idle_starts(self) -> float:
+        """Return how many starts of workers may take processes that Ray holds ready: with `env` only the first one.
+
+        In a later one, a process may have imported torch for a task before `env` is set. On a Ray of the caller's it
+        may have run the caller's code.
+        """
+        is_first = _is_first_start()
+        return 0 if not self._is_own else float(is_first) if self._has_env else math.inf
 
     @property
     def has_ended(self) -> bool:
