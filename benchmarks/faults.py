@@ -1,11 +1,16 @@
 """What a fault costs: from the kill to training again, against Ray Train's defaults with a loop written by hand."""
 
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from benchmarks.cluster import local_ray, scratch
 from benchmarks.compare import Pairs, at_most, compared
 from benchmarks.measure import alternate
 from benchmarks.pulses import PULSED_BLOCK, Pulses, pulsed
+from benchmarks.start import ROOT, unpack
 from benchmarks.table import Row, time_text
 from benchmarks.turns import take_turns
 from dp_ray.cluster.channel import open_channel
@@ -26,11 +32,51 @@ from dp_ray.cluster.internals.variables import TRAIN_VARIABLES
 REPEATS = 3
 NODE_REPEATS = 2  # each waits for a minute
 STEPS = 240
+MARKED = 60  # marks of all workers, after which one is killed; half of the steps that a run does at least
+EARLIER = "b16e1ce"  # the commit before restarts were shortened
 Kill = Callable[[list[int]], None]
 
 
 def measure() -> list[Row]:
-    return [_node(), *_worker(), _pulse()]
+    return [_node(), *_worker(), *_own_ray(), _pulse()]
+
+
+def _own_ray() -> Iterator[Row]:
+    """The program, with a Ray of its own, at this commit and at an earlier one."""
+    with scratch() as folder:
+        if not unpack(EARLIER, folder / "earlier"):
+            return
+        shutil.copy(Path(__file__).with_name("marked.py"), folder)
+        for workers, processes in [(2, 0), (3, 0), (2, 2), (3, 2)]:
+            run = partial(_command, workers=workers, processes=processes)
+            ours = partial(_seconds_lost, folder, kill_one, partial(run, ROOT), MARKED)
+            theirs = partial(_seconds_lost, folder, kill_one, partial(run, folder / "earlier"), MARKED)
+            loaders = f", {processes} loader processes each" if processes else ""
+            what = f"a worker killed, a Ray of its own: to the next finished step, {workers} workers{loaders}"
+            limit = at_most(0.6 if processes else 0.7)
+            yield compared(f"faults: {what}", alternate(ours, theirs, REPEATS), time_text, f"at {EARLIER}", limit)
+
+
+def _command(code: Path, marks: Path, workers: int, processes: int) -> None:
+    """Train by the program that stands in `code`; nobody has started a Ray."""
+    job = {
+        "task": "train",
+        "model": "marked:model",
+        "dataset": "marked:Slow",
+        "loss": "torch.nn:MSELoss",
+        "optimizer": {"target": "marked:MarkedSGD", "args": {"lr": 0.01, "marks": str(marks)}},
+        "loader": {"processes": processes, **({"context": "fork"} if processes else {})},
+        "batch_size": recovering.BATCH,
+        "shards": 6,
+        "epochs": 1000,
+        "max_steps": 2 * MARKED,
+        "checkpoint": {"every_steps": 10},
+    }
+    file = marks.with_suffix(".yaml")
+    file.write_text(json.dumps(job))  # JSON is YAML
+    command = [sys.executable, "-m", "dp_ray", "run", str(file), "--workers", str(workers), "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(code), str(marks.parent)])}
+    subprocess.run([*command, "--storage", str(marks.parent / "runs")], cwd=code, env=environment, check=True)
 
 
 def _worker() -> list[Row]:
@@ -133,19 +179,23 @@ def _theirs(folder: Path, kill: Kill, workers: int | tuple[int, int]) -> float:
     return _seconds_lost(folder, kill, lambda ticks: recovering.run(ticks, workers, STEPS))
 
 
-def _seconds_lost(folder: Path, kill: Kill, train: Callable[[Path], None]) -> float:
-    """From the kill until a worker that was not there before has done a step: until it reads for the next one."""
+def _seconds_lost(folder: Path, kill: Kill, train: Callable[[Path], None], marked: int = 0) -> float:
+    """From the kill until a worker that was not there before has done a step: until it reads for the next one.
+
+    With `marked`, the kill comes after so many steps, and the training itself marks the end of each.
+    """
     ticks = folder / f"ticks-{time.time_ns()}"
     ticks.touch()
     found: list[float] = []
 
     def watch() -> None:
-        time.sleep(_until(lambda: len(seen(ticks)) >= 240, 2.0))
+        time.sleep(_until(lambda: len(seen(ticks)) >= (marked or 240), 0.5 if marked else 2.0))
         before = {pid for _, pid in seen(ticks)}
         killed = time.time()
         kill(sorted(before))
-        _until(lambda: bool(step_output(ticks, before)), 0.0)
-        found.append(min(step_output(ticks, before)) - killed)
+        most = 0 if marked else recovering.MOST_IN_A_STEP
+        _until(lambda: bool(step_output(ticks, before, most)), 0.0)
+        found.append(min(step_output(ticks, before, most)) - killed)
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -160,13 +210,13 @@ def seen(ticks: Path) -> list[tuple[float, int]]:
     return [(float(at), int(pid)) for at, pid in (line.split() for line in lines if line.count(" ") == 1)]
 
 
-def step_output(ticks: Path, before: set[int]) -> list[float]:
-    """When each new process read more samples than a worker reads for one step."""
+def step_output(ticks: Path, before: set[int], most: int) -> list[float]:
+    """When each new process read more samples than the `most` that a worker reads for one step."""
     read: dict[int, list[float]] = {}
     for at, pid in seen(ticks):
         if pid not in before:
             read.setdefault(pid, []).append(at)
-    return [times[recovering.MOST_IN_A_STEP] for times in read.values() if len(times) > recovering.MOST_IN_A_STEP]
+    return [times[most] for times in read.values() if len(times) > most]
 
 
 def _until(holds: Callable[[], bool], then: float) -> float:
