@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from dp_ray.job.job import Job
 from dp_ray.system.process import patched
@@ -221,11 +222,25 @@ class Flops(NamedTuple):
     arithmetic: str
 
 
+class _OfNoModule(ModuleTracker):
+    """Tells no module's operations apart: for that, torch hooks autograd, and a forward that uses it would fail."""
+
+    def __enter__(self) -> "_OfNoModule":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 class _OperationCounter(FlopCounterMode):
     """Counts operations; `repeated` are those in blocks of `uncounted`."""
 
     running: "_OperationCounter | None" = None
     repeated = 0
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.mod_tracker = _OfNoModule()
 
 
 @contextmanager
@@ -244,7 +259,7 @@ def counted_flops(run: Callable[[], object], rows: int, job: Job, device: torch.
     """Count the operations of the matrix products and convolutions of `run`, which runs over `rows` rows."""
     # A compiled model's kernels cannot be counted; setting the stance imports the compiler, which takes seconds.
     eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()
-    counter = _OperationCounter(display=False)
+    counter = _OperationCounter()
     with patched(_OperationCounter, running=counter), eager, counter:
         run()
     per_row = (counter.get_total_flops() - counter.repeated) / rows

@@ -239,14 +239,17 @@ def evaluating(model: nn.Module, beside: Mapping[str, nn.Module] = NONE) -> Iter
             module.training = mode
 
 
-def autocast(precision: str, device: torch.device, enabled: bool = True) -> AbstractContextManager[Any]:
+def autocast(
+    precision: str, device: torch.device, enabled: bool = True, keeps: bool = True
+) -> AbstractContextManager[Any]:
     """Return the context in which a model runs in the job's precision; its parameters keep their dtype.
 
-    Converted parameters are kept until the outermost such context ends, which may be one that is not `enabled`.
+    Converted parameters are kept until the outermost such context ends, which may be one that is not `enabled`; not
+    those of one that keeps none.
     """
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16, enabled)
+    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16, enabled, keeps)
 
 
 def call_model(model: nn.Module, inputs: Any, call: str) -> Any:

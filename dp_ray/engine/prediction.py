@@ -8,11 +8,11 @@ import copy
 import functools
 import inspect
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,12 +23,21 @@ from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flo
 from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.items import Plain, split_passthrough
 from dp_ray.engine.loading import LoadedStep
-from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
+from dp_ray.engine.model import (
+    ShardSize,
+    advised,
+    autocast,
+    call_model,
+    evaluating,
+    is_out_of_memory,
+    mixed_devices,
+)
 from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.rows import Less, RowTrial, row_dim
 from dp_ray.engine.step import StepEnd, keywords_hint
-from dp_ray.engine.user_code import describe_input, locating, location, reraise_as
+from dp_ray.engine.user_code import describe_input, gradients_hint, locating, location, reraise_as
+from dp_ray.engine.world import text_of
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -42,6 +51,8 @@ from dp_ray.tensors.tree import Keys, Leaf, Ragged, apart, copied, ends, flatten
 from dp_ray.text import did_you_mean, listed
 
 AFTER = "outputs.after"
+NO_GRADIENT = (RuntimeError, AttributeError)  # the latter of a grad_fn that is None
+T = TypeVar("T")
 WHOLE = "output"  # the path of outputs that are one tensor, as its column is named
 
 
@@ -121,7 +132,8 @@ class OutputSelector:
     def picked(self, outputs: Any, inputs: Any, where: str, rows: int | None) -> Any:
         """Return what is kept of the outputs of so many rows, in its own dtypes; with None, lists have any length."""
         if self.after is not None:
-            with reraise_as(f"{where}: {AFTER}", lambda _, got=outputs: describe_input(got)):  # type: ignore[misc]
+            got = describe_input(outputs)
+            with reraise_as(f"{where}: {AFTER}", lambda error: gradients_hint(error) + got):
                 outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
             if not flatten(outputs)[0]:
                 raise ModelError(f"{where}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
@@ -226,8 +238,8 @@ class PredictedShard(NamedTuple):
 class Prediction:
     """How a worker predicts its `work`: the clock splits the steps' time, `forwards` run a model that is sharded.
 
-    `notes` has lines for the user. If it counts a row's operations, the first shard runs once more; so does one for
-    the `trial` of which outputs have rows.
+    `notes` has lines for the user, and `note` takes one. If it counts a row's operations, the first shard runs once
+    more; so does one for the `trial` of which outputs have rows.
     """
 
     job: Job
@@ -238,6 +250,7 @@ class Prediction:
     counts_flops: bool = False
     notes: OverflowNotes = field(default_factory=OverflowNotes)
     trial: RowTrial | None = None
+    note: Callable[[str], None] = lambda text: None
 
 
 def predict(
@@ -246,15 +259,16 @@ def predict(
     """Run the model over each shard of the steps; yield the shards that have rows, and the end of each step.
 
     The model is in eval mode until the generator ends or is closed. Inference mode and autocast are on while a shard
-    runs, not while its outputs are taken. Let go of a shard before the next one is asked for: it holds the outputs.
-    Raises ModelError, naming step and shard, if the model raises.
+    runs, not while its outputs are taken; for a model that computes gradients, `torch.no_grad` is. Let go of a shard
+    before the next one is asked for: it holds the outputs. Raises ModelError, naming step and shard, if the model
+    raises.
     """
     job, work, forwards, counts_flops = prediction.job, prediction.work, prediction.forwards, prediction.counts_flops
     select = OutputSelector(job, prediction.device, prediction.notes)
     seeds = ForwardSeeds(job.seed, model, prediction.device, select.after)
     # The autocast around all shards is off: it keeps converted parameters from one shard to the next.
     with evaluating(model) as buffers, autocast(job.precision, prediction.device, enabled=False):
-        runner = _Runner(prediction, model, buffers, seeds, select)
+        runner = _Runner(prediction, model, buffers, seeds, select, forwards.in_inference)
         for loaded in map(forwards.begin, steps):
             for shard, indices, batch in loaded.loaded:
                 if shard.rows:
@@ -267,8 +281,7 @@ def predict(
             # The other workers need this one to gather parameters.
             ran = sum(shard.rows > 0 for shard in loaded.shards)
             for dummy in forwards.dummies(work.split, loaded.step, ran, work.done):
-                with runner.modes():
-                    forwards.run(call_model, model, copied(dummy.batch), job.call)
+                runner.in_modes(runner.run_dummy, copied(dummy.batch))
                 buffers.restore()
             yield StepEnd(loaded.step)
         with runner.modes():
@@ -288,43 +301,90 @@ def check_rows(tried: Mapping[str, Less], rows: int, batch_dim: int, where: str)
             raise ModelError(f"{where}: {name} {tried[path].misfit(rows, batch_dim, keep)}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Runner:
-    """A model that runs shards, each with its own random numbers, and with buffers that can be restored."""
+    """A model that runs shards, each with its own random numbers, and with buffers that can be restored.
+
+    In inference mode no tensor can have a gradient. A model that computes one, as forces are, raises a RuntimeError
+    there in its first forward. Then that runs once more in `torch.no_grad`, in which the model can turn gradients on,
+    and so do all others.
+    """
 
     prediction: Prediction
     model: nn.Module
     buffers: UnchangedBuffers
     seeds: ForwardSeeds
     select: OutputSelector
+    is_inference: bool = True
+    _is_first: bool = field(default=True, init=False)
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """Run the block in inference mode and in the job's precision."""
-        with torch.inference_mode(), autocast(self.prediction.job.precision, self.prediction.device):
+        """Run the block in inference mode, or without gradients, and in the job's precision."""
+        # A weight that autocast has converted and kept without gradients has none where the model turns them on.
+        casts = autocast(self.prediction.job.precision, self.prediction.device, keeps=self.is_inference)
+        with torch.inference_mode() if self.is_inference else torch.no_grad(), casts:
             yield
+
+    def in_modes(self, function: Callable[[Any], T], inputs: Any) -> T:
+        """Return what a function makes of a shard's inputs in the modes; the first call finds these."""
+        spare = None
+        if self._is_first and self.is_inference:
+            with suppress(Exception):  # of an object that cannot be copied
+                spare = (copied(inputs),)  # the function may write into its inputs
+        self._is_first = False
+        try:
+            with self.modes():
+                return function(inputs)
+        except ModelError as error:
+            if spare is None or not isinstance(error.__cause__, NO_GRADIENT) or is_out_of_memory(error.__cause__):
+                raise
+            refused = error
+        with suppress(ModelError):
+            return self._without_inference(function, *spare, refused)
+        raise refused
+
+    def _without_inference(self, function: Callable[[Any], T], inputs: Any, refused: ModelError) -> T:
+        self.buffers.restore()
+        self.is_inference = False
+        with self.modes():
+            made = function(inputs)
+        self.prediction.note(
+            "the model runs in torch.no_grad(), since in torch.inference_mode() it raised "
+            f"{type(refused.__cause__).__name__}: {text_of(refused.__cause__)}"
+        )
+        return made
+
+    def run_dummy(self, inputs: Any) -> None:
+        """Run the model beside other workers that need this one."""
+        with reraise_as("model", gradients_hint):
+            self.prediction.forwards.run(call_model, self.model, inputs, self.prediction.job.call)
 
     def run(self, shard: Shard, indices: Indices, batch: Any, counts_flops: bool) -> PredictedShard:
         """Run a shard, and pick from its outputs."""
-        split, clock = self.prediction.work.split, self.prediction.clock
+        split = self.prediction.work.split
         size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)
-        with self.modes(), advised(self.prediction.job, location(shard), size):
+        with advised(self.prediction.job, location(shard), size):
             inputs, carried = split_passthrough(batch, indices)
-            flops = self._flops(inputs, shard) if counts_flops else None
-            trial = self.prediction.trial
-            is_tried = trial is not None and trial.is_due(shard.rows)
-            less = trial.one_less(inputs, shard.rows) if trial is not None and is_tried else None
-            clock.enter(Part.FORWARD)
-            self.seeds.begin(shard)
-            with self.buffers.forward():
-                outputs = self.prediction.forwards.run(self._forward, inputs, shard, clock)
-            selected = self.select(outputs, inputs, shard)
-            if trial is not None and is_tried:
-                del outputs  # what is not kept: the trial may need its memory
-                with suppress(Error):  # of a class that cannot be made again
-                    selected = apart(selected)
-                self._try_rows(trial, less, selected, shard)
+            selected, flops = self.in_modes(functools.partial(self._run, shard, counts_flops), inputs)
             return PredictedShard(shard, indices, selected, carried, flops)
+
+    def _run(self, shard: Shard, counts_flops: bool, inputs: Any) -> tuple[Any, Flops | None]:
+        clock, trial = self.prediction.clock, self.prediction.trial
+        flops = self._flops(inputs, shard) if counts_flops else None
+        is_tried = trial is not None and trial.is_due(shard.rows)
+        less = trial.one_less(inputs, shard.rows) if trial is not None and is_tried else None
+        clock.enter(Part.FORWARD)
+        self.seeds.begin(shard)
+        with self.buffers.forward():
+            outputs = self.prediction.forwards.run(self._forward, inputs, shard, clock)
+        selected = self.select(outputs, inputs, shard)
+        if trial is not None and is_tried:
+            del outputs  # what is not kept: the trial may need its memory
+            with suppress(Error):  # of a class that cannot be made again
+                selected = apart(selected)
+            self._try_rows(trial, less, selected, shard)
+        return selected, flops
 
     def _try_rows(self, trial: RowTrial, less: Any, selected: Any, shard: Shard) -> None:
         """Run a shard with one row `less`; raise ModelError for an output whose size has rows by chance."""
@@ -360,7 +420,8 @@ class _Runner:
         with reraise_as(
             f"{location(shard)}: model",
             lambda error: (
-                keywords_hint(self.model, inputs, call, error)
+                gradients_hint(error)
+                + keywords_hint(self.model, inputs, call, error)
                 + (mixed_devices(self.model, error) or describe_input(inputs))
             ),
         ):

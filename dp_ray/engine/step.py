@@ -26,7 +26,15 @@ from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.items import kind_of
 from dp_ray.engine.model import batch_hint, call_model, mixed_devices
 from dp_ray.engine.random import preserved
-from dp_ray.engine.user_code import OF_SHARDS, describe_compared, describe_input, raise_as, reraise_as, shards_hint
+from dp_ray.engine.user_code import (
+    OF_SHARDS,
+    describe_compared,
+    describe_input,
+    gradients_hint,
+    raise_as,
+    reraise_as,
+    shards_hint,
+)
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
@@ -119,7 +127,7 @@ def build_step(job: Job, world: World) -> Step:
         except (Exception, SystemExit) as error:
 
             def hint(error: BaseException) -> str:
-                known = mixed_devices(model, error) or shards_hint(error)
+                known = mixed_devices(model, error) or shards_hint(error) or gradients_hint(error)
                 if not known and "Expected more than 1 value per channel" in str(error):  # of a BatchNorm
                     known = "; this shard has one row: choose batch_size and shards so that each has two"
                 return known or keywords_hint(model, inputs, job.call, error) + describe_input(inputs)

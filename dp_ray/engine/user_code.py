@@ -129,11 +129,24 @@ OF_SHARDS = (
 )
 
 
+OF_NO_GRADIENTS = ("not require grad", "nference tensor")  # in the texts of torch's errors
+
+
 def shards_hint(error: BaseException) -> str:
     """Return a hint for code that meets the shards of parameters; else empty."""
     if not any(one in str(error) for one in ("DTensor", "tensor subclass", "Sharding propagation")):
         return ""
     return OF_SHARDS
+
+
+def gradients_hint(error: BaseException) -> str:
+    """Return a hint for code that computes gradients where they are off; else empty."""
+    if torch.is_grad_enabled() or not any(one in str(error) for one in OF_NO_GRADIENTS):
+        return ""
+    return (
+        "; a prediction or an evaluation runs without gradients: compute one, say a force, in a block `with "
+        "torch.enable_grad():`, of inputs on which it calls requires_grad_()"
+    )
 
 
 def describe_input(inputs: Any) -> str:

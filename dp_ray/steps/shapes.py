@@ -57,7 +57,8 @@ class Probe:
         self.batch_dim = batch_dim
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
+            # Also after an error: the model may be called once more.
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
         self._started = 0.0
         self._depth = 0

@@ -64,7 +64,14 @@ def predict_outputs(context: Context) -> None:
             control.runs_on(times.clock)
             forwards, trial = placement.forwards(), placement.row_trial()
             prediction = Prediction(
-                job, world.device, work, times.clock, forwards, placement.counts_flops, trial=trial
+                job,
+                world.device,
+                work,
+                times.clock,
+                forwards,
+                placement.counts_flops,
+                trial=trial,
+                note=context.notify,
             )
             keeper = OutputKeeper(prediction, recorder, probe, writer, merger, control, profiler, send)
             previews = Previews(run, split.rows_kept, job.batch_dim)
