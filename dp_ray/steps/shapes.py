@@ -8,6 +8,7 @@ import dataclasses
 import json
 import re
 import threading
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -57,7 +58,7 @@ class Probe:
         self.batch_dim = batch_dim
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
-            # Also after an error: the model may be called once more.
+            # Also after an error, when the output is None: the model may be called once more.
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
         self._started = 0.0
@@ -99,7 +100,8 @@ class Probe:
         if RowTrial.running:
             return
         self._depth -= 1
-        if self._depth:  # the model calls itself: only the outermost call counts
+        has_failed = output is None and sys.exception() is not None
+        if self._depth or has_failed:  # of a model that calls itself only the outermost call counts
             return
         self._milliseconds = (time.perf_counter() - self._started) * 1e3
         self._seen = (

@@ -62,17 +62,9 @@ def predict_outputs(context: Context) -> None:
         ):
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, context.notify)
             control.runs_on(times.clock)
-            forwards, trial = placement.forwards(), placement.row_trial()
-            prediction = Prediction(
-                job,
-                world.device,
-                work,
-                times.clock,
-                forwards,
-                placement.counts_flops,
-                trial=trial,
-                note=context.notify,
-            )
+            forwards = placement.forwards()
+            prediction = Prediction(job, world.device, work, times.clock, forwards, placement.counts_flops)
+            prediction = replace(prediction, trial=placement.row_trial(), note=context.notify)
             keeper = OutputKeeper(prediction, recorder, probe, writer, merger, control, profiler, send)
             previews = Previews(run, split.rows_kept, job.batch_dim)
             times.clock.restart()
