@@ -7,8 +7,8 @@ microseconds a shard; a thread of it sends them. `shape_lines` prints them.
 import dataclasses
 import json
 import re
-import threading
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
