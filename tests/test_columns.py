@@ -275,7 +275,7 @@ def test_layouts_that_differ_in_more_than_shapes_do_not_join(other: Any, says: s
         (X, 1, "has 3 rows"),
         (None, 0, "no tensor to merge, but None"),
         ({}, 0, "no tensor to merge"),
-        ({"names": np.array(["a", "b", "c", "d"])}, 0, "'names' is an array of <U1"),
+        ({"names": np.array([["a"], ["b"], ["c"], ["d"]])}, 0, "'names' is an array of <U1"),
         ({"when": np.zeros(4, "datetime64[s]")}, 0, "'when' is an array of datetime64"),
     ],
 )

@@ -51,7 +51,8 @@ class Forces(nn.Module):
         with torch.set_grad_enabled(self.enables or torch.is_grad_enabled()):
             positions.requires_grad_()
             energies = self.layers(positions).squeeze(1) * self.calls
-            found = torch.autograd.grad(energies.sum(), [positions, self.layers[0].weight])
+            weight: Any = self.layers[0].weight
+            found = torch.autograd.grad(energies.sum(), [positions, weight])
         steepness = found[1].float().norm().expand(len(positions))
         return {"energy": energies, "force": -found[0], "steepness": steepness, "noise": torch.rand(len(positions))}
 
@@ -114,7 +115,8 @@ def test_a_model_that_never_turns_gradients_on_is_told_to(tmp_path: Path, more: 
 
 
 def squares(outputs: Any, target: torch.Tensor) -> torch.Tensor:
-    return (outputs["force"] - target).square().mean(1)
+    losses: torch.Tensor = (outputs["force"] - target).square().mean(1)
+    return losses
 
 
 def test_forces_are_evaluated(tmp_path: Path) -> None:

@@ -247,7 +247,10 @@ def raises(outputs: Any) -> Any:
             {"after": raises},
             "step 0, shard 0: outputs.after raised KeyError: 'logit'; it got {logits: float32 [3, 3]",
         ),
-        ({"after": lambda outputs: None}, "step 0, shard 0: outputs.after must return tensors or arrays, got None"),
+        (
+            {"after": lambda outputs: None},
+            "step 0, shard 0: outputs.after must return tensors, arrays or texts, got None",
+        ),
         (
             {"after": lambda outputs: outputs["logits"][0].repeat(2)},
             "step 0, shard 0: shard 0: output has 6 rows (size [6]), not 3: return one row of output per row",

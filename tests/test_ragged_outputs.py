@@ -253,8 +253,11 @@ def test_entries_that_are_no_rows_or_unlike_each_other_are_told() -> None:
         [one, two]
     )
     assert "entry 1: output 'boxes' is nothing, that of entry 0 is a tensor or array: all" in refused([one, {}])
-    assert "entry 1: output 'n' is 2, that of entry 0 is 1" in refused([{**one, "n": 1}, {**one, "n": 2}])
-    assert "is a list without tensors, but ['a', 'b']" in refused(["a", "b"])
+    assert "output 'n' is float in entry 1, int in 0: give all rows the same" in refused([{"n": 1}, {"n": 2.0}])
+    assert "entry 1: output 'n' is a list of 1, that of entry 0 is None" in refused(
+        [{**one, "n": None}, {**one, "n": [2]}]
+    )
+    assert "is a list without tensors, texts and numbers, but [None, None]" in refused([None, None])
 
 
 def test_a_list_without_the_key_is_told_how_to_be_one_of_rows(tmp_path: Path) -> None:

@@ -36,8 +36,7 @@ from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.rows import Less, RowTrial, row_dim
 from dp_ray.engine.step import StepEnd, keywords_hint
-from dp_ray.engine.user_code import describe_input, gradients_hint, locating, location, reraise_as
-from dp_ray.engine.world import text_of
+from dp_ray.engine.user_code import describe_input, error_text, gradients_hint, locating, location, reraise_as
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -46,8 +45,20 @@ from dp_ray.job.targets import bound, build, resolve
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.ragged import without_lists
-from dp_ray.tensors.tree import Keys, Leaf, Ragged, apart, copied, ends, flatten, subtree, unflatten
+from dp_ray.tensors.ragged import paths_of_texts, without_lists, without_texts
+from dp_ray.tensors.tree import (
+    Keys,
+    Leaf,
+    Ragged,
+    apart,
+    copied,
+    ends,
+    flatten,
+    nodes,
+    quoted,
+    subtree,
+    unflatten,
+)
 from dp_ray.text import did_you_mean, listed
 
 AFTER = "outputs.after"
@@ -121,8 +132,11 @@ class OutputSelector:
         if self._dtype is None:
             return outputs
         leaves, spec = flatten(outputs)
-        converted = []
+        converted: list[Any] = []
         for path, leaf in zip(spec.paths, leaves, strict=True):
+            if isinstance(leaf, Ragged) and leaf.has_values:
+                converted.append(leaf)
+                continue
             numbers = leaf.data if isinstance(leaf, Ragged) else leaf
             made = _as_dtype(path or WHOLE, numbers, self._dtype)
             converted.append(replace(leaf, data=made) if isinstance(leaf, Ragged) else made)
@@ -135,8 +149,8 @@ class OutputSelector:
             got = describe_input(outputs)
             with reraise_as(f"{where}: {AFTER}", lambda error: gradients_hint(error) + got):
                 outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
-            if not flatten(outputs)[0]:
-                raise ModelError(f"{where}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
+            if not self._is_ragged and not flatten(without_texts(outputs))[0]:
+                raise ModelError(f"{where}: {AFTER} must return tensors, arrays or texts, got {outputs!r:.60}")
         if self._is_ragged:
             with locating(where):
                 outputs = without_lists(outputs, rows)
@@ -288,17 +302,38 @@ def predict(
             forwards.end()
 
 
-def check_rows(tried: Mapping[str, Less], rows: int, batch_dim: int, where: str) -> None:
-    """Raise ModelError for the first output whose size has the rows of a shard by chance."""
+def check_rows(tried: Mapping[str, Less], rows: int, batch_dim: int, where: str, texts: Sequence[str] = ()) -> None:
+    """Raise ModelError for the first output whose size has the rows of a shard by chance; lists of `texts` may."""
     follows = {path: less.follows(rows, batch_dim) for path, less in tried.items() if less.size is not None}
     fitting = [path for path, has_rows in follows.items() if has_rows]
     for path, has_rows in follows.items():
-        size = tried[path].size
-        dim = None if size is None else row_dim(size, batch_dim)
-        if has_rows is False and size is not None and dim is not None and size[dim] == rows:
+        size, less = tried[path].size, tried[path].less
+        assert size is not None and less is not None
+        dim = row_dim(size, batch_dim)
+        name = f"output {path!r}" if path else "the output"
+        if path in texts:
+            if not has_rows and size != less:
+                says = f"is a list of {size[0]} texts with {rows} rows, and of {less[0]} with {rows - 1}"
+                raise ModelError(f"{where}: {name} {says}: return a list of texts, one for each row")
+        elif has_rows is False and dim is not None and size[dim] == rows:
             keep = f"keep the others alone: outputs.keep: [{listed(fitting)}]" if fitting else "leave it out"
-            name = f"output {path!r}" if path else "the output"
             raise ModelError(f"{where}: {name} {tried[path].misfit(rows, batch_dim, keep)}")
+
+
+def check_lists(tried: Mapping[str, Less], outputs: Any, rows: int, where: str) -> None:
+    """Raise ModelError for the first list that has an entry for each row, and one less with one row less."""
+    for keys, node in nodes(flatten(outputs)[1]):
+        if node.kind not in ("list", "tuple") or len(node.children) != rows:
+            continue
+        last, before = (
+            [".".join(map(str, (*keys, at, *inner))) for inner in ends(node.children[at])]
+            for at in (rows - 1, rows - 2)
+        )
+        if any(path in tried for path in before) and not any(path in tried for path in last):
+            raise ModelError(
+                f"{where}: output{quoted(keys)} is a {node.kind} with an entry for each row: return a tensor, a list "
+                "of texts, or a list, with outputs.ragged: true"
+            )
 
 
 @dataclass
@@ -349,10 +384,8 @@ class _Runner:
         self.is_inference = False
         with self.modes():
             made = function(inputs)
-        self.prediction.note(
-            "the model runs in torch.no_grad(), since in torch.inference_mode() it raised "
-            f"{type(refused.__cause__).__name__}: {text_of(refused.__cause__)}"
-        )
+        why = error_text("since in torch.inference_mode() it", refused.__cause__ or refused)
+        self.prediction.note(f"the model runs in torch.no_grad(), {why}")
         return made
 
     def run_dummy(self, inputs: Any) -> None:
@@ -384,7 +417,12 @@ class _Runner:
             with suppress(Error):  # of a class that cannot be made again
                 selected = apart(selected)
             self._try_rows(trial, less, selected, shard)
-        return selected, flops
+
+        def is_column(path: str, length: int) -> bool:
+            return length == shard.rows if trial is None else trial.is_column(path, length, shard.rows)
+
+        with locating(location(shard)):
+            return without_texts(selected, is_column), flops
 
     def _try_rows(self, trial: RowTrial, less: Any, selected: Any, shard: Shard) -> None:
         """Run a shard with one row `less`; raise ModelError for an output whose size has rows by chance."""
@@ -394,15 +432,19 @@ class _Runner:
         def run(inputs: Any) -> Any:
             with self.buffers.forward():
                 outputs = call_model(self.model, inputs, job.call)
-            return self.select.picked(outputs, inputs, where, None)
+            return without_texts(self.select.picked(outputs, inputs, where, None))
 
         with locating(where):
             self.buffers.restore()
         self.seeds.begin(shard)
+        texts = paths_of_texts(selected)
+        with suppress(Error):  # of a class that cannot be made again
+            selected = without_texts(selected)
         tried = trial.run(run, less, selected, shard.rows)
         trial.end(tried)
         if isinstance(tried, Mapping):
-            check_rows(tried, shard.rows, job.batch_dim, where)
+            check_rows(tried, shard.rows, job.batch_dim, where, texts)
+            check_lists(tried, selected, shard.rows, where)
         self.prediction.clock.enter(before)
 
     def _flops(self, inputs: Any, shard: Shard) -> Flops:

@@ -15,11 +15,12 @@ import torch
 from dp_ray.engine.random import preserved
 from dp_ray.engine.user_code import error_text
 from dp_ray.engine.world import passes
+from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.system.process import patched
 from dp_ray.tensors.flat import as_bytes
 from dp_ray.tensors.scatter import count_of, cut, has_rows
-from dp_ray.tensors.tree import Ragged, TreeSpec, copied, flatten, is_plain, nodes
+from dp_ray.tensors.tree import Ragged, TreeSpec, copied, flatten, is_plain, is_texts, nodes, unflatten
 
 NO_BATCH = "the batch of a shard cannot be cut: not all that is in it are tensors with a row for each sample"
 
@@ -84,6 +85,7 @@ class RowTrial:
         self._cannot = cannot
         self._note = note
         self._is_due = True
+        self._tried: Tried = ""
 
     def is_due(self, rows: int) -> bool:
         """Return whether to try a shard of so many rows."""
@@ -93,7 +95,9 @@ class RowTrial:
         """Return a copy of a shard's batch without its last row; None if it cannot be tried."""
         if self._cannot or not _can_be_cut(self._job, batch, rows):
             return None
-        return copied(cut(batch, 0, rows - 1, self._job.batch_dim))
+        parts, spec = flatten(batch, is_whole=is_texts)  # of torch's collate: one for each row
+        less = unflatten(spec, [one[:-1] if is_texts(one) and len(one) == rows else one for one in parts])
+        return copied(cut(less, 0, rows - 1, self._job.batch_dim))
 
     def run(self, forward: Callable[[Any], Any], less: Any | None, outputs: Any, rows: int) -> Tried:
         """Run `forward` on a batch of one row `less`, and compare what it returns with the `outputs` of all `rows`.
@@ -115,11 +119,26 @@ class RowTrial:
     def end(self, tried: Tried) -> None:
         """Take in what a trial has shown: there is no other one."""
         self._is_due = False
+        self._tried = tried
         if isinstance(tried, str):
             self._note(
                 f"outputs: only sizes tell which have a row for each sample, since {tried.rstrip('.')}; one whose "
                 f"dimension {self._job.batch_dim} is by chance as long as a shard has rows counts as such"
             )
+
+    def is_column(self, path: str, length: int, rows: int) -> bool:
+        """Return whether a list of texts has one for each row of a shard; if nothing was tried, its length tells.
+
+        Raises ModelError if it had one for each in the shard of the trial, and has not here.
+        """
+        tried = None if isinstance(self._tried, str) else self._tried.get(path)
+        if tried is None or tried.size is None or tried.less is None:
+            return length == rows
+        has_rows = tried.less[0] == tried.size[0] - 1
+        if has_rows and length != rows:
+            name = f"output {path!r}" if path else "the output"
+            raise ModelError(f"{name} is a list of {length} texts for {rows} rows: give one text for each row")
+        return has_rows
 
 
 def row_dim(size: Sequence[int], batch_dim: int) -> int | None:
@@ -138,10 +157,9 @@ def _can_be_cut(job: Job, batch: Any, rows: int) -> bool:
     if not all(is_plain(node.value) and node.value != rows for node in found if node.kind == "constant"):
         return False
     if job.collate is None:  # torch's makes columns of all but texts, of which a list has one for each row
-        found = [node for node in found if node.kind == "list" and len(node.children) == rows]
-        return count_of(batch, job.batch_dim) == rows and not any(
-            all(one.kind == "constant" for one in node.children) for node in found
-        )
+        texts = [one for one in flatten(batch, is_whole=is_texts)[0] if is_texts(one)]
+        are_cut = all(len(one) == rows for one in texts)
+        return are_cut and (count_of(batch, job.batch_dim) == rows or (bool(texts) and not flatten(batch)[0]))
     is_pair = job.step is None and isinstance(batch, tuple | list) and len(batch) == 2 and job.task != "predict"
     return all(has_rows(one, rows, job.batch_dim) for one in (batch if is_pair else [batch]))
 

@@ -4,7 +4,8 @@ A tensor of at least two dimensions is a fixed-shape tensor column. Rows that di
 structs of `data` and `shape`. In lists with an entry for each row (`outputs.ragged`), rows that differ in their first
 length alone are Arrow lists: of numbers, or of lists of a fixed size, as boxes are. Floats that Arrow lacks
 (bfloat16, float8) are stored as float32, which holds them exactly. Complex numbers are stored as pairs. The schema's
-metadata keeps each column's original dtype and shape.
+metadata keeps each column's original dtype and shape. Texts, and Python's numbers in such lists, are plain columns,
+as what is carried.
 
 `rows_of` and `to_arrow` lead there, `from_arrow` and `rebuild` back. The values of `outputs.carry` are columns
 beside them: one value of the dataset's item for each row.
@@ -30,10 +31,18 @@ from dp_ray.tensors.tree import Keys, Ragged, TreeSpec, difference, flatten, is_
 
 SINGLE = {"none": pa.null(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": pa.string()}
 KINDS = {**SINGLE, **{f"list of {name}": pa.list_(kind) for name, kind in SINGLE.items()}}
+VALUES = {
+    "text": "text",
+    "Python bool": "bool",
+    "Python int": "int",
+    "Python float": "float",
+}  # dtypes; kinds of these
+PYTHON = {"text": str, "bool": bool, "int": int, "float": float}
 METADATA = b"dp_ray"
 SAMPLE_INDEX = "sample_index"
 WIDENED = {torch.bfloat16, *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))}
-# One array for each carried key, then one leaf for each of the outputs: a tensor, rows in dimension 0, or a Ragged.
+# One array for each carried key, then one leaf for each of the outputs: a tensor, rows in dimension 0, a Ragged, or
+# an array of texts or of Python's numbers.
 Rows = list[Any]
 
 
@@ -93,7 +102,8 @@ class Column:
     """One leaf of the outputs: its column's name, its dtype, and the shape of a row (None where rows differ).
 
     If rows differ in their first length alone, as in a list with an entry for each row, that length is None. `depth`
-    keys of the leaf's path lead to that list; it is None for a leaf in no such list.
+    keys of the leaf's path lead to that list; it is None for a leaf in no such list. Of texts and Python's numbers
+    the dtype is one of VALUES, and the shape ().
     """
 
     name: str
@@ -124,6 +134,17 @@ class Column:
         return dtype
 
     @property
+    def is_value(self) -> bool:
+        """Whether each row is a text, or a number or truth value of Python."""
+        return self.dtype in VALUES
+
+    @property
+    def is_stored_raw(self) -> bool:
+        """Whether Arrow holds the very bytes of a row: not widened, no bits in place of bools, no struct."""
+        is_plain = self.depth is None and not self.is_value and not self.is_struct
+        return is_plain and self.torch_dtype not in {torch.bool, *WIDENED}
+
+    @property
     def is_struct(self) -> bool:
         """Whether each row is stored with its shape.
 
@@ -149,6 +170,8 @@ class Column:
     @property
     def arrow_type(self) -> pa.DataType:
         """The column's type: plain for one number a row, else a tensor, a list, or a struct (see `is_struct`)."""
+        if self.is_value:
+            return KINDS[VALUES[self.dtype]]
         value = pa.from_numpy_dtype(_to_numpy(torch.empty(0, dtype=self.torch_dtype)).dtype)
         if self.shape is None or self.is_struct:
             return pa.struct([("data", pa.large_list(value)), ("shape", pa.list_(pa.int64()))])
@@ -205,7 +228,10 @@ class Layout:
         Raises ModelError, which names the column, if the nesting or the dtypes differ.
         """
         if (problem := difference(self.spec, other.spec)) is not None:
-            raise ModelError(f"the model's outputs are not nested alike on all shards: {problem}")
+            raise ModelError(
+                f"the model's outputs are not nested alike on all shards: {problem}; what differs from row to row "
+                "must be a tensor, or a list of texts, with a row for each sample"
+            )
         if self.spec != other.spec:
             raise ModelError(
                 f"the model's outputs have their keys in another order on some shards: {self.spec.paths} "
@@ -243,7 +269,9 @@ def rows_of(
             raise ModelError(f"{error}; if a list has an entry for each row, set outputs.ragged: true") from None
         raise
     if not leaves:
-        raise ModelError(f"the model returned no tensor to merge, but {outputs!r:.60}")
+        advice = "; if a list has an entry for each row, set outputs.ragged: true"
+        advice = advice if may_have_lists_of_rows(outputs, rows) else ""
+        raise ModelError(f"the model returned no tensor to merge, but {outputs!r:.60}{advice}")
     carried = carried or {}
     names = _column_names([*carried, *spec.paths])
     beside = [CarriedColumn(key, names.pop(0), kind_of(array.type)) for key, array in carried.items()]
@@ -252,8 +280,11 @@ def rows_of(
     return Layout(spec, tuple(columns), batch_dim, tuple(beside)), [*carried.values(), *kept]
 
 
-def _column(name: str, kept: torch.Tensor | Ragged, leaf: Any) -> Column:
+def _column(name: str, kept: torch.Tensor | Ragged | pa.Array, leaf: Any) -> Column:
     """Return the column of a leaf, of which `kept` is the copy."""
+    if isinstance(kept, pa.Array):
+        dtype = next(dtype for dtype, kind in VALUES.items() if KINDS[kind] == kept.type)
+        return Column(name, dtype, (), isinstance(leaf, np.ndarray), leaf.depth if isinstance(leaf, Ragged) else None)
     if isinstance(kept, torch.Tensor):
         return Column(name, _name(kept), tuple(kept.shape[1:]), isinstance(leaf, np.ndarray))
     shape: tuple[int | None, ...] | None = None
@@ -283,11 +314,23 @@ def _column_names(paths: Sequence[str]) -> list[str]:
 LARGEST_BESIDE = 1 << 28  # bytes of a leaf that a GPU holds twice, while the next shard runs
 
 
-def _kept(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -> torch.Tensor | Ragged:
-    """Copy a leaf: a tensor with its rows in dimension 0, or the numbers of rows that differ in shape."""
+def _kept(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -> torch.Tensor | Ragged | pa.Array:
+    """Copy a leaf: a tensor with its rows in dimension 0, numbers of rows that differ in shape, or plain values."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "UT" and leaf.ndim == 1:
+        return _values(name, leaf.tolist())
+    if isinstance(leaf, Ragged) and leaf.has_values:
+        return _values(name, leaf.rows())
     if isinstance(leaf, Ragged):
         return replace(leaf, data=_rows_first(name, leaf.data, 0, copies))
     return _rows_first(name, leaf, batch_dim, copies)
+
+
+def _values(name: str, values: list[Any]) -> pa.Array:
+    kind = next(KINDS[kind] for kind in ("text", "bool", "int", "float") if isinstance(values[0], PYTHON[kind]))
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        raise ModelError(f"output {name!r} holds what no column of {kind} can: {error}") from None
 
 
 def _rows_first(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -> torch.Tensor:
@@ -363,6 +406,8 @@ def to_arrow(column: CarriedColumn | Column, pieces: Sequence[Any]) -> pa.Array:
     """Join the rows of all `pieces`, tensors or carried values, in order, in one Arrow array of the column's type."""
     if isinstance(column, CarriedColumn):
         return column.array(pieces)
+    if column.is_value:
+        return pa.concat_arrays(pieces)
     if column.is_struct:
         return _variable(column, pieces)
     tensors = [piece.data if isinstance(piece, Ragged) else piece for piece in pieces]
@@ -405,8 +450,13 @@ def _to_numpy(tensor: torch.Tensor) -> Any:
         raise ModelError(f"an output of dtype {tensor.dtype} cannot be kept: {error}") from None
 
 
-def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Tensor]:
-    """Return the rows in dimension 0, or one tensor a row if their shapes differ: the inverse of `to_arrow`."""
+def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[Any]:
+    """Return the rows in dimension 0, or a list of them if their shapes differ or they are values of Python.
+
+    It is the inverse of `to_arrow`.
+    """
+    if column.is_value:
+        return array.to_pylist()  # type: ignore[no-any-return]
     if column.shape is None:
         values = ((row["data"].values.to_numpy(zero_copy_only=False), row["shape"].as_py()) for row in array)
         return [_to_torch(column, data).reshape(shape) for data, shape in values]
@@ -442,16 +492,27 @@ def converted(before: CarriedColumn | Column, after: CarriedColumn | Column, arr
     return to_arrow(after, [row.unsqueeze(0) for row in from_arrow(before, array)])
 
 
-def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[torch.Tensor]]) -> Any:
+def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[Any]]) -> Any:
     """Nest the leaves as the model nested its outputs; each leaf has its rows in dimension 0."""
     rebuilt: list[Any] = []
     for column, leaf in zip(layout.columns, leaves, strict=True):
+        if column.is_value:
+            rebuilt.append(np.array(leaf, str) if column.is_array else leaf)
+            continue
         if isinstance(leaf, list) or column.depth is not None:
             rebuilt.append([row.numpy() for row in leaf] if column.is_array else leaf)
             continue
         moved = leaf.movedim(0, layout.batch_dim) if leaf.ndim > max(1, layout.batch_dim) else leaf
         rebuilt.append(moved.numpy() if column.is_array else moved)
     return with_lists(layout.spec, rebuilt, [column.depth for column in layout.columns])
+
+
+def bytes_of_value(value: str | bool | int | float) -> bytes:
+    """Return the bytes of a text, after their number, or those of a number of Python."""
+    if isinstance(value, str):
+        text = value.encode()
+        return np.int64(len(text)).tobytes() + text
+    return np.array(value, {bool: np.bool_, int: np.int64, float: np.float64}[type(value)]).tobytes()
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

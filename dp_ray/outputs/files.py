@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from dp_ray.errors import DataError, ModelError, StorageError
-from dp_ray.outputs.columns import METADATA, SAMPLE_INDEX, WIDENED, Layout, from_arrow, raw_bytes
+from dp_ray.outputs.columns import METADATA, SAMPLE_INDEX, Layout, bytes_of_value, from_arrow, raw_bytes
 from dp_ray.outputs.parts import POSITION, RUN_AGAIN, PartReader, RowsInOrder, discard
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import FilePlan, Frontier, Range, Shard, Split
@@ -317,15 +316,16 @@ class StepDigests:
         self._others = self._others or [SpooledTemporaryFile(HELD_BYTES) for _ in self._layout.columns[1:]]  # noqa: SIM115
         takers: list[Callable[[Any], Any]] = [self._digest.update, *(leaf.write for leaf in self._others)]
         for column, take in zip(self._layout.columns, takers, strict=True):
-            # Arrow holds the very bytes of a row: not widened, no bits in place of bools, no struct.
-            is_stored_raw = not column.is_struct and column.torch_dtype not in {torch.bool, *WIDENED}
-            is_stored_raw = is_stored_raw and column.depth is None
             for chunk in rows.column(column.name).chunks:
-                if is_stored_raw:
+                if column.is_stored_raw:
                     flat = chunk.storage.flatten() if isinstance(chunk, pa.ExtensionArray) else chunk
                     take(memoryview(plain_values(flat).data).cast("B"))
                     continue
                 leaf = from_arrow(column, chunk)
+                if column.is_value:
+                    for value in leaf:
+                        take(bytes_of_value(value))
+                    continue
                 if column.depth is not None:  # where a row ends counts too
                     for row in leaf:
                         take(np.array([row.ndim, *row.shape], np.int64).tobytes())

@@ -64,10 +64,10 @@ class Merged:
     def read(self) -> Any:
         """Read all outputs, in order, in the model's own nesting."""
         layout = self.layout()
-        leaves: list[torch.Tensor | list[torch.Tensor]] = []
+        leaves: list[torch.Tensor | list[Any]] = []
         for column in layout.columns:
             pieces: list[Any] = list(self._leaf(column))
-            if column.shape is None or column.is_list:
+            if column.shape is None or column.is_list or column.is_value:
                 leaves.append([row for piece in pieces for row in piece])
             elif pieces:
                 leaves.append(torch.cat(pieces))
@@ -91,8 +91,8 @@ class Merged:
             leaves = [from_arrow(column, rows.column(column.name).combine_chunks()) for column in layout.columns]
             for at, leaf in enumerate(leaves):
                 # Rows of one shape are stacked, even if the rows of other batches have another shape.
-                in_list = layout.columns[at].depth is not None
-                if isinstance(leaf, list) and not in_list and len({row.shape for row in leaf}) == 1:
+                varies = layout.columns[at].shape is None and layout.columns[at].depth is None
+                if isinstance(leaf, list) and varies and len({row.shape for row in leaf}) == 1:
                     leaves[at] = torch.stack(leaf)
             yield rebuild(layout, leaves)
 
@@ -117,7 +117,7 @@ class Merged:
             with reading(self.run, name) as file:
                 yield file, Layout.from_metadata(file.schema_arrow.metadata)
 
-    def _leaf(self, wanted: Column) -> Iterator[torch.Tensor | list[torch.Tensor]]:
+    def _leaf(self, wanted: Column) -> Iterator[torch.Tensor | list[Any]]:
         """Yield a leaf's rows, a row group at a time."""
         for file, layout in self._files():
             column = next(one for one in layout.columns if one.name == wanted.name)

@@ -178,6 +178,7 @@ def _quarantined(run: Storage) -> list[BadRecord]:
 
 
 ROWS = 8  # from the start, and as many from the end
+CHARACTERS = 200  # of a text
 NUMBERS = 4  # of a row's numbers that are shown
 PROBABLE_CLASSES = range(2, 10_001)
 
@@ -214,8 +215,12 @@ def _as_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
         }
 
 
-def value_text(value: torch.Tensor) -> str:
+def value_text(value: torch.Tensor | str | float) -> str:
     """Return a row of an output in a few words: its numbers if they are few; of a vector, where its largest is."""
+    if isinstance(value, str):
+        return value if len(value) <= CHARACTERS else f"{value[:CHARACTERS]}..."
+    if not isinstance(value, torch.Tensor):
+        return _number(value)
     numbers = value.flatten()
     if not len(numbers):
         return "empty"

@@ -290,7 +290,8 @@ def _in_common(nested: Any, rows: int, batch_dim: int) -> Any:
         return {key: _in_common(one, rows, batch_dim) for key, one in nested.items()}
     if isinstance(nested, torch.Size) or not isinstance(nested, tuple | list) or hasattr(nested, "_make"):
         return nested
-    has_entries = len(nested) == rows and not all(_has_rows(one, rows, batch_dim) for one in nested)
+    are_texts = all(isinstance(one, str) for one in nested)  # of constants
+    has_entries = len(nested) == rows and (are_texts or not all(_has_rows(one, rows, batch_dim) for one in nested))
     if has_entries and (common := _common(nested, rows)) is not None:
         return common
     return type(nested)(_in_common(one, rows, batch_dim) for one in nested)
@@ -314,7 +315,7 @@ def _common(entries: Sequence[Any], rows: int) -> Any:
         return f"{rows} x [{', '.join(str(*one) if len(one) == 1 else '*' for one in lengths)}]"
     if isinstance(first, dict) and all(isinstance(one, dict) and one.keys() == first.keys() for one in entries):
         return {key: _common([one[key] for one in entries], rows) or f"{rows} x *" for key in first}
-    return None
+    return f"{rows} x *" if all(isinstance(one, str) for one in entries) else None
 
 
 def decode_sizes(text: str) -> Any:

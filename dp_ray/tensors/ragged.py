@@ -1,5 +1,7 @@
 """Turn lists with an entry for each row, like the boxes found in each image, into leaves, and into lists again.
 
+Of a list of texts a leaf is made too, without `outputs.ragged`.
+
 >>> outputs = [{"boxes": torch.zeros(2, 4)}, {"boxes": torch.zeros(0, 4)}]
 >>> leaves = without_lists(outputs, rows=2)
 >>> leaves["boxes"].shapes
@@ -9,7 +11,7 @@
 [torch.Size([2, 4]), torch.Size([0, 4])]
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,18 @@ import numpy as np
 import torch
 
 from dp_ray.errors import ModelError
-from dp_ray.tensors.tree import Keys, Ragged, TreeSpec, difference, flatten, leaf_keys, quoted, unflatten
+from dp_ray.tensors.tree import (
+    Keys,
+    Ragged,
+    TreeSpec,
+    difference,
+    flatten,
+    is_plain,
+    is_texts,
+    leaf_keys,
+    quoted,
+    unflatten,
+)
 
 
 def without_lists(tree: Any, rows: int | None) -> Any:
@@ -25,11 +38,34 @@ def without_lists(tree: Any, rows: int | None) -> Any:
 
     `with_lists` is the inverse. With `rows` None, a list may have any number of entries. Raises ModelError, which
     names the path and the entry, unless each list has an entry for each row. All entries must be nested alike, with
-    tensors or arrays of one dtype in each place.
+    tensors or arrays of one dtype in each place, or with texts, numbers or truth values.
     """
     parts, spec = flatten(tree, is_whole=lambda node: isinstance(node, list))
     pairs = zip(leaf_keys(spec), parts, strict=True)
     return unflatten(spec, [_joined(keys, one, rows) if isinstance(one, list) else one for keys, one in pairs])
+
+
+def without_texts(tree: Any, is_column: Callable[[str, int], bool] = lambda path, length: True) -> Any:
+    """Put a Ragged leaf in place of each list of texts that is a column, by its path and length."""
+    parts, spec = flatten(tree, is_whole=is_texts)
+    if not any(map(is_texts, parts)):
+        return tree
+    pairs = zip(leaf_keys(spec), parts, strict=True)
+    return unflatten(
+        spec,
+        [
+            Ragged.of_values(list(map(str, one)), len(keys))
+            if is_texts(one) and is_column(".".join(map(str, keys)), len(one))
+            else one
+            for keys, one in pairs
+        ],
+    )
+
+
+def paths_of_texts(tree: Any) -> list[str]:
+    """Return the paths of the lists of texts."""
+    parts, spec = flatten(tree, is_whole=is_texts)
+    return [path for path, one in zip(spec.paths, parts, strict=True) if is_texts(one)]
 
 
 def _joined(keys: Keys, entries: list[Any], rows: int | None) -> Any:
@@ -37,14 +73,18 @@ def _joined(keys: Keys, entries: list[Any], rows: int | None) -> Any:
     if rows is not None and len(entries) != rows:
         says = "with outputs.ragged a list has an entry for each row; a tuple is taken as it is"
         raise ModelError(f"{where} is a list of {len(entries)} for a shard of {rows} rows: {says}")
-    flat = [flatten(entry) for entry in entries]
+    flat = [flatten(entry, is_whole=_is_value) for entry in entries]
     spec = flat[0][1]
     if not leaf_keys(spec):
-        raise ModelError(f"{where} is a list without tensors, but {entries!r:.60}: with outputs.ragged each has some")
+        raise ModelError(
+            f"{where} is a list without tensors, texts and numbers, but {entries!r:.60}: with outputs.ragged each "
+            "entry has some"
+        )
     for row, (_, other) in enumerate(flat):
         if (problem := difference(spec, other, "entry 0")) is not None:
             raise ModelError(
-                f"{where}: entry {row}: {problem}: all entries must be nested alike, with equal constants"
+                f"{where}: entry {row}: {problem}: all entries must be nested alike; of lists of several lengths "
+                "make one text each, say by json.dumps"
             )
     # As in `gather`, the mappings of two entries may have their keys in another order.
     by_keys = [dict(zip(leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
@@ -54,16 +94,29 @@ def _joined(keys: Keys, entries: list[Any], rows: int | None) -> Any:
     )
 
 
+def _is_value(node: Any) -> bool:
+    """Return whether a node is a text, a number or a truth value, of Python or of numpy."""
+    return node is not None and is_plain(node.item() if isinstance(node, np.generic) else node)
+
+
 def _one_leaf(keys: Keys, pieces: Sequence[Any], depth: int) -> Ragged:
+    pieces = [one.item() if isinstance(one, np.generic) else one for one in pieces]
     for row, piece in enumerate(pieces):
-        if (type(piece) is np.ndarray, piece.dtype) != (type(pieces[0]) is np.ndarray, pieces[0].dtype):
-            advice = "give all rows the same dtype, also those without any numbers"
-            raise ModelError(
-                f"output{quoted(keys)} is {piece.dtype} in entry {row}, {pieces[0].dtype} in 0: {advice}"
-            )
+        if _type_of(piece) != _type_of(pieces[0]):
+            advice = "give all rows the same type and dtype, also those without any numbers"
+            says = f"{_type_of(piece)} in entry {row}, {_type_of(pieces[0])} in 0"
+            raise ModelError(f"output{quoted(keys)} is {says}: {advice}")
+    if _is_value(pieces[0]):
+        return Ragged.of_values(list(pieces), depth)
     flat = [piece.reshape(-1) for piece in pieces]
     data = np.concatenate(flat) if isinstance(pieces[0], np.ndarray) else torch.cat(flat)
     return Ragged(data, tuple(tuple(piece.shape) for piece in pieces), depth)
+
+
+def _type_of(piece: Any) -> str:
+    if _is_value(piece):
+        return next(one.__name__ for one in (str, bool, int, float) if isinstance(piece, one))
+    return f"an array of {piece.dtype}" if isinstance(piece, np.ndarray) else str(piece.dtype)
 
 
 def with_lists(spec: TreeSpec, leaves: Sequence[Any], depths: Sequence[int | None]) -> Any:

@@ -95,17 +95,29 @@ class TreeSpec:
 class Ragged:
     """A leaf whose rows differ in shape: the numbers of all of them, one after another, and the shape of each.
 
-    `depth` keys of its path lead to the list which has an entry for each row. It stands in outputs on their way to a
-    file: see `dp_ray.tensors.ragged`.
+    Or the rows are plain values of Python, as texts, each of the shape (). `depth` keys of its path lead to the list
+    which has an entry for each row. It stands in outputs on their way to a file: see `dp_ray.tensors.ragged`.
     """
 
-    data: Any  # a tensor or array of one dimension
+    data: Any  # a tensor or array of one dimension; or a list of a value for each row
     shapes: tuple[tuple[int, ...], ...]
     depth: int
     ndim: ClassVar = 1  # the rows
 
+    @classmethod
+    def of_values(cls, values: list[Any], depth: int) -> "Ragged":
+        """Return the leaf of plain values, one for each row."""
+        return cls(values, ((),) * len(values), depth)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether its rows are plain values of Python."""
+        return isinstance(self.data, list)
+
     def rows(self) -> list[Any]:
-        """Return the rows, as views."""
+        """Return the rows; of numbers, as views."""
+        if self.has_values:
+            return list(self.data)
         ends = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
         pairs = zip([0, *ends], ends, self.shapes, strict=False)
         return [self.data[start:end].reshape(shape) for start, end, shape in pairs]
@@ -168,7 +180,7 @@ def apart(tree: Any) -> Any:
 
 def _apart(leaf: Leaf | Ragged) -> Any:
     if isinstance(leaf, Ragged):
-        return dataclasses.replace(leaf, data=_apart(leaf.data))
+        return dataclasses.replace(leaf, data=leaf.rows() if leaf.has_values else _apart(leaf.data))
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
 
 
@@ -342,6 +354,11 @@ def _key_of(key: Any) -> int | str:
 def is_plain(value: Any) -> bool:
     """Return whether a constant is a number, text or None, which JSON can hold."""
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def is_texts(node: Any) -> bool:
+    """Return whether a node is a list of texts, and of at least one."""
+    return isinstance(node, list) and len(node) > 0 and all(isinstance(one, str) for one in node)
 
 
 def _is_namedtuple(cls: type[Any]) -> bool:
