@@ -1,4 +1,7 @@
-"""Outputs that are texts, one for each row: what plain Python made comes back from the files of any workers."""
+"""Outputs that are texts, one for each row: what plain Python made comes back from the files of any workers.
+
+And outputs that no file can hold, which are told.
+"""
 
 import random
 from collections.abc import Iterable
@@ -213,3 +216,40 @@ def test_where_nothing_can_be_tried_lengths_tell(tmp_path: Path) -> None:
     assert any("only sizes tell" in one.text for one in told if isinstance(one, Note))
     job = Job.make({"model": OfTwo(), "dataset": range(8), "batch_size": 4, "shards": 2}, "job")
     assert merged(job, tmp_path, 8).read() == {"texts": list("01234567"), "names": ["a", "b", "c"]}
+
+
+NO_ROWS = {
+    "coo": r"is a tensor of the layout torch.sparse_coo: return tensor.to_dense\(\)",
+    "csr": r"is a tensor of the layout torch.sparse_csr: return tensor.to_dense\(\)",
+    "nested": r"is a nested tensor: return list\(tensor.unbind\(\)\) with outputs.ragged: true",
+    "jagged": r"is a nested tensor: return list\(tensor.unbind\(\)\) with outputs.ragged: true",
+    "quantized": r"is a tensor of torch.qint8: return tensor.dequantize\(\)",
+}
+
+
+class NoRows(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, numbers: torch.Tensor) -> Any:
+        rows = numbers[:, None].float().expand(-1, 2)
+        made = {
+            "coo": rows.to_sparse,
+            "csr": rows.to_sparse_csr,
+            "nested": lambda: torch.nested.nested_tensor(list(rows)),
+            "jagged": lambda: torch.nested.nested_tensor(list(rows), layout=torch.jagged),
+            "quantized": lambda: torch.quantize_per_tensor(rows, 0.1, 0, torch.qint8),
+        }
+        return {"x": numbers, "found": {"inner": made[self.kind]()}}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's of beta layouts
+@pytest.mark.parametrize("kind", NO_ROWS)
+def test_a_tensor_without_rows_of_numbers_is_named_unless_it_is_left_out(tmp_path: Path, kind: str) -> None:
+    given: Any = {"model": NoRows(kind), "dataset": range(4), "batch_size": 4, "shards": 2}
+    with pytest.raises(ModelError, match=f"step 0, shard 0: output 'found.inner' {NO_ROWS[kind]}"):
+        run(tmp_path / "all", **given)
+    with pytest.raises(ModelError, match=f"output 'found.inner' {NO_ROWS[kind]}"):
+        run(tmp_path / "dtype", **given, outputs={"dtype": "float16"})
+    assert run(tmp_path / "kept", **given, outputs={"keep": ["x"]}).outputs["x"].tolist() == [0, 1, 2, 3]

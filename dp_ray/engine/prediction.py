@@ -54,10 +54,12 @@ from dp_ray.tensors.tree import (
     copied,
     ends,
     flatten,
+    leaf_keys,
     nodes,
     quoted,
     subtree,
     unflatten,
+    why_no_rows,
 )
 from dp_ray.text import did_you_mean, listed
 
@@ -156,6 +158,10 @@ class OutputSelector:
                 outputs = without_lists(outputs, rows)
         if self._keep is not None:
             outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, where))
+        leaves, spec = flatten(outputs)
+        for keys, leaf in zip(leaf_keys(spec), leaves, strict=True):
+            if (why := why_no_rows(leaf)) is not None:
+                raise ModelError(f"{where}: output{quoted(keys)} is {why}; or leave it out: see outputs.keep")
         return outputs
 
 

@@ -15,6 +15,7 @@ from dp_ray.engine.world import passes, text_of
 from dp_ray.errors import DataError, Error, JobError, ModelError
 from dp_ray.plan.split import Shard
 from dp_ray.system.linux import full_memory
+from dp_ray.tensors.tree import sizes
 from dp_ray.text import listed
 
 
@@ -157,7 +158,8 @@ def describe_input(inputs: Any) -> str:
 def dtypes_and_sizes(value: Any) -> str:
     """Return the dtypes and sizes of nested tensors: `float32 [4, 3]`, `(int64 [4], {mask: bool [4, 9]})`."""
     if isinstance(value, torch.Tensor | np.ndarray):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        size = sizes(value)
+        return f"{str(value.dtype).removeprefix('torch.')} {list(size) if isinstance(size, torch.Size) else size}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {dtypes_and_sizes(one)}" for key, one in value.items()) + "}"
     if isinstance(value, tuple | list):

@@ -33,7 +33,17 @@ from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.flat import Form, as_bytes, flat, room, views
 from dp_ray.tensors.scatter import gather
-from dp_ray.tensors.tree import TreeSpec, apart, copied, flatten, is_plain, map_leaves, nodes, unflatten
+from dp_ray.tensors.tree import (
+    TreeSpec,
+    apart,
+    copied,
+    flatten,
+    is_plain,
+    map_leaves,
+    nodes,
+    unflatten,
+    why_no_rows,
+)
 from dp_ray.text import listed
 
 OUTPUTS = "0"  # the path of the outputs in (outputs, target)
@@ -284,6 +294,8 @@ def _check_objects(shard: int, spec: TreeSpec, first: int, first_spec: TreeSpec)
 
 
 def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
+    if (why := why_no_rows(leaf)) is not None:
+        raise ModelError(f"{_named(path)} is {why}; over: batch needs tensors with a row for each sample")
     try:
         tensor: torch.Tensor = torch.as_tensor(leaf)
     except TypeError:

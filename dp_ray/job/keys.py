@@ -670,7 +670,8 @@ class Outputs(Strict):
     `inputs`, it gets the model's inputs too."""
     ragged: bool = False
     """Lists in the outputs have an entry for each row, like the boxes in each image. Entries may differ in size, and
-    may be dicts. false: the tensors in a list hold all rows each."""
+    may be dicts, texts or numbers. false: the tensors in a list hold all rows each, and a list of texts is one for
+    each row."""
     keep: Annotated[list[str], Field(min_length=1)] | None = None
     """The outputs that are kept, by path, like `[logits, hidden_states.0]`, or `hidden_states.*`. null: all of
     them."""

@@ -105,9 +105,9 @@ class Probe:
             return
         self._milliseconds = (time.perf_counter() - self._started) * 1e3
         self._seen = (
-            tuple(one.shape if type(one) is torch.Tensor else sizes(one) for one in args),
+            tuple(one.shape if _is_dense(one) else sizes(one) for one in args),
             {name: sizes(one) for name, one in kwargs.items()} if kwargs else kwargs,
-            output.shape if type(output) is torch.Tensor else sizes(output),
+            output.shape if _is_dense(output) else sizes(output),
         )
 
     def _sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, rows: int) -> Sizes:
@@ -125,6 +125,10 @@ class Probe:
         if key is not None:
             self._cache[key] = seen
         return seen
+
+
+def _is_dense(value: Any) -> bool:
+    return type(value) is torch.Tensor and not value.is_nested
 
 
 class Recorder:

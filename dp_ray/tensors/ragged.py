@@ -30,6 +30,7 @@ from dp_ray.tensors.tree import (
     leaf_keys,
     quoted,
     unflatten,
+    why_no_rows,
 )
 
 
@@ -106,6 +107,8 @@ def _one_leaf(keys: Keys, pieces: Sequence[Any], depth: int) -> Ragged:
             advice = "give all rows the same type and dtype, also those without any numbers"
             says = f"{_type_of(piece)} in entry {row}, {_type_of(pieces[0])} in 0"
             raise ModelError(f"output{quoted(keys)} is {says}: {advice}")
+        if (why := why_no_rows(piece)) is not None:
+            raise ModelError(f"output{quoted(keys)} is {why}")
     if _is_value(pieces[0]):
         return Ragged.of_values(list(pieces), depth)
     flat = [piece.reshape(-1) for piece in pieces]

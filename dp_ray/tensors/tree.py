@@ -199,8 +199,11 @@ def sizes(tree: Any) -> Any:
     """Return the torch.Size of every leaf, in lists, (named) tuples and dicts.
 
     A constant is shown as 40 characters of its repr, an object as its class alone: its repr may differ in every step.
+    A nested tensor is shown as a list of its rows.
     """
     kind, keys, values = _children(tree)
+    if kind == "leaf" and isinstance(tree, torch.Tensor) and tree.is_nested:
+        return f"{tree.size(0)} x [{', '.join('*' * (tree.dim() - 1))}]"
     if kind == "leaf":
         return torch.Size(tree.shape)
     if kind == "constant":
@@ -354,6 +357,22 @@ def _key_of(key: Any) -> int | str:
 def is_plain(value: Any) -> bool:
     """Return whether a constant is a number, text or None, which JSON can hold."""
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def why_no_rows(leaf: Any) -> str | None:
+    """Return what a leaf is that holds no rows of numbers, and what to return in its place; None if it holds them."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    if leaf.is_nested:
+        return (
+            "a nested tensor: return list(tensor.unbind()) with outputs.ragged: true, or padded rows, by "
+            "torch.nested.to_padded_tensor"
+        )
+    if leaf.layout is not torch.strided:
+        return f"a tensor of the layout {leaf.layout}: return tensor.to_dense()"
+    if leaf.is_quantized:
+        return f"a tensor of {leaf.dtype}: return tensor.dequantize() or tensor.int_repr()"
+    return "a tensor of the meta device, without numbers: return one of another device" if leaf.is_meta else None
 
 
 def is_texts(node: Any) -> bool:
