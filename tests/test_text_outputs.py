@@ -3,10 +3,13 @@
 And outputs that no file can hold, which are told.
 """
 
+import dataclasses
 import random
+import sys
+import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -253,3 +256,36 @@ def test_a_tensor_without_rows_of_numbers_is_named_unless_it_is_left_out(tmp_pat
     with pytest.raises(ModelError, match=f"output 'found.inner' {NO_ROWS[kind]}"):
         run(tmp_path / "dtype", **given, outputs={"dtype": "float16"})
     assert run(tmp_path / "kept", **given, outputs={"keep": ["x"]}).outputs["x"].tolist() == [0, 1, 2, 3]
+
+
+class Unknown(NamedTuple):
+    numbers: Any
+    text: Any
+
+
+@dataclasses.dataclass
+class OfAScript:
+    """A class of a module that the worker which merges has not imported, as that of a script is."""
+
+    found: Any
+    inner: Any
+
+
+class Scripted(Generator):
+    def forward(self, numbers: torch.Tensor) -> Any:
+        return OfAScript(super().forward(numbers)["text"], Unknown(numbers, ("a",)))
+
+
+def test_a_class_of_the_script_is_itself_wherever_the_outputs_are_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cls in (OfAScript, Unknown):
+        monkeypatch.setattr(cls, "__module__", "script_of_test")
+    result = run(tmp_path, model=Scripted(), dataset=range(ROWS), batch_size=7, shards=4)
+    assert type(result.outputs) is dict
+    script: Any = types.ModuleType("script_of_test")
+    script.OfAScript, script.Unknown = OfAScript, Unknown
+    monkeypatch.setitem(sys.modules, "script_of_test", script)
+    found = dp_ray.load(tmp_path / "run").outputs
+    assert type(found) is OfAScript and type(found.inner) is Unknown
+    assert found.found == [text_of(index) for index in range(ROWS)]

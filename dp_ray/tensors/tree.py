@@ -46,6 +46,8 @@ class TreeSpec:
     children: tuple["TreeSpec", ...] = ()
     # The constant; a defaultdict's factory or a pytree's context, which comparisons ignore.
     value: Any = None
+    # What JSON said of a class that this process has not loaded: written again, it is that class elsewhere.
+    written: Any = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TreeSpec):
@@ -66,10 +68,10 @@ class TreeSpec:
             return {"kind": self.kind, "value": _require_plain(self.value, above)}
         below = zip(self.keys, self.children, strict=True)
         context = {"context": self.value} if self.kind == "pytree" and _is_json(self.value) else {}
+        named = {"kind": self.kind, "type": f"{self.container.__module__}:{self.container.__qualname__}"}
         return {
             **context,
-            "kind": self.kind,
-            "type": f"{self.container.__module__}:{self.container.__qualname__}",
+            **(self.written or named),
             "keys": [_require_plain(key, (*above, key)) for key in self.keys],
             "children": [child.to_json((*above, key)) for key, child in below],
         }
@@ -88,7 +90,8 @@ class TreeSpec:
             container = _loaded_class(value["type"])
             if container in _pytree.SUPPORTED_NODES and "context" in value:
                 return cls("pytree", container, keys, children, value["context"])
-        return cls(*_container(value["kind"], value["type"], keys), keys, children)
+        written = {name: value[name] for name in ("context", "kind", "type") if name in value}
+        return cls(*_container(value["kind"], value["type"], keys), keys, children, written=written)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
