@@ -12,9 +12,11 @@ from torch import nn
 
 import dp_ray
 from dp_ray.driver.from_run import follow_up
+from dp_ray.engine.placement import Placement, ShardedPlacement
 from dp_ray.engine.sharded.state import load_rows
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, JobError, ModelError, StorageError
+from dp_ray.job.job import Job
 from dp_ray.outputs import parts
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.rundir.history import CLOCKED
@@ -283,6 +285,8 @@ def test_a_new_head_starts_as_it_is_built_on_the_weights_that_fit(
     new = {**headed(5, extra=True), **STAYS, "init_from": f"{first.run_dir}/{start}", "quiet": False}
     with pytest.raises(ModelError, match=r"; to load the weights that fit, .*, set strict: false$"):
         trained(tmp_path, "new", **{**new, "optimizer": TRAINING["optimizer"], "max_steps": 9})
+    with pytest.raises(ModelError, match=r"(not this model's|\"head.bias\"\. )$"):
+        trained(tmp_path, "other", init_from=new["init_from"], max_steps=9)  # no tensor has the name of another
     result = trained(tmp_path, "new", **new, strict=False)
     assert re.search(LOADS + r"\[5, 3\], head.bias \[3\] in place of \[5\]\n", capsys.readouterr().err)
     assert [row["step"] for row in result.history] == [0], "a checkpoint is weights here"
@@ -300,6 +304,83 @@ def test_weights_of_which_nothing_fits_are_refused_without_strict_too(tmp_path: 
     )
     with pytest.raises(ModelError, match=says):
         dp_ray.run(**{**keys(tmp_path), "init_from": str(tmp_path / "w.pt")}, strict=False)
+
+
+class Wrapper(nn.Module):
+    """The pairs' model, whose tensors have names that begin as if it were wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = training.mlp()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.module(inputs)  # type: ignore[no-any-return]
+
+
+def said(location: Path, capsys: pytest.CaptureFixture[str], **others: Any) -> str:
+    """What a prediction from these weights says of them. Its outputs are those of the weights 0.25."""
+    result = dp_ray.run(**{**keys(location.parent), "init_from": str(location), "quiet": False, **others})
+    assert torch.allclose(result.outputs, expected(0.25))
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "init_from" in line)
+    return line.partition(location.name)[2]
+
+
+@pytest.mark.parametrize("before", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_what_a_wrapper_puts_before_all_names_is_stripped_and_told(
+    tmp_path: Path, before: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {before + name: torch.full_like(one, 0.25) for name, one in training.mlp().state_dict().items()}
+    write_tensors(Storage(str(tmp_path)), "w.safetensors", weights)
+    says = f"; without {before!r} before all names"
+    assert said(tmp_path / "w.safetensors", capsys) == says
+    torch.save(weights, tmp_path / "w.pt")
+    more = "; loads 4 of 4 tensors of the model"
+    assert said(tmp_path / "w.pt", capsys, strict=False, overwrite=True) == says + more
+
+
+@pytest.mark.parametrize(("before", "says"), [("", ""), ("module.", "; without 'module.' before all names")])
+def test_what_fits_is_never_stripped(
+    tmp_path: Path, before: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {before + name: torch.full_like(one, 0.25) for name, one in Wrapper().state_dict().items()}
+    torch.save(weights, tmp_path / "w.pt")
+    assert said(tmp_path / "w.pt", capsys, model="tests.test_init_from:Wrapper") == says
+
+
+@pytest.mark.parametrize("kind", [Placement, ShardedPlacement])
+def test_what_is_stripped_is_so_of_a_part_of_the_tensors_too(kind: type[Placement]) -> None:
+    """As with `strategy: fsdp`, here with one worker, which holds all rows."""
+    model = Headed(5)
+    sharded: dict[str, Any] = {"sharded": None} if kind is ShardedPlacement else {}
+    job = Job.make({key: one for key, one in keys(Path()).items() if key != "quiet"}, "run")
+    placement = kind(job, model, model, World(), **sharded)
+    weights = {f"module.{name}": torch.full_like(one, 0.5) for name, one in Headed(3).state_dict().items()}
+    with pytest.raises(ModelError, match=r"(?s)of w, without 'module.' before all names, are .*head.bias.*; set it$"):
+        placement.load_weights(weights, "w", advice="; set it")
+    says = placement.load_weights(weights, "w", is_strict=False)
+    assert says.startswith("; without 'module.' before all names; loads 4 of 6 tensors of the model; of another size")
+    assert {float(one.unique()) for one in model.body.state_dict().values()} == {0.5}
+
+
+NESTED = {"epoch": 3, "model": {"module.0.bias": torch.zeros(2)}}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("weights", "end"),
+    [
+        ({"other": torch.zeros(2)}, r'("other"\. |unexpected: other)'),
+        ({"0.bias": torch.zeros(7)}, r"(model is torch.Size\(\[16\]\)|0.bias \[7\] in place of \[16\])"),
+        (NESTED, r"; it holds weights in 'model': save that alone, torch.save\(found\['model'\], file\)"),
+    ],
+    ids=["names", "sizes", "nested"],
+)
+def test_strict_false_is_not_advised_where_nothing_fits(
+    tmp_path: Path, weights: dict[str, Any], end: str, strict: bool
+) -> None:
+    torch.save(weights, tmp_path / "w.pt")
+    with pytest.raises(ModelError, match=end + "$"):
+        dp_ray.run(**{**keys(tmp_path), "init_from": str(tmp_path / "w.pt"), "strict": strict})
 
 
 def test_what_is_loaded_row_by_row_is_the_same() -> None:

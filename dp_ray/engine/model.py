@@ -275,6 +275,25 @@ def other_sizes(own: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> 
     }
 
 
+WRAPPERS = ("module.", "_orig_mod.")  # before names in what nn.DataParallel, DDP or torch.compile has wrapped
+
+
+def unwrapped(own: Set[str], weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Return weights without the WRAPPERS before all their names, and what was stripped.
+
+    `own` are the names of the model, which may begin so too: as little is stripped as fits most of them.
+    """
+    best, stripped, named, before = weights, "", weights, ""
+    while named:
+        wrapper = next((one for one in WRAPPERS if all(str(name).startswith(one) for name in named)), None)
+        if wrapper is None:
+            break
+        named, before = {name.removeprefix(wrapper): one for name, one in named.items()}, before + wrapper
+        if len(own & named.keys()) > len(own & best.keys()):
+            best, stripped = named, before
+    return best, stripped
+
+
 def misfits(missing: Sequence[str], unexpected: Sequence[str], sizes: Mapping[str, str]) -> str:
     """Say how some weights and a model differ: by the names that one of them lacks, and by sizes."""
     kinds = {"missing": missing, "unexpected": unexpected, "of another size": list(sizes.values())}
@@ -282,7 +301,12 @@ def misfits(missing: Sequence[str], unexpected: Sequence[str], sizes: Mapping[st
 
 
 def loaded_of(
-    where: str, own: Set[str], missing: Sequence[str], unexpected: Sequence[str], sizes: Mapping[str, str]
+    where: str,
+    own: Set[str],
+    weights: Mapping[str, Any],
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    sizes: Mapping[str, str],
 ) -> str:
     """Say how many tensors of a model were loaded with `strict: false`, and which were not.
 
@@ -290,16 +314,27 @@ def loaded_of(
     """
     differences = misfits(missing, unexpected, sizes)
     if own and not own - {*missing, *sizes}:
-        raise ModelError(f"the weights of {where} have no tensor that fits this model by name and size{differences}")
+        says = f"the weights of {where} have no tensor that fits this model by name and size"
+        raise ModelError(says + differences + _nested(weights))
     return f"; loads {len(own) - len({*missing, *sizes} & own)} of {len(own)} tensors of the model{differences}"
 
 
-def advice_on(weights: Mapping[str, Any], advice: str) -> str:
-    """Return what to do about weights that do not fit; of a checkpoint of the user's own, to save a value alone."""
+def advice_on(own: Mapping[str, torch.Tensor], weights: Mapping[str, Any], advice: str) -> str:
+    """Return what to do about weights that are not those of a model with the tensors `own`.
+
+    That is the advice, to load what fits, if a tensor fits by name and size. Of a checkpoint of the user's own it is
+    to save a value alone.
+    """
+    weights, _ = unwrapped(own.keys(), weights)
+    fitting = own.keys() & weights.keys() - other_sizes(own, weights).keys()
+    return _nested(weights) or (advice if fitting else "")
+
+
+def _nested(weights: Mapping[str, Any]) -> str:
     for key, one in weights.items():
         if isinstance(one, Mapping) and one and all(isinstance(inner, torch.Tensor) for inner in one.values()):
             return f"; it holds weights in {key!r}: save that alone, torch.save(found[{key!r}], file)"
-    return advice
+    return ""
 
 
 def load_weights(
@@ -315,12 +350,12 @@ def load_weights(
     try:
         keys = model.load_state_dict({key: one for key, one in weights.items() if key not in sizes}, is_strict)
     except (RuntimeError, TypeError, AttributeError) as error:
-        advice = advice_on(weights, advice if is_strict else "")
+        advice = advice_on(own, weights, advice if is_strict else "")
         raise ModelError(f"the weights of {where} are not this model's: {str(error).rstrip('.')}{advice}") from None
     if is_strict or keys is None:
         return ""
     missing = [key for key in keys.missing_keys if key not in sizes]
-    return loaded_of(where, own.keys(), missing, keys.unexpected_keys, sizes)
+    return loaded_of(where, own.keys(), weights, missing, keys.unexpected_keys, sizes)
 
 
 def check_all_tensors(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from dp_ray.engine.buffers import Blocks, make_room
 from dp_ray.engine.items import PassthroughBatch
 from dp_ray.engine.loading import LoadedStep
-from dp_ray.engine.model import BatchNormOfShard, build_model, compiled, input_device, load_weights
+from dp_ray.engine.model import BatchNormOfShard, build_model, compiled, input_device, load_weights, unwrapped
 from dp_ray.engine.optimizer import Average
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.reduce import DdpReduction, Reduction, Trained
@@ -98,11 +98,18 @@ class Placement:
         return None if self.job.ema is None else Average(self.job, self.model)
 
     def load_weights(self, weights: Mapping[str, Any], where: str, is_strict: bool = True, advice: str = "") -> str:
-        """Load weights into the model; returns what was loaded and what not, in words, if not `is_strict`.
+        """Load weights into the model; returns in words what was stripped from their names.
 
-        Raises ModelError, which names missing, unexpected and mis-sized tensors and ends with the advice, or if
-        nothing fits.
+        If not `is_strict`, it also says what was loaded and what not. Raises ModelError, which names missing,
+        unexpected and mis-sized tensors and ends with the advice if that helps, or if nothing fits.
         """
+        weights, stripped = unwrapped(self.model.state_dict().keys(), weights)
+        if stripped:
+            where += f", without {stripped!r} before all names,"
+        loaded = self._load(weights, where, is_strict, advice)
+        return f"; without {stripped!r} before all names{loaded}" if stripped else loaded
+
+    def _load(self, weights: Mapping[str, Any], where: str, is_strict: bool, advice: str) -> str:
         make_room(self.model, weights)
         return load_weights(self.model, weights, where, is_strict, advice)
 
@@ -146,7 +153,7 @@ class ShardedPlacement(Placement):
         """Return the average of the weights, if the job keeps one: of this worker's part of them."""
         return None if self.job.ema is None else ShardedAverage(self.job, self.sharded, optimizer_step.aligned)
 
-    def load_weights(self, weights: Mapping[str, Any], where: str, is_strict: bool = True, advice: str = "") -> str:
+    def _load(self, weights: Mapping[str, Any], where: str, is_strict: bool, advice: str) -> str:
         """Load this worker's rows of the weights; returns and raises what a whole model's does."""
         loaded = load_rows(self.model, weights, where, self.world, is_strict, advice)
         for name, module in self.model.named_modules():

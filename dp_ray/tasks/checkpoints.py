@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 from typing import Any, TypeAlias
 
 from dp_ray.engine.clock import Part
+from dp_ray.engine.model import advice_on, tensors_of
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
 from dp_ray.errors import JobError, ModelError
@@ -335,7 +336,8 @@ def start_from(training: Training, trainer: Trainer, location: str) -> TrainStat
     try:
         train_state = resume(training, trainer, checkpoint)
     except ModelError as error:
-        raise ModelError(f"init_from: {location}: {error}{NEW_HEAD}") from None
+        helps = advice_on(tensors_of(trainer.placement.model), weights, NEW_HEAD)
+        raise ModelError(f"init_from: {location}: {error}{helps}") from None
     named = first_step(run)
     if train_state.step != named:
         raise JobError(

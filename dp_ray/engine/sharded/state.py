@@ -219,11 +219,11 @@ def load_rows(
     missing, unexpected = sorted(own.keys() - stored.keys()), sorted(weights.keys() - state.keys())
     sizes = other_sizes(own, stored)
     if is_strict and (mistakes := misfits(missing, unexpected, sizes)):
-        raise ModelError(f"the weights of {where} are not this model's{mistakes}{advice_on(weights, advice)}")
+        raise ModelError(f"the weights of {where} are not this model's{mistakes}{advice_on(own, weights, advice)}")
     for name, one in own.items():
         if name in stored and name not in sizes:
             stored[name].copy_to(one, world.world_size, world.rank)
-    return "" if is_strict else loaded_of(where, own.keys(), missing, unexpected, sizes)
+    return "" if is_strict else loaded_of(where, own.keys(), weights, missing, unexpected, sizes)
 
 
 @dataclass(frozen=True)
