@@ -14,12 +14,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import dp_ray
 from dp_ray.driver import run as driver
+from dp_ray.driver.planning import plan_job
 from dp_ray.engine.step import build_loss
 from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.plan.costs import remarks
 from dp_ray.plan.split import Split
+from dp_ray.trackers.process import PACKAGES
 from tests.support import training
 from tests.support.cli import status_of
 from tests.support.trainings import keys_of
@@ -62,7 +64,20 @@ def loader() -> Any:
     return DataLoader(training.Pairs())
 
 
+def top(outputs: Any, target: Any) -> Any:
+    return outputs
+
+
+class Top:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __call__(self, outputs: Any, target: Any) -> Any:
+        return outputs
+
+
 made = training.mlp()
+PAIRS, LOSS = "tests.support.training:Pairs", "torch.nn:CrossEntropyLoss"
 ADVICE = "use fewer workers or a larger batch_size"
 
 
@@ -100,6 +115,15 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             JobError,
             "optimizer: must give a torch.optim.Optimizer, and NoModule is no",
         ),
+        ({"model": {"target": "torch.nn:Linear", "args": {"sizes": 2}}}, JobError, "model.args: .* takes no 'sizes'"),
+        ({"dataset": {"target": PAIRS, "args": {"rows": 2}}}, JobError, "dataset.args: .* takes no 'rows'"),
+        ({"loss": "torch.nn:CrossEntropyLos"}, JobError, "loss: .* did you mean 'CrossEntropyLoss'"),
+        ({"loss": {"target": LOSS, "args": {"smooth": 2}}}, JobError, "loss.args: .* takes no 'smooth'"),
+        ({"metrics": {"other": f"{HERE}:Top"}}, JobError, "metrics.other.args: .*missing a required argument: 'n'"),
+        ({"metrics": {"top": {"target": f"{HERE}:top", "args": {"n": 3}}}}, JobError, "metrics.top.args: .* no 'n'"),
+        ({"optimizer": {"target": "torch.optim:SGD", "args": {"r": 1}}}, JobError, "optimizer.args: .* takes no 'r'"),
+        ({"collate": {"target": f"{HERE}:top", "args": {"n": 3}}}, JobError, "collate.args: .* takes no 'n'"),
+        ({"loss": None, "step": {"target": f"{HERE}:top", "args": {"n": 3}}}, JobError, "step.args: .* takes no 'n'"),
     ],
 )
 def test_what_cannot_work_is_said_before_a_worker_starts(
@@ -107,7 +131,37 @@ def test_what_cannot_work_is_said_before_a_worker_starts(
 ) -> None:
     with pytest.raises(error, match=says):
         dp_ray.run(**keys_of(storage=str(tmp_path), name="run", **keys))
-    assert not (tmp_path / "run").exists()
+    job = {key: one for key, one in keys_of(storage=str(tmp_path), **keys).items() if key != "quiet"}
+    with pytest.raises(error, match=says):
+        plan_job(Job.make(job, "run"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("in_project")
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["table", "json"])
+def test_the_plan_of_a_job_that_no_run_would_take_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    args = ["plan", "jobs/tutorial.yaml", "--set", "model.args.sizes=1", "--storage", str(tmp_path), *more]
+    assert status_of(monkeypatch, *args) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == ("error: model.args: jobs.tutorial:Model takes no 'sizes', but input_size, output_size\n")
+
+
+def test_the_plan_says_what_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run says the same as an error. The plan may be of another machine, so there it is a remark."""
+    keys = keys_of(storage=str(tmp_path), name="run", init_from=str(tmp_path / "no.pt"), trackers=["wandb"])
+    monkeypatch.setitem(PACKAGES, "wandb", "no_such_package")
+    plan = plan_job(Job.make({key: one for key, one in keys.items() if key != "quiet"}, "run"))
+    missing, lacking = plan.remarks
+    assert missing == f"a run would not start: init_from: there is no file {tmp_path}/no.pt"
+    assert lacking == "a run would not start: trackers: wandb is not installed; pip install 'dp-ray[wandb]'"
+    with pytest.raises(JobError, match=r"^trackers: wandb is not installed"):
+        dp_ray.run(**keys)
+    with pytest.raises(JobError, match=r"^init_from: there is no file"):
+        dp_ray.run(**{**keys, "trackers": []})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_class_that_gives_a_module_is_one(tmp_path: Path) -> None:

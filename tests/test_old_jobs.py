@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dp_ray.driver import planning
 from dp_ray.driver.planning import plan_job
 from dp_ray.job.files import differences, load_job
 from tests.support.cluster import ROOT
@@ -41,7 +42,8 @@ def test_an_old_job_file_is_the_same_job(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_project")
 @pytest.mark.parametrize("version", NEW)
-def test_old_job_files_have_the_same_plan(version: str) -> None:
+def test_old_job_files_have_the_same_plan(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "check_targets", lambda _: None)  # the models of the pages are not here
     planned = 0
     for path in FILES:
         if path.parts[-3] == version and (then := made(path)["plan"]) is not None:

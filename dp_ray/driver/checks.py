@@ -1,19 +1,25 @@
-"""Check a job before anything starts: that its targets and devices exist and can be what they are for."""
+"""Check a job before anything starts, for `dp-ray plan` and for a run alike.
+
+`check_targets` looks at the job itself, `lacking_here` at this machine.
+"""
+
+from collections.abc import Iterator
 
 import torch
 
-from dp_ray.engine.model import check_model, with_devices
+from dp_ray.cluster.ray_version import check_ray
+from dp_ray.engine.model import check_model, devices_here, with_devices
 from dp_ray.engine.optimizer import check_optimizer, check_unbuilt
 from dp_ray.engine.prediction import check_after
-from dp_ray.errors import JobError
+from dp_ray.errors import Error, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
-from dp_ray.job.targets import bind, resolve
+from dp_ray.job.targets import bind, check_args, resolve
 from dp_ray.tasks.hooks import check_hook
 
 
 def check_targets(job: Job) -> None:
-    """Check the job's targets and devices; raises JobError that names the key at fault."""
+    """Check the job's targets, with their args, and devices; raises JobError that names the key at fault."""
     for key, target in job.targets.items():
         if key == "model":
             check_model(target)
@@ -21,7 +27,7 @@ def check_targets(job: Job) -> None:
             check_unbuilt(target)
         elif key == "scheduler" and isinstance(target, list | tuple):
             raise JobError("scheduler: is a list; give one, or a function of the optimizer with torch's SequentialLR")
-        if isinstance(target, Target) and key in ("model", "eval.dataset"):
+        if isinstance(target, Target) and key in ("model", "dataset", "eval.dataset"):
             bind(key, with_devices(target, ()) if key == "model" else target)
         elif isinstance(target, Target) and key in ("optimizer", "scheduler"):
             if key == "optimizer":
@@ -32,10 +38,28 @@ def check_targets(job: Job) -> None:
         elif key.startswith("hooks."):
             check_hook(key, target)
         elif isinstance(target, Target):
-            resolve(key, target)
+            check_args(key, target)
     for key, names in (("devices", job.devices), ("input_device", [job.input_device] if job.input_device else None)):
         for name in names or ():
             try:
                 torch.device(name)
             except RuntimeError as error:
                 raise JobError(f"{key}: {name!r} is no device of torch: {error}") from None
+
+
+def lacking_here(job: Job) -> Iterator[Error]:
+    """Yield an error for each thing that a run of the job needs and this machine lacks: packages, Ray, GPUs."""
+    if job.trackers:
+        from dp_ray.trackers.process import check_installed
+
+        try:
+            check_installed(job.trackers)
+        except JobError as error:
+            yield error
+    try:
+        if job.max_workers > 0:
+            check_ray()
+        else:
+            devices_here(job)
+    except Error as error:
+        yield error

@@ -1,65 +1,48 @@
-"""Find out what a job will do, for `dp-ray plan` and for a run alike.
-
-It imports neither torch nor pyarrow, unless the job's own code or an earlier run of the job needs them.
-"""
+"""Find out what a job will do, for `dp-ray plan` and for a run alike."""
 
 import contextlib
 import dataclasses
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 
+from dp_ray.driver.checks import check_targets, lacking_here
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job.files import located_at
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, gpu_number
 from dp_ray.job.plan import has_evaluations, plan_of
 from dp_ray.job.samples import block_rows_of
 from dp_ray.job.targets import build_dataset, dataset_seed, resolve, unmeasured
 from dp_ray.plan.costs import GIB, MemoryPlan, Plan
+from dp_ray.rundir.claim import check_claim, located, resumption, with_full_init_from, with_shards_of_run
 from dp_ray.system.process import environment
 
 
 def plan_job(job: Job) -> Plan:
     """Return the plan of a job that is not started: that of its run, with the blocks of a model over several devices.
 
-    Raises an Error of dp_ray.errors if the job cannot run.
+    It checks what a run checks before it starts. Raises an Error of dp_ray.errors if the job cannot run anywhere. A
+    remark says why it cannot run here: what this machine lacks, and what the storage holds.
     """
     job = job.for_task()
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
-        rows = dataset_rows(job)
-        where = located_at(job.storage)
-        may_hold_run = "://" in where or Path(where, job.run_name).exists()  # of a URL this is not known here
-        plan = _plan_of_resumed(job, rows) if may_hold_run else make_plan(job, rows)
+        check_targets(job)
+        plan = _plan_to_claim(job, dataset_rows(job))
         if job.device_map is not None:
             from dp_ray.engine.model import plan_blocks
 
             plan = dataclasses.replace(plan, blocks=plan_blocks(job))
-        return dataclasses.replace(plan, remarks=(*plan.remarks, *_lacking(job)))
+        lacking = [f"a run would not start: {error}" for error in lacking_here(job)]
+        return dataclasses.replace(plan, remarks=(*plan.remarks, *lacking))
 
 
-def _lacking(job: Job) -> Iterator[str]:
-    """Yield a remark if the job is to run in this process, and asks for a GPU that this machine lacks."""
-    if job.max_workers > 0 or not (job.asks_for_gpus or gpu_number(job.input_device or "") is not None):
-        return
-    from dp_ray.engine.model import devices_here  # imports torch
-
-    try:
-        devices_here(job)
-    except JobError as error:
-        yield f"a run would not start: {error}"
-
-
-def _plan_of_resumed(asked: Job, rows: Mapping[str, int]) -> Plan:
+def _plan_to_claim(asked: Job, rows: Mapping[str, int]) -> Plan:
     """Return the plan of a job that may resume the run in STORAGE/NAME; a remark says whether it does, or why not."""
-    from dp_ray.rundir.claim import check_resumable, located, resumption, with_full_init_from, with_shards_of_run
-
     try:
         base = located(asked.storage)
         job = with_shards_of_run(with_full_init_from(asked), base)
         plan, run = make_plan(job, rows, taken_over(asked, job)), base.child(job.run_name)
-        if not check_resumable(job, run, rows, plan.split.total_steps):
+        if not check_claim(job, run, rows, plan.split.total_steps):
             return plan
         return dataclasses.replace(plan, remarks=(*plan.remarks, resumption(run, job.task, plan.split)))
     except StorageError as error:

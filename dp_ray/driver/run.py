@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dp_ray.cluster.ray_version import check_ray
-from dp_ray.driver.checks import check_targets
+from dp_ray.driver.checks import check_targets, lacking_here
 from dp_ray.driver.finish import result_of, save_unfinished, summary_of, time_lines
 from dp_ray.driver.in_process import ONE_AT_A_TIME, run_in_process, with_own_model, with_own_objects
 from dp_ray.driver.planning import dataset_rows, make_plan, taken_over
-from dp_ray.engine.model import devices_here
 from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError, RunInterrupted, StorageError, WorkerError, shorten
@@ -175,22 +173,16 @@ def execute(
 def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
     """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
     job = job.for_task()
-    if job.trackers:
-        from dp_ray.trackers.process import check_installed
-
-        check_installed(job.trackers)
     faults = parse_faults(inject)
     if faults and job.max_workers == 0:
         raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
-    if job.max_workers > 0:
-        check_ray()
     asked = claim.with_full_init_from(job)
     job = asked if overwrite else claim.with_shards_of_run(asked, claim.located(asked.storage))
     building = console.if_slow("building the dataset")
     with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
         check_targets(job)  # stdout is kept free of what user code prints
-        if job.max_workers == 0:
-            devices_here(job)
+        for error in lacking_here(job):
+            raise error
         plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
     if job.max_workers == 0:
         job = with_own_model(job)

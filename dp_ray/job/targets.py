@@ -40,11 +40,23 @@ def bound(key: str, target: Any) -> Any:
         if not _makes_functions(target):
             return target
         target = Target(target=target)
+    function = check_args(key, target)
+    if _makes_functions(function):
+        return bind(key, target)()
+    return functools.partial(function, **target.args) if target.args else function
+
+
+def check_args(key: str, target: Target) -> Any:
+    """Return the function or class that the job's `key` names, whose args are right as far as is known uncalled.
+
+    Raises JobError if it cannot be imported or called, or rejects args.
+    """
     function = resolve(key, target)
     if not callable(function):
         raise JobError(f"{key}: {target.label} is {function!r:.60}, which cannot be called")
     if _makes_functions(function):
-        return bind(key, target)()
+        bind(key, target)
+        return function
     with suppress(ValueError):  # some built-in callables have no signature
         takes = inspect.signature(function)
         try:
@@ -52,7 +64,7 @@ def bound(key: str, target: Any) -> Any:
         except TypeError as error:
             says = _rejection(list(takes.parameters.values()), target.args, error)
             raise JobError(f"{key}.args: {target.label} {says}") from None
-    return functools.partial(function, **target.args) if target.args else function
+    return function
 
 
 def _makes_functions(value: Any) -> bool:

@@ -82,15 +82,7 @@ def claim(
     storage = base.child(job.run_name)
     token = uuid.uuid4().hex
     contents = _contents({"token": token, "rows": rows or {}}, job)
-    if overwrite:
-        _check_is_run(storage)
-    is_resumed = not overwrite and check_resumable(job, storage, rows or {}, steps, resume, reopen is not None)
-    if job.init_from is not None and not is_resumed:
-        find_start(job.init_from)
-    elif job.init_from is not None and not (job.task == "train" and steps_of(storage.child(CHECKPOINTS))):
-        check_start(storage, job.init_from)  # a training with checkpoints resumes from its own
-    if overwrite:
-        check_reads_nothing_of(storage, job)
+    is_resumed = check_claim(job, storage, rows or {}, steps, resume, reopen is not None, overwrite)
     has_begun()
     lengths = _changed_lengths(RUN_JSON.read(storage), job) if is_resumed else ""
     if is_resumed and reopen is not None:
@@ -118,19 +110,35 @@ def claim(
     return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
 
 
-def check_resumable(
+def check_claim(
     job: Job,
     storage: Storage,
     rows: Mapping[str, int],
     steps: int | None,
     resume: bool = False,
     is_reopened: bool = False,
+    overwrite: bool = False,
 ) -> bool:
-    """Return whether the job resumes the run there; False if there is none, or one to replace that kept nothing.
+    """Return whether a claim would resume the run there; False if there is none, or one that it would replace.
 
-    The arguments are those of `claim`; `is_reopened` says that a finished prediction may be resumed.
-    Raises JobError if the directory holds another run, or no run but other files.
+    The arguments are those of `claim`; `is_reopened` says that a finished prediction may be resumed. It writes
+    nothing, and raises what `claim` raises.
     """
+    if overwrite:
+        _check_is_run(storage)
+    is_resumed = not overwrite and _is_resumable(job, storage, rows, steps, resume, is_reopened)
+    if job.init_from is not None and not is_resumed:
+        find_start(job.init_from)
+    elif job.init_from is not None and not (job.task == "train" and steps_of(storage.child(CHECKPOINTS))):
+        check_start(storage, job.init_from)  # a training with checkpoints resumes from its own
+    if overwrite:
+        check_reads_nothing_of(storage, job)
+    return is_resumed
+
+
+def _is_resumable(
+    job: Job, storage: Storage, rows: Mapping[str, int], steps: int | None, resume: bool, is_reopened: bool
+) -> bool:
     claimed = RUN_JSON.read(storage)
     if not claimed:
         _check_is_run(storage)
