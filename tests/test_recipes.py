@@ -1,7 +1,10 @@
 """The recipes: docs/recipes.md, and those of docs/training.md for dict items and losses that are one number."""
 
+import functools
 import importlib
 import re
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dp_ray
+from dp_ray.errors import Error, ModelError
 from dp_ray.job.job import Job
 from jobs.digits import Digits, Net
 from tests.support import training
@@ -28,7 +32,12 @@ class Items(training.Pairs):
 
 
 class Outputs(dict[str, torch.Tensor]):
-    __getattr__ = dict.__getitem__
+    """As a ModelOutput of Hugging Face's: its keys are attributes too."""
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 class WithLoss(nn.Module):
@@ -97,7 +106,7 @@ def test_dict_items_are_answered_with_one_recipe(tmp_path: Path, task: str, inpu
     says = str(raised.value)
     assert f"task {task} needs items that are (inputs, target), got a batch of a dict; name keys of its items" in says
     assert "inputs: [x] and target: y (it has " in says
-    assert "{'loss': (outputs.loss * n, n), 'outputs': outputs.logits, 'target': batch['labels']}" in says
+    assert '{"loss": (outputs.loss * n, n), "outputs": outputs.logits, "target": batch["labels"]}' in says
     assert "set inputs: all" not in says
 
 
@@ -131,6 +140,90 @@ def on_one_gpu(before: dict[str, Any]) -> float:
     data = training.Pairs()
     name = str(before["loss"]).partition(":")[2]
     return float(globals()[name](training.mlp()(data.inputs), data.targets).detach())
+
+
+class Pairs(Items):
+    """A dict of the model's keywords, and the label beside it."""
+
+    def __getitem__(self, index: int) -> Any:
+        item = super().__getitem__(index)
+        return {"inputs": item["inputs"]}, item["labels"]
+
+
+class Logits(nn.Module):
+    """A model that gives a mapping, as those of Hugging Face do, without a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> Outputs:
+        return Outputs(loss_weight=torch.ones(()), logits=self.layer(inputs))
+
+
+class Floats(Pairs):
+    """A tensor as inputs, and one number for each output."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.inputs[index, :3]
+
+
+def unlike(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (outputs - target).square().mean(1)
+
+
+DICTS = {"dataset": Items(), "model": WithLoss}
+OF_KEYWORDS = {"dataset": Pairs(), "model": Logits, "call": "kwargs"}
+OF_FLOATS = {"dataset": Floats(), "model": Logits}
+SMOOTH = {"label_smoothing": 0.1, "ignore_index": -100}
+
+
+@pytest.mark.parametrize(
+    ("keys", "whole"),
+    [
+        ({**DICTS, "step": step_of_one_number}, F.cross_entropy),
+        ({**DICTS, "loss": nn.CrossEntropyLoss()}, F.cross_entropy),
+        ({**OF_KEYWORDS, "loss": "torch.nn:CrossEntropyLoss"}, F.cross_entropy),
+        (
+            {**OF_KEYWORDS, "loss": {"target": "torch.nn.functional:cross_entropy", "args": SMOOTH}},
+            functools.partial(F.cross_entropy, label_smoothing=0.1),
+        ),
+        ({**OF_FLOATS, "loss": {"target": "torch.nn:SmoothL1Loss", "args": {"reduction": "none"}}}, F.smooth_l1_loss),
+        ({**OF_FLOATS, "loss": {"target": "torch.nn:HuberLoss", "args": {"delta": 2}}}, nn.HuberLoss(delta=2)),
+        ({**OF_FLOATS, "loss": unlike}, F.mse_loss),
+    ],
+    ids=["own mean", "dict items", "class", "function", "unreduced", "args", "own loss"],
+)
+def test_the_step_that_an_error_shows_is_the_right_one(
+    tmp_path: Path, keys: dict[str, Any], whole: Callable[..., torch.Tensor]
+) -> None:
+    """Of a model that gives a mapping, or its own mean: the loss is that of the whole batch in one process."""
+    given = {"batch_size": 101, "shards": 3, "workers": 0, "quiet": True, "storage": str(tmp_path), "task": "train"}
+    given |= {"optimizer": functools.partial(torch.optim.SGD, lr=0.1), **keys}
+    with pytest.raises(Error) as raised:
+        dp_ray.run(**given)
+    _, _, code = str(raised.value).partition(":\n")
+    assert len(code.splitlines()) == 3
+    names: dict[str, Any] = {"torch": torch, "unlike": unlike}
+    exec(textwrap.dedent(code), names)
+    result = dp_ray.run(**{**given, "loss": None, "step": names["step"]})
+    torch.manual_seed(0)
+    items, model = [given["dataset"][index] for index in range(101)], given["model"]()
+    batch = torch.utils.data.default_collate(items)
+    if isinstance(batch, dict):
+        batch = {"inputs": batch["inputs"]}, batch["labels"]
+        outputs = model.layer(batch[0]["inputs"])
+    else:
+        outputs = model.layer(batch[0]["inputs"] if isinstance(batch[0], dict) else batch[0])
+    assert result.history[0]["loss"] == pytest.approx(float(whole(outputs, batch[1]).detach()), rel=1e-6)
+
+
+def test_a_loss_with_weights_of_classes_shows_no_step_of_another_mean(tmp_path: Path) -> None:
+    loss = {"target": "torch.nn:CrossEntropyLoss", "args": {"weight": [1, 2, 3]}}
+    given = {"batch_size": 101, "shards": 3, "workers": 0, "quiet": True, "storage": str(tmp_path), "task": "train"}
+    given |= {"optimizer": functools.partial(torch.optim.SGD, lr=0.1), **OF_KEYWORDS, "loss": loss}
+    with pytest.raises(ModelError, match=r"not Outputs; it got outputs \{.*\}, target int64 \[34\]$"):
+        dp_ray.run(**given)
 
 
 def test_the_recipe_stands_in_the_docs() -> None:

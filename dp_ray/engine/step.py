@@ -140,7 +140,11 @@ def build_step(job: Job, world: World) -> Step:
         try:
             return StepOutput(loss(outputs, target), outputs, target, loss)
         except (Exception, SystemExit) as error:
-            raise_as(error, "loss", lambda _: describe_compared(outputs, target))
+            raise_as(
+                error,
+                "loss",
+                lambda error: describe_compared(outputs, target) + _step_hint(job, inputs, outputs, error),
+            )
 
     plain_step.__wrapped__ = loss  # type: ignore[attr-defined]  # what `modules_in` looks for
     return plain_step
@@ -252,7 +256,7 @@ class Metrics:
         self, what: str, function: Compare | None, value: Any, step_output: StepOutput, rows: int
     ) -> Weighted:
         """Return a value's sum and weight; if its size may not come from its rows, a trial tells, once."""
-        weighed = weighted_sum(value, rows, what)
+        weighed = weighted_sum(value, rows, what, OWN_MEAN if function is None else "")
         if function is None or what in self._tried or weighed is value:
             return weighed
         outputs, target = step_output.outputs, step_output.target
@@ -326,13 +330,13 @@ def _count_numbers(function: Compare, outputs: Any, target: Any, batch_dim: int)
     return one.numel(), two.numel()
 
 
-def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
+def weighted_sum(value: Any, rows: int, what: str, hint: str = "") -> Weighted:
     """Return the sum and weight of what a loss or metric gave for a shard of `rows` rows; `what` names it in errors.
 
     Raises ModelError if it is computed from shards of parameters (strategy: fsdp), or if it is one number for the
-    whole shard, whose weight in the batch is unknown. Raises ModelError if its size does not match the rows: it has
-    fewer elements, or no dimension is `rows` long and the first one is no multiple of `rows`. A pair that has a graph
-    is returned as a `UsersPair`.
+    whole shard, whose weight in the batch is unknown: the `hint` ends that error. Raises ModelError if its size does
+    not match the rows: it has fewer elements, or no dimension is `rows` long and the first one is no multiple of
+    `rows`. A pair that has a graph is returned as a `UsersPair`.
     """
     if isinstance(value, Weighted):
         return value
@@ -356,7 +360,7 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
         raise ModelError(
             f"{what} returned {_kind(value)} for a shard of {rows} rows: the whole batch's mean cannot be made of "
             "means over shards; return one number for each row (torch's losses: reduction='none'), or "
-            "(sum, weight): for reduction='batchmean' (sum, rows), for a mean over n elements (loss * n, n)"
+            f"(sum, weight): for reduction='batchmean' (sum, rows), for a mean over n elements (loss * n, n){hint}"
         )
     if value.numel() < rows or not (rows in value.shape or value.shape[0] % rows == 0):
         raise ModelError(
@@ -426,11 +430,57 @@ GIVES_BOTH = (
     "inputs: auto gives the model both of each pair, as its forward may take two; if the second is a target, "
     "set inputs: first"
 )
-STEP = (
-    "write a step; for dict items and a model like Hugging Face's: def step(model, batch): outputs = model(**batch); "
-    "return {'loss': (outputs.loss * n, n), 'outputs': outputs.logits, 'target': batch['labels']}, where n is the "
-    "number of labels that count, like (batch['labels'] != -100).sum()"
-)
+OWN_MEAN = """, like this one for dict items and a model that gives its own mean, as Hugging Face's do:
+    def step(model, batch):
+        outputs, n = model(**batch), (batch["labels"] != -100).sum()  # of a causal model: labels[:, 1:]
+        return {"loss": (outputs.loss * n, n), "outputs": outputs.logits, "target": batch["labels"]}"""
+
+
+def _step_hint(job: Job, inputs: Any, outputs: Any, error: BaseException) -> str:
+    """Return a step for a model that gave a mapping to a loss that takes none; else empty."""
+    if not isinstance(outputs, Mapping) or type(outputs).__name__ not in str(error):
+        return ""
+    tensors = [key for key, one in outputs.items() if isinstance(one, torch.Tensor) and one.ndim]
+    loss, n = _in_words(job.loss)
+    if not tensors or not loss:
+        return ""
+    key = "logits" if "logits" in tensors else tensors[0]
+    stars = {"kwargs": "**", "args": "*", "auto": "*" if isinstance(inputs, tuple | list) else ""}.get(job.call, "")
+    counted, pair = (f", {n}", f"({loss} * n, n)") if n else ("", loss)
+    return f"""; leave loss out, and write a step, which picks what it takes:
+    def step(model, batch):
+        outputs{", n" if n else ""} = model({stars}batch{"[0]" if job.gives_first else ""})[{key!r}]{counted}
+        return {{"loss": {pair}, "outputs": outputs, "target": batch[1]}}"""
+
+
+def _in_words(loss: Any) -> tuple[str, str]:
+    """Return the code that calls a job's loss, and the code of n if it is a mean over n.
+
+    Both are empty if torch's loss has weights of classes: no short code has the same mean.
+    """
+    args: Mapping[str, Any] = loss.args if isinstance(loss, Target) else {}
+    named = resolve("loss", loss) if isinstance(loss, Target) else loss
+    kind = type(named) if isinstance(named, nn.Module) else named
+    name = getattr(kind, "__qualname__", "loss")
+    given = [f"{one}={value!r}" for one, value in args.items() if (one, value) != ("reduction", "none")]
+    is_torchs = getattr(kind, "__module__", "").startswith("torch.nn.")
+    if is_torchs:
+        name = f"torch.nn.{name}" if inspect.isclass(kind) else f"torch.nn.functional.{name}"
+    if isinstance(named, nn.Module):
+        call = "loss(outputs, batch[1])"
+    elif inspect.isclass(named):
+        call = f"{name}({', '.join(given)})(outputs, batch[1])"
+    else:
+        call = f"{name}({', '.join(['outputs', 'batch[1]', *given])})"
+    if not is_torchs or getattr(named, "reduction", "") == "none":
+        return call, ""
+    if args.get("weight") is not None or getattr(named, "weight", None) is not None:
+        return "", ""
+    if "batchmean" in (args.get("reduction"), getattr(named, "reduction", "")):
+        return call, "len(batch[1])"
+    if "ignore_index" not in inspect.signature(kind).parameters:
+        return call, "batch[1].numel()"
+    return call, f"(batch[1] != {args.get('ignore_index', getattr(named, 'ignore_index', -100))}).sum()"
 
 
 class ModelInputs:
@@ -465,7 +515,7 @@ class ModelInputs:
             advice = "a model of several inputs takes items like ((a, b), target); or "
         raise DataError(
             f"task {self._job.task} needs items that are (inputs, target), got a batch of {self._described(batch)}; "
-            f"{advice}{STEP}"
+            f"{advice}write a step{OWN_MEAN}"
         )
 
     def _described(self, batch: Any) -> str:
