@@ -1,13 +1,18 @@
 """Mistakes in user code, and what the world may do to a run: each ends in one clear error, and nothing is lost."""
 
+import contextlib
+import functools
 import shutil
+import sqlite3
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
 import dp_ray
 from dp_ray.cli import main
@@ -382,7 +387,7 @@ def test_a_dataset_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     data = models.Rows(9)
     data.lock = (number for number in range(3))  # type: ignore[attr-defined]
     job = Job.make({"model": models.Doubler(), "dataset": data, "batch_size": 1}, "run")
-    with pytest.raises(JobError, match="dataset: cannot be pickled: TypeError"):
+    with pytest.raises(JobError, match="dataset: its attribute lock cannot be pickled: TypeError"):
         check_can_be_shipped(job)
 
 
@@ -419,3 +424,42 @@ def test_every_error_of_ours_is_an_error() -> None:
     kinds = [kind for kind in kinds if isinstance(kind, type)]
     assert JobError in kinds and all(issubclass(kind, Error | RunInterrupted) for kind in kinds)
     assert (JobError.exit_status, DataError.exit_status) == (2, 1)
+
+
+class Unsendable(models.Rows):
+    """Rows with one attribute more, which a process that is not forked cannot get."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(9)
+        self.held = held
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        ({"to": [str, lambda one: one]}, r"held\['to'\]\[1\], a function, .*; give a function that has a name in a "),
+        (functools.partial(max, key=lambda one: -one), r"held\.keywords\['key'\], a function, .*fork$"),
+        (Unsendable(threading.Lock()), r"held\.held, a _thread\.lock, cannot be pickled: TypeError.*; open it where"),
+        ([torch.ones(3), threading.Lock()], r"held\[1\], a _thread\.lock, cannot be pickled: TypeError.*"),
+    ],
+    ids=["in lists", "partial", "object", "beside a tensor"],
+)
+def test_what_cannot_be_sent_to_a_loader_process_is_named(tmp_path: Path, context: str, held: Any, says: str) -> None:
+    loader = {"processes": 1, "context": context}
+    with pytest.raises(JobError, match=rf"loader.context: {context} .*, and the dataset's attribute {says}"):
+        run(tmp_path, models.Doubler(), Unsendable(held), loader=loader)
+
+
+def test_an_open_database_is_told_to_be_opened_in_each_process(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(":memory:")) as opened:
+        dataset = Subset(Unsendable(opened), range(5))
+        says = r"the dataset's attribute dataset\.held, a sqlite3\.Connection, .*; open it where it is used first"
+        with pytest.raises(JobError, match=says):
+            run(tmp_path, models.Doubler(), dataset, loader={"processes": 1, "context": "spawn"})
+
+
+def test_a_collate_that_cannot_be_sent_to_a_loader_process_is_named(tmp_path: Path) -> None:
+    loader = {"processes": 1, "context": "spawn"}
+    with pytest.raises(JobError, match=r"spawn .*, and collate, a function, cannot be pickled"):
+        run(tmp_path, models.Doubler(), models.Rows(9), collate=lambda items: torch.stack(items), loader=loader)

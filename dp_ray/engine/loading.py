@@ -7,12 +7,16 @@ does not need are not there. Samples of the job's `skip` are left out by arithme
 import dataclasses
 import functools
 import itertools
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from multiprocessing.context import BaseContext, set_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter, itemgetter
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -47,11 +51,12 @@ from dp_ray.engine.items import (
     whole_columns,
 )
 from dp_ray.engine.model import ShardSize, advised
+from dp_ray.engine.objects import part_that_fails
 from dp_ray.engine.random import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.engine.step import ModelInputs
 from dp_ray.engine.timed_loader import StepTimes, TimedLoader, begin_process
 from dp_ray.engine.user_code import error_text, loader_ended_error, locating, location, read_many, reraise_as
-from dp_ray.errors import DataError, Error, frames_of
+from dp_ray.errors import DataError, Error, JobError, frames_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.samples import IndexLists, Indices, ReadRequest, hold_blocks, look_ahead, order_of
@@ -556,7 +561,43 @@ def make_loader(
         multiprocessing_context=context if processes else None,
         worker_init_fn=begin_process,
     )
-    return TimedLoader(made, samples.times, getattr(samples.dataset, "stop_reading_ahead", None))
+    try:
+        return TimedLoader(made, samples.times, getattr(samples.dataset, "stop_reading_ahead", None))
+    except Exception:
+        if isinstance(made.multiprocessing_context, BaseContext):
+            _check_can_be_sent(made.multiprocessing_context, samples, collate)
+        raise
+
+
+def _check_can_be_sent(context: BaseContext, samples: Samples, collate: Any) -> None:
+    """Raise JobError, which names the part, if the dataset or the collate cannot be sent to a loader's process."""
+
+    def dump(value: Any) -> None:
+        with open(os.devnull, "wb") as nowhere:
+            ForkingPickler(nowhere).dump(value)
+
+    # As while a process is started: locks and queues of multiprocessing can be pickled only then.
+    set_spawning_popen(SimpleNamespace(DupFd=int, duplicate_for_child=int))
+    try:
+        own = [(samples.name, samples.dataset), ("collate", collate)]
+        found = [(what, *fails) for what, one in own if (fails := part_that_fails(one, dump))]
+    finally:
+        set_spawning_popen(None)
+    for what, name, part, error in found:
+        if isinstance(part, FunctionType):
+            advice = "give a function that has a name in a module, or set loader.context: fork"
+        else:
+            advice = "open it where it is used first, as in __getitem__, so that each process has its own"
+        part_of = f"{what}'s attribute {name}" if name else what
+        kind = (
+            type(part).__qualname__
+            if type(part).__module__ == "builtins"
+            else f"{type(part).__module__}.{type(part).__qualname__}"
+        )
+        raise JobError(
+            f"loader.context: {context.get_start_method()} pickles the dataset and the collate for each process, and "
+            f"{part_of}, a {kind}, cannot be pickled: {type(error).__name__}: {error}; {advice}"
+        ) from error
 
 
 def num_processes(job: Job) -> int:

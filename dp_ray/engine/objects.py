@@ -18,7 +18,8 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +102,11 @@ def reached(value: Any, kept: Iterable[Any] = ()) -> tuple[dict[Any, Any], Excep
 
 def refused(key: str, value: Any, error: Exception, dump: Callable[[Any], object]) -> JobError:
     """Return the error of an object of the job's `key` that cannot be pickled; `dump` raises for what cannot."""
-    what = f"{what_fails(value, dump)} cannot be pickled" if isinstance(value, nn.Module) else "cannot be pickled"
+    if isinstance(value, nn.Module):
+        what = f"{what_fails(value, dump)} cannot be pickled"
+    else:
+        name, *_ = part_that_fails(value, dump) or ("",)
+        what = f"its attribute {name} cannot be pickled" if name else "cannot be pickled"
     advice = "give a function that makes it, like 'module:function', which each worker calls for itself"
     return JobError(f"{key}: {what}: {type(error).__name__}: {error}; {advice}")
 
@@ -123,6 +128,42 @@ def what_fails(module: nn.Module, dump: Callable[[Any], object], with_hooks: boo
         except Exception:  # a user's __getstate__ may raise anything
             return what
     return f"the module, of class {type(module).__qualname__}"
+
+
+def part_that_fails(value: Any, dump: Callable[[Any], object]) -> tuple[str, Any, Exception] | None:
+    """Return where in a value is what cannot be pickled, like `inner.db` or `options['key'][0]`, what it is, and why.
+
+    The name is empty for the value itself. None if it can be pickled, or if it holds itself.
+    """
+
+    def find(value: Any, name: str, above: tuple[int, ...]) -> tuple[str, Any, Exception] | None:
+        if id(value) in above:
+            return None
+        try:
+            dump(value)
+            return None
+        except Exception as error:  # a user's __getstate__ may raise anything
+            inner = (find(one, name + key, (*above, id(value))) for key, one in _parts(value))
+            return next(filter(None, inner), (name, value, error))
+
+    found = find(value, "", ())
+    return found and (found[0].removeprefix("."), *found[1:])
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a value that its pickle holds, each with how to come from the value to it."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", one) for key, one in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{number}]", one) for number, one in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((f".{key}", getattr(value, key)) for key in ("func", "args", "keywords"))
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif not isinstance(value, type | types.FunctionType):
+        with suppress(Exception):  # as above
+            state = value.__getstate__()
+            yield from ((f".{key}", one) for key, one in (state if isinstance(state, dict) else {}).items())
 
 
 class _Storages:
