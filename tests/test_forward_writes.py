@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dp_ray.driver.replay import replay
+from dp_ray.engine.buffers import digests
 from dp_ray.engine.trainer import WRITTEN
+from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.checkpoint import load_checkpoint, pack
@@ -33,6 +35,9 @@ DATA = {"target": "tests.support.training:Pairs", "args": {"length": 30}}
 WAYS = ["momentum", "momentum_data", "momentum_replaced", "momentum_numpy", "clamp", "normalise", "max_norm"]
 WAYS += ["lazily", "hiding", "assigning", "making"]
 LARGE = 300  # the width of layers that are not small
+INPUTS = training.Pairs(30).inputs[:, 0]
+HUGE = 2100  # the width of layers of which no copy is made because they are small: 17 MB each
+GENTLE = 1e-3  # the learning rate that they bear
 
 
 def writing(*ways: str, width: int = 8, late: int = 0) -> dict[str, Any]:
@@ -44,12 +49,15 @@ def job(*ways: str, width: int = 8, late: int = 0, **keys: Any) -> Job:
     return job_of(writing(*ways, width=width, late=late), DATA, **given)
 
 
-def assert_as_in_plain_torch(ways: tuple[str, ...], folder: Path, width: int = 8, **keys: Any) -> None:
-    made = job(*ways, width=width, **keys)
+def assert_as_in_plain_torch(
+    ways: tuple[str, ...], folder: Path, width: int = 8, rate: float = 0.1, **keys: Any
+) -> None:
+    args = {"lr": rate, "momentum": 0.9}
+    made = job(*ways, width=width, optimizer={"target": "torch.optim:SGD", "args": args}, **keys)
     run_group(made, folder)
     model = initial(Writing, ways, width)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-    losses = plain_training(model, training.Pairs(30), optimizer, 10, made.num_shards, made.epochs)
+    optimizer = torch.optim.SGD(model.parameters(), **args)
+    losses = plain_training(model, training.Pairs(30), optimizer, made.batch_size, made.num_shards, made.epochs)
     assert_close(folder, model, losses, 3e-6)
 
 
@@ -70,6 +78,50 @@ def test_each_way_to_write_follows_shard_0(tmp_path: Path, way: str) -> None:
 def test_a_momentum_encoder_that_is_not_small_follows_shard_0(tmp_path: Path, way: str) -> None:
     for workers in (1, 3):
         assert_as_in_plain_torch((way,), tmp_path / str(workers), width=LARGE, workers=workers)
+
+
+@pytest.mark.parametrize(("way", "workers"), [("momentum_data", 2), ("replacing", 1)])
+def test_a_write_into_a_huge_parameter_that_can_be_undone_follows_shard_0(
+    tmp_path: Path, way: str, workers: int
+) -> None:
+    """A frozen one that is as large as a trained one has a copy; of data that is replaced, the old one is there."""
+    assert_as_in_plain_torch((way,), tmp_path, HUGE, GENTLE, workers=workers, batch_size=15, shards=3)
+
+
+def test_a_write_that_cannot_be_undone_is_an_error_that_names_it_unless_nobody_needs_what_was_before(
+    tmp_path: Path,
+) -> None:
+    says = r"step 0, shard \d: the forward wrote the parameter body.2.weight in place, .* \(parameter.data = value\)"
+    for workers in (1, 2):
+        with pytest.raises(ProcessExit, match=says):
+            run_group(job("shrinking", width=HUGE, workers=workers), tmp_path / str(workers))
+    assert_as_in_plain_torch(("shrinking",), tmp_path / "alone", HUGE, GENTLE, workers=1, shards=1)
+
+
+def test_a_prediction_that_cannot_undo_a_write_names_it() -> None:
+    made = Job.make({"model": WritesInEval, "dataset": [1], "batch_size": 4, "shards": 2}, "job")
+    work, mine = Work(Split(12, 4, 2)), training.Pairs(12).inputs
+    batches = ((None, mine[shard.start : shard.stop]) for _, shards in work for shard in shards)
+    with pytest.raises(ModelError, match=r"the forward wrote target.weight in place"):
+        predictions_of(made, initial(WritesInEval, HUGE), work, batches)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(torch.zeros(1 << 18), torch.full((1 << 18,), 2.0), id="filled"),
+        pytest.param(INPUTS.double(), -INPUTS.double(), id="negated"),
+        pytest.param(INPUTS, INPUTS.flip(0), id="turned"),
+        pytest.param(INPUTS, torch.cat([-INPUTS[:2], INPUTS[2:]]), id="two signs"),
+        pytest.param(
+            INPUTS.bfloat16()[1:], INPUTS.bfloat16()[1:] * INPUTS[1:].ne(INPUTS[-1]), id="the last of an odd number"
+        ),
+        pytest.param(torch.arange(9).bool(), torch.ones(9).bool(), id="one byte"),
+    ],
+)
+def test_contents_that_differ_have_other_digests(before: torch.Tensor, after: torch.Tensor) -> None:
+    found = digests({"before": before, "the same": before.clone(), "after": after})
+    assert found["before"] == found["the same"] != found["after"]
 
 
 @settings(max_examples=6, deadline=None)

@@ -6,14 +6,16 @@ Every shard of a step starts from the same values; after the step every worker h
 nn.DataParallel (`Buffers`). An evaluation or a prediction leaves no change (`UnchangedBuffers`).
 
 Buffers are copied in each step, and so are frozen parameters if they are SMALL together. Of other parameters those
-are copied that a forward was seen to write. In the EARLY steps of an attempt the content of all is compared with a
-copy, so a write through `.data` shows too. Later, version counters and addresses show a write. Then it is too late
-for a copy, so it is an error, unless nobody needs the earlier value. A write that shows in neither is found at
-checkpoints, where the content of frozen parameters is compared.
+are copied that a forward was seen to write. In the EARLY steps of an attempt digests of the content of all are
+compared, on their device, so a write through `.data` shows too. The value of before is there if `.data` was replaced,
+and of those parameters of which early steps have a copy; else the write is an error. Later, version counters and
+addresses show a write. Then it is too late for a copy, so it is an error, unless nobody needs the earlier value. A
+write that shows in neither is found at checkpoints, where the content of frozen parameters is compared.
 """
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -36,11 +38,14 @@ from dp_ray.text import listed
 TOGETHER = (torch.float32, torch.int64)  # the dtypes of BatchNorm's buffers
 ALIGNED = 16  # bytes: each tensor starts at a multiple of it, so its bytes can be viewed as any dtype
 EARLY = 3  # steps: a momentum encoder that is a copy of another begins to change in the second one
-LARGEST_COPY = 1 << 31  # bytes: the largest model of which a copy is made in early steps, in memory of the CPU
+EARLY_COPIES = 1 << 24  # bytes of the smallest parameters, of which early steps have a copy
+LARGEST_COPY = 1 << 31  # bytes of the modules beside a model of which a copy is made
 SMALL = 1 << 18  # bytes: to copy and to send them takes about as long as the smallest collective
 
 VERSION = operator.attrgetter("_version")
-PIECE = 1 << 23  # bytes of a tensor whose digest is computed at once
+PIECE = 1 << 24  # bytes of a tensor whose digest is computed at once
+PIECE_ON_CPU = 1 << 18  # there they stay in a core's cache, and torch asks no other thread
+ODD = -0x61C8864680B583EB  # 2 ** 64 divided by the golden ratio: its bits look random
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -53,6 +58,10 @@ Stamp = tuple[int | None, int]
 Blocks = Iterable[tuple[nn.Module, list[Any]]]
 NONE: Roots = {}
 ADVICE = "write it in one of these too, or make it a buffer (register_buffer)"
+LOST = (
+    "in place, so that its value of before is lost, from which each shard must start: give it new data "
+    "(parameter.data = value), or make it a buffer (register_buffer)"
+)
 
 
 class _Layout(NamedTuple):
@@ -77,6 +86,34 @@ class _Taken(NamedTuple):
 
     copies: Values
     tensors: Values
+
+
+class _Before:
+    """What parameters hold before the forwards of an early step: digests of all, copies of some, by name."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], copied: Iterable[str]) -> None:
+        # A forward that replaces a parameter's data leaves these tensors, and so the value of before, as they are.
+        self._tensors = {name: one.detach() for name, one in parameters.items()}
+        self._digests = digests(self._tensors)
+        self._copies = {name: self._tensors[name].clone() for name in copied}
+
+    def written(self, parameters: Mapping[str, nn.Parameter], looks_at_all: bool = True) -> list[str]:
+        """Return the names of those whose content, size or dtype has changed; else only of those with a copy."""
+        now = {name: parameters[name].detach() for name in (self._tensors if looks_at_all else self._copies)}
+        found = digests(now)
+        return [
+            name
+            for name, one in now.items()
+            if found[name] != self._digests[name] or _layout(one) != _layout(self._tensors[name])
+        ]
+
+    def value(self, name: str) -> torch.Tensor | None:
+        """Return the value of before; None if it is lost."""
+        if name in self._copies:
+            return self._copies[name]
+        one = self._tensors.get(name)
+        is_lost = one is None or digests({name: one})[name] != self._digests[name]
+        return None if one is None or is_lost else one.clone()
 
 
 class _SeesReplaced(TorchFunctionMode):
@@ -192,6 +229,16 @@ class _Writable:
             self._placed = [one for one in self._watched.values() if _stamp_of(one)[1] != 0]
         self._stamps = list(map(VERSION, self._versioned)), list(map(torch.Tensor.data_ptr, self._placed))
 
+    def _smallest(self) -> list[str]:
+        """Return the names of the smallest parameters that are not followed, of EARLY_COPIES bytes together."""
+        names, left = [], EARLY_COPIES
+        for name, one in sorted(self._watched.items(), key=lambda pair: pair[1].nbytes):
+            left -= one.nbytes
+            if left < 0:
+                break
+            names.append(name)
+        return names
+
     def _written(self) -> list[str]:
         """Return the names of the parameters that were written since `_stamp` and are not copied."""
         now = list(map(VERSION, self._versioned)), list(map(torch.Tensor.data_ptr, self._placed))
@@ -238,9 +285,10 @@ class Buffers(_Writable):
         self._shared = self._built_shared = _shared(self._buffers_of(self._now()))
         self._num_tensors = 0  # of rank 0's buffers, each once, when the workers last agreed
         self._start = _Taken({}, {})
-        self._before: dict[str, torch.Tensor] = {}  # in early steps, the parameters
+        self._before: _Before | None = None  # in early steps
         self._kept: _Taken | None = None
         self._num_steps = 0
+        self._num_left = 0  # shards of the step whose forwards have not run
         self.is_early = True  # whether forwards are compared with a copy: each runs in `forward`
         self._is_alone = self._was_alone = True
         self._layouts: dict[str, _Layout | None] = {}
@@ -251,16 +299,31 @@ class Buffers(_Writable):
     def begin(self, num_shards: int) -> None:
         """Begin a step in which this worker runs `num_shards` shards."""
         self._kept = None
+        self._num_left = num_shards
         self._is_alone = num_shards <= 1 and not self._has_peers
         self._was_alone = self._was_alone and self._is_alone
         self._start = self._take() if num_shards > 1 or self.is_early else _Taken({}, {})
         if self._shared and not self._start.tensors:
             self._start = _Taken({}, self._now())
         self._stamp()
-        if self.is_early and not self._before:
-            self._before = _all_copies(self._watched)
+        if self.is_early and self._before is None:
+            self._before = _Before(self._watched, {*self._smallest(), *self._twins()})
         if self._is_sharded:
             self._versions = self._versions_of_sharded()
+
+    def _twins(self) -> list[str]:
+        """Return the names of the frozen parameters that may be a momentum encoder's: each is as one that is trained.
+
+        So their copies are no larger than the gradients.
+        """
+        is_trained = {name: one.requires_grad and not name.startswith(OUTSIDE) for name, one in self._plain.items()}
+        trained = Counter(_layout(one) for name, one in self._plain.items() if is_trained[name])
+        names = []
+        for name, one in self._watched.items():
+            if not is_trained[name] and trained[_layout(one)]:
+                trained[_layout(one)] -= 1
+                names.append(name)
+        return names
 
     def _versions_of_sharded(self) -> list[int]:
         whole = [getattr(unit, "_unsharded_param", None) for _, units in self._blocks for unit in units]
@@ -271,12 +334,15 @@ class Buffers(_Writable):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run a shard's forward, in an early step, in the block; raises ModelError as `check` does."""
+        """Run a shard's forward, in an early step, in the block; raises ModelError as `check` does.
+
+        What has no copy cannot be restored for the next shard, so the step's last forward looks at it for all.
+        """
         with self._comparing():
             yield
-        for name in _different(self._before, self._plain):
-            if name not in self._followed:
-                self._follow(name, self._before[name])
+        self._num_left -= 1
+        if self._before is not None:
+            self._see(self._before.written(self._plain, looks_at_all=self._num_left == 0))
         self.check()
         self._check_parameters()
         self._places = _places(self._roots)
@@ -296,19 +362,7 @@ class Buffers(_Writable):
 
     def check(self) -> None:
         """Follow the parameters that a forward has written; raises ModelError if no value of before is known."""
-        for name in self._written():
-            if not self._is_alone and name not in self._before:
-                text = f"the forward wrote the parameter {shown(name)}"
-                unknown = "so its value of before is not known, from which each shard must start"
-                if self.is_early:
-                    raise ModelError(
-                        f"{text} of a model that has more than {LARGEST_COPY} bytes, of which no copy is made, "
-                        f"{unknown}; make it a buffer (register_buffer)"
-                    )
-                raise ModelError(
-                    f"{text}, and not in the first {EARLY} steps since the workers started, {unknown}; {ADVICE}"
-                )
-            self._follow(name, self._before.get(name))
+        self._see(self._written())
         if not self._is_sharded:
             return
         now = self._versions_of_sharded()
@@ -318,11 +372,26 @@ class Buffers(_Writable):
             pairs = zip(names, now, self._versions, strict=True)
             raise ModelError(_of_sharded([name for name, one, other in pairs if one != other]))
 
+    def _see(self, written: Iterable[str]) -> None:
+        """Follow what a forward has written; raises ModelError as `check` does."""
+        for name in written:
+            if name in self._followed:
+                continue
+            before = None if self._before is None else self._before.value(name)
+            if before is None and not self._is_alone:
+                text = f"the forward wrote the parameter {shown(name)}"
+                if self.is_early:
+                    raise ModelError(f"{text} {LOST}")
+                raise ModelError(
+                    f"{text}, and not in the first {EARLY} steps since the workers started, so its value of before "
+                    f"is not known, from which each shard must start; {ADVICE}"
+                )
+            self._follow(name, before)
+
     def _follow(self, name: str, before: torch.Tensor | None) -> None:
         """Copy a parameter from now on; it had the value `before` when the step began, if that is given."""
         self._followed[name] = self._plain[name]
         if before is not None:
-            before = before.to(self._plain[name].device)
             self._start.copies[name] = before
             if self._kept is not None:
                 self._kept.copies[name] = before
@@ -335,15 +404,15 @@ class Buffers(_Writable):
         """Raise ModelError in the forward of a block that has changed the parameters gathered for it, in any way."""
         before: dict[int, dict[str, int]] = {}
 
-        def digests(units: list[Any]) -> dict[str, int]:
+        def digests_of(units: list[Any]) -> dict[str, int]:
             whole = {self._name_of(unit): getattr(unit, "_unsharded_param", None) for unit in units}
-            return _digests({name: one.detach() for name, one in whole.items() if one is not None})
+            return digests({name: one.detach() for name, one in whole.items() if one is not None})
 
         def begin(units: list[Any], block: nn.Module, *_: Any) -> None:
-            before[id(block)] = digests(units)
+            before[id(block)] = digests_of(units)
 
         def end(units: list[Any], block: nn.Module, *_: Any) -> None:
-            earlier, now = before.pop(id(block)), digests(units)
+            earlier, now = before.pop(id(block)), digests_of(units)
             written = [name for name, one in now.items() if earlier.get(name) != one]
             if written:
                 raise ModelError(_of_sharded(written))
@@ -444,7 +513,7 @@ class Buffers(_Writable):
             self._check_untrained()
         self._num_steps += 1
         self.is_early = self._num_steps < EARLY
-        self._before = {}
+        self._before = None
         self._kept = None
 
     def _check_untrained(self) -> None:
@@ -472,16 +541,16 @@ class Buffers(_Writable):
             for name, one in self._now().items()
             if one is not None and (name in lasting or name.startswith(OUTSIDE))
         }
-        digests = _digests({**now, **{name: local(one.detach()) for name, one in self._unseen().items()}})
-        before = digests if self._digests is None else self._digests
-        written = [name for name in self._unseen() if before.get(name, digests[name]) != digests[name]]
+        found = digests({**now, **{name: local(one.detach()) for name, one in self._unseen().items()}})
+        before = found if self._digests is None else self._digests
+        written = [name for name in self._unseen() if before.get(name, found[name]) != found[name]]
         if written and not self._was_alone:
             raise ModelError(
                 f"the forward wrote {listed(map(shown, written))} through .data, or numpy, and not in the first "
                 f"{EARLY} steps since the workers started; {ADVICE}"
             )
-        self._changed |= {name for name in now if before.get(name) != digests[name]}
-        self._digests = digests
+        self._changed |= {name for name in now if before.get(name) != found[name]}
+        self._digests = found
         shared, built = _shared(self._buffers_of(self._now())), self._built_shared
         state = {
             "parameters": sorted(self._followed.keys() - self._static),
@@ -567,23 +636,44 @@ class UnchangedBuffers(_Writable):
             name: _stamp_of(one) for name, one in self._tensors.items() if one is not None and one.nbytes > SMALL
         }
         self._stamp()
+        self._before: _Before | None = None  # in early runs
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run a forward in the block; early ones are compared with a copy."""
+        """Run a forward in the block; after early ones, the content of all parameters is compared.
+
+        Raises ModelError for a write that cannot be undone.
+        """
         if self._num_runs >= EARLY:
             yield
             return
-        before = _all_copies({name: one for name, one in self._watched.items() if name not in self._followed})
+        if self._before is None:
+            self._before = _Before(self._watched, self._smallest())
         self._num_runs += 1
         try:
             yield
         finally:
-            for name in {*_different(before, self._plain), *self._written()} & before.keys():
-                self._followed[name] = self._tensors[name] = self._plain[name]
-                self._values[name] = before[name].to(self._plain[name].device)
+            lost = self._see({*self._before.written(self._plain), *self._written()}, self._before)
+        if lost:
+            raise ModelError(f"the forward wrote {listed(map(shown, lost))} {LOST}")
         seen = _seen_in_eval.setdefault(self._model, {})
         seen[tuple(self.beside)] = self._num_runs, frozenset(self._followed)
+        if self._num_runs == EARLY:
+            self._before = None
+
+    def _see(self, written: Iterable[str], before: _Before) -> list[str]:
+        """Follow what a forward has written; return the names of those whose value of before is lost."""
+        lost = []
+        for name in written:
+            if name in self._followed:
+                continue
+            value = before.value(name)
+            if value is None:
+                lost.append(name)
+            else:
+                self._followed[name] = self._tensors[name] = self._plain[name]
+                self._values[name] = value
+        return lost
 
     def restore(self) -> None:
         """Undo the changes of a forward; raises ModelError for a change that cannot be undone."""
@@ -660,23 +750,6 @@ def _of_sharded(names: list[str]) -> str:
         f"the forward wrote {listed(names)}, of which each worker holds a part, so that what is written would be "
         "lost (nn.Embedding with max_norm writes its weight): leave it out, or take strategy: ddp"
     )
-
-
-def _all_copies(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy parameters to the CPU, or none if they are too large."""
-    if sum(one.nbytes for one in parameters.values()) > LARGEST_COPY:
-        return {}
-    return {name: one.detach().to("cpu", copy=True) for name, one in parameters.items()}
-
-
-def _different(copies: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of the parameters whose content, size or dtype is not that of their copies."""
-    names = []
-    for name, copy in copies.items():
-        now = parameters[name].detach()
-        if _layout(now) != _layout(copy) or not torch.equal(now, copy.to(now.device)):
-            names.append(name)
-    return names
 
 
 def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
@@ -856,22 +929,33 @@ def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return a number of 64 bits for the content of each tensor; waits for each device once."""
-    digests = {name: _digest(one) for name, one in tensors.items()}
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return a number of 64 bits for the content of each tensor; waits for each device once.
+
+    Contents that differ, by their order too, have the same number by chance alone; at worst, if nothing but the signs
+    of two numbers differ, once in 2 ** 30 pairs.
+    """
+    keys = {device: _keys(device) for device in dict.fromkeys(one.device for one in tensors.values())}
+    found = {name: _digest(one, keys[one.device]) for name, one in tensors.items()}
     read = {
-        device: iter(torch.stack([one for one in digests.values() if one.device == device]).tolist())
-        for device in dict.fromkeys(one.device for one in digests.values())
+        device: iter(torch.stack([one for one in found.values() if one.device == device]).tolist()) for device in keys
     }
-    return {name: int(next(read[one.device])) for name, one in digests.items()}
+    return {name: int(next(read[one.device])) for name, one in found.items()}
 
 
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's words, each times an odd number of its place: other orders have other sums."""
-    raw = as_bytes(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    for piece in torch.split(raw, PIECE):
-        words = nn.functional.pad(piece, (0, -len(piece) % 8)).view(torch.int64)
-        odd = torch.arange(len(words), device=raw.device) * 2 + 1
-        total = total * 31 + (words * odd).sum()
+def _keys(device: torch.device) -> torch.Tensor:
+    """Return an odd number, with bits that look random, for each place in a piece: int64 [words of a piece]."""
+    keys = torch.arange((PIECE_ON_CPU if device.type == "cpu" else PIECE) // 8, device=device) * ODD
+    return (keys ^ (keys >> 29)) * ODD | 1
+
+
+def _digest(tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's words, each times the key of its place."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for piece in torch.split(as_bytes(tensor), keys.nbytes):
+        is_aligned_here = piece.storage_offset() % 8 == 0 and len(piece) % 8 == 0
+        words = (piece if is_aligned_here else nn.functional.pad(piece, (0, -len(piece) % 8))).view(torch.int64)
+        # A sign in the highest bit alone would change no other bit of a product: two of them would leave the sum.
+        mixed, own = (words >> 29).add_(words), keys[: len(words)]
+        total = total * 31 + (torch.dot(mixed, own) if mixed.device.type == "cpu" else mixed.mul_(own).sum())
     return total

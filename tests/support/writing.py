@@ -83,6 +83,13 @@ class Writing(nn.Module):
         weight = self.get_parameter("body.0.weight")
         weight.data = weight.data / weight.norm()
 
+    def _replacing(self, inputs: torch.Tensor) -> None:
+        weight = self.get_parameter("body.2.weight")
+        weight.data = weight.data * (0.99 + 0.01 * inputs.mean())
+
+    def _shrinking(self, inputs: torch.Tensor) -> None:
+        self.get_parameter("body.2.weight").data.mul_(0.99 + 0.01 * inputs.mean())
+
     def _lazily(self, inputs: torch.Tensor) -> None:
         self.lazy = inputs.mean(0) if self.lazy is None else 0.8 * self.lazy + 0.2 * inputs.mean(0)
 
