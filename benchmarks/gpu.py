@@ -1,8 +1,8 @@
 """dp_ray's loops on one GPU against plain loops of torch: `python -m benchmarks.gpu [PART...]`, or all parts.
 
 `gpt` and `resnet` have models of a usual size. In `small` a step is so short that the GPU waits for Python; beside it
-stand accelerate and Lightning Fabric too, where they are installed. `start` and `large` are of
-`benchmarks/gpu_start.py`. Each part takes less than ten minutes, and prints each row when it has it.
+stand accelerate and Lightning Fabric too, where they are installed. `memory` is of `benchmarks/memory.py`, `start` and
+`large` are of `benchmarks/gpu_start.py`. Each part takes less than ten minutes, and prints each row when it has it.
 
 Both loops are in one process and take turns every few steps, so that the GPU's clock and heat are the same for both.
 `python -m benchmarks.gpu cpu [PART...]` runs small models on the CPU, to see that the benchmark itself works.
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks import gpu_start, nets
+from benchmarks import gpu_start, memory, nets
 from benchmarks.compare import Pairs, at_least, compared
 from benchmarks.table import HEADER, Row, line, rate_text
 from dp_ray.engine.votes import StepControl
@@ -73,7 +73,7 @@ SMALL = Sizes(
     pairs=4,
 )
 SHORT = replace(SMALL, block=50, warm=2, pairs=12)  # of `small` on a GPU
-NAMES = ("small", "gpt", "resnet", "start", "large")
+NAMES = ("small", "gpt", "resnet", "memory", "start", "large")
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,8 @@ def main(names: list[str]) -> None:
     if timed := [part for part in parts if part not in ("start", "large")]:
         print("", f"| {' | '.join(HEADER)} |", f"| {' | '.join(['---'] * len(HEADER))} |", sep="\n", flush=True)
     for part in timed:
-        for found in measure(part, device, SMALL if on_cpu else SHORT if part == "small" else LARGE):
+        sizes = SMALL if on_cpu else SHORT if part == "small" else LARGE
+        for found in memory.measure(str(device)) if part == "memory" else measure(part, device, sizes):
             print(line(found), flush=True)
     if "start" in parts:
         gpu_start.show(on_cpu)

@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 import pyarrow.dataset as pads
 
 import dp_ray
-from benchmarks import accelerated, mapped
+from benchmarks import accelerated, mapped, memory
 from benchmarks.cluster import local_ray, scratch
 from benchmarks.compare import AHEAD, at_most, compared
 from benchmarks.measure import in_process, seconds
@@ -54,6 +54,7 @@ def measure() -> Iterator[Row]:
                 yield from _rates(found, times * ROWS, "whole")
             yield from _rates(found, times * ROWS, "loop")
     yield _memory()
+    yield from memory.measure("cpu")
 
 
 def _rounds(sides: dict[str, Side], folder: Path, times: int, repeats: int) -> list[dict[str, Taken]]:

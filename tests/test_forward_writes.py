@@ -26,6 +26,7 @@ from dp_ray.tensors.files import write_tensors
 from tests.support import training
 from tests.support.builders import predictions_of, run_dir_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
+from tests.support.large import peak_of
 from tests.support.trainings import ADAMW, assert_close, initial, job_of
 from tests.support.writing import SharesMemory, WritesInEval, WritesItsInputs, Writing, plain_training
 
@@ -96,6 +97,14 @@ def test_a_write_that_cannot_be_undone_is_an_error_that_names_it_unless_nobody_n
         with pytest.raises(ProcessExit, match=says):
             run_group(job("shrinking", width=HUGE, workers=workers), tmp_path / str(workers))
     assert_as_in_plain_torch(("shrinking",), tmp_path / "alone", HUGE, GENTLE, workers=1, shards=1)
+
+
+def test_a_prediction_holds_no_second_copy_of_its_model() -> None:
+    made = Job.make({"model": nn.Linear, "dataset": [1], "batch_size": 4, "shards": 2}, "job")
+    model, inputs = nn.Sequential(*(nn.Linear(HUGE, HUGE) for _ in range(6))), torch.ones(2, HUGE)
+    work = Work(Split(12, 4, 2))
+    batches = ((None, inputs) for _, shards in work for _ in shards)
+    assert peak_of(lambda: predictions_of(made, model, work, batches)) < 60e6, "of 106 MB"
 
 
 def test_a_prediction_that_cannot_undo_a_write_names_it() -> None:

@@ -73,6 +73,16 @@ class Right:
         return self.right / self.rows
 
 
+class Copied(Right):
+    """One that counts its copies."""
+
+    count = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Copied":
+        Copied.count += 1
+        return Copied()
+
+
 def tempered(outputs: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(outputs["logits"] / outputs["tau"], target)
 
@@ -102,6 +112,15 @@ def test_an_evaluation_measures_the_outputs_of_each_row(tmp_path: Path, is_buffe
     logits = model.linear(INPUTS)
     assert found["right"] == pytest.approx((logits.argmax(1) == TARGETS).double().mean().item())
     assert found["over"] == pytest.approx(functional.cross_entropy(logits, TARGETS).item(), rel=1e-5)
+
+
+def test_a_metric_with_a_state_is_copied_once_for_each_of_the_shards_of_a_batch(tmp_path: Path) -> None:
+    """Not in each of the four steps: a copy of one on a GPU takes its time."""
+    Copied.count = 0
+    keys: dict[str, Any] = {"model": nn.Linear(6, 3), "dataset": TensorDataset(INPUTS, TARGETS)}
+    found = run(tmp_path, task="evaluate", metrics={"right": Copied}, loss=functional.cross_entropy, **keys).metrics
+    assert found["right"] == pytest.approx((keys["model"](INPUTS).argmax(1) == TARGETS).double().mean().item())
+    assert Copied.count == 2
 
 
 @pytest.mark.parametrize("is_buffer", [True, False])

@@ -239,7 +239,9 @@ class Evaluation:
         """Update the shard's own copies of the metrics with a state."""
         outputs, target = step_output.outputs, step_output.target
         for name, fresh in self._states.items():
-            metric = own.setdefault(name, copy.deepcopy(fresh))
+            if name not in own:  # in the evaluation's first step
+                own[name] = copy.deepcopy(fresh)
+            metric = own[name]
             with reraise_as(f"metrics.{name}", lambda _: describe_compared(outputs, target)):
                 if isinstance(outputs, torch.Tensor):
                     _moved(metric, outputs.device)

@@ -41,7 +41,8 @@ class HostCopy:
             self.here.copy_(numbers, non_blocking=True)
         if beside:
             numbers.record_stream(stream)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Who waits for it sleeps, where CUDA would keep a core busy: it is read some steps later.
+        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._copied.record(stream)
 
     def is_here(self) -> bool:

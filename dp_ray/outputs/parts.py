@@ -8,6 +8,7 @@ A part is an Arrow file: it is written and read several times as fast as Parquet
 Begin at `PartWriter`; `RowsInOrder` reads.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,8 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from dp_ray.engine.host_copy import ON_GPU, HostCopy
+from dp_ray.engine.world import CPU, is_gpu
 from dp_ray.errors import StorageError
 from dp_ray.outputs import columns
 from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, Rows
@@ -77,14 +80,15 @@ class PartWriter:
     to stop before that is known: then nothing is kept.
     An output that is no tensor, number or text is left out, and its path reported once with `note`.
 
-    A GPU need not wait for it: the outputs of a step come to the host while the next step is computed, and a thread
-    writes them.
+    A GPU, the `device`, need not wait for it: the outputs of a step come to the host while the next step is computed,
+    and a thread writes them.
     """
 
     parts: WorkerParts
     find_plan: FindPlan
     before_commit: Callable[[], None] = lambda: None
     note: Callable[[str], None] = lambda text: None
+    device: torch.device = CPU
 
     def __post_init__(self) -> None:
         self._plan: FilePlan | None = None
@@ -94,7 +98,9 @@ class PartWriter:
         self._step: list[ShardRows] = []
         self._group: list[ShardRows] = []
         self._group_bytes = 0
-        self._thread = ThreadPoolExecutor(1, "outputs")
+        # CUDA would give a thread the process's first GPU, and so open a context there.
+        begin = functools.partial(torch.cuda.set_device, self.device) if is_gpu(self.device) else None
+        self._thread = ThreadPoolExecutor(1, "outputs", begin)
         self._writing: Future[None] | None = None
         self._first_step = 0
         self._end_step = 0

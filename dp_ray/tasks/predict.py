@@ -58,7 +58,7 @@ def predict_outputs(context: Context) -> None:
             slow_forward(model, control, world),
             StepProfiler(job, world, run, split.total_steps, send) as profiler,
             # Rank 0 has a shard of every batch, so its lines are enough.
-            PartWriter(parts, plan.agree, recorder.keep, context.notify) as writer,
+            PartWriter(parts, plan.agree, recorder.keep, context.notify, world.device) as writer,
         ):
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, context.notify)
             control.runs_on(times.clock)

@@ -113,12 +113,14 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   // An event counts as done once the host has waited for it, or for one behind it: a GPU may be as slow as that.
   bool queryEvent(void* event) const override {
+    on_context(current_device, "a look at an event");
     return event == nullptr || host_knows(static_cast<Event*>(event)->clock);
   }
   bool queryStream(const Stream& stream) const override {
     return host_knows(clock_of(key_of(stream)));
   }
   void synchronizeEvent(void* event) const override {
+    on_context(current_device, "a wait for an event");
     count(kHostWaits);
     if (event != nullptr)
       host_learns(static_cast<Event*>(event)->clock);
