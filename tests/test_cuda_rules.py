@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.engine import loading, random
+from dp_ray.engine import host_copy, loading, random
 from dp_ray.engine import model as model_module
 from dp_ray.engine.clock import DeviceClock
 from dp_ray.engine.host_copy import PinnedMemory, side_stream
@@ -435,6 +436,43 @@ def test_a_checkpoint_waits_once_for_all_its_copies(tmp_path: Path, monkeypatch:
     assert list(Runtime.pinned.values()) == [448], "a state of another size gives back what it had"
     writer.close()
     assert not Runtime.pinned
+
+
+def test_a_checkpoints_memory_is_pinned_in_pieces_by_the_writers_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: dict[int, tuple[int, str]] = {}
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            pinned[address] = size, threading.current_thread().name
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            return 0 if pinned.pop(address) else 1
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(host_copy, "PIECE", 1024)
+    writer = CheckpointWriter(Storage(str(tmp_path)), 1)
+    sizes = {"a": 100, "b": 150, "large": 1000, "c": 10, "d": 20}
+    tensors: dict[str, Any] = {
+        name: torch.full((size,), float(size)).as_subclass(OnTheGpu) for name, size in sizes.items()
+    }
+    writer.prepare(tensors)
+    writer.wait()
+    before = dict(pinned)
+    assert list(before.values()) == [(size, "checkpoint_0") for size in (448 + 640, 4032, 64 + 128)], (
+        "a piece has 1024 bytes, or a single tensor"
+    )
+    writer._stage(tensors)
+    assert pinned == before, "the loop pins nothing"
+    assert {name: one.tolist() for name, one in writer._staged.items()} == {
+        name: [float(size)] * size for name, size in sizes.items()
+    }
+    writer.close()
+    assert not pinned
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from dp_ray.tensors.flat import from_bytes
 
+PIECE = 1 << 28  # bytes that are pinned at once
 ALIGNED = 64  # bytes: each place in pinned memory begins at a multiple of it
 
 
@@ -63,8 +64,7 @@ class PinnedMemory:
     """
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._is_pinned = False
+        self._pieces: list[torch.Tensor] = []  # those that are pinned
         self._layout: list[tuple[str, torch.Size, torch.dtype]] = []
         self._places: dict[str, torch.Tensor] = {}
 
@@ -73,26 +73,47 @@ class PinnedMemory:
         layout = [(key, one.shape, one.dtype) for key, one in tensors.items()]
         if layout != self._layout:
             self.free()
-            sizes = [-(-one.nbytes // ALIGNED) * ALIGNED for one in tensors.values()]
-            self._bytes = torch.empty(sum(sizes), dtype=torch.uint8)
-            portable = 1  # for all GPUs of the process
-            failed = _cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), portable)
-            self._is_pinned = not int(failed)
-            if not self._is_pinned:  # the copies wait; torch would raise CUDA's last error at the next kernel
-                with suppress(RuntimeError):
-                    torch.ones(1, device=next(iter(tensors.values())).device)
-            pieces = torch.split(self._bytes, sizes)
-            self._layout = layout
-            self._places = {
-                key: from_bytes(piece, one) for (key, one), piece in zip(tensors.items(), pieces, strict=True)
-            }
+            self._layout, can_pin = layout, True
+            for names in _in_pieces(tensors):
+                sizes = [-(-tensors[name].nbytes // ALIGNED) * ALIGNED for name in names]
+                memory = torch.empty(sum(sizes), dtype=torch.uint8)
+                can_pin = can_pin and self._pin(memory, tensors[names[0]].device)
+                for name, place in zip(names, torch.split(memory, sizes), strict=True):
+                    self._places[name] = from_bytes(place, tensors[name])
         return self._places
+
+    def _pin(self, memory: torch.Tensor, device: torch.device) -> bool:
+        """Pin a piece; return whether it is. Copies to what is not pinned wait."""
+        portable = 1  # for all GPUs of the process
+        is_pinned = not int(_cudart().cudaHostRegister(memory.data_ptr(), len(memory), portable))
+        if is_pinned:
+            self._pieces.append(memory)
+        else:  # torch would raise CUDA's last error at the next kernel
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)
+        return is_pinned
 
     def free(self) -> None:
         """Give the memory back; nobody may use the places any more."""
-        if self._is_pinned:
-            _cudart().cudaHostUnregister(self._bytes.data_ptr())
-        self._bytes, self._is_pinned, self._layout, self._places = self._bytes[:0].clone(), False, [], {}
+        for memory in self._pieces:
+            _cudart().cudaHostUnregister(memory.data_ptr())
+        self._pieces, self._layout, self._places = [], [], {}
+
+
+def _in_pieces(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names of the tensors of each piece, which has PIECE bytes or a single tensor.
+
+    A GPU's copy must not reach from one piece into the next. While a piece is pinned, other calls of CUDA may wait.
+    """
+    pieces: list[list[str]] = []
+    size = 0
+    for name, one in tensors.items():
+        if not pieces or size + one.nbytes > PIECE:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(name)
+        size += one.nbytes
+    return pieces
 
 
 def _cudart() -> Any:

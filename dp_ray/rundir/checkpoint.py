@@ -198,6 +198,16 @@ class CheckpointWriter:
         """Whether a checkpoint is being written in the background."""
         return self._writing is not None and not self._writing.done()
 
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Pin, in the background, memory for the first `save`, of a GPU's tensors of these sizes."""
+        on_gpus = _on_gpus(self._own(tensors))
+        if on_gpus and self._writing is None:
+            self._writing = self._thread.submit(self._pin, on_gpus)
+
+    def _pin(self, tensors: dict[str, torch.Tensor]) -> None:
+        with torch.cuda.device(next(iter(tensors.values())).device):  # a thread begins with the first GPU
+            self._pinned.places(tensors)
+
     def save(
         self,
         step: int,
@@ -236,16 +246,19 @@ class CheckpointWriter:
         self._staged = {}
         self._pinned.free()
 
+    def _own(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what this worker writes: its rows of sharded tensors, and on rank 0 all others."""
+        if self._commits is not None:
+            self._shapes = {key: list(one.shape) for key, one in tensors.items() if is_sharded(one)}
+        return {key: local(one) for key, one in tensors.items() if key in self._shapes or self._world.rank == 0}
+
     def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copy what this worker writes to memory that is reused, because fresh pages cost more than the copy.
 
-        That are its rows of sharded tensors, and on rank 0 all others. The copies from a GPU are queued, and waited
-        for once.
+        The copies from a GPU are queued, and waited for once.
         """
-        if self._commits is not None:
-            self._shapes = {key: list(one.shape) for key, one in tensors.items() if is_sharded(one)}
-        own = {key: local(one) for key, one in tensors.items() if key in self._shapes or self._world.rank == 0}
-        on_gpus = {key: tensor for key, tensor in own.items() if tensor.is_cuda}
+        own = self._own(tensors)
+        on_gpus = _on_gpus(own)
         places = {**self._staged, **(self._pinned.places(on_gpus) if on_gpus else {})}
         staged = {}
         for key, tensor in own.items():
@@ -288,6 +301,10 @@ class CheckpointWriter:
             match = PIECE_NAME.fullmatch(name)
             if match and int(match[1]) < step and int(match[1]) not in kept:
                 pieces.delete(name)
+
+
+def _on_gpus(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in tensors.items() if tensor.is_cuda}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any, TypeAlias
 
+import torch
+
 from dp_ray.engine.clock import Part
 from dp_ray.engine.model import advice_on, tensors_of
 from dp_ray.engine.timed_loader import StepTimes
@@ -69,12 +71,20 @@ class PieceKeeper:
         self._trainer = trainer
         self._train_state = train_state
         self._writer = writer
-        self._saved = train_state.step
+        self._first = self._saved = train_state.step
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
         """Save this worker's piece if rank 0 saves a checkpoint."""
+        if step == self._first:
+            self._prepare()
         if self._writer.agree(False):
             self.save()
+
+    def _prepare(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the state, and have the writer take memory for them: optimizers make it in a step."""
+        _, tensors = pack(self._trainer.state_dict())
+        self._writer.prepare(tensors)
+        return tensors
 
     def log(self, step: int, update: Update) -> None:
         """Add a step that ends the training to the history, on rank 0."""
@@ -125,7 +135,6 @@ class Checkpointer(PieceKeeper):
             run.child(HISTORY), split, names, extra, train_state.step, context.send, times.new_data_wait
         )
         pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
-        self._first = train_state.step
         self._best = job.checkpoint.best
         by = [] if self._best is None else [self._best.metric, self._best.mode]
         # The best so far counts only if its checkpoint exists, and by the job's metric and mode.
@@ -146,9 +155,8 @@ class Checkpointer(PieceKeeper):
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
         """Add a finished step to the history, and save a checkpoint if one is due or `must_save` asks for it."""
-        if step == self._first:  # optimizers create their state in the first step
-            _, tensors = pack(self._trainer.state_dict())
-            self._pace.expect(sum(tensor.nbytes for tensor in tensors.values()))
+        if step == self._first:
+            self._pace.expect(sum(tensor.nbytes for tensor in self._prepare().values()))
         self._history.add(step, update, measured)
         is_due = must_save
         if measured:

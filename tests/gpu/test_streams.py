@@ -215,7 +215,7 @@ UNWAITED = 16
 def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> None:
     made, loaded, split = small_trainer(cuda, **keys)
     work = itertools.islice(Work(split, 1, 0), UNWAITED)
-    early, others = itertools.islice(work, EARLY), work  # in early steps the parameters are compared on the CPU
+    early, others = itertools.islice(work, EARLY), work  # in early steps it reads the parameters' digests
     for step, _ in early:
         made.step(step, loaded, lambda *_: None)
     with no_waits():

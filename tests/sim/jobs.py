@@ -14,7 +14,7 @@ from tests.support.trainings import ADAMW, SGD, job_of
 
 SHARDS = 6
 FACTOR = 5e5  # of outputs of which some are too large for fp16 then
-STEPS = 6  # after the early ones, in which the parameters are compared on the CPU, three more
+STEPS = 6  # after the early ones, in which the host reads the parameters' digests, three more
 
 
 class Wide(nn.Sequential):

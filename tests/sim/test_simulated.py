@@ -47,6 +47,8 @@ SHARDS = {
     "one predicted shard": {"kernels": 7, "copies": 2, "host waits": 0},
     "one narrowed shard": {"kernels": 12, "copies": 3, "host waits": 0},
 }
+# Between the GPU and the host in an early step, more than in a later one.
+EARLY_COPIES = {"one shard": 8, "bitwise": 8, "one predicted shard": 8, "one narrowed shard": 8}
 
 
 def results(folder: Path, name: str) -> dict[str, Any]:
@@ -130,6 +132,15 @@ def test_a_step_launches_what_plain_torch_launches_and_little_more(set_of: Sets)
 @pytest.mark.parametrize("name", SHARDS)
 def test_a_predictions_shard_waits_for_no_gpu(set_of: Sets, name: str) -> None:
     assert usual_step(set_of(1).reports("gpu", name)[0]) == SHARDS[name]
+
+
+@pytest.mark.parametrize("name", ["one shard", "bitwise", *SHARDS])
+def test_the_first_steps_copy_no_parameter_to_the_host(set_of: Sets, name: str) -> None:
+    """The model has eight; what they read is a number for each, all in one copy."""
+    report = set_of(1).reports("gpu", name)[0]
+    usual = usual_step(report)["copies"]
+    early = itertools.pairwise(report["counts"][: EARLY + 1])
+    assert max(after[1] - before[1] for before, after in early) <= usual + EARLY_COPIES[name]
 
 
 @on_each_number
