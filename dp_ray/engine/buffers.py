@@ -935,7 +935,10 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     Contents that differ, by their order too, have the same number by chance alone; at worst, if nothing but the signs
     of two numbers differ, once in 2 ** 30 pairs.
     """
-    keys = {device: _keys(device) for device in dict.fromkeys(one.device for one in tensors.values())}
+    largest: dict[torch.device, int] = {}
+    for one in tensors.values():
+        largest[one.device] = max(largest.get(one.device, 0), one.nbytes)
+    keys = {device: _keys(device, nbytes) for device, nbytes in largest.items()}
     found = {name: _digest(one, keys[one.device]) for name, one in tensors.items()}
     read = {
         device: iter(torch.stack([one for one in found.values() if one.device == device]).tolist()) for device in keys
@@ -943,10 +946,15 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: int(next(read[one.device])) for name, one in found.items()}
 
 
-def _keys(device: torch.device) -> torch.Tensor:
-    """Return an odd number, with bits that look random, for each place in a piece: int64 [words of a piece]."""
-    keys = torch.arange((PIECE_ON_CPU if device.type == "cpu" else PIECE) // 8, device=device) * ODD
-    return (keys ^ (keys >> 29)) * ODD | 1
+def _keys(device: torch.device, largest: int) -> torch.Tensor:
+    """Return an odd number, with bits that look random, for each word of a piece: int64 [words].
+
+    A piece has at most as many bytes as the largest tensor, and the same numbers in any size.
+    """
+    piece = min(PIECE_ON_CPU if device.type == "cpu" else PIECE, largest)
+    keys = torch.arange(max(1, -(-piece // 8)), device=device).mul_(ODD)
+    keys ^= keys >> 29
+    return keys.mul_(ODD).bitwise_or_(1)
 
 
 def _digest(tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
