@@ -5,7 +5,7 @@ __version__ = "0.2.0"
 TYPE_CHECKING = False  # as mypy reads it; `typing` takes longer to import than all else that `dp-ray` begins with
 
 if TYPE_CHECKING:
-    from dp_ray import errors
+    from dp_ray import data, errors
     from dp_ray.driver.run import run
     from dp_ray.driver.sessions import Session, session
     from dp_ray.engine.model import devices
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dp_ray.parallel.module import DataParallel
     from dp_ray.results.result import Result, load
 
-__all__ = ["DataParallel", "Error", "Job", "Result", "Session", "devices", "errors", "load", "run", "session"]
+__all__ = ["DataParallel", "Error", "Job", "Result", "Session", "data", "devices", "errors", "load", "run", "session"]
 
 # Imported when first used, so that `dp-ray plan` and `import dp_ray` wait neither for torch nor for Ray.
 _HOMES = {
@@ -35,8 +35,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'dp_ray' has no attribute {name!r}")
     import importlib
 
-    if name == "errors":
-        return importlib.import_module("dp_ray.errors")
+    if name not in _HOMES:
+        return importlib.import_module(f"dp_ray.{name}")
     found: object = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = found
     return found

@@ -83,7 +83,7 @@ def test_no_import_cycle() -> None:
 
 
 def test_the_public_face() -> None:
-    functions = ["devices", "errors", "load", "run", "session"]
+    functions = ["data", "devices", "errors", "load", "run", "session"]
     assert dp_ray.__all__ == ["DataParallel", "Error", "Job", "Result", "Session", *functions]
     assert dir(dp_ray) == dp_ray.__all__
     for name in dp_ray.__all__:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -85,6 +87,13 @@ def test_a_session_runs_jobs() -> None:
 def test_the_datasets() -> None:
     assert sorted(dp_ray.data.__all__) == sorted(OF_DATA)
     assert {name: list(inspect.signature(getattr(dp_ray.data, name)).parameters) for name in OF_DATA} == OF_DATA
+
+
+def test_import_dp_ray_is_enough_for_the_datasets_and_the_errors() -> None:
+    named = ["dp_ray.data.Stream", "dp_ray.data.image", "dp_ray.errors.JobError"]
+    code = f"import dp_ray; print(*(one.__name__ for one in ({', '.join(named)})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [one.rpartition(".")[2] for one in named]
 
 
 def test_the_errors() -> None:
