@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,15 +258,18 @@ def test_the_page_of_a_run_grows_with_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
+def test_the_command_serves_the_url_that_it_prints_until_ctrl_c(tmp_path: Path) -> None:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     pipes["env"] = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "dp_ray", "watch", str(tmp_path / "run")]
     with subprocess.Popen(command, **pipes) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        assert url.startswith("http://127.0.0.1:")
-        process.send_signal(signal.SIGINT)
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                assert (answer.status, b"There is no run at" in answer.read()) == (200, True)
+        finally:
+            process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "\ninterrupted\n")
 
