@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 HIDDEN = "(hidden)"
@@ -150,6 +151,12 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def relative(path: str) -> str:
+    """Return a path below the working directory relative to it; any other path or URL unchanged."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if "://" not in path and Path(path).is_relative_to(here) else path
+
+
 def counted(number: int, noun: str) -> str:
     """Return `1 worker`, `2 workers`."""
     return f"{number} {noun}{'s' * (number != 1)}"
@@ -160,9 +167,14 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def command_for(name: str, run_dir: object) -> str:
+    """Return the command NAME for a run's directory, as a shell takes it."""
+    return f"dp-ray {name} {shlex.quote(str(run_dir))}"
+
+
 def replay_command(run_dir: str, step: int) -> str:
     """Return the command that runs a step of a training again and shows its rows."""
-    return f"dp-ray replay {shlex.quote(run_dir)} --step {step}"
+    return f"{command_for('replay', run_dir)} --step {step}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

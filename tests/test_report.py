@@ -11,9 +11,9 @@ from dp_ray.report.page import facts_of, metrics_of, time_split
 from dp_ray.report.run_data import read_run
 from dp_ray.results.compare import comparison_text, read_compared_run
 from dp_ray.results.result import lines
-from dp_ray.results.text import relative
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
+from dp_ray.text import relative
 from tests.support.cli import status_of
 from tests.support.trainings import short_training as train
 

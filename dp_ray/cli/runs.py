@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import click
 
 from dp_ray.cli import options
 from dp_ray.cli.completion import folders
 from dp_ray.cli.options import say
+from dp_ray.errors import StorageError
 from dp_ray.text import harmless, json_text
 
 
@@ -108,9 +110,13 @@ def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> N
     """Watch a run: its page on localhost while it goes on, or its state in the terminal."""
     from dp_ray.job.files import located_at
     from dp_ray.records import damage_told
+    from dp_ray.rundir.files import RUN, runs_there
     from dp_ray.storage import Storage
 
     run = Storage(located_at(run_dir))
+    with suppress(StorageError):  # an object store that does not answer for a moment
+        if not run.exists(RUN):
+            say(f"{run}: there is no run yet, and it is waited for{runs_there(run)}")
     if plain:
         from dp_ray.report.terminal import LOOK_SECONDS, Watched, watch_plain
 

@@ -16,7 +16,7 @@ from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs.files import outputs_path, outputs_sha256
 from dp_ray.plan.split import Split
 from dp_ray.results.result import Result, with_best_weights
-from dp_ray.results.text import measured, relative
+from dp_ray.results.text import measured
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir, kept_steps
 from dp_ray.rundir.files import BEFORE_RETRY
@@ -27,7 +27,7 @@ from dp_ray.rundir.start import EMA, weights_path, weights_sha256
 from dp_ray.steps import times as step_times
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import sha256_of
-from dp_ray.text import counted, hide, percent
+from dp_ray.text import counted, hide, percent, relative
 
 NEWEST_TIMES = 64  # files of steps' times that a result is about, 4 million rows: it must fit the driver's memory
 

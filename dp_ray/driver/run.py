@@ -31,7 +31,6 @@ from dp_ray.outputs.files import prove_outputs
 from dp_ray.plan.costs import Plan, table
 from dp_ray.plan.split import Done, Range, Split
 from dp_ray.results.result import Result
-from dp_ray.results.text import relative
 from dp_ray.rundir import claim, ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RENEW_SECONDS, TELL_SECONDS, RunDir
@@ -48,6 +47,7 @@ from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.system.threads import planned_stops, repeated
 from dp_ray.tables import reading
+from dp_ray.text import relative
 
 if TYPE_CHECKING:
     from dp_ray.trackers.feed import RunTrackers

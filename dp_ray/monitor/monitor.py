@@ -27,7 +27,6 @@ from dp_ray.job.job import Job
 from dp_ray.monitor import attempts
 from dp_ray.monitor.console import Console, Losses, Progress
 from dp_ray.plan.split import Split
-from dp_ray.results.text import relative
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
 from dp_ray.rundir.history import NOT_MEASURED
@@ -38,7 +37,7 @@ from dp_ray.steps.shapes import decode_sizes, shape_lines
 from dp_ray.steps.times import TIMES, StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.system.threads import repeated
-from dp_ray.text import counted
+from dp_ray.text import counted, relative
 
 
 class Writer(Protocol):

@@ -15,7 +15,7 @@ from dp_ray.report.charts import WHOLE, Chart, charts_of
 from dp_ray.report.run_data import RunData, read_run
 from dp_ray.results.compare import NO_DIFFERENCE, differing, likeness, mean_speed, side_by_side
 from dp_ray.results.text import as_text
-from dp_ray.rundir.files import RESULT, RUN
+from dp_ray.rundir.files import RESULT, RUN, runs_there
 from dp_ray.storage import Storage
 
 ENVIRONMENT = ("command", "folder", "python", "packages", "host", "platform", "cpus", "gpus")
@@ -44,7 +44,7 @@ def save_page(run_dirs: Sequence[str], file: str | None = None) -> str:
     runs = [Storage(run_dir) for run_dir in run_dirs]
     for run in runs:
         if not (run.exists(RUN) or run.exists(RESULT)):
-            raise StorageError(f"{run}: is not a run directory")
+            raise StorageError(f"{run}: is not a run directory{runs_there(run)}")
     with damage_told(" or ".join(run_dirs)):
         if file is None:
             page.write_page(runs[0])

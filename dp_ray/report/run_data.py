@@ -22,7 +22,6 @@ from dp_ray.job.old_keys import of_a_run
 from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, from_arrow
 from dp_ray.outputs.files import names_so_far
 from dp_ray.outputs.read import read_previews
-from dp_ray.results.text import relative
 from dp_ray.rundir.claim import UnfinishedRun, unfinished
 from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON, SHAPES
 from dp_ray.rundir.history import history_of
@@ -33,7 +32,7 @@ from dp_ray.steps.reports import REPORTS, journal_files
 from dp_ray.steps.times import PART, TIMES, facts_of, read_step_times, steady, time_split, verdict_of
 from dp_ray.storage import Storage
 from dp_ray.tables import numbers, read_table, reading
-from dp_ray.text import hide_in
+from dp_ray.text import hide_in, relative
 
 CELLS = 24_000  # of a heat map: more are slow to draw
 MOST_COLUMNS = 240

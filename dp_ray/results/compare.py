@@ -12,14 +12,14 @@ from dp_ray.errors import StorageError
 from dp_ray.job.files import dotted, same
 from dp_ray.job.job import Job
 from dp_ray.job.old_keys import of_a_run
-from dp_ray.results.text import aligned, as_text, relative, sparkline
-from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON
+from dp_ray.results.text import aligned, as_text, sparkline
+from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON, runs_there
 from dp_ray.rundir.history import history_of, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
 from dp_ray.rundir.numerics import summary_of
 from dp_ray.storage import Storage
 from dp_ray.tables import numbers
-from dp_ray.text import hide_in, listed, printable
+from dp_ray.text import hide_in, listed, printable, relative
 
 NO_DIFFERENCE = ("name", "storage")  # not compared: each run has its own
 OF_EACH_DRIVER = ("started", "command", "folder", "plan")
@@ -64,7 +64,7 @@ def read_compared_run(run: Storage) -> ComparedRun:
     """Read a run, whatever its state; raises StorageError if it is no run, or if it is damaged."""
     row = listed_run(run)
     if not run.exists(RUN):
-        raise StorageError(f"{run}: holds no {RUN}: not a run directory")
+        raise StorageError(f"{run}: holds no {RUN}: not a run directory{runs_there(run)}")
     if row.status == DAMAGED:
         raise StorageError(f"{run}: is damaged: {row.note}")
     about = ABOUT_JSON.read(run)

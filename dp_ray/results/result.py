@@ -18,9 +18,9 @@ from dp_ray.errors import StorageError
 from dp_ray.outputs.files import names_so_far, outputs_path
 from dp_ray.outputs.read import Merged
 from dp_ray.records import damage_told
-from dp_ray.results.text import Table, measured, relative
+from dp_ray.results.text import Table, measured
 from dp_ray.rundir.claim import unfinished
-from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, SHAPES
+from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, SHAPES, runs_there
 from dp_ray.rundir.history import read_history
 from dp_ray.rundir.incidents import read_interruption
 from dp_ray.rundir.quarantine import merged_positions
@@ -31,6 +31,7 @@ from dp_ray.steps.times import split_line
 from dp_ray.storage import Storage
 from dp_ray.tables import reading
 from dp_ray.tensors.files import read_tensors
+from dp_ray.text import command_for, relative
 
 PATHS = ("run_dir", "outputs", "weights")
 WIDTH = 16
@@ -209,7 +210,7 @@ class Result:
         if self.outputs_path is None:
             says = f"the run has no merged outputs (task {self.task}, status {self.status})"
             if self.task == "train":
-                says += f"; to predict with its weights: dp-ray predict {self.run_dir}"
+                says += f"; to predict with its weights: {command_for('predict', self.run_dir)}"
             raise StorageError(f"{self.run_dir}: {says}")
         return Merged.of(self.storage())
 
@@ -225,9 +226,9 @@ def load(run_dir: str | Path) -> Result:
         if going is not None and going.task == "predict":  # its outputs so far can be read
             where, steps = storage.location, going.steps
             return Result(str(storage), going.name, going.task, going.status, steps=steps, location=where)
-        why = "not a run directory"
+        why = f"not a run directory{runs_there(storage)}"
         if storage.exists(RUN):
-            why = f"the run has not finished (dp-ray report {run_dir} says how far it is)"
+            why = f"the run has not finished ({command_for('report', run_dir)} says how far it is)"
         raise StorageError(f"{run_dir}: holds no {RESULT}: {why}")
     with damage_told(f"{run_dir}/{RESULT}"):
         values = RESULT_JSON.read(storage)

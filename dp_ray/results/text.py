@@ -8,7 +8,6 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dp_ray.rundir.history import is_inner
@@ -26,12 +25,6 @@ COLUMNS = ("name", "task", "status", "age", "steps", "seconds", "metrics", "note
 DETAILS = COLUMNS.index("metrics")  # from here on, the columns of any length
 NOTE = 80
 T = TypeVar("T")
-
-
-def relative(path: str) -> str:
-    """Return a path below the working directory relative to it; any other path or URL unchanged."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if "://" not in path and Path(path).is_relative_to(here) else path
 
 
 def measured(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from dp_ray.storage import Storage
 from dp_ray.system.linux import machine
 from dp_ray.system.process import is_dead, this_process
 from dp_ray.system.threads import has_begun, repeated
-from dp_ray.text import SHOWN, counted, hide, listed
+from dp_ray.text import SHOWN, command_for, counted, hide, listed
 
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 NAMED_BY_TIME = re.compile(r"run-\d{8}-\d{6}-\d{6}")
@@ -177,7 +177,8 @@ def _obstacle(job: Job, storage: Storage, lengths: str, steps: int | None) -> st
             patience = "give early_stopping more patience or leave it out"
             return f"which {early['text']}; {load}or to train on, {patience}; else "
     if not lengths or steps == done:
-        use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
+        use = ", ".join(command_for(name, storage) for name in ("evaluate", "predict"))
+        use = f"use it ({use}), train longer with more epochs, "
         return f"finished; {load}{use if job.task == 'train' else ''}"
     if not kept or not storage.exists(METRICS):
         return "finished, without the checkpoints and the history from which it could resume; "

@@ -19,16 +19,17 @@ from functools import cache
 from typing import Any, Literal
 
 import psutil
+from pyarrow import fs as pafs
 
 from dp_ray import __version__
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.old_keys import of_a_run
 from dp_ray.records import IGNORE, Damaged, Record, T
 from dp_ray.rundir.numerics import Computed, Kind
-from dp_ray.storage import Storage
+from dp_ray.storage import Storage, with_names
 from dp_ray.system.linux import gpu_models, processor
 from dp_ray.system.process import git_state, without_values
-from dp_ray.text import hide
+from dp_ray.text import hide, listed, relative
 
 RUN = "run.json"  # the job, and which driver runs it
 RESULT = "result.json"
@@ -112,8 +113,29 @@ def kept_job(run: Storage, noun: str) -> dict[str, Any]:
     """Return the job of a run, with the keys' names of this version; raises JobError if there is no run."""
     claimed = RUN_JSON.read(run)
     if not claimed:
-        raise JobError(f"{run} holds no {RUN}: name the run directory of {noun}")
+        raise JobError(f"{run} holds no {RUN}: name the run directory of {noun}{runs_there(run)}")
     return of_a_run(claimed["job"])
+
+
+def runs_there(run: Storage) -> str:
+    """Return what an error adds about a run that is not there: which runs are.
+
+    They are those in the folder itself, else those beside it, else those where a job keeps them by default.
+    """
+    for folder in (run, run.parent, *([Storage("runs")] if run.is_local else [])):
+        with suppress(StorageError, OSError):  # the error is of another thing
+            if runs := _runs_in(folder):
+                return f"; the runs there: {listed(map(shlex.quote, runs))}"
+    return ""
+
+
+def _runs_in(folder: Storage) -> list[str]:
+    """Return the directories of the runs in a folder, the newest first, as a user names them."""
+    infos = with_names(folder.fs.get_file_info(pafs.FileSelector(folder.path, allow_not_found=True)))
+    names = [info.base_name for info in infos if info.type == pafs.FileType.Directory]
+    claims = folder.fs.get_file_info([folder.child(name).file(RUN) for name in names])
+    found = [(claim.mtime_ns or 0, name) for claim, name in zip(claims, names, strict=True) if claim.is_file]
+    return [relative(str(folder.child(name))) for _, name in sorted(found, reverse=True)]
 
 
 def read_or_advise(record: Record[T], run: Storage) -> T:

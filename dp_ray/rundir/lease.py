@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 from dp_ray.errors import Error, JobError, RunInterrupted, StorageError
 from dp_ray.records import IGNORE, Record
-from dp_ray.rundir.files import RESULT_JSON, RUN, SWEEP, SWEEP_JSON
+from dp_ray.rundir.files import RESULT_JSON, RUN, SWEEP, SWEEP_JSON, runs_there
 from dp_ray.storage import Storage
 from dp_ray.system.linux import machine
 from dp_ray.system.process import Process, is_dead, this_process
@@ -142,7 +142,7 @@ def _state(run: Storage) -> str:
         text = f"{done} of its {counted(len(states), 'trial')} are done"
         return text if done == len(states) else f"{text}; the same command goes on"
     if not run.exists(RUN):
-        return "there is no run"
+        return f"there is no run{runs_there(run)}"
     result = RESULT_JSON.read(run)
     status, error = result.get("status"), str(result.get("error"))
     if status == "interrupted":

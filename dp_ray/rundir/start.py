@@ -32,7 +32,7 @@ from dp_ray.rundir.checkpoint import (
     read_by_all,
     steps_of,
 )
-from dp_ray.rundir.files import is_finished, read_or_advise, replacing
+from dp_ray.rundir.files import is_finished, read_or_advise, replacing, runs_there
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import (
     Stored,
@@ -203,6 +203,7 @@ def find_start(location: str) -> tuple[Storage, str, str]:
     kinds = listed([".safetensors", INDEXES, *TORCH_FILES])
     raise JobError(
         f"init_from: {location} {what}: give a run of task train, or a file of weights, by its end: {kinds}"
+        f"{runs_there(storage)}"
     )
 
 

@@ -16,13 +16,13 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job.files import differences
 from dp_ray.job.job import Job
 from dp_ray.records import damage_told
-from dp_ray.results.text import aligned, relative, short
+from dp_ray.results.text import aligned, short
 from dp_ray.rundir.claim import check_reads_nothing_of, kept, lost, wait_until_free, with_full_init_from
 from dp_ray.rundir.files import RUN, SWEEP, SWEEP_JSON, State, Sweep, SweepTrial
 from dp_ray.rundir.lease import LEASE
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Choices, Definition, Picked, run_name
-from dp_ray.text import hide, hide_in, printable
+from dp_ray.text import hide, hide_in, printable, relative
 
 
 @dataclass(frozen=True)

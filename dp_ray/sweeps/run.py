@@ -27,7 +27,6 @@ from dp_ray.monitor.console import Console
 from dp_ray.plan.order import derive_seed
 from dp_ray.records import damage_told
 from dp_ray.results.result import Result
-from dp_ray.results.text import relative
 from dp_ray.rundir.claim import with_full_init_from, with_shards_of_run
 from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, RUN_JSON, is_finished
 from dp_ray.storage import Storage
@@ -35,7 +34,7 @@ from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
 from dp_ray.sweeps.record import SweepRecord, Trial, numbers, remove_sweep, value_name
 from dp_ray.system.process import environment
 from dp_ray.system.threads import ask_others, planned_stops
-from dp_ray.text import harmless
+from dp_ray.text import harmless, relative
 
 Say = Callable[[str], None]
 LOOK_SECONDS = 0.3

@@ -26,7 +26,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.messages import Note
 from dp_ray.plan.split import Split, Work
-from dp_ray.results.text import aligned, relative
+from dp_ray.results.text import aligned
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.history import StepRows
 from dp_ray.steps.shapes import Recorder
@@ -35,7 +35,7 @@ from dp_ray.tasks.checkpoints import Training, layout_of, restore
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
 from dp_ray.tasks.train import TrainingLoop
 from dp_ray.tensors.tree import copied
-from dp_ray.text import counted
+from dp_ray.text import counted, relative
 
 ROUNDING = 3e-7  # relative: a few units in the last place of fp32
 SHOWN_ROWS = 20

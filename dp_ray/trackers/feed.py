@@ -25,7 +25,7 @@ from dp_ray.rundir.files import RESULT_JSON, kept_job
 from dp_ray.rundir.history import history_of, is_inner
 from dp_ray.rundir.lease import last_alive
 from dp_ray.storage import Storage
-from dp_ray.text import counted, hide, hide_in
+from dp_ray.text import command_for, counted, hide, hide_in
 from dp_ray.trackers.process import PACKAGES, TrackerError, TrackerProcess, TrackerRefused, check_installed
 
 TRACKERS = "trackers"
@@ -104,7 +104,7 @@ class Feed:
                 steps = counted(len(self._history()), "step")
             except (StorageError, OSError, ValueError):  # pyarrow raises the last two
                 steps = "steps"
-            self._say(f"{self.name} lacks {steps} and the run's end; `dp-ray track {self._run}` sends it")
+            self._say(f"{self.name} lacks {steps} and the run's end; `{command_for('track', self._run)}` sends it")
         if (tracker := self._tracker) is not None:
             tracker.close()
 
