@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,11 +22,12 @@ import pytest
 import dp_ray
 from dp_ray.cluster import submit
 from dp_ray.cluster.internals.core import read_variables_anew
-from dp_ray.cluster.internals.variables import AUTH_TOKEN, VARIABLES
+from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN, VARIABLES
 from dp_ray.cluster.submit import Dashboard, Follower, upload_lines
 from dp_ray.errors import ClusterError
 from tests.support.cluster import ROOT, Cluster
 from tests.support.drivers import SLOW, told
+from tests.support.pages import blocks_of
 from tests.support.within import within
 
 QUICK: dict[str, Any] = {**SLOW, "name": "left", "dataset": {"target": "tests.support.models:SlowPairs"}}
@@ -111,6 +113,26 @@ def test_a_run_that_was_left_is_followed_and_stopped_from_elsewhere(cluster: Clu
     plain = dp_ray.run(**QUICK, workers=0, storage=str(tmp_path / "plain"), quiet=True)
     assert result.weights_sha256 == plain.weights_sha256
     assert told(result) == told(plain)
+
+
+@pytest.mark.ray
+def test_rays_own_commands_work_as_the_page_gives_them(cluster: Cluster, tmp_path: Path) -> None:
+    """A job of `ray job submit` has the name of its run, by which `dp-ray status` finds it."""
+    (block,) = [one.text for one in blocks_of(ROOT / "docs" / "clusters.md") if f"{AUTH_MODE}=token" in one.text]
+    assert "\nray status" in block and "\nray job submit" in block
+    here = {"10.0.0.1:6379": cluster.address, "http://10.0.0.1:8265": cluster.dashboard}
+    # Below the home directory by default; and in the job's own process, which takes fewer seconds.
+    here["run jobs/digits_predict.yaml"] = f"run jobs/digits_predict.yaml --workers 0 --storage {tmp_path}/runs"
+    for there, value in here.items():
+        assert there in block
+        block = block.replace(there, value)
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
+    kept["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    done = subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\ndigits_predict +raysubmit_\w+ +done ", done.stdout), done.stdout
+    assert json.loads((tmp_path / "runs" / "digits_predict" / "result.json").read_text())["status"] == "done"
 
 
 class Cable:

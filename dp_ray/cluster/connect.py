@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
+from ray.exceptions import RayError
 
 import dp_ray
 from dp_ray.cluster.internals import core
@@ -24,6 +25,7 @@ from dp_ray.system.process import own_folder, short_folder, without_values
 from dp_ray.system.threads import handlers_kept, signals_put_off
 from dp_ray.text import counted, hide
 
+RUN_NAME = "dp_ray_run"  # in a Ray job's metadata: the run's name
 AWAIT_SECONDS = 10.0  # after which a line says that Ray is waited for
 
 
@@ -367,6 +369,18 @@ def _too_large(each: Resources, nodes: list[dict[str, float]]) -> str:
 def in_ray_job() -> bool:
     """Return whether this process belongs to a submitted Ray job, whose code is shipped already."""
     return JOB_CONFIG in os.environ
+
+
+def name_ray_job(name: str) -> None:
+    """Have the Ray job of this process go by the name of its first run, where `dp-ray submit` has not named it.
+
+    `dp-ray status`, `logs` and `stop` find it by that. A run does without, if Ray does not take the name.
+    """
+    address = core.address_of_own_raylet()
+    if address is not None and in_ray_job():
+        with suppress(OSError, RuntimeError, ValueError, LookupError, TypeError, RayError), _environment_kept():
+            authenticate(address)
+            core.name_own_job(address, RUN_NAME, name)
 
 
 def code_to_ship() -> dict[str, Any]:

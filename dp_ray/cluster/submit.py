@@ -21,14 +21,13 @@ import requests
 from ray.exceptions import AuthenticationError, RayError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from dp_ray.cluster.connect import address_of, authenticate, code_to_ship
+from dp_ray.cluster.connect import RUN_NAME, address_of, authenticate, code_to_ship
 from dp_ray.cluster.internals.core import find_users_token, leave_on_head, packed_files, take_from_head
 from dp_ray.cluster.internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.system.threads import INTERRUPTED, Terminated
 from dp_ray.text import counted, harmless, hide, listed
 
-NAME = "dp_ray_run"  # in a Ray job's metadata: the run's name
 # How long Ray waits for a job that it has asked to stop before it kills it: as long as a step and a checkpoint last.
 STOP_SECONDS = 600
 AWAY_SECONDS = 30.0  # so long a dashboard may not answer
@@ -74,7 +73,7 @@ class Dashboard:
             submitted: str = self.client.submit_job(
                 entrypoint=shlex.join(program),
                 runtime_env={**code, "env_vars": {JOB_STOP_WAIT: str(STOP_SECONDS)}},
-                metadata={NAME: name},
+                metadata={RUN_NAME: name},
                 submission_id=f"{name}-{uuid.uuid4().hex[:8]}",
             )
             return submitted
@@ -178,8 +177,8 @@ def exit_status_of(job: JobDetails) -> int:
 
 
 def name_of(job: JobDetails) -> str | None:
-    """Return the name of the run that a job runs; None if `dp-ray submit` did not submit it."""
-    return (job.metadata or {}).get(NAME)
+    """Return the name of the run that a job runs; None if it runs, or has begun, none."""
+    return (job.metadata or {}).get(RUN_NAME)
 
 
 def submit_and_follow(address: str, program: list[str], secrets: list[str], name: str) -> int:

@@ -20,7 +20,7 @@ from dp_ray.driver.in_process import ONE_AT_A_TIME, run_in_process, with_own_mod
 from dp_ray.driver.planning import dataset_rows, make_plan, taken_over
 from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import World
-from dp_ray.errors import Error, JobError, RunInterrupted, StorageError, WorkerError, shorten
+from dp_ray.errors import ClusterError, Error, JobError, RunInterrupted, StorageError, WorkerError, shorten
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.messages import ShardSpan, Sizes
@@ -155,6 +155,7 @@ def execute(
     with contextlib.ExitStack() as after_workers, contextlib.ExitStack() as until_end:
         runner = workers or _on_own_workers(job, options, console, until_end)
         claimed = claim.claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, again)
+        name_ray_job(job.run_name)
         if claimed.replaces:
             console.say("replaces the run of this name, which had ended before it kept a step")
         if claimed.is_resumed and claimed.lengths:
@@ -210,6 +211,17 @@ def _on_own_workers(job: Job, options: Options, console: Console, until_end: con
         with console.if_slow("looking for the cluster"):
             workers().check(job)
     return on_ray
+
+
+def name_ray_job(name: str) -> None:
+    """In a submitted Ray job, have `dp-ray status` show the name of the run or of the sweep."""
+    with contextlib.suppress(ClusterError):  # `workers: 0` runs with any Ray, and with none
+        from dp_ray.cluster.internals.variables import JOB_CONFIG
+
+        if JOB_CONFIG in os.environ:
+            from dp_ray.cluster import connect  # imports Ray
+
+            connect.name_ray_job(name)
 
 
 PAGE_SECONDS = 1.0  # between two looks at whether to import what the page needs

@@ -20,6 +20,7 @@ import benchmarks.gpu
 import benchmarks.many
 from dp_ray.cli import main
 from dp_ray.cli.options import KeyOptions
+from dp_ray.cluster.internals.variables import AUTH_MODE
 from dp_ray.job.files import load_job
 from dp_ray.job.job import Job
 from tests.support.cluster import ROOT
@@ -28,9 +29,11 @@ from tests.support.pages import Block, blocks_of
 VERIFIED = "needs Ray: tests/test_training_runs.py verifies a job on Ray"
 STAYS = "starts processes that stay: tests/support/hosts.py starts such nodes"
 OTHER_MACHINES = "needs a cluster of other machines"
+RAYS_OWN = "needs a cluster: tests/test_submitted.py runs the block on one"
+DASHBOARD, PREDICTS = "http://10.0.0.1:8265", "jobs/digits_predict.yaml"
 NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"
 DOWNLOAD = "pip download --only-binary=:all: --python-version 3.12"
-DASHBOARD = "http://127.0.0.1:8265"
+HERE = "http://127.0.0.1:8265"
 ON_THE_GPU = "dp-ray run jobs/digits.yaml --workers 1"
 ON_TWO_GPUS = "dp-ray run jobs/hugging_face.yaml --workers 2"
 SUBMIT = "dp-ray submit jobs/digits_predict.yaml --address http://10.0.0.1:8265 --storage s3://bucket/runs"
@@ -49,7 +52,10 @@ NOT_RUN = {
     "dp-ray logs digits -f --address http://10.0.0.1:8265": OTHER_MACHINES,
     "dp-ray stop digits --address http://10.0.0.1:8265": OTHER_MACHINES,
     "dp-ray stop s3://bucket/runs/digits": OTHER_MACHINES,
-    "ray job submit --working-dir . -- python -m dp_ray run jobs/digits_predict.yaml": OTHER_MACHINES,
+    f"export {AUTH_MODE}=token": RAYS_OWN,
+    "ray status --address 10.0.0.1:6379": RAYS_OWN,
+    f"ray job submit --address {DASHBOARD} --working-dir . -- python -m dp_ray run {PREDICTS}": RAYS_OWN,
+    f"dp-ray status digits_predict --address {DASHBOARD}": RAYS_OWN,
     f"{DOWNLOAD} --platform manylinux2014_x86_64 -d wheels pydantic": NEEDS_A_GPU,
     f"{DOWNLOAD} --no-deps -d wheels tensorboardX pytest-xdist execnet": NEEDS_A_GPU,
     "python -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl": NEEDS_A_GPU,
@@ -58,7 +64,7 @@ NOT_RUN = {
     "dp-ray verify jobs/digits.yaml --workers 1,2,3,8 --set gpus_per_worker=0.1": NEEDS_A_GPU,
     'dp-ray run jobs/model_parallel_train.yaml --workers 1 --set "devices=[cuda:0, cpu]" --name parts': NEEDS_A_GPU,
     "dp-ray submit jobs/digits.yaml --workers 1 --address http://127.0.0.1:8265 --name submitted": STAYS,
-    f"ray job submit --address {DASHBOARD} -- python -m dp_ray run jobs/digits.yaml --workers 1 --name by-ray": STAYS,
+    f"ray job submit --address {HERE} -- python -m dp_ray run jobs/digits.yaml --workers 1 --name by-ray": STAYS,
     "ray stop": STAYS,
     f"{ON_THE_GPU} --set \"env={{TORCH_CUDA_SANITIZER: '1'}}\" --set max_steps=20 --name sanitized": NEEDS_A_GPU,
     f"{ON_THE_GPU} --profile 10-14:0 --name traced": NEEDS_A_GPU,

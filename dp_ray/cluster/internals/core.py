@@ -23,7 +23,7 @@ from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, RAY_RUNTIME_ENV
 from ray._private.runtime_env import packaging
 from ray.core.generated import autoscaler_pb2
 
-from dp_ray.cluster.internals.variables import AUTH_MODE, UV_RUN, VARIABLES
+from dp_ray.cluster.internals.variables import AUTH_MODE, JOB_CONFIG, UV_RUN, VARIABLES
 from dp_ray.cluster.resources import NodeType
 from dp_ray.system.process import patched
 
@@ -266,6 +266,23 @@ def take_from_head(address: str, place: str) -> bytes | None:
     left: bytes | None = head.internal_kv_get(place.encode(), None)
     head.internal_kv_del(place.encode(), False, None)
     return left
+
+
+def name_own_job(address: str, key: str, name: str) -> None:
+    """Add a name, as `key`, to the metadata of the submitted job that this process is in, unless it has one.
+
+    The job's supervisor writes the same record before the program starts and after it has ended, and keeps this.
+    Public: none; only `submit_job` takes metadata.
+    """
+    from ray.dashboard.modules.job.common import JobInfoStorageClient  # slow to import, and only a job needs it
+
+    submission = json.loads(os.environ[JOB_CONFIG])["metadata"]["job_submission_id"]
+    record = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=submission).encode()
+    head, jobs = ray._raylet.GcsClient(address=address), ray._private.ray_constants.KV_NAMESPACE_JOB
+    known = json.loads(head.internal_kv_get(record, jobs))
+    if key not in (known["metadata"] or {}):
+        known["metadata"] = {**(known["metadata"] or {}), key: name}
+        head.internal_kv_put(record, json.dumps(known).encode(), True, jobs)
 
 
 def packed_files(folder: str, excludes: Sequence[str]) -> list[Path]:
