@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -89,13 +90,17 @@ def test_a_run_that_was_left_is_followed_and_stopped_from_elsewhere(cluster: Clu
     assert first.shows("(d)etach"), first.screen
     first.type("d\n")
     assert first.end() == 130
-    assert "the job goes on; dp-ray logs -f left-" in first.screen
+    goes_on = re.search(
+        r"the job goes on; dp-ray (logs -f left-.*) follows it, dp-ray (stop .*) stops it", first.screen
+    )
+    assert goes_on, first.screen
+    follows, stops = map(shlex.split, goes_on.groups())
     (row,) = [one for one in json.loads(done("status", *at, "--json").stdout) if one["name"] == "left"]
     assert row["status"] == "running"
     assert row["exit_status"] is None
     assert f"{row['id']}  running" in done("status", "left", *at).stdout
-    with program("logs", "-f", row["id"], *at) as following:
-        stopped = done("stop", "left", *at)
+    with program(*follows) as following:
+        stopped = done(*stops)
         out, _ = following.communicate(timeout=60)
     assert stopped.returncode == 0, stopped.stderr
     assert re.match(
