@@ -1,8 +1,9 @@
 """dp_ray's loops on one GPU against plain loops of torch: `python -m benchmarks.gpu [PART...]`, or all parts.
 
 `gpt` and `resnet` have models of a usual size. In `small` a step is so short that the GPU waits for Python; beside it
-stand accelerate and Lightning Fabric too, where they are installed. `memory` is of `benchmarks/memory.py`, `start` and
-`large` are of `benchmarks/gpu_start.py`. Each part takes less than ten minutes, and prints each row when it has it.
+stand accelerate and Lightning Fabric too, where they are installed. `memory` is of `benchmarks/memory.py`, `start`
+and `large` are of `benchmarks/gpu_start.py`. Each part takes less than ten minutes, and prints each row when it has
+it.
 
 Both loops are in one process and take turns every few steps, so that the GPU's clock and heat are the same for both.
 `python -m benchmarks.gpu cpu [PART...]` runs small models on the CPU, to see that the benchmark itself works.

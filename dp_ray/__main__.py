@@ -10,18 +10,19 @@ import sys
 def program() -> None:
     """Run the program, and end its process at once.
 
-    SIGINT and SIGTERM end it with status 130 and no traceback, from its first moment to its last. Python would first
-    take apart all modules, for a second or more where torch is imported. What has to happen at the end does: other
-    threads end, exit handlers are called, output is written.
+    Signals end it with status 130 or 75 and no traceback, from its first moment to its last. Python would first take
+    apart all modules, for a second or more where torch is imported. What has to happen at the end does: other threads
+    end, exit handlers are called, output is written.
     """
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _leave)
     import atexit
     import threading
 
-    from dp_ray.system.threads import INTERRUPTED, ends_at_once, interrupts
+    from dp_ray.errors import exit_status_of
+    from dp_ray.system.threads import ends_at_once, interrupts
 
-    interrupts()
+    interrupts("".join(sys.argv[1:2]))
     status: object = 0
     try:
         from dp_ray.cli.main import main
@@ -29,9 +30,9 @@ def program() -> None:
         main()
     except SystemExit as leaving:
         status = leaving.code or 0
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    ends_at_once()
+    except KeyboardInterrupt as interrupted:
+        status = exit_status_of(interrupted)
+    ends_at_once(status if isinstance(status, int) else 1)
     if not isinstance(status, int):
         sys.exit(str(status))
     threading._shutdown()  # type: ignore[attr-defined]

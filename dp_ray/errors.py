@@ -3,12 +3,15 @@
 Error                 the base of all errors that dp_ray raises on purpose.
 ├── JobError          the job file, a flag or a target is wrong (exit status 2).
 ├── ClusterError      no cluster answers, or the job can never fit into it.
+│   └── ClusterLost   the cluster was lost, or too much of it: run again (exit status 75).
 ├── DataError         the dataset is wrong, or a batch cannot be cut into shards.
 ├── ModelError        the model raised, or its outputs cannot be merged.
 ├── StorageError      the run directory cannot be used, or lacks files or holds damaged ones.
 └── WorkerError       a worker was lost.
 
-RunInterrupted is a KeyboardInterrupt: the user stopped the run.
+RunInterrupted is a KeyboardInterrupt: the user or a launcher stopped the run (exit status 130 or 75).
+
+`stop_status`, `exit_status_of` and `status_of_several` decide on the exit status of `dp-ray`.
 
 Below them: reports that show only the user's frames of a traceback, since these show where the mistake is.
 """
@@ -17,12 +20,49 @@ import functools
 import itertools
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
 from dp_ray.text import hide
+
+DONE, FAILED, BAD_JOB, RUN_AGAIN, INTERRUPTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL of sysexits.h
+# What a launcher is told. docs/commands.md has the same table.
+EXIT_STATUSES = {
+    DONE: "done",
+    FAILED: "the job failed; do not run it again as it is",
+    BAD_JOB: "bad job file or usage",
+    RUN_AGAIN: "kept and unfinished: run the same command again. A first SIGTERM or SIGUSR2 came, or "
+    "`dp-ray stop --run-again`; the cluster was lost after it was reached, or `timeouts.capacity` passed",
+    INTERRUPTED: "stopped by a person: Ctrl-C, `dp-ray stop`, or a second signal",
+}
+_WINS = (INTERRUPTED, BAD_JOB, FAILED, RUN_AGAIN, DONE)  # of several jobs: the first of these wins
+LAUNCHERS_SIGNALS = ("SIGTERM", "SIGUSR2")  # SIGUSR2: Slurm's `--signal=USR2@60` sends it before the time is over
+STOP_COMMAND, STOP_TO_RUN_AGAIN = "dp-ray stop", "dp-ray stop --run-again"
+
+
+def stop_status(asked: Sequence[str]) -> int:
+    """Return the exit status of what these have stopped, in their order: signals by their names, and requests.
+
+    >>> stop_status(["SIGTERM"]), stop_status(["SIGTERM", "SIGTERM"]), stop_status(["SIGINT"])
+    (75, 130, 130)
+    """
+    is_polite = all(one in (*LAUNCHERS_SIGNALS, STOP_TO_RUN_AGAIN) for one in asked)
+    num_signals = sum(one in LAUNCHERS_SIGNALS for one in asked)
+    return RUN_AGAIN if asked and is_polite and num_signals <= 1 else INTERRUPTED
+
+
+def exit_status_of(error: BaseException | None) -> int:
+    """Return the exit status of a command that ends by this error; None: by none."""
+    if error is None:
+        return DONE
+    return int(getattr(error, "exit_status", INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED))
+
+
+def status_of_several(statuses: Iterable[int]) -> int:
+    """Return the exit status of a command whose jobs have these."""
+    return min(statuses, key=_WINS.index, default=DONE)
 
 
 class Error(Exception):
@@ -31,7 +71,7 @@ class Error(Exception):
     Neither its message nor its notes hold secrets.
     """
 
-    exit_status = 1
+    exit_status = FAILED
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(hide(arg) if isinstance(arg, str) else arg for arg in args))
@@ -44,11 +84,17 @@ class Error(Exception):
 class JobError(Error):
     """The job is wrong: the message names the key, the value that it has, and the values that it may have."""
 
-    exit_status = 2
+    exit_status = BAD_JOB
 
 
 class ClusterError(Error):
     """No cluster answers, or the job can never fit into the cluster."""
+
+
+class ClusterLost(ClusterError):
+    """The cluster was lost after it was reached, or has had too few nodes for `timeouts.capacity`: run again."""
+
+    exit_status = RUN_AGAIN
 
 
 class DataError(Error):
@@ -68,7 +114,18 @@ class WorkerError(Error):
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM stopped the run: the message says after which step, and how to resume."""
+    """A signal or `dp-ray stop` stopped the run: the message says after which step, and how to resume.
+
+    `by` has who asked, in their order: "SIGINT", "SIGTERM", "SIGUSR2", "dp-ray stop", "dp-ray stop --run-again".
+    `exit_status` is what a program should end with: 75 if a launcher is to run it again, else 130.
+    """
+
+    exit_status: int = INTERRUPTED
+
+    def __init__(self, message: str = "", by: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.by = tuple(by)
+        self.exit_status = stop_status(self.by)
 
 
 PACKAGE = str(Path(__file__).resolve().parent)

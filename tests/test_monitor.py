@@ -147,16 +147,16 @@ def test_what_was_sent_before_the_end_is_taken_in() -> None:
 
 def test_a_stop_can_be_asked_for_once_and_only_while_steps_are_run(capsys: pytest.CaptureFixture[str]) -> None:
     monitor = monitor_of()
-    assert not monitor.ask_to_stop(), "no workers yet"
+    assert not monitor.ask_to_stop("SIGINT"), "no workers yet"
     monitor.take(ready("a", 0))
     monitor.take(ready("a", 1))
-    assert not monitor.ask_to_stop(), "they build their models"
+    assert not monitor.ask_to_stop("SIGINT"), "they build their models"
     monitor.take(Started("a", 0, 0))
     monitor.take(Interrupted(IncidentKind.WORKER, "killed", (1,)))
-    assert not monitor.ask_to_stop(), "they are being replaced"
+    assert not monitor.ask_to_stop("SIGINT"), "they are being replaced"
     for message in (ready("b", 0), ready("b", 1), Started("b", 0, 0)):
         monitor.take(message)
-    assert [monitor.ask_to_stop(), monitor.ask_to_stop()] == [True, False]
+    assert [monitor.ask_to_stop("SIGINT"), monitor.ask_to_stop("SIGINT")] == [True, False]
     monitor.close()
 
 
@@ -165,7 +165,7 @@ def test_a_monitor_that_is_closed_asks_nobody_to_stop() -> None:
     for message in (ready("a", 0), ready("a", 1), Started("a", 0, 0)):
         monitor.take(message)
     monitor.close()
-    assert not monitor.ask_to_stop()
+    assert not monitor.ask_to_stop("SIGINT")
 
 
 def test_the_order_to_end_stays() -> None:

@@ -71,22 +71,23 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize(
-    ("arguments", "module", "number"),
+    ("arguments", "module", "number", "status"),
     [
-        (["list"], "dp_ray.cli.main", signal.SIGINT),
-        (["list"], "pydantic", signal.SIGTERM),
-        (["list", "{folder}"], "dp_ray.rundir.listing", signal.SIGINT),
-        (["compare", "a", "b"], "pyarrow", signal.SIGTERM),
-        (["plan", TUTORIAL], "torch", signal.SIGINT),
-        (["run", TUTORIAL, "--workers", "0", "--storage", "{folder}"], "dp_ray.driver.run", signal.SIGTERM),
+        (["list"], "dp_ray.cli.main", signal.SIGINT, 130),
+        (["list"], "pydantic", signal.SIGTERM, 130),
+        (["list", "{folder}"], "dp_ray.rundir.listing", signal.SIGINT, 130),
+        (["compare", "a", "b"], "pyarrow", signal.SIGUSR2, 130),
+        (["plan", TUTORIAL], "torch", signal.SIGINT, 130),
+        (["run", TUTORIAL, "--workers", "0", "--storage", "{folder}"], "dp_ray.driver.run", signal.SIGTERM, 75),
+        (["run", TUTORIAL, "--workers", "0", "--storage", "{folder}"], "dp_ray.job.files", signal.SIGINT, 130),
     ],
 )
 def test_a_signal_within_its_first_imports_ends_it(
-    arguments: list[str], module: str, number: int, tmp_path: Path
+    arguments: list[str], module: str, number: int, status: int, tmp_path: Path
 ) -> None:
     given = [one.format(folder=tmp_path) for one in arguments]
     ended = python(SIGNALLED.format(module=module, number=int(number)), *given)
-    assert ended.returncode == 130, ended.stderr
+    assert ended.returncode == status, ended.stderr
     assert ended.stderr.splitlines()[-1] == "interrupted"
     assert "Traceback" not in ended.stderr and not ended.stdout
     assert not list(tmp_path.iterdir())
@@ -103,8 +104,9 @@ def test_a_signal_in_its_first_half_second_shows_no_traceback(
     """Until Python has started and runs a line of dp_ray, a signal is Python's own matter."""
     line = [sys.executable, "-m", "dp_ray", *(one.format(folder=tmp_path) for one in arguments)]
     ended: list[int] = []
+    wanted = 75 if arguments[0] == "run" and number == signal.SIGTERM else 130
     for milliseconds in (0, 20, 50, 100, 200, 400, 1000, 3000):
-        if milliseconds > 400 and 130 in ended:
+        if milliseconds > 400 and wanted in ended:
             break  # only on a busy machine has Python not started by then
         with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
             time.sleep(milliseconds / 1000)
@@ -112,7 +114,7 @@ def test_a_signal_in_its_first_half_second_shows_no_traceback(
             _, errors = running.communicate(timeout=120)
         assert "Traceback" not in errors or f"{ROOT}/dp_ray/" not in errors, errors
         ended.append(running.returncode)
-    assert 130 in ended, ended
+    assert wanted in ended and {*ended} <= {wanted, 0, -number, 1}, ended
 
 
 # What an import does that is interrupted while there is something to undo.
@@ -120,12 +122,12 @@ HOLDING = """
 import os, sys, time
 from dp_ray.system.threads import has_begun, interrupts
 
-interrupts()
+interrupts("run")
 has_begun()
 sys.path.insert(0, {folder!r})
 try:
     import interrupted_module
-    print("the import has ended", flush=True)
+    sys.stdout.write("the import has ended\\n")  # at once, as print does not
     time.sleep(60)
 except KeyboardInterrupt:
     print("interrupted", "interrupted_module" in sys.modules)

@@ -41,11 +41,12 @@ ERRORS = {
     "Error": ("Exception", 1),
     "JobError": ("Error", 2),
     "ClusterError": ("Error", 1),
+    "ClusterLost": ("ClusterError", 75),
     "DataError": ("Error", 1),
     "ModelError": ("Error", 1),
     "StorageError": ("Error", 1),
     "WorkerError": ("Error", 1),
-    "RunInterrupted": ("KeyboardInterrupt", None),
+    "RunInterrupted": ("KeyboardInterrupt", 130),
 }
 COMMANDS = (
     *(

@@ -109,7 +109,12 @@ CASES = {
         '"step": 4}\n',
         Lease(Process("h", "m", 1, "2"), "t"),
     ),
-    "stop.json": Case(REQUEST_JSON, StopRequest("t", "p"), '{"token": "t", "by": "p"}\n', StopRequest("u", "p")),
+    "stop.json": Case(
+        REQUEST_JSON,
+        StopRequest("t", "p"),
+        '{"token": "t", "by": "p", "again": false}\n',
+        StopRequest("u", "p", again=True),
+    ),
     "attempt.json": Case(
         LEDGER_JSON, Ledger("a", ["p.arrow"]), '{"attempt": "a", "parts": ["p.arrow"]}\n', Ledger("b", [])
     ),

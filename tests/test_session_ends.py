@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import dp_ray
-from dp_ray.cluster.workers import Workers
+from dp_ray.cluster.workers import Reached, Workers
 from dp_ray.driver.sessions import Session
 from dp_ray.errors import ClusterError
 from tests.support import models
@@ -137,7 +137,7 @@ class Trainer:
 def test_workers_that_were_ended_at_once_have_not_left(has_ended: bool) -> None:
     """Ray then holds what they held until the connection ends, so that a session connects again."""
     trainer: Any = Trainer(has_ended)
-    workers = Workers(trainer, None, {}, False)
+    workers = Workers(trainer, None, {}, False, Reached("", {}))
     if not has_ended:
         workers._abort()
     assert workers.close(0) is has_ended

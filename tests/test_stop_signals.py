@@ -6,7 +6,6 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,58 +16,20 @@ import dp_ray
 import tests.support.training
 from dp_ray.errors import RunInterrupted
 from dp_ray.system.threads import planned_stops, signals_put_off
-from tests.support import forked, models
+from tests.support import forked
+from tests.support.signalled import predicting, training
 
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
-NEVER = {"every_steps": None, "every_seconds": None}
-
-
-class Signals(models.SlowPairs):
-    """96 pairs; their reading sends this process the signals that the file `signals` lists, one for each read."""
-
-    def __init__(self, folder: str, at: int) -> None:
-        super().__init__(0.0)
-        self.folder, self.at, self.reads = Path(folder), at, 0
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.reads += 1
-        pending = (self.folder / "signals").read_text().split() if (self.folder / "signals").exists() else []
-        if self.reads >= self.at and pending:
-            (self.folder / "signals").write_text(" ".join(pending[1:]))
-            signal.raise_signal(signal.Signals[pending[0]])
-        return super().__getitem__(index)
-
-
-class SignalledInputs(Signals):
-    """The inputs alone."""
-
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index)[0]
-
-
-def training(folder: Path, at: int = 0, *signals: str, **others: Any) -> dict[str, Any]:
-    """A training of 48 steps of 6 rows, which gets `signals` from its read number `at` on."""
-    (folder / "signals").write_text(" ".join(signals))
-    target = {"target": "tests.test_stop_signals:Signals", "args": {"folder": str(folder), "at": at}}
-    keys = {
-        "task": "train",
-        "model": "tests.support.training:mlp",
-        "dataset": target,
-        "loss": "torch.nn:CrossEntropyLoss",
-    }
-    optimizer = {"target": "torch.optim:AdamW", "args": {"lr": 0.01}}
-    given = {"optimizer": optimizer, "batch_size": 6, "epochs": 3, "shuffle": True, "bitwise": True}
-    where = {"name": "run", "storage": str(folder), "workers": 0, "quiet": True}
-    return {**keys, **given, **where, "checkpoint": NEVER, **others}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_the_first_keeps_the_step_and_the_same_command_goes_on(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR2", 75)])
+def test_the_first_keeps_the_step_and_the_same_call_goes_on(tmp_path: Path, name: str, status: int) -> None:
     keys = training(tmp_path, 15 * 6 + 2, name)
     with pytest.raises(RunInterrupted) as stopped:
         dp_ray.run(**keys)
     assert str(stopped.value) == "interrupted after 16 of 48 steps; run the same command to resume"
+    assert (stopped.value.by, stopped.value.exit_status) == ((name,), status)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-16.safetensors"]
     assert dp_ray.load(tmp_path / "run").status == "interrupted"
     result = dp_ray.run(**keys)
@@ -87,13 +48,6 @@ def test_the_second_leaves_at_once(tmp_path: Path) -> None:
 def test_a_step_that_is_the_last_ends_the_run_as_ever(tmp_path: Path) -> None:
     result = dp_ray.run(**training(tmp_path, 47 * 6 + 2, "SIGINT"))
     assert (result.status, len(result.history)) == ("done", 48)
-
-
-def predicting(folder: Path, at: int, *signals: str, **others: Any) -> dict[str, Any]:
-    (folder / "signals").write_text(" ".join(signals))
-    target = {"target": "tests.test_stop_signals:SignalledInputs", "args": {"folder": str(folder), "at": at}}
-    keys = {"model": "tests.support.training:mlp", "dataset": target, "batch_size": 6, "shards": 2}
-    return {**keys, "name": "run", "storage": str(folder), "workers": 0, "quiet": True, **others}
 
 
 def test_a_prediction_commits_what_it_has(tmp_path: Path) -> None:
@@ -201,7 +155,12 @@ class Interrupts(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("context", "processes", "number"),
-    [("fork", 2, signal.SIGINT), ("spawn", 1, signal.SIGINT), ("fork", 2, signal.SIGTERM)],
+    [
+        ("fork", 2, signal.SIGINT),
+        ("spawn", 1, signal.SIGINT),
+        ("fork", 2, signal.SIGTERM),
+        ("fork", 1, signal.SIGUSR2),
+    ],
 )
 def test_a_signal_to_the_group_stops_the_run_and_not_the_processes_of_its_loader(
     tmp_path: Path, context: str, processes: int, number: int
@@ -213,7 +172,7 @@ def test_a_signal_to_the_group_stops_the_run_and_not_the_processes_of_its_loader
     (tmp_path / "job.yaml").write_text(json.dumps(keys))  # JSON is YAML
     program = forked.ended(forked.dp_ray_program, "run", str(tmp_path / "job.yaml"), own_session=True)
     errors = program.stderr
-    assert program.returncode == 130, errors
+    assert program.returncode == (130 if number == signal.SIGINT else 75), errors
     assert "stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once" in errors
     assert errors.splitlines()[-1] == "interrupted after 20 of 48 steps; run the same command to resume"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-20.safetensors"]

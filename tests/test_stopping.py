@@ -72,7 +72,10 @@ def trains(run: Path) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("how", "status"), [((), 130), (("--run-again",), 75)], ids=["stop", "run_again"])
 def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
+    how: tuple[str, ...],
+    status: int,
     tmp_path: Path,
     running: subprocess.Popen[str],
     undisturbed: dp_ray.Result,
@@ -88,12 +91,12 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
     assert within(SECONDS, lambda: trains(run))
     lets_go_on = threading.Thread(target=let_go_on)
     lets_go_on.start()
-    assert status_of(monkeypatch, "stop", str(run)) == 0
+    assert status_of(monkeypatch, "stop", str(run), *how) == 0
     lets_go_on.join()
     out, said = capsys.readouterr()
     assert f"asked process {running.pid} on " in said
     assert re.fullmatch(r"interrupted after \d+ of 20 steps; run the same command to resume\n", out)
-    assert running.wait(SECONDS) == 130
+    assert running.wait(SECONDS) == status
     told_there = told_in.read_text()
     assert "asks to stop" in told_there
     assert told_there.splitlines()[-1] == out.rstrip()
@@ -101,7 +104,9 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
     assert 0 < num_kept < 20, "it stopped in the middle"
     assert not (run / REQUEST).exists()
     result = dp_ray.run(**held(tmp_path), quiet=True)
-    assert [one["what"] for one in result.interruptions] == [f"stopped by dp-ray stop after {num_kept} steps"]
+    assert [one["what"] for one in result.interruptions] == [
+        f"stopped by {' '.join(['dp-ray stop', *how])} after {num_kept} steps"
+    ]
     assert result.weights_sha256 == undisturbed.weights_sha256
     assert told(result) == told(undisturbed)
 
@@ -243,7 +248,8 @@ def test_a_request_for_an_earlier_driver_stops_nobody(tmp_path: Path, undisturbe
     assert take_request(storage, "mine") is None
     assert not storage.exists(REQUEST)
     leave_request(storage, "mine")
-    assert str(take_request(storage, "mine")).startswith("process ")
+    request = take_request(storage, "mine")
+    assert request is not None and request.by.startswith("process ")
     (tmp_path / "run" / REQUEST).write_text("{ damaged")
     assert take_request(storage, "mine") is None
 

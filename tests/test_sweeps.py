@@ -212,14 +212,14 @@ def test_a_trial_that_fails_fails_the_sweep_and_the_others_go_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 75)])
 def test_a_stop_keeps_the_step_and_the_same_command_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines, name: str, status: int
 ) -> None:
     job, base = training_job(tmp_path, IN_THIRD), Storage(str(tmp_path / "runs"))
     (tmp_path / "trap").write_text(name)
     monkeypatch.setattr(sweeps.Trapped, "reads", 0)
-    assert status_of(monkeypatch, "sweep", job, *GRID) == 130
+    assert status_of(monkeypatch, "sweep", job, *GRID) == status
     told = capsys.readouterr().err
     assert "interrupted: 2 of 4 trials are done; run the same command to go on" in told.splitlines()
     assert states(base) == ["done", "done", "interrupted", "waiting"]
@@ -517,7 +517,8 @@ def test_a_signal_between_two_trials_ends_the_sweep_and_loses_no_trial(
         put(record, trial)
 
     monkeypatch.setattr(SweepRecord, "put", signalled)
-    assert status_of(monkeypatch, "sweep", job, "--over", "model.args.x=1.0,2.0,3.0,4.0") == 130
+    status = 130 if number == signal.SIGINT else 75
+    assert status_of(monkeypatch, "sweep", job, "--over", "model.args.x=1.0,2.0,3.0,4.0") == status
     assert states(base) == ["done", "done", "waiting", "waiting"]
     assert not base.child("job-sweep").exists(LEASE)
     monkeypatch.setattr(SweepRecord, "put", put)

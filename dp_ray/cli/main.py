@@ -21,19 +21,18 @@ from dp_ray.cli.options import KeyOptions, begun, forked_early, say, say_import,
 from dp_ray.cli.remote import logs, status, stop, submit
 from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
 from dp_ray.cli.sweep import sweep
-from dp_ray.errors import Error
+from dp_ray.errors import BAD_JOB, ClusterLost, Error, exit_status_of, status_of_several
 from dp_ray.job.files import load_job, parse_counts
 from dp_ray.job.old_keys import OldKeyWarning
 from dp_ray.system.imports import collector_paused
 from dp_ray.system.process import patched
-from dp_ray.system.threads import INTERRUPTED
 from dp_ray.text import harmless, json_text
 
 _at_end = ExitStack()  # closed when the outcome has been said
 
 
 def main() -> None:
-    """Run the program; exit status 0 done, 1 the job failed, 2 bad job file or usage, 130 interrupted."""
+    """Run the program; its exit status is one of `dp_ray.errors.EXIT_STATUSES`."""
     show = warnings.showwarning
 
     def say_warning(text: Warning | str, kind: type[Warning], *where: Any) -> None:
@@ -50,17 +49,17 @@ def main() -> None:
         except click.ClickException as error:
             error.show(shown := io.StringIO())
             say(shown.getvalue().rstrip("\n"))
-            sys.exit(2)
+            sys.exit(BAD_JOB)
         except (click.Abort, KeyboardInterrupt) as stopped:
             says = stopped.__cause__ if isinstance(stopped, click.Abort) else stopped
             say(str(says or "") or "interrupted")
-            sys.exit(INTERRUPTED)
+            sys.exit(exit_status_of(says or KeyboardInterrupt()))
         except Error as error:
             show_error(error, is_verbose="--verbose" in sys.argv)
-            sys.exit(error.exit_status)
-        except Exception:  # a mistake of dp_ray's own
+            sys.exit(exit_status_of(error))
+        except Exception as error:  # a mistake of dp_ray's own
             say(traceback.format_exc().rstrip("\n"))
-            sys.exit(1)
+            sys.exit(exit_status_of(error))
 
 
 @click.group(
@@ -98,11 +97,14 @@ def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: s
     from dp_ray.driver.run import Options
     from dp_ray.driver.several import running
 
-    failures = []
+    failures: list[int] = []
     with running(jobs, Options(**flags)) as execute:
         for job in jobs:
             try:
                 result = execute(job)
+            except (KeyboardInterrupt, ClusterLost) as ended:  # no other job can run
+                vars(ended)["exit_status"] = status_of_several([*failures, exit_status_of(ended)])
+                raise
             except Error as error:
                 if not keep_going:
                     raise
@@ -112,7 +114,7 @@ def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: s
             if as_json:
                 click.echo(json_text(result.to_json()))
     if failures:
-        sys.exit(max(failures))
+        sys.exit(status_of_several(failures))
 
 
 @cli.command()

@@ -123,13 +123,20 @@ def logs(name: str, follows: bool, address: str) -> None:
 @click.argument("run", metavar="RUN_DIR|NAME", shell_complete=run_dirs)
 @click.option("--address", help="The dashboard of the cluster on which the submitted run NAME is.")
 @click.option("--no-wait", is_flag=True, help="Do not wait until it has stopped.")
-def stop(run: str, address: str | None, no_wait: bool) -> None:
+@click.option(
+    "--run-again", is_flag=True, help="Have it end with exit status 75, so that its launcher runs it again."
+)
+def stop(run: str, address: str | None, no_wait: bool, run_again: bool) -> None:
     """Stop a run or a sweep after its current step, and keep its work: the same command goes on from there."""
     if address is None:
         from dp_ray.rundir.lease import stop_run
 
-        click.echo(harmless(stop_run(run, not no_wait, say)))
+        click.echo(harmless(stop_run(run, not no_wait, say, run_again)))
         return
+    if run_again:
+        raise click.UsageError(
+            "--run-again: Ray keeps no exit status of a job that it stops; name the RUN_DIR instead"
+        )
     from dp_ray.cluster.submit import Dashboard, stop_job
 
     click.echo(harmless(stop_job(Dashboard(address), run, not no_wait, say)))

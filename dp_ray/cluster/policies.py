@@ -34,7 +34,7 @@ from dp_ray.cluster.decisions import (
     is_worth_a_look,
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
-from dp_ray.errors import ClusterError
+from dp_ray.errors import ClusterLost
 from dp_ray.messages import GaveUp, Message, Starting, Waits
 from dp_ray.system.imports import prepare_imports
 from dp_ray.text import counted
@@ -65,7 +65,7 @@ class ElasticScalingPolicy:
         self._last_count = LastCount(0, 0.0)
 
     def workers_to_start(self) -> int | None:
-        """Return how many workers to start now, None: none yet. Raises ClusterError if no capacity comes in time."""
+        """Return how many workers to start now, None: none yet. Raises ClusterLost if no capacity comes in time."""
         now = time.monotonic()
         if self._waiting_since is None:
             self._waiting_since = now
@@ -83,7 +83,7 @@ class ElasticScalingPolicy:
             self._request(NOTHING)  # what the last workers were asked for is done
             return decision.num_workers
         if decision.do is Resize.GIVE_UP:
-            raise ClusterError(decision.text)
+            raise ClusterLost(decision.text)
         if decision.text:
             self._said = now
             send(self._channel, Waits(decision.text))

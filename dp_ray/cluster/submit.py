@@ -24,8 +24,8 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 from dp_ray.cluster.connect import RUN_NAME, address_of, authenticate, code_to_ship
 from dp_ray.cluster.internals.core import find_users_token, leave_on_head, packed_files, take_from_head
 from dp_ray.cluster.internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
-from dp_ray.errors import ClusterError, JobError
-from dp_ray.system.threads import INTERRUPTED, Terminated
+from dp_ray.errors import DONE, FAILED, INTERRUPTED, ClusterError, JobError
+from dp_ray.system.threads import Terminated
 from dp_ray.text import counted, harmless, hide, listed
 
 # How long Ray waits for a job that it has asked to stop before it kills it: as long as a step and a checkpoint last.
@@ -172,8 +172,8 @@ class Follower:
 def exit_status_of(job: JobDetails) -> int:
     """Return the exit status of a job that has ended: its driver's; 130 of one that was stopped."""
     if job.status == JobStatus.SUCCEEDED:
-        return 0
-    return job.driver_exit_code or (INTERRUPTED if job.status == JobStatus.STOPPED else 1)
+        return DONE
+    return job.driver_exit_code or (INTERRUPTED if job.status == JobStatus.STOPPED else FAILED)
 
 
 def name_of(job: JobDetails) -> str | None:

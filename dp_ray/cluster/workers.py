@@ -40,7 +40,7 @@ from dp_ray.engine.clock import PARTS
 from dp_ray.engine.model import check_machine
 from dp_ray.engine.objects import check_packs, pack, refused
 from dp_ray.engine.votes import StopRequested
-from dp_ray.errors import Error, WorkerError
+from dp_ray.errors import ClusterLost, Error, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import WorkerReady, error_of
@@ -57,7 +57,7 @@ from dp_ray.system.threads import if_longer, repeated
 with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
     from ray.train import LoggingConfig, RunConfig, ScalingConfig
 
-    from dp_ray.cluster.internals.core import autoscales, put_apart
+    from dp_ray.cluster.internals.core import autoscales, head_answers, put_apart
     from dp_ray.cluster.internals.train import why_failed
     from dp_ray.cluster.internals.train_worker import WorkerBackendConfig
     from dp_ray.cluster.internals.trainer import ControlledTrainer
@@ -73,6 +73,45 @@ Say = Callable[[str], None]
 _ENVIRONMENT = threading.Lock()  # several sessions may start workers at the same time
 
 
+@dataclass(frozen=True)
+class Reached:
+    """The cluster to which this process is connected: the address of its head, and this node as Ray lists it."""
+
+    address: str
+    node: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> "Reached":
+        """Return the cluster that is connected now."""
+        context = ray.get_runtime_context()
+        here = context.get_node_id()
+        return cls(context.gcs_address, next((one for one in ray.nodes() if one["NodeID"] == here), {}))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within the block, an error of Ray's own is one of ours, which says whether the cluster is lost."""
+        try:
+            yield
+        except ray.exceptions.RayError as error:
+            raise self.lost(error) from error
+
+    def lost(self, error: ray.exceptions.RayError) -> Error:
+        """Return the error of a process that the driver has lost: with the cluster, or alone."""
+        if self._answers():
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            return WorkerError(
+                f"the process on this node that connects the driver with the workers was lost: {first}"
+            )
+        return ClusterLost(
+            f"the Ray at {self.address} was lost: it no longer answers ({type(error).__name__}); "
+            "run the job again once there is a Ray: it resumes"
+        )
+
+    def _answers(self) -> bool:
+        """Return whether the head answers, and the raylet of this node."""
+        return head_answers(self.address) and answers_at(self.node)
+
+
 @dataclass(eq=False)
 class Workers:
     """Workers on Ray, with torch imported and their resources held; they run one job at a time."""
@@ -81,6 +120,7 @@ class Workers:
     channel: Any
     each: Resources
     verbose: bool
+    reached: Reached
     remains: tuple[str, ...] = ()  # what the last job left behind in their processes
     imported: tuple[str, ...] = ()  # the source files of user code that they have imported
     is_aborted: bool = False
@@ -110,14 +150,14 @@ class Workers:
         packed = self._packed(job, claimed, rows, faults)
         waits = repeated("waits", LOOK_SECONDS, lambda: monitor.waits.look(lambda: free_text(self.each)))
         try:
-            with waits:
+            with self.reached.kept(), waits:
                 ray.get(self.channel.begin.remote(terms, packed))
                 import_module("ray.dag")  # while there is time: ray.shutdown would import it
                 gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.log.interruptions))
                 with gauges, listening(monitor, lambda wait: receive(self.channel, wait), self._abort):
                     monitor.end.has_come.wait()
-            if not self.trainer.has_ended:
-                ray.get(self.channel.finish.remote(self._number))
+                if not self.trainer.has_ended:
+                    ray.get(self.channel.finish.remote(self._number))
         except BaseException as error:
             self.is_interrupted_twice = isinstance(error, KeyboardInterrupt) and monitor.planned_stop.is_asked
             self._abort()
@@ -153,6 +193,8 @@ class Workers:
         cause = getattr(failure, "controller_failure", None)
         if isinstance(cause, Error):
             return cause
+        if isinstance(failure, ray.exceptions.RayError):
+            return self.reached.lost(failure)
         if monitor.end.gave_up is not None and (died := monitor.end.gave_up.died):
             says = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(died.items()))
             return WorkerError(f"workers were lost, more often than retries allows: {says}")
@@ -274,12 +316,14 @@ def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, sa
     Raises ClusterError if they can never fit.
     """
     each = worker_resources(keys)
-    for told in (unknown_ray(), without_gpus(keys, each), check_can_run(keys, each)):
-        if told:
-            say(told)
-    channel = open_channel(keys.max_workers)
-    config = WorkerConfig(channel, is_own and not verbose, ray.get_runtime_context().get_node_id())
-    return Workers(launch(keys, each, config, folder, is_own, verbose), channel, each, verbose)
+    reached = Reached.now()
+    with reached.kept():
+        for told in (unknown_ray(), without_gpus(keys, each), check_can_run(keys, each)):
+            if told:
+                say(told)
+        channel = open_channel(keys.max_workers)
+        config = WorkerConfig(channel, is_own and not verbose, ray.get_runtime_context().get_node_id())
+        return Workers(launch(keys, each, config, folder, is_own, verbose), channel, each, verbose, reached)
 
 
 def check_can_run(keys: WorkerKeys, each: Resources) -> str | None:

@@ -165,7 +165,7 @@ def save_unfinished(
             else:
                 if monitor.planned_stop.is_asked:  # which keeps the step after which it stops
                     step = kept
-                text = f"stopped by {monitor.planned_stop.by or 'an interrupt'} after {counted(step, 'step')}"
+                text = f"stopped by {(monitor.planned_stop.by or ['an interrupt'])[-1]} after {counted(step, 'step')}"
             log = monitor.incidents.log.interrupted(Interruption(IncidentKind.DRIVER, text, step))
             if not INCIDENTS_JSON.write(run, log):
                 run.delete(RECENT)  # rows that only inform: the resumed run has them again

@@ -43,8 +43,8 @@ def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, 
             monitor.take(message)
             monitor.tick()
 
-    def ask_to_stop(signal_name: str) -> bool:
-        control.wants_stop = monitor.ask_to_stop(signal_name)
+    def ask_to_stop(by: str) -> bool:
+        control.wants_stop = monitor.ask_to_stop(by)
         return control.wants_stop
 
     with ONE_AT_A_TIME, planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):

@@ -45,7 +45,7 @@ from dp_ray.rundir.start import LINKS, first_step
 from dp_ray.steps.reports import REPORTS, ReportFile, read_journal, read_spans
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
-from dp_ray.system.threads import planned_stops, repeated
+from dp_ray.system.threads import is_done, planned_stops, raise_put_off, repeated
 from dp_ray.tables import reading
 from dp_ray.text import relative
 
@@ -74,7 +74,8 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
     place of targets. `address`, `overwrite`, `shapes`, `inject`, `quiet` and `verbose` are the command line's flags
     of the same name. A run of Python objects needs `resume=True` to be resumed: objects cannot be compared, so the
     caller says that they are the same. Without a `name`, a run from Python is named by its time.
-    Raises an Error of dp_ray.errors, and RunInterrupted if SIGINT or SIGTERM stopped the run.
+    Raises an Error of dp_ray.errors, and RunInterrupted if a signal (SIGINT, SIGTERM, SIGUSR2) or `dp-ray stop`
+    stopped the run. The `exit_status` of either is what the program should end with, for its launcher.
     """
     options = options_of(keys)
     with ShortErrors(options.verbose):
@@ -139,6 +140,7 @@ def execute(
     `workers` are those of a session; by default the run starts its own. `reopen` makes a finished prediction one that
     is to be resumed.
     """
+    raise_put_off()
     started = time.monotonic()
     console = Console(job.run_name, options.quiet, options.brief)
     prepared = prepare(job, console, options.overwrite, options.inject)
@@ -240,6 +242,7 @@ class Execution:
     is_in_session: bool
     monitor: Monitor | None = None
     trackers: "RunTrackers | None" = None
+    asked: list[str] = dataclasses.field(default_factory=list)  # who has asked to stop before there was a monitor
 
     @property
     def steps_done(self) -> int:
@@ -254,22 +257,23 @@ class Execution:
             self.console.say(line)
         storage.remove_unfinished(recursive=True)
         try:
-            if self.prepared.job.finds_shards:
-                self._find_shards()
             look_seconds = RENEW_SECONDS if storage.is_atomic else TELL_SECONDS  # an object store counts each look
-            with (
-                planned_stops(self._ask_to_stop) as stop,
-                # Within this block only: what removes unfinished files would remove the one that it writes.
-                recorded_about(storage, table(self.prepared.plan), self.prepared.job.max_workers == 0),
-                repeated("stop requests", look_seconds, lambda: self._look(stop)),
-            ):
-                self._follow_workers()
-                claim.check_ours(self.claimed)
-                self._merge()
+            with planned_stops(self._ask_to_stop) as stop:
+                if self.prepared.job.finds_shards:
+                    self._find_shards()
+                with (
+                    # Within this block only: what removes unfinished files would remove the one that it writes.
+                    recorded_about(storage, table(self.prepared.plan), self.prepared.job.max_workers == 0),
+                    repeated("stop requests", look_seconds, lambda: self._look(stop)),
+                ):
+                    self._follow_workers()
+                    claim.check_ours(self.claimed)
+                    self._merge()
         except (KeyboardInterrupt, StopRequested) as stopped:
             job, split = self.prepared.job, self.prepared.plan.split
             is_new = self.options.overwrite and not self._is_undone
-            interrupted = RunInterrupted(claim.stop_message(job, storage, split, is_new))
+            asked = [*self.asked, *(self.monitor.planned_stop.by if self.monitor else ())]
+            interrupted = RunInterrupted(claim.stop_message(job, storage, split, is_new), asked)
             self._keep_unfinished(interrupted)
             raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
@@ -283,20 +287,20 @@ class Execution:
         A monitor shows what happens to them meanwhile; nothing of that is kept in the run's directory.
         """
         prepared, job, split = self.prepared, self.prepared.job, self.prepared.plan.split
-        with planned_stops(self._ask_to_stop):
-            monitor = Monitor(job, split, ReportFile(io.BytesIO()), (), self.console, shapes=False)
-            try:
-                with self.console.live(monitor.progress):
-                    if job.max_workers == 0:
-                        run_in_process(with_own_objects(job), self.claimed, monitor, prepared.plan.rows)
-                    else:
-                        self.workers(prepared, self.claimed, monitor)
-            finally:
-                monitor.close()
-            shards = monitor.shards_found
-            if shards is None:
-                raise WorkerError("shards: auto: the workers ended without a number of shards; run the job again")
-            job = job.model_copy(update={"shards": shards})
+        monitor = Monitor(job, split, ReportFile(io.BytesIO()), (), self.console, shapes=False)
+        try:
+            with self.console.live(monitor.progress):
+                if job.max_workers == 0:
+                    run_in_process(with_own_objects(job), self.claimed, monitor, prepared.plan.rows)
+                else:
+                    self.workers(prepared, self.claimed, monitor)
+        finally:
+            monitor.close()
+            self.asked += monitor.planned_stop.by
+        shards = monitor.shards_found
+        if shards is None:
+            raise WorkerError("shards: auto: the workers ended without a number of shards; run the job again")
+        job = job.model_copy(update={"shards": shards})
         claim.keep_shards(self.claimed, job)
         self.prepared = prepared.cut_as(job)
 
@@ -315,8 +319,11 @@ class Execution:
                 with repeated("page", PAGE_SECONDS, self._import_page):
                     self.workers(self.prepared, self.claimed, monitor)
 
-    def _ask_to_stop(self, signal_name: str) -> bool:
-        return self.monitor is not None and self.monitor.ask_to_stop(signal_name)
+    def _ask_to_stop(self, by: str) -> bool:
+        if self.monitor is None:
+            self.asked.append(by)
+            return False
+        return self.monitor.ask_to_stop(by)
 
     @property
     def _is_replacing(self) -> bool:
@@ -338,18 +345,18 @@ class Execution:
         except StorageError as error:
             self.console.say(str(error))
 
-    def _look(self, stop: Callable[[], object]) -> None:
+    def _look(self, stop: Callable[[str], object]) -> None:
         """Stop the run if `dp-ray stop` asks for it; asked twice, it stops after its step all the same.
 
         Once a step is done, remove the run that this one replaces.
         """
-        if by := take_request(self.claimed.storage, self.claimed.token):
-            self.console.say(f"{by} asks to stop")
+        if request := take_request(self.claimed.storage, self.claimed.token):
+            self.console.say(f"{request.by} asks to stop")
             planned = self.monitor.planned_stop if self.monitor else None
-            if planned is not None:
-                planned.asker = "dp-ray stop"
-            if planned is None or not planned.is_asked:
-                stop()
+            if planned is not None and planned.is_asked:
+                planned.by.append(request.name)
+            else:
+                stop(request.name)
         if self.steps_done and self._is_replacing:
             claim.settle(self.claimed.storage, is_begun=True)
 
@@ -390,6 +397,7 @@ class Execution:
         """Save the result of a finished run, and remove the files that only an unfinished run needs."""
         storage, result = self.claimed.storage, self._result()
         result.save(storage)  # the run is done: a crash after this line only leaves files that nothing needs
+        is_done()
         if self._is_replacing:
             claim.settle(storage, is_begun=True)
         folders = [PARTS, HISTORY, QUARANTINE, LINKS]

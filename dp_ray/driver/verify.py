@@ -9,7 +9,7 @@ import torch
 
 from dp_ray.driver.run import Options
 from dp_ray.driver.several import running
-from dp_ray.errors import JobError, RunInterrupted
+from dp_ray.errors import ClusterError, ClusterLost, JobError, RunInterrupted
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.results.result import Result
@@ -126,6 +126,8 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
                 return execute(on(count).model_copy(update=changes))
             except RunInterrupted:
                 raise RunInterrupted("interrupted; run verify again, it begins anew") from None
+            except ClusterLost as lost:  # nothing is kept that a launcher could go on with
+                raise ClusterError(str(lost)) from lost
 
         runs = [run(count) for count in counts]
         bitwise = job.bitwise or job.task == "predict"

@@ -192,7 +192,7 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
         if context.get_start_method() == "forkserver":
             return iter(loader)  # a server would hold them back from all that is ever forked from it
         resource_tracker.ensure_running()  # before signals are blocked: it lets them through when it starts
-        # Until `begin_process`, a Ctrl-C or a SIGTERM for the whole group would end the process.
+        # Until `begin_process`, a signal for the whole group would end the process.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             return iter(loader)
@@ -219,11 +219,11 @@ def _unknown_to_torchs_handler() -> Iterator[None]:
 
 
 def begin_process(process: int) -> None:
-    """Ignore, in a loader's process, Ctrl-C and a SIGTERM for the whole group, but not torch's that ends it.
+    """Ignore, in a loader's process, signals for the whole group that stop a run, but not torch's that ends it.
 
     The user's code sees the same world as elsewhere, of one process.
-    A terminal's Ctrl-C, and the SIGTERM of `timeout` or of a batch system, go to all processes of a group. They are
-    a planned stop of the run, whose current step still needs what this process reads.
+    A terminal's Ctrl-C, and the SIGTERM or SIGUSR2 of `timeout` or of a batch system, go to all processes of a group.
+    They are a planned stop of the run, whose current step still needs what this process reads.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
@@ -231,8 +231,8 @@ def begin_process(process: int) -> None:
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)
     show_alone("fake")  # torch's backend without threads: its collectives work for one process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops one that was held back
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # drops one that was held back
     torch._C._set_worker_signal_handlers()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     info: Any = get_worker_info()

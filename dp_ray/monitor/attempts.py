@@ -315,17 +315,16 @@ class PlannedStop:
     can_keep: bool
     console: Console
     is_asked: bool = False
-    by: str = ""  # the name of the last signal, or the asker
-    asker: str = ""  # what asks by way of a signal
+    by: list[str] = field(default_factory=list)  # who has asked, in their order: signals' names, and requests
     is_closed: bool = False  # messages are no longer read, so workers cannot be asked to stop
 
-    def ask(self, control: NodeControl, runs_a_step: bool, signal_name: str) -> bool:
+    def ask(self, control: NodeControl, runs_a_step: bool, by: str) -> bool:
         """Ask the workers to stop after their current step; return whether they will.
 
         They cannot if no step runs, if the task keeps nothing, or if they were asked before. A signal handler calls
         this, so all that may block runs in a thread.
         """
-        self.by = self.asker or signal_name
+        self.by.append(by)
         if self.is_closed or self.is_asked or not runs_a_step or not self.can_keep:
             return False
         self.is_asked = True

@@ -205,14 +205,14 @@ class Monitor:
         self._console.progress(self.progress)
         self._hangs.check(self.node_control)
 
-    def ask_to_stop(self, signal_name: str = "") -> bool:
+    def ask_to_stop(self, by: str) -> bool:
         """Ask the run to stop after its current step and keep it; return whether it will.
 
         It cannot before the first step, during an interruption, in an evaluation, which keeps nothing, or if it was
         asked before. A signal handler calls this.
         """
         runs_a_step = self.attempts.runs_a_step and not self.incidents.log.is_interrupted
-        return self.planned_stop.ask(self.node_control, runs_a_step, signal_name)
+        return self.planned_stop.ask(self.node_control, runs_a_step, by)
 
     def close(self) -> None:
         """Finish the shape reports and the history; workers can no longer be asked to stop."""

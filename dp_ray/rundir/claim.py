@@ -323,6 +323,17 @@ def check_shared(run: Storage, token: str, who: str) -> None:
         )
 
 
+def finished_run(job: Job) -> Storage | None:
+    """Return the finished run of this job in STORAGE/NAME; None if there is none, or one of another job or length."""
+    base = located(job.storage)
+    asked, run = with_shards_of_run(with_full_init_from(job.for_task()), base), base.child(job.run_name)
+    if not is_finished(run):
+        return None
+    claimed = RUN_JSON.read(run)
+    is_same = asked.has_fingerprint(claimed.get("fingerprint")) and not _changed_lengths(claimed, asked)
+    return run if is_same else None
+
+
 def located(location: str) -> Storage:
     """Return a folder of runs, or a path in one, where all workers find it."""
     return Storage(located_at(location))

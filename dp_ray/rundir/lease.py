@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from dp_ray.errors import Error, JobError, RunInterrupted, StorageError
+from dp_ray.errors import STOP_COMMAND, STOP_TO_RUN_AGAIN, Error, JobError, RunInterrupted, StorageError
 from dp_ray.records import IGNORE, Record
 from dp_ray.rundir.files import RESULT_JSON, RUN, SWEEP, SWEEP_JSON, runs_there
 from dp_ray.storage import Storage
@@ -37,10 +37,16 @@ class Lease:
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A request to the driver whose claim has this token, and who asks."""
+    """A request to the driver whose claim has this token, and who asks; `again`: its launcher is to run it again."""
 
     token: str
     by: str
+    again: bool = False
+
+    @property
+    def name(self) -> str:
+        """The command that left it."""
+        return STOP_TO_RUN_AGAIN if self.again else STOP_COMMAND
 
 
 # A driver that is killed while it writes leaves the last lease, and a damaged one is nobody's.
@@ -61,23 +67,24 @@ def is_alive(lease: Lease | None, heard: datetime | None) -> bool:
     return lease.driver.machine == machine() or datetime.now(UTC) - heard < timedelta(seconds=EXPIRE_SECONDS)
 
 
-def leave_request(run: Storage, token: str) -> None:
+def leave_request(run: Storage, token: str, again: bool = False) -> None:
     """Ask the driver whose claim has this token to stop; another driver of the run does not heed it."""
-    REQUEST_JSON.write(run, StopRequest(token, str(this_process())))
+    REQUEST_JSON.write(run, StopRequest(token, str(this_process()), again))
 
 
-def take_request(run: Storage, token: str) -> str | None:
-    """Return who asks the driver of this token to stop, None if nobody does; the request is removed."""
+def take_request(run: Storage, token: str) -> StopRequest | None:
+    """Return the request to the driver of this token to stop, None if there is none; it is removed."""
     with suppress(StorageError):
         if request := REQUEST_JSON.read(run):
             run.delete(REQUEST)
-            return request.by if request.token == token else None
+            return request if request.token == token else None
     return None
 
 
-def stop_run(run_dir: str, waits: bool, say: Callable[[str], None]) -> str:
+def stop_run(run_dir: str, waits: bool, say: Callable[[str], None], again: bool = False) -> str:
     """Ask the driver of a running run or sweep to stop, wait for it if it `waits`, and return what became of it.
 
+    With `again` the driver ends with the exit status that has its launcher run it again.
     Raises JobError if nobody runs it, Error if it failed or its driver was killed meanwhile, and StorageError if its
     directory cannot be read or written to.
     """
@@ -86,8 +93,8 @@ def stop_run(run_dir: str, waits: bool, say: Callable[[str], None]) -> str:
     if lease is None or not _is_heard(run, lease):
         raise JobError(f"{run} is not running: {_state(run)}")
     if run.exists(SWEEP) and not run.exists(RUN):
-        return _stop_sweep(run, lease, waits, say)
-    leave_request(run, lease.token)
+        return _stop_sweep(run, lease, waits, say, again)
+    leave_request(run, lease.token, again)
     say(f"asked {lease.driver} to stop after its current step")
     if not waits:
         return ASKED
@@ -99,7 +106,7 @@ def stop_run(run_dir: str, waits: bool, say: Callable[[str], None]) -> str:
     return state
 
 
-def _stop_sweep(sweep: Storage, lease: Lease, waits: bool, say: Callable[[str], None]) -> str:
+def _stop_sweep(sweep: Storage, lease: Lease, waits: bool, say: Callable[[str], None], again: bool) -> str:
     """Ask for the runs of a sweep's trials until the sweep ends: one that is stopped stops the sweep.
 
     A trial that ends just then is followed by the next one, which is asked for too.
@@ -110,7 +117,7 @@ def _stop_sweep(sweep: Storage, lease: Lease, waits: bool, say: Callable[[str], 
         for run in (sweep.parent.child(trial.run) for trial in trials if trial.state == "running"):
             now = LEASE_JSON.read(run)
             if now is not None and now.token not in asked and _is_heard(run, now):
-                leave_request(run, now.token)
+                leave_request(run, now.token, again)
                 say(f"asked {now.driver} to stop {run} after its current step")
                 asked.add(now.token)
         if asked and not waits:

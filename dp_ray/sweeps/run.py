@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import optuna
@@ -21,14 +21,14 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from dp_ray.driver.checks import check_targets
 from dp_ray.driver.run import Options, execute, name_ray_job
-from dp_ray.errors import ClusterError, Error, JobError, RunInterrupted, error_report
+from dp_ray.errors import STOP_COMMAND, ClusterError, Error, JobError, RunInterrupted, error_report
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.plan.order import derive_seed
 from dp_ray.records import damage_told
 from dp_ray.results.result import Result
-from dp_ray.rundir.claim import with_full_init_from, with_shards_of_run
-from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, RUN_JSON, is_finished
+from dp_ray.rundir.claim import finished_run
+from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
 from dp_ray.sweeps.record import SweepRecord, Trial, numbers, remove_sweep, value_name
@@ -83,33 +83,37 @@ class Stop:
     """A request that the trials that run stop after their step, and no other begins; or that all end at once."""
 
     is_asked: bool = False
-    is_by_signal: bool = False
     is_at_once: bool = False
-    by: str = "SIGTERM"
+    by: list[str] = field(default_factory=list)  # who has asked, in their order; none has where a trial failed
 
-    def ask(self, signal_name: str) -> bool:
+    def ask(self, by: str) -> bool:
         """Ask for it, as a signal does; return False if it was asked for before."""
-        if self.is_asked:
-            return False
-        self.is_asked, self.is_by_signal, self.by = True, True, signal_name
-        return True
+        self.by.append(by)
+        is_first, self.is_asked = not self.is_asked, True
+        return is_first
+
+    def join(self, stopped: KeyboardInterrupt) -> None:
+        """Ask for it if nobody has: `dp-ray stop` has stopped the run of one trial."""
+        if not self.is_asked:
+            self.is_asked = True
+            self.by += getattr(stopped, "by", ()) or [STOP_COMMAND]
 
     def pass_on(self) -> None:
         """Ask the jobs of other threads, if it is asked for; to be called again, until each runs a step."""
         if self.is_asked:
-            ask_others(self.by)
+            ask_others(self.by[0] if self.by else "SIGTERM")
 
 
 def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: Stop) -> None:
     """Call `work` for each lane: for one in this thread, for several in threads of their own.
 
-    Ctrl-C and SIGTERM ask the trials to stop after their step; a second one ends their workers at once.
+    A signal asks the trials to stop after their step; a second one ends their workers at once.
     Raises KeyboardInterrupt if one came, and the first error of the threads, both after all have ended.
     """
     if len(lanes) == 1:
         with planned_stops(stop.ask):  # between two trials: each has handlers of its own
             work(lanes[0])
-        if stop.is_by_signal:
+        if stop.by:
             raise KeyboardInterrupt
         return
     errors: list[BaseException] = []
@@ -119,8 +123,8 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
     def work_in(lane: Lane, end: Future[None]) -> None:
         try:
             work(lane)
-        except KeyboardInterrupt:
-            stop.ask("SIGTERM")  # it was asked before, but where `dp-ray stop` has stopped this run alone
+        except KeyboardInterrupt as stopped:
+            stop.join(stopped)
         except BaseException as error:  # raised when all have ended
             errors.append(error)
             stop.is_asked = True
@@ -142,7 +146,7 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
         raise
     if errors:
         raise errors[0]
-    if stop.is_by_signal:
+    if stop.by:
         raise KeyboardInterrupt
 
 
@@ -228,9 +232,7 @@ class Sweep:
 
     def _measured(self, job: Job) -> dict[str, float] | None:
         """Return the metrics of a trial whose run has finished although the record does not say so; else None."""
-        run = self._base.child(job.run_name)
-        asked = with_shards_of_run(with_full_init_from(job.for_task()), self._base)
-        if not is_finished(run) or not asked.has_fingerprint(RUN_JSON.read(run).get("fingerprint")):
+        if (run := finished_run(job)) is None:
             return None
         with damage_told(f"{run}/{RESULT}"):
             return numbers(RESULT_JSON.read(run)["metrics"])
@@ -252,7 +254,7 @@ def run_sweep(
     """Run the trials of a sweep that are not done; those that fail are told, and the others go on.
 
     The options are those of each run: address, quiet, verbose; `parallel` trials run at a time, None: as many as fit.
-    At the end, write the page that compares their runs. Raises RunInterrupted if Ctrl-C or SIGTERM stopped the sweep,
+    At the end, write the page that compares their runs. Raises RunInterrupted if a signal or a request stopped it,
     and ClusterError if no Ray answers or a session has ended.
     """
     definition, say = record.definition, Console(record.definition.name, options.quiet).say
@@ -276,7 +278,8 @@ def run_sweep(
                 done = sum(trial.state == "done" for trial in record.trials)
                 again = "run it again without --overwrite" if overwrite else "run the same command"
                 raise RunInterrupted(
-                    f"interrupted: {done} of {definition.count} trials are done; {again} to go on"
+                    f"interrupted: {done} of {definition.count} trials are done; {again} to go on",
+                    sweep.stop.by or getattr(stopped, "by", ()),
                 ) from stopped
         _write_page(record, base, say)
 

@@ -1,7 +1,8 @@
-"""Threads in the background, the task's waits for other workers, and SIGINT (Ctrl-C) and SIGTERM as planned stops.
+"""Threads in the background, the task's waits for other workers, and signals as planned stops.
 
 The task sets that it waits, and the heartbeat reports it: if one worker hangs, all others wait for it. The one that
-does not wait is the cause. The first signal asks the run to stop, the second ends it at once.
+does not wait is the cause. The first SIGINT (Ctrl-C), SIGTERM or SIGUSR2 asks the run to stop, the second ends it at
+once.
 """
 
 import _thread
@@ -13,14 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from dp_ray.errors import INTERRUPTED, LAUNCHERS_SIGNALS, stop_status
 from dp_ray.system.linux import signal_actions_kept
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-INTERRUPTED = 130  # the exit status
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 IMPORT = "<frozen importlib._bootstrap>"  # the file of the frames that each import has
 AGAIN_SECONDS = 0.01
 _waits: list[str] = []  # innermost last; the task's thread alone writes
 _others: list[Callable[[str], bool]] = []  # to ask for blocks in other threads than the main one
+_askers: list[str] = []  # who asks by way of the next signals to this process
+_accepted: list[str] = []  # who has asked blocks that have not ended, which said that they will stop
 
 
 @contextmanager
@@ -73,38 +76,58 @@ def waits_for() -> str:
 
 
 @contextmanager
-def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[], object]]:
-    """While the block runs, SIGINT and SIGTERM call `ask` with their name.
+def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[str], object]]:
+    """While the block runs, the SIGNALS call `ask` with their name.
 
-    If `ask` returns False, the handler raises KeyboardInterrupt. Yields what another thread calls to have the same
-    happen; where no handler is, that only calls `ask`.
+    If `ask` returns False, the handler raises KeyboardInterrupt. Yields what another thread calls with its own name
+    to have the same happen; where no handler is, that only calls `ask`.
     `ask` runs inside a signal handler, so it must not wait for anything. Outside the main thread Python allows no
     handlers: there, `ask_others` calls it. An ignored signal stays ignored, like SIGINT in a shell's background job.
+    A block within a block that is about to stop is asked when it begins.
     """
     if threading.current_thread() is not threading.main_thread():
         _others.append(ask)
         try:
-            yield lambda: ask("")
+            yield ask
         finally:
             _others.remove(ask)
         return
-    owner = os.getpid()
+    owner, accepted_before = os.getpid(), list(_accepted)
 
     def on_signal(number: int, _: FrameType | None) -> None:
         if os.getpid() != owner:
             _in_forked_process(number)
-        elif not ask(signal.Signals(number).name):
+            return
+        _Program.num_signals += 1
+        name = _asker(number)
+        if not ask(name):
             raise KeyboardInterrupt
+        _accepted.append(name)
+
+    def ask_as(name: str) -> None:
+        if not taken:
+            ask(name)
+            return
+        _askers.append(name)
+        os.kill(owner, max(taken))
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     taken = {number: before for number, before in handlers.items() if before not in (None, signal.SIG_IGN)}
     try:
         for number in taken:
             signal.signal(number, on_signal)
-        yield lambda: os.kill(owner, max(taken)) if taken else ask("")
+        if not all(ask(name) for name in accepted_before):
+            raise KeyboardInterrupt
+        yield ask_as
     finally:
+        _accepted[:] = accepted_before
         for number, before in taken.items():
             signal.signal(number, before)
+
+
+def _asker(number: int) -> str:
+    """Return who asks by this signal: its own name, unless another thread has sent it for somebody."""
+    return _askers.pop(0) if _askers else signal.Signals(number).name
 
 
 def ask_others(signal_name: str) -> None:
@@ -114,25 +137,36 @@ def ask_others(signal_name: str) -> None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: whoever sent it is not there to be asked."""
+    """The first signal is a launcher's, SIGTERM or SIGUSR2: whoever sent it is not there to be asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exit_status = _Program.status_if_terminated
 
 
 class _Program:
     """The state of the handlers of the program `dp-ray`."""
 
     pid = 0
+    status_if_terminated = INTERRUPTED
+    num_signals = 0
     has_begun = False
-    is_put_off = False
+    is_done = False
+    put_off: int | None = None  # the signal that is put off
     is_sent_again = False
 
 
-def interrupts() -> None:
-    """For the program `dp-ray`: from now on SIGINT and SIGTERM raise KeyboardInterrupt, but not within an import.
+RESUMED = ("run", "sweep", "evaluate", "predict", "retry")  # the commands that may be run again
+
+
+def interrupts(command: str) -> None:
+    """For the program `dp-ray COMMAND`: from now on the SIGNALS raise KeyboardInterrupt, but not within an import.
 
     There Python prints errors of its own callbacks, or leaves half a module. As long as nothing `has_begun`, the
     process ends at once. Later the interrupt waits for the import's end, and a second one does not.
     """
     _Program.pid = os.getpid()
+    _Program.status_if_terminated = stop_status(LAUNCHERS_SIGNALS[:1]) if command in RESUMED else INTERRUPTED
     _handle(_interrupt)
 
 
@@ -141,15 +175,25 @@ def has_begun() -> None:
     _Program.has_begun = True
 
 
+def is_done() -> None:
+    """The run is done: until another one begins, put off a launcher's first signal, since nothing is left to stop."""
+    _Program.is_done = True
+
+
 def raise_put_off() -> None:
-    """Raise the interrupt that waits for the end of an import, if there is one, now that the import has ended."""
-    if _Program.is_put_off:
-        _Program.is_put_off = False
-        raise KeyboardInterrupt
+    """Raise the interrupt that waits for the end of an import or for a run to begin, if there is one."""
+    _Program.is_done = False
+    if (number := _Program.put_off) is not None:
+        _Program.put_off = None
+        raise _interruption(number)
 
 
-def ends_at_once() -> None:
-    """From now on SIGINT and SIGTERM end the process of `dp-ray`: it has undone what there was to undo."""
+def ends_at_once(status: int) -> None:
+    """From now on the SIGNALS end the process of `dp-ray`: it has undone what there was to undo, and has this status.
+
+    A launcher that ends it is told what has become of the job.
+    """
+    _Program.status_if_terminated = status
     _handle(_end)
 
 
@@ -160,23 +204,36 @@ def _handle(handler: Callable[[int, FrameType | None], object]) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    if os.getpid() != _Program.pid:
+        _in_forked_process(number)
+        return
     is_sent_again, _Program.is_sent_again = _Program.is_sent_again, False
-    is_second = _Program.is_put_off and not is_sent_again
+    _Program.num_signals += not is_sent_again
+    is_second = _Program.put_off is not None and not is_sent_again
     imports = frame
     while imports is not None and imports.f_code.co_filename != IMPORT:
         imports = imports.f_back
-    if os.getpid() != _Program.pid:
-        _in_forked_process(number)
-    elif is_sent_again and not _Program.is_put_off:
+    if is_sent_again and _Program.put_off is None:
         return  # a second signal has been faster
+    if _Program.is_done and _is_terminated(number):
+        _Program.put_off = number
     elif is_second or imports is None:
-        _Program.is_put_off = False
-        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        _Program.put_off = None
+        raise _interruption(number)
     elif not _Program.has_begun:
         _end(number, frame)
     else:
-        _Program.is_put_off = True
+        _Program.put_off = number
         _thread.start_new_thread(_send_again, (number,))  # not `threading`, whose locks the import may hold
+
+
+def _is_terminated(number: int) -> bool:
+    """Return whether this signal, the last that came, is a launcher's, and was the first of all."""
+    return _Program.num_signals <= 1 and signal.Signals(number).name in LAUNCHERS_SIGNALS
+
+
+def _interruption(number: int) -> KeyboardInterrupt:
+    return Terminated() if _is_terminated(number) else KeyboardInterrupt()
 
 
 def _send_again(number: int) -> None:
@@ -190,12 +247,13 @@ def _end(number: int, _: FrameType | None) -> None:
         _in_forked_process(number)
     else:
         os.write(2, b"interrupted\n")
-        os._exit(INTERRUPTED)
+        is_launchers = signal.Signals(number).name in LAUNCHERS_SIGNALS
+        os._exit(_Program.status_if_terminated if is_launchers else INTERRUPTED)
 
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """After the block, restore the handlers that SIGINT and SIGTERM had before it.
+    """After the block, restore the handlers that the SIGNALS had before it.
 
     Ray may set some in C too, in whichever thread connects: after them SIGTERM would abort the process.
     """
@@ -212,7 +270,7 @@ def handlers_kept() -> Iterator[None]:
 
 @contextmanager
 def signals_put_off() -> Iterator[None]:
-    """In the main thread, have a SIGINT or SIGTERM that comes within the block call its handler at the block's end.
+    """In the main thread, have one of the SIGNALS that comes within the block call its handler at the block's end.
 
     An exception in the midst of the block would leave half of what it makes. A second signal does not wait: it raises
     KeyboardInterrupt. Nothing is blocked, so the processes that the block starts get all signals.
@@ -227,6 +285,7 @@ def signals_put_off() -> Iterator[None]:
         if os.getpid() != owner:
             _in_forked_process(number)
         elif came:
+            came.clear()  # else the first would still be handled, as if it were alone
             raise KeyboardInterrupt
         else:
             came.append(number)
@@ -243,7 +302,7 @@ def signals_put_off() -> Iterator[None]:
 
 
 def _in_forked_process(number: int) -> None:
-    """Ignore SIGINT, since a terminal's Ctrl-C reaches forked processes too and the step needs them; obey SIGTERM."""
+    """Ignore SIGINT and SIGUSR2, which reach forked processes too, since the step needs them; obey SIGTERM."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)

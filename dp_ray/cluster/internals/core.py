@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -23,7 +24,7 @@ from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, RAY_RUNTIME_ENV
 from ray._private.runtime_env import packaging
 from ray.core.generated import autoscaler_pb2
 
-from dp_ray.cluster.internals.variables import AUTH_MODE, JOB_CONFIG, UV_RUN, VARIABLES
+from dp_ray.cluster.internals.variables import AUTH_MODE, JOB_CONFIG, USE_TLS, UV_RUN, VARIABLES
 from dp_ray.cluster.resources import NodeType
 from dp_ray.system.process import patched
 
@@ -78,6 +79,19 @@ def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
             if error.code() == grpc.StatusCode.UNAUTHENTICATED:
                 return True
             raise ConnectionError(f"{error.code().name.lower()}, {error.details()}") from None
+    return False
+
+
+def head_answers(address: str) -> bool:
+    """Return whether a Ray answers at HOST:PORT; one whose traffic is encrypted need only take a connection."""
+    if USE_TLS in os.environ:
+        host, _, port = address.rpartition(":")
+        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS):
+            return True
+        return False
+    with suppress(ConnectionError):
+        wants_token(address)
+        return True
     return False
 
 
