@@ -100,8 +100,8 @@ def test_a_step_has_one_number_on_the_console_in_the_history_and_on_the_page(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """That of its row, from 0: where the best value was measured."""
-    keys = {"eval": {"dataset": "tests.support.training:Pairs"}, "checkpoint": {"best": "eval_loss"}, "quiet": False}
-    result = train(here, "one", epochs=3, **keys)
+    keys: dict[str, Any] = {"eval": {"dataset": "tests.support.training:Pairs"}, "quiet": False}
+    result = train(here, "one", epochs=3, checkpoint={"best": "eval_loss"}, **keys)
     assert result.best is not None
     best = result.best["value"]
     (step,) = [row["step"] for row in result.history if row["eval_loss"] == best]
