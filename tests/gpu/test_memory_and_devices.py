@@ -254,6 +254,7 @@ def test_the_line_computes_on_the_gpu_as_the_plain_module_does(cuda: torch.devic
     expected.square().mean().backward()
     torch.testing.assert_close(outputs.cpu(), expected.cpu(), atol=5e-3, rtol=5e-3)
     for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
         torch.testing.assert_close(one.grad.cpu(), other.grad.cpu(), atol=5e-3, rtol=5e-2)
 
 
