@@ -32,11 +32,10 @@ from dp_ray.engine.world import everyone, gathered, has_peers, is_rank_0
 from dp_ray.errors import ModelError
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import Stored, is_sharded, local, overlaps
-from dp_ray.tensors.flat import as_bytes
+from dp_ray.tensors.flat import Form, as_bytes, room, views
 from dp_ray.text import listed
 
 TOGETHER = (torch.float32, torch.int64)  # the dtypes of BatchNorm's buffers
-ALIGNED = 16  # bytes: each tensor starts at a multiple of it, so its bytes can be viewed as any dtype
 EARLY = 3  # steps: a momentum encoder that is a copy of another begins to change in the second one
 EARLY_COPIES = 1 << 24  # bytes of the smallest parameters, of which early steps have a copy
 LARGEST_COPY = 1 << 31  # bytes of the modules beside a model of which a copy is made
@@ -62,23 +61,6 @@ LOST = (
     "in place, so that its value of before is lost, from which each shard must start: give it new data "
     "(parameter.data = value), or make it a buffer (register_buffer)"
 )
-
-
-class _Layout(NamedTuple):
-    """The size and dtype of a buffer or parameter."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the tensor."""
-        return self.shape.numel() * self.dtype.itemsize
-
-    @property
-    def padded(self) -> int:
-        """The bytes of the tensor in a broadcast."""
-        return -(-self.nbytes // ALIGNED) * ALIGNED
 
 
 class _Taken(NamedTuple):
@@ -291,7 +273,7 @@ class Buffers(_Writable):
         self._num_left = 0  # shards of the step whose forwards have not run
         self.is_early = True  # whether forwards are compared with a copy: each runs in `forward`
         self._is_alone = self._was_alone = True
-        self._layouts: dict[str, _Layout | None] = {}
+        self._layouts: dict[str, Form | None] = {}
         self._flat = torch.empty(0)  # what is sent, in one piece
         self._views: Values = {}  # the values in it, by their names
         self._work: Any = None
@@ -492,13 +474,13 @@ class Buffers(_Writable):
         of_parameters = {name: _layout(one) for name, one in self._plain.items() if name in self._followed}
         layouts = {**of_buffers, **of_parameters}
         if layouts != self._layouts:
-            self._layouts, self._views = layouts, {}
-            sizes = [0 if one is None else one.padded for one in layouts.values()]
+            self._layouts = layouts
+            present = {name: one for name, one in layouts.items() if one is not None}
             device = next(iter(self._parameters.values())).device
-            self._flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-            for (name, one), piece in zip(layouts.items(), torch.split(self._flat, sizes), strict=True):
-                # Each begins at a multiple of ALIGNED; and `_put` copies them, so that no forward reads them.
-                self._views[name] = None if one is None else piece[: one.nbytes].view(one.dtype).view(one.shape)
+            self._flat = torch.empty(sum(map(room, present.values())), dtype=torch.uint8, device=device)
+            # `_put` copies from these, so that no forward reads them.
+            places = views(self._flat, present.values())
+            self._views = {**dict.fromkeys(layouts), **dict(zip(present, places, strict=True))}
 
     def finish(self) -> None:
         """End the step: wait for the broadcast and set all to shard 0's values."""
@@ -911,8 +893,8 @@ def _stamp_of(tensor: torch.Tensor) -> Stamp:
         return version_of(tensor), 0
 
 
-def _layout(tensor: torch.Tensor | None) -> _Layout | None:
-    return None if tensor is None else _Layout(tensor.shape, tensor.dtype)
+def _layout(tensor: torch.Tensor | None) -> Form | None:
+    return None if tensor is None else Form(tensor.shape, tensor.dtype)
 
 
 @torch.no_grad()

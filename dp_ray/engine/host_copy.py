@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from dp_ray.tensors.flat import from_bytes
+from dp_ray.tensors.flat import room, views
 
 PIECE = 1 << 28  # bytes that are pinned at once
-ALIGNED = 64  # bytes: each place in pinned memory begins at a multiple of it
 
 
 @functools.cache
@@ -75,11 +74,10 @@ class PinnedMemory:
             self.free()
             self._layout, can_pin = layout, True
             for names in _in_pieces(tensors):
-                sizes = [-(-tensors[name].nbytes // ALIGNED) * ALIGNED for name in names]
-                memory = torch.empty(sum(sizes), dtype=torch.uint8)
-                can_pin = can_pin and self._pin(memory, tensors[names[0]].device)
-                for name, place in zip(names, torch.split(memory, sizes), strict=True):
-                    self._places[name] = from_bytes(place, tensors[name])
+                forms = [tensors[name] for name in names]
+                memory = torch.empty(sum(map(room, forms)), dtype=torch.uint8)
+                can_pin = can_pin and self._pin(memory, forms[0].device)
+                self._places.update(zip(names, views(memory, forms), strict=True))
         return self._places
 
     def _pin(self, memory: torch.Tensor, device: torch.device) -> bool:
