@@ -483,6 +483,35 @@ def test_a_token_is_shown_to_the_cluster_that_wants_it_and_to_no_later_one(monke
     assert not loader.get_token_for_http_header()
 
 
+@pytest.mark.parametrize("home", ["folder", "file"])
+def test_a_ray_that_is_started_where_no_token_can_be_kept_gets_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str
+) -> None:
+    """Ray alone makes one in ~/.ray, and fails if HOME is a file, or cannot be written."""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    monkeypatch.setenv(AUTH_MODE, "token")
+    monkeypatch.delenv(AUTH_TOKEN, raising=False)
+    core.read_variables_anew()
+    setup = importlib.import_module("ray._private.authentication.authentication_token_setup")
+    try:
+        if home == "file":
+            with pytest.raises(NotADirectoryError):
+                setup.ensure_token_if_auth_enabled()
+        core.give_token()
+        assert (AUTH_TOKEN in os.environ) == (home == "file"), "what is in ~/.ray stays what Ray makes of it"
+        setup.ensure_token_if_auth_enabled()
+        assert ray._raylet.AuthenticationTokenLoader.instance().has_token()
+        given = os.environ.get(AUTH_TOKEN)
+        core.give_token()
+        assert os.environ.get(AUTH_TOKEN) == given
+    finally:
+        os.environ.pop(AUTH_TOKEN, None)
+        monkeypatch.undo()
+        core.read_variables_anew()
+
+
 def test_the_contract_names_all_that_the_wall_uses() -> None:
     nodes = list(nodes_of_the_wall())
     told = {place.replace(":", ".") for place in CONTRACT}

@@ -207,6 +207,8 @@ def _start_ray(
         shown = [hide(one) for one in without_values(sys.orig_argv)]  # the command line without secrets
         if address:
             authenticate(address)
+        else:
+            core.give_token()
         with (
             core.shown_as(shown if shown != sys.orig_argv else None),
             nullcontext() if in_ray_job() else core.workers_without_uv(),

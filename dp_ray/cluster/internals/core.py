@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shlex
 import socket
 import time
@@ -24,7 +25,7 @@ from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, RAY_RUNTIME_ENV
 from ray._private.runtime_env import packaging
 from ray.core.generated import autoscaler_pb2
 
-from dp_ray.cluster.internals.variables import AUTH_MODE, JOB_CONFIG, USE_TLS, UV_RUN, VARIABLES
+from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS, UV_RUN, VARIABLES
 from dp_ray.cluster.resources import NodeType
 from dp_ray.system.process import patched
 
@@ -46,6 +47,22 @@ def find_users_token() -> bool:
     os.environ[AUTH_MODE] = "token"
     ray._raylet.Config.initialize("")  # Ray reads its variables only once
     return True
+
+
+def give_token() -> None:
+    """Give the Ray that is to be started here a token of its own, if the user has none and ~/.ray cannot hold one.
+
+    Its processes inherit it. Public: RAY_AUTH_TOKEN; without it ray.init fails where it cannot write a token.
+    """
+    loader = ray._raylet.AuthenticationTokenLoader.instance()
+    if os.environ.get(AUTH_MODE, "token").lower() != "token" or loader.has_token(ignore_auth_mode=True):
+        return
+    folder = os.path.expanduser("~/.ray")
+    with suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        os.environ[AUTH_TOKEN] = secrets.token_hex(32)
+        loader.reset_cache()
 
 
 @contextmanager
