@@ -941,11 +941,13 @@ def _keys(device: torch.device, largest: int) -> torch.Tensor:
 
 def _digest(tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's words, each times the key of its place."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    total: torch.Tensor | None = None
     for piece in torch.split(as_bytes(tensor), keys.nbytes):
         is_aligned_here = piece.storage_offset() % 8 == 0 and len(piece) % 8 == 0
         words = (piece if is_aligned_here else nn.functional.pad(piece, (0, -len(piece) % 8))).view(torch.int64)
         # A sign in the highest bit alone would change no other bit of a product: two of them would leave the sum.
         mixed, own = (words >> 29).add_(words), keys[: len(words)]
-        total = total * 31 + (torch.dot(mixed, own) if mixed.device.type == "cpu" else mixed.mul_(own).sum())
+        found = torch.dot(mixed, own) if mixed.device.type == "cpu" else mixed.mul_(own).sum()
+        total = found if total is None else total * 31 + found
+    assert total is not None  # what is empty has a piece too
     return total
