@@ -87,7 +87,7 @@ def mark(device: torch.device) -> Any:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()  # type: ignore[no-untyped-call]
+    event.record()
     return event
 
 
