@@ -237,7 +237,7 @@ class NoRows(nn.Module):
 
     def forward(self, numbers: torch.Tensor) -> Any:
         rows = numbers[:, None].float().expand(-1, 2)
-        made = {
+        made: dict[str, Any] = {
             "coo": rows.to_sparse,
             "csr": rows.to_sparse_csr,
             "nested": lambda: torch.nested.nested_tensor(list(rows)),
