@@ -53,11 +53,11 @@ def job(*ways: str, width: int = 8, late: int = 0, **keys: Any) -> Job:
 def assert_as_in_plain_torch(
     ways: tuple[str, ...], folder: Path, width: int = 8, rate: float = 0.1, **keys: Any
 ) -> None:
-    args = {"lr": rate, "momentum": 0.9}
-    made = job(*ways, width=width, optimizer={"target": "torch.optim:SGD", "args": args}, **keys)
+    optimized = {"target": "torch.optim:SGD", "args": {"lr": rate, "momentum": 0.9}}
+    made = job(*ways, width=width, optimizer=optimized, **keys)
     run_group(made, folder)
     model = initial(Writing, ways, width)
-    optimizer = torch.optim.SGD(model.parameters(), **args)
+    optimizer = torch.optim.SGD(model.parameters(), rate, 0.9)
     losses = plain_training(model, training.Pairs(30), optimizer, made.batch_size, made.num_shards, made.epochs)
     assert_close(folder, model, losses, 3e-6)
 
