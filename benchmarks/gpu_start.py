@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -73,7 +74,7 @@ def plain(place: str) -> dict[str, float]:
 
     imported = time.perf_counter()
     torch.zeros(1, device=place)
-    synchronize = torch.cuda.synchronize if place == "cuda" else lambda: None
+    synchronize: Callable[[], None] = torch.cuda.synchronize if place == "cuda" else lambda: None
     synchronize()
     there = time.perf_counter()
     from jobs.digits import Digits, Net

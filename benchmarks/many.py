@@ -137,7 +137,7 @@ def by_dp_ray(workers: int, on_cpu: bool, compiles: bool) -> float:
         times = read_step_times(Storage(str(Path(folder, "run")))).to_pylist()
     # A row's parts are its whole step; no worker ends it long before the others.
     seconds = [sum(row[part] for part in STEP_PARTS) for row in times if row["rank"] == 0]
-    return case.rows / median(seconds[WARM + 1 :])
+    return float(case.rows / median(seconds[WARM + 1 :]))
 
 
 def main(names: list[str]) -> None:

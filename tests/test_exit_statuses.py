@@ -138,7 +138,7 @@ def test_of_several_jobs_one_that_is_done_is_not_run_again(
 def test_of_several_jobs_a_failure_wins_over_75_and_130_over_all(
     number: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = {"dataset": "tests.support.models:SlowPairs", "loss": "tests.test_exit_statuses:no_loss"}
+    broken: dict[str, Any] = {"dataset": "tests.support.models:SlowPairs", "loss": "tests.test_exit_statuses:no_loss"}
     fails = job_file(training(tmp_path, **broken), tmp_path, "fails")
     stopped = job_file(training(tmp_path, 32, number), tmp_path)
     assert status_of(monkeypatch, "run", fails, stopped, "--keep-going", "--quiet") == status
@@ -154,7 +154,7 @@ def program(number: int, *args: str) -> None:
         write_page(execution)
 
     if number:
-        Execution.write_page = signalled  # type: ignore[method-assign]  # this process ends with it
+        Execution.write_page = signalled  # type: ignore[method-assign,assignment]  # this process ends with it
     sys.argv = ["dp-ray", *args]
     __main__.program()
 

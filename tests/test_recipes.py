@@ -198,7 +198,8 @@ def test_the_step_that_an_error_shows_is_the_right_one(
     tmp_path: Path, keys: dict[str, Any], whole: Callable[..., torch.Tensor]
 ) -> None:
     """Of a model that gives a mapping, or its own mean: the loss is that of the whole batch in one process."""
-    given = {"batch_size": 101, "shards": 3, "workers": 0, "quiet": True, "storage": str(tmp_path), "task": "train"}
+    given: dict[str, Any] = {"batch_size": 101, "shards": 3, "workers": 0, "quiet": True}
+    given |= {"storage": str(tmp_path), "task": "train"}
     given |= {"optimizer": functools.partial(torch.optim.SGD, lr=0.1), **keys}
     with pytest.raises(Error) as raised:
         dp_ray.run(**given)
@@ -220,7 +221,8 @@ def test_the_step_that_an_error_shows_is_the_right_one(
 
 def test_a_loss_with_weights_of_classes_shows_no_step_of_another_mean(tmp_path: Path) -> None:
     loss = {"target": "torch.nn:CrossEntropyLoss", "args": {"weight": [1, 2, 3]}}
-    given = {"batch_size": 101, "shards": 3, "workers": 0, "quiet": True, "storage": str(tmp_path), "task": "train"}
+    given: dict[str, Any] = {"batch_size": 101, "shards": 3, "workers": 0, "quiet": True}
+    given |= {"storage": str(tmp_path), "task": "train"}
     given |= {"optimizer": functools.partial(torch.optim.SGD, lr=0.1), **OF_KEYWORDS, "loss": loss}
     with pytest.raises(ModelError, match=r"not Outputs; it got outputs \{.*\}, target int64 \[34\]$"):
         dp_ray.run(**given)

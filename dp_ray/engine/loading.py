@@ -577,7 +577,8 @@ def _check_can_be_sent(context: BaseContext, samples: Samples, collate: Any) -> 
             ForkingPickler(nowhere).dump(value)
 
     # As while a process is started: locks and queues of multiprocessing can be pickled only then.
-    set_spawning_popen(SimpleNamespace(DupFd=int, duplicate_for_child=int))
+    standing_in: Any = SimpleNamespace(DupFd=int, duplicate_for_child=int)
+    set_spawning_popen(standing_in)
     try:
         own = [(samples.name, samples.dataset), ("collate", collate)]
         found = [(what, *fails) for what, one in own if (fails := part_that_fails(one, dump))]
