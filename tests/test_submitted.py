@@ -83,7 +83,7 @@ def test_a_run_that_was_left_is_followed_and_stopped_from_elsewhere(cluster: Clu
     job.write_text(json.dumps({**KEYS, "workers": 1, "storage": str(tmp_path)}))
     at = ("--address", cluster.dashboard)
     first = Typed("submit", str(job), "--storage", str(tmp_path), *at)
-    assert first.shows("left: step"), first.screen
+    assert first.shows("/20 steps, "), first.screen
     sends = re.search(r"sends (\d+) files of .* and dp_ray \(([\d.]+) MB\)", first.screen)
     assert sends, first.screen
     first.process.send_signal(signal.SIGINT)
