@@ -140,7 +140,7 @@ def large(place: str) -> dict[str, Any]:
 
     at: list[float] = []
     is_gpu, (width, layers) = place == "cuda", (4096, 30) if place == "cuda" else (256, 4)
-    synchronize = torch.cuda.synchronize if is_gpu else lambda: None
+    synchronize: Callable[[], None] = torch.cuda.synchronize if is_gpu else lambda: None
     device = torch.device("cuda:0" if is_gpu else "cpu")
     keys: dict[str, Any] = {
         "task": "train",
