@@ -260,7 +260,7 @@ class Runner:
     def _infer(self) -> None:
         self.model.eval()
         run = (lambda function, *args: function(*args)) if self.sharded is None else self.sharded.run
-        # A prediction runs in inference mode, in which autocast keeps no copies of weights.
+        # In a prediction autocast keeps no copies of weights.
         casting = casting_anew() if self.job.task == "predict" else nullcontext()
         with torch.no_grad(), casting, autocast(self.job.precision, self.world.device):
             if self.job.task == "predict":

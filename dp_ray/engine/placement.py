@@ -246,8 +246,6 @@ class DummyBatch(NamedTuple):
 class Forwards:
     """The forwards of workers that hold the whole model: no worker waits for another."""
 
-    in_inference = True  # whether a prediction's may run in torch.inference_mode
-
     def begin(self, loaded: LoadedStep) -> LoadedStep:
         """Return the step to go on with; all ranks call this before a step."""
         return loaded
@@ -271,8 +269,6 @@ class Forwards:
 
 class CollectiveForwards(Forwards):
     """The forwards of workers that hold a part of the model each: in each round all of them run it."""
-
-    in_inference = False  # parameters that were gathered in it could not be gathered again outside of it
 
     def __init__(self, sharded: Sharded, world: World) -> None:
         self._sharded = sharded

@@ -8,7 +8,7 @@ import copy
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -29,14 +29,13 @@ from dp_ray.engine.model import (
     autocast,
     call_model,
     evaluating,
-    is_out_of_memory,
     mixed_devices,
 )
 from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.rows import Less, RowTrial, row_dim
 from dp_ray.engine.step import StepEnd, keywords_hint
-from dp_ray.engine.user_code import describe_input, error_text, gradients_hint, locating, location, reraise_as
+from dp_ray.engine.user_code import describe_input, gradients_hint, locating, location, reraise_as
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -64,7 +63,6 @@ from dp_ray.tensors.tree import (
 from dp_ray.text import did_you_mean, listed
 
 AFTER = "outputs.after"
-NO_GRADIENT = (RuntimeError, AttributeError)  # the latter of a grad_fn that is None
 T = TypeVar("T")
 WHOLE = "output"  # the path of outputs that are one tensor, as its column is named
 
@@ -258,7 +256,7 @@ class PredictedShard(NamedTuple):
 class Prediction:
     """How a worker predicts its `work`: the clock splits the steps' time, `forwards` run a model that is sharded.
 
-    `notes` has lines for the user, and `note` takes one. If it counts a row's operations, the first shard runs once
+    `notes` has lines for the user. If it counts a row's operations, the first shard runs once
     more; so does one for the `trial` of which outputs have rows.
     """
 
@@ -270,7 +268,6 @@ class Prediction:
     counts_flops: bool = False
     notes: OverflowNotes = field(default_factory=OverflowNotes)
     trial: RowTrial | None = None
-    note: Callable[[str], None] = lambda text: None
 
 
 def predict(
@@ -278,17 +275,16 @@ def predict(
 ) -> Generator[PredictedShard | StepEnd, None, None]:
     """Run the model over each shard of the steps; yield the shards that have rows, and the end of each step.
 
-    The model is in eval mode until the generator ends or is closed. Inference mode and autocast are on while a shard
-    runs, not while its outputs are taken; for a model that computes gradients, `torch.no_grad` is. Let go of a shard
-    before the next one is asked for: it holds the outputs. Raises ModelError, naming step and shard, if the model
-    raises.
+    The model is in eval mode until the generator ends or is closed. `torch.no_grad` and autocast are on while a shard
+    runs, not while its outputs are taken. Let go of a shard before the next one is asked for: it holds the outputs.
+    Raises ModelError, naming step and shard, if the model raises.
     """
     job, work, forwards, counts_flops = prediction.job, prediction.work, prediction.forwards, prediction.counts_flops
     select = OutputSelector(job, prediction.device, prediction.notes)
     seeds = ForwardSeeds(job.seed, model, prediction.device, select.after)
     # The autocast around all shards is off: it keeps converted parameters from one shard to the next.
     with evaluating(model) as buffers, autocast(job.precision, prediction.device, enabled=False):
-        runner = _Runner(prediction, model, buffers, seeds, select, forwards.in_inference)
+        runner = _Runner(prediction, model, buffers, seeds, select)
         for loaded in map(forwards.begin, steps):
             for shard, indices, batch in loaded.loaded:
                 if shard.rows:
@@ -301,7 +297,8 @@ def predict(
             # The other workers need this one to gather parameters.
             ran = sum(shard.rows > 0 for shard in loaded.shards)
             for dummy in forwards.dummies(work.split, loaded.step, ran, work.done):
-                runner.in_modes(runner.run_dummy, copied(dummy.batch))
+                with runner.modes():
+                    runner.run_dummy(copied(dummy.batch))
                 buffers.restore()
             yield StepEnd(loaded.step)
         with runner.modes():
@@ -344,55 +341,23 @@ def check_lists(tried: Mapping[str, Less], outputs: Any, rows: int, where: str) 
 
 @dataclass
 class _Runner:
-    """A model that runs shards, each with its own random numbers, and with buffers that can be restored.
-
-    In inference mode no tensor can have a gradient. A model that computes one, as forces are, raises a RuntimeError
-    there in its first forward. Then that runs once more in `torch.no_grad`, in which the model can turn gradients on,
-    and so do all others.
-    """
+    """A model that runs shards, each with its own random numbers, and with buffers that can be restored."""
 
     prediction: Prediction
     model: nn.Module
     buffers: UnchangedBuffers
     seeds: ForwardSeeds
     select: OutputSelector
-    is_inference: bool = True
-    _is_first: bool = field(default=True, init=False)
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """Run the block in inference mode, or without gradients, and in the job's precision."""
-        # A weight that autocast has converted and kept without gradients has none where the model turns them on.
-        casts = autocast(self.prediction.job.precision, self.prediction.device, keeps=self.is_inference)
-        with torch.inference_mode() if self.is_inference else torch.no_grad(), casts:
+        """Run the block without gradients, and in the job's precision.
+
+        Not in inference mode: there a model that turns gradients on, as for forces, raises an error or gets zeros.
+        Converted weights are not kept: they take memory, and have no gradients where the model turns them on.
+        """
+        with torch.no_grad(), autocast(self.prediction.job.precision, self.prediction.device, keeps=False):
             yield
-
-    def in_modes(self, function: Callable[[Any], T], inputs: Any) -> T:
-        """Return what a function makes of a shard's inputs in the modes; the first call finds these."""
-        spare = None
-        if self._is_first and self.is_inference:
-            with suppress(Exception):  # of an object that cannot be copied
-                spare = (copied(inputs),)  # the function may write into its inputs
-        self._is_first = False
-        try:
-            with self.modes():
-                return function(inputs)
-        except ModelError as error:
-            if spare is None or not isinstance(error.__cause__, NO_GRADIENT) or is_out_of_memory(error.__cause__):
-                raise
-            refused = error
-        with suppress(ModelError):
-            return self._without_inference(function, *spare, refused)
-        raise refused
-
-    def _without_inference(self, function: Callable[[Any], T], inputs: Any, refused: ModelError) -> T:
-        self.buffers.restore()
-        self.is_inference = False
-        with self.modes():
-            made = function(inputs)
-        why = error_text("since in torch.inference_mode() it", refused.__cause__ or refused)
-        self.prediction.note(f"the model runs in torch.no_grad(), {why}")
-        return made
 
     def run_dummy(self, inputs: Any) -> None:
         """Run the model beside other workers that need this one."""
@@ -405,10 +370,11 @@ class _Runner:
         size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)
         with advised(self.prediction.job, location(shard), size):
             inputs, carried = split_passthrough(batch, indices)
-            selected, flops = self.in_modes(functools.partial(self._run, shard, counts_flops), inputs)
+            with self.modes():
+                selected, flops = self._run(inputs, shard, counts_flops)
             return PredictedShard(shard, indices, selected, carried, flops)
 
-    def _run(self, shard: Shard, counts_flops: bool, inputs: Any) -> tuple[Any, Flops | None]:
+    def _run(self, inputs: Any, shard: Shard, counts_flops: bool) -> tuple[Any, Flops | None]:
         clock, trial = self.prediction.clock, self.prediction.trial
         flops = self._flops(inputs, shard) if counts_flops else None
         is_tried = trial is not None and trial.is_due(shard.rows)

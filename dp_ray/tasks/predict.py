@@ -64,7 +64,7 @@ def predict_outputs(context: Context) -> None:
             control.runs_on(times.clock)
             forwards = placement.forwards()
             prediction = Prediction(job, world.device, work, times.clock, forwards, placement.counts_flops)
-            prediction = replace(prediction, trial=placement.row_trial(), note=context.notify)
+            prediction = replace(prediction, trial=placement.row_trial())
             keeper = OutputKeeper(prediction, recorder, probe, writer, merger, control, profiler, send)
             previews = Previews(run, split.rows_kept, job.batch_dim)
             times.clock.restart()
