@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import dp_ray
@@ -19,10 +20,20 @@ from dp_ray.system.threads import planned_stops
 from tests.support import forked
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
+from tests.support.commands import started
 from tests.support.signalled import predicting, training
+from tests.support.within import within
 
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
 AGAIN = "dp-ray stop --run-again"
+SECONDS = 300.0  # the machine may be busy
+# The program, for which a cluster is lost 4 s after its head has gone.
+SOONER = """
+from dp_ray.cluster import workers
+from dp_ray.__main__ import program
+workers.AWAY_SECONDS = 4.0
+program()
+"""
 
 
 def job_file(keys: dict[str, Any], folder: Path, name: str = "run") -> str:
@@ -154,7 +165,7 @@ def program(number: int, *args: str) -> None:
         write_page(execution)
 
     if number:
-        Execution.write_page = signalled  # type: ignore[method-assign,assignment]  # this process ends with it
+        Execution.write_page = signalled  # type: ignore[method-assign, assignment]  # this process ends with it
     sys.argv = ["dp-ray", *args]
     __main__.program()
 
@@ -194,3 +205,29 @@ def test_a_block_that_begins_where_a_stop_was_accepted_is_asked_too() -> None:
     with planned_stops(refuse):
         pass
     assert asked == ["SIGUSR2"], "with the block, what it has accepted is over"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_cluster_that_is_lost_ends_the_run_with_75_and_it_goes_on_elsewhere(tmp_path: Path) -> None:
+    keys = training(tmp_path, workers=1, epochs=3, checkpoint={"every_steps": 2, "every_seconds": None})
+    keys["dataset"] = {"target": "tests.test_stopping:HeldInTheMiddle", "args": {"file": str(tmp_path / "held")}}
+    job, run = job_file(keys, tmp_path), tmp_path / "run"
+    (tmp_path / "held").touch()
+    with started("--workers", "1", job=job, program=("-c", SOONER)) as command:
+        assert within(SECONDS, lambda: any(run.glob("checkpoints/step-*")))
+        for pid, line in command.processes().items():
+            if "gcs_server" in line or "raylet/raylet" in line:
+                psutil.Process(pid).kill()
+        status, errors = command.ends()
+    assert status == 75, errors
+    assert re.fullmatch(
+        r"error: the Ray at \S+ was lost: it no longer answers \([\w ]+\); run the job again once there is a Ray: it "
+        "resumes",
+        errors.splitlines()[-1],
+    )
+    assert (unfinished := dp_ray.load(run)).status == "failed"
+    assert unfinished.error and unfinished.error.startswith("ClusterLost: ")
+    (tmp_path / "held").unlink()
+    assert dp_ray.run(job, workers=0, quiet=True).status == "done"
+    assert as_undisturbed({**keys, "workers": 0}, tmp_path)

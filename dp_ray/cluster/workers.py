@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -73,12 +74,21 @@ Say = Callable[[str], None]
 _ENVIRONMENT = threading.Lock()  # several sessions may start workers at the same time
 
 
-@dataclass(frozen=True)
+AWAY_SECONDS = 40.0  # Ray ends this process, with no word and status 1, when its head is away for 60 s
+HEAD_SECONDS = 4.0  # between two looks at the head, and for its answer
+
+
+@dataclass(eq=False)
 class Reached:
-    """The cluster to which this process is connected: the address of its head, and this node as Ray lists it."""
+    """The cluster to which this process is connected: the address of its head, and this node as Ray lists it.
+
+    `is_cut_off` is set once the head has not answered for AWAY_SECONDS, and `away_since` by the first such look.
+    """
 
     address: str
     node: dict[str, Any]
+    is_cut_off: threading.Event = field(default_factory=threading.Event)
+    away_since: float | None = None
 
     @classmethod
     def now(cls) -> "Reached":
@@ -94,16 +104,32 @@ class Reached:
             yield
         except ray.exceptions.RayError as error:
             raise self.lost(error) from error
+        if self.is_cut_off.is_set():
+            raise self._cut_off("its head is away")
+
+    def look(self, if_cut_off: Callable[[], object]) -> None:
+        """Look at the head; call `if_cut_off` once it has been away for long."""
+        now = time.monotonic()
+        if head_answers(self.address, HEAD_SECONDS):
+            self.away_since = None
+        elif self.away_since is None:
+            self.away_since = now
+        elif now - self.away_since > AWAY_SECONDS:
+            self.is_cut_off.set()
+            if_cut_off()
 
     def lost(self, error: ray.exceptions.RayError) -> Error:
         """Return the error of a process that the driver has lost: with the cluster, or alone."""
-        if self._answers():
+        if not self.is_cut_off.is_set() and self._answers():
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             return WorkerError(
                 f"the process on this node that connects the driver with the workers was lost: {first}"
             )
+        return self._cut_off(type(error).__name__)
+
+    def _cut_off(self, why: str) -> ClusterLost:
         return ClusterLost(
-            f"the Ray at {self.address} was lost: it no longer answers ({type(error).__name__}); "
+            f"the Ray at {self.address} was lost: it no longer answers ({why}); "
             "run the job again once there is a Ray: it resumes"
         )
 
@@ -149,14 +175,15 @@ class Workers:
         self.trainer.when_ended(monitor.end.has_come.set)
         packed = self._packed(job, claimed, rows, faults)
         waits = repeated("waits", LOOK_SECONDS, lambda: monitor.waits.look(lambda: free_text(self.each)))
+        head = repeated("head", HEAD_SECONDS, lambda: self.reached.look(monitor.end.has_come.set))
         try:
-            with self.reached.kept(), waits:
+            with self.reached.kept(), waits, head:
                 ray.get(self.channel.begin.remote(terms, packed))
                 import_module("ray.dag")  # while there is time: ray.shutdown would import it
                 gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.log.interruptions))
                 with gauges, listening(monitor, lambda wait: receive(self.channel, wait), self._abort):
                     monitor.end.has_come.wait()
-                if not self.trainer.has_ended:
+                if not self.trainer.has_ended and not self.reached.is_cut_off.is_set():
                     ray.get(self.channel.finish.remote(self._number))
         except BaseException as error:
             self.is_interrupted_twice = isinstance(error, KeyboardInterrupt) and monitor.planned_stop.is_asked

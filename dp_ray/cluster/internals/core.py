@@ -99,15 +99,15 @@ def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
     return False
 
 
-def head_answers(address: str) -> bool:
+def head_answers(address: str, seconds: float = CONNECT_SECONDS) -> bool:
     """Return whether a Ray answers at HOST:PORT; one whose traffic is encrypted need only take a connection."""
     if USE_TLS in os.environ:
         host, _, port = address.rpartition(":")
-        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS):
+        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), seconds):
             return True
         return False
     with suppress(ConnectionError):
-        wants_token(address)
+        wants_token(address, seconds)
         return True
     return False
 
