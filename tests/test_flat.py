@@ -28,6 +28,14 @@ def test_views_of_a_flat_buffer_are_the_tensors(data: st.DataObject) -> None:
         assert _saved(from_bytes(as_bytes(one), one)) == _saved(one)
 
 
+def test_the_bytes_of_a_lazy_conjugate_or_negative_are_those_of_its_numbers() -> None:
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    negative = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert conjugate.is_conj() and negative.is_neg()
+    assert as_bytes(conjugate).numpy().tobytes() == conjugate.numpy(force=True).tobytes()
+    assert as_bytes(negative).numpy().tobytes() == negative.numpy(force=True).tobytes()
+
+
 def _saved(one: torch.Tensor) -> bytes:
     """What torch saves of its elements."""
     file = io.BytesIO()

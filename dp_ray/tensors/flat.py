@@ -44,7 +44,8 @@ class Form(NamedTuple):
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bytes in C order, uint8 [nbytes]: a view if the tensor is contiguous, else a copy."""
     # A dimension of length 1 may have any stride, also in what counts as contiguous.
-    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()  # of `x.conj()`, the memory has other numbers
+    return plain.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(raw: torch.Tensor, form: HasForm) -> torch.Tensor:
