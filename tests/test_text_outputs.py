@@ -147,6 +147,23 @@ def test_the_files_are_the_same_on_any_number_of_workers_and_after_a_kill(
         assert outputs_sha256(Storage(str(folder))) == result.outputs_sha256
 
 
+@pytest.mark.parametrize("dataset", ["Numbers", "Prompts"])
+def test_a_worker_whose_shards_have_one_row_finds_what_has_rows(tmp_path: Path, dataset: str) -> None:
+    """A list of one text is a row's, or the same for all rows."""
+    given = keys(Generator, dataset=f"{HERE}:{dataset}", batch_size=3, shards=2)  # shards of 2 and 1, at last of 1
+    given = given if dataset == "Numbers" else {**given, "inputs": ["numbers"], "call": "one"}
+    result = run(tmp_path, **given)
+    expected = Generator()([float(index) for index in range(ROWS)])
+    assert (result.outputs["version"], result.outputs["text"]) == (["v1"], expected["text"])
+    for stop in (None, 6):  # of 7 steps: what goes on has one row alone
+        job, folder = Job.make({**given, "workers": 2}, "job"), tmp_path / str(stop)
+        if stop is not None:
+            predict_parts(job, folder, StopsBefore(stop))
+        predict_parts(job, folder)
+        merged(job, folder, ROWS)
+        assert files_of(folder) == files_of(tmp_path / "run")
+
+
 def test_the_hash_tells_texts_apart(tmp_path: Path) -> None:
     hashes = {
         run(tmp_path / str(at), **{**keys(OnlyTexts), "model": Fixed(texts), "dataset": [0, 1]}).outputs_sha256

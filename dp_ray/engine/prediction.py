@@ -33,7 +33,7 @@ from dp_ray.engine.model import (
 )
 from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds, seed_all
-from dp_ray.engine.rows import Less, RowTrial, row_dim
+from dp_ray.engine.rows import Less, RowTrial, Tried, row_dim
 from dp_ray.engine.step import StepEnd, keywords_hint
 from dp_ray.engine.user_code import describe_input, gradients_hint, locating, location, reraise_as
 from dp_ray.errors import Error, JobError, ModelError
@@ -379,6 +379,8 @@ class _Runner:
         flops = self._flops(inputs, shard) if counts_flops else None
         is_tried = trial is not None and trial.is_due(shard.rows)
         less = trial.one_less(inputs, shard.rows) if trial is not None and is_tried else None
+        is_single = trial is not None and trial.is_single_due(shard.rows)
+        twice = trial.row_twice(inputs) if trial is not None and is_single else None
         clock.enter(Part.FORWARD)
         self.seeds.begin(shard)
         with self.buffers.forward():
@@ -389,6 +391,8 @@ class _Runner:
             with suppress(Error):  # of a class that cannot be made again
                 selected = apart(selected)
             self._try_rows(trial, less, selected, shard)
+        elif trial is not None and is_single:
+            self._try_texts(trial, twice, selected, shard)
 
         def is_column(path: str, length: int) -> bool:
             return length == shard.rows if trial is None else trial.is_column(path, length, shard.rows)
@@ -398,6 +402,27 @@ class _Runner:
 
     def _try_rows(self, trial: RowTrial, less: Any, selected: Any, shard: Shard) -> None:
         """Run a shard with one row `less`; raise ModelError for an output whose size has rows by chance."""
+        texts = paths_of_texts(selected)
+        with suppress(Error):  # of a class that cannot be made again
+            selected = without_texts(selected)
+        tried = self._tried(trial, less, selected, shard)
+        trial.end(tried)
+        if isinstance(tried, Mapping):
+            where = location(shard)
+            check_rows(tried, shard.rows, self.prediction.job.batch_dim, where, texts)
+            check_lists(tried, selected, shard.rows, where)
+
+    def _try_texts(self, trial: RowTrial, twice: Any, selected: Any, shard: Shard) -> None:
+        """Run a shard of one row with its row `twice`, if one of its outputs is a list of one text."""
+        tried: Tried = {}
+        with suppress(Error):  # of a class that cannot be made again
+            selected = without_texts(selected, lambda path, length: length == 1)
+            if any(isinstance(leaf, Ragged) and leaf.has_values for leaf in flatten(selected)[0]):
+                tried = self._tried(trial, twice, apart(selected), shard)
+        trial.end_single(tried)
+
+    def _tried(self, trial: RowTrial, other: Any, selected: Any, shard: Shard) -> Tried:
+        """Run the `other` batch, of one row less or more than a shard; return how the outputs differ."""
         before = self.prediction.clock.enter(Part.OTHER)
         job, where = self.prediction.job, location(shard)
 
@@ -409,15 +434,9 @@ class _Runner:
         with locating(where):
             self.buffers.restore()
         self.seeds.begin(shard)
-        texts = paths_of_texts(selected)
-        with suppress(Error):  # of a class that cannot be made again
-            selected = without_texts(selected)
-        tried = trial.run(run, less, selected, shard.rows)
-        trial.end(tried)
-        if isinstance(tried, Mapping):
-            check_rows(tried, shard.rows, job.batch_dim, where, texts)
-            check_lists(tried, selected, shard.rows, where)
+        tried = trial.run(run, other, selected, shard.rows)
         self.prediction.clock.enter(before)
+        return tried
 
     def _flops(self, inputs: Any, shard: Shard) -> Flops:
         """Count a row's operations, by a forward more, on a copy of the inputs: the model may change them."""

@@ -3,6 +3,8 @@
 A size does not tell: in a shard of two rows, the hidden state of two layers, `[layers, rows, size]`, looks as if its
 first dimension held the rows, and so do four prototypes in a shard of four. So the first shard with two rows or more
 runs once more without its last row, on a copy of its batch. What follows the rows is one shorter then.
+
+A worker may have no such shard. Then a list of one text is tried: its first shard of one row runs with the row twice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,7 @@ from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.system.process import patched
 from dp_ray.tensors.flat import as_bytes
-from dp_ray.tensors.scatter import count_of, cut, has_rows
+from dp_ray.tensors.scatter import count_of, cut, gather, has_rows
 from dp_ray.tensors.tree import Ragged, TreeSpec, copied, flatten, is_plain, is_texts, nodes, unflatten
 
 NO_BATCH = "the batch of a shard cannot be cut: not all that is in it are tensors with a row for each sample"
@@ -84,20 +86,28 @@ class RowTrial:
         self._device = device
         self._cannot = cannot
         self._note = note
-        self._is_due = True
+        self._is_due = self._is_single_due = True
         self._tried: Tried = ""
 
     def is_due(self, rows: int) -> bool:
         """Return whether to try a shard of so many rows."""
         return self._is_due and rows > 1
 
+    def is_single_due(self, rows: int) -> bool:
+        """Return whether to try a shard of one row, for the lists of one text in its outputs."""
+        return self._is_due and self._is_single_due and rows == 1
+
     def one_less(self, batch: Any, rows: int) -> Any | None:
         """Return a copy of a shard's batch without its last row; None if it cannot be tried."""
         if self._cannot or not _can_be_cut(self._job, batch, rows):
             return None
-        parts, spec = flatten(batch, is_whole=is_texts)  # of torch's collate: one for each row
-        less = unflatten(spec, [one[:-1] if is_texts(one) and len(one) == rows else one for one in parts])
-        return copied(cut(less, 0, rows - 1, self._job.batch_dim))
+        return copied(cut(_with_texts(batch, rows, lambda one: one[:-1]), 0, rows - 1, self._job.batch_dim))
+
+    def row_twice(self, batch: Any) -> Any | None:
+        """Return a copy of the batch of a shard of one row, with that row twice; None if it cannot be tried."""
+        if self._cannot or not _can_be_cut(self._job, batch, 1):
+            return None
+        return gather([_with_texts(batch, 1, lambda one: one * 2)] * 2, dim=self._job.batch_dim)
 
     def run(self, forward: Callable[[Any], Any], less: Any | None, outputs: Any, rows: int) -> Tried:
         """Run `forward` on a batch of one row `less`, and compare what it returns with the `outputs` of all `rows`.
@@ -114,7 +124,8 @@ class RowTrial:
         except (Exception, SystemExit) as error:
             if passes(error):
                 raise
-            return error_text(f"with one row less, {rows - 1}, the model", _first_cause(error)).splitlines()[0]
+            what = f"one row less, {rows - 1}" if rows > 1 else "its row twice"
+            return error_text(f"with {what}, the model", _first_cause(error)).splitlines()[0]
 
     def end(self, tried: Tried) -> None:
         """Take in what a trial has shown: there is no other one."""
@@ -126,6 +137,11 @@ class RowTrial:
                 f"dimension {self._job.batch_dim} is by chance as long as a shard has rows counts as such"
             )
 
+    def end_single(self, tried: Tried) -> None:
+        """Take in what a shard of one row has shown: no other one is tried, but one of more rows is."""
+        self._is_single_due = False
+        self._tried = tried
+
     def is_column(self, path: str, length: int, rows: int) -> bool:
         """Return whether a list of texts has one for each row of a shard; if nothing was tried, its length tells.
 
@@ -134,7 +150,7 @@ class RowTrial:
         tried = None if isinstance(self._tried, str) else self._tried.get(path)
         if tried is None or tried.size is None or tried.less is None:
             return length == rows
-        has_rows = tried.less[0] == tried.size[0] - 1
+        has_rows = tried.less[0] != tried.size[0]  # one less, or of a single row one more
         if has_rows and length != rows:
             name = f"output {path!r}" if path else "the output"
             raise ModelError(f"{name} is a list of {length} texts for {rows} rows: give one text for each row")
@@ -162,6 +178,12 @@ def _can_be_cut(job: Job, batch: Any, rows: int) -> bool:
         return are_cut and (count_of(batch, job.batch_dim) == rows or (bool(texts) and not flatten(batch)[0]))
     is_pair = job.step is None and isinstance(batch, tuple | list) and len(batch) == 2 and job.task != "predict"
     return all(has_rows(one, rows, job.batch_dim) for one in (batch if is_pair else [batch]))
+
+
+def _with_texts(batch: Any, rows: int, change: Callable[[Any], Any]) -> Any:
+    """Return a batch in which lists with a text for each row, of torch's collate, are changed."""
+    parts, spec = flatten(batch, is_whole=is_texts)
+    return unflatten(spec, [change(one) if is_texts(one) and len(one) == rows else one for one in parts])
 
 
 def _compared(outputs: Any, less: Any) -> dict[str, Less]:
