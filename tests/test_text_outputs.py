@@ -63,6 +63,7 @@ class Generator(nn.Module):
             "names": ["cat", "dog"],
             "version": ["v1"],
             "beams": [texts, [one.upper() for one in texts]],
+            "objects": np.array(texts, dtype=object),
             "label": np.array(["cat", "a long name"])[[int(number) % 2 for number in numbers]],
         }
 
@@ -116,6 +117,7 @@ def test_texts_come_back_as_they_were(tmp_path: Path, more: dict[str, Any]) -> N
     found = result.outputs
     assert torch.equal(found.pop("twice"), expected.pop("twice"))
     label = found.pop("label")
+    assert found.pop("objects") == expected.pop("objects").tolist()
     assert label.dtype.kind == "U" and label.tolist() == expected.pop("label").tolist()
     assert found == expected
     assert joined(one["text"] for one in result.batches()) == expected["text"]

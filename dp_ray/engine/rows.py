@@ -107,7 +107,7 @@ class RowTrial:
         """Return a copy of the batch of a shard of one row, with that row twice; None if it cannot be tried."""
         if self._cannot or not _can_be_cut(self._job, batch, 1):
             return None
-        return gather([_with_texts(batch, 1, lambda one: one * 2)] * 2, dim=self._job.batch_dim)
+        return gather([_with_texts(batch, 1, lambda one: [*one, *one])] * 2, dim=self._job.batch_dim)
 
     def run(self, forward: Callable[[Any], Any], less: Any | None, outputs: Any, rows: int) -> Tried:
         """Run `forward` on a batch of one row `less`, and compare what it returns with the `outputs` of all `rows`.

@@ -207,12 +207,12 @@ def sizes(tree: Any) -> Any:
     kind, keys, values = _children(tree)
     if kind == "leaf" and isinstance(tree, torch.Tensor) and tree.is_nested:
         return f"{tree.size(0)} x [{', '.join('*' * (tree.dim() - 1))}]"
-    if kind == "leaf":
+    if kind == "leaf" or isinstance(tree, np.ndarray):
         return torch.Size(tree.shape)
     if kind == "constant":
         if tree is None:
             return None
-        has_stable_repr = is_plain(tree) or isinstance(tree, np.ndarray | np.generic)
+        has_stable_repr = is_plain(tree) or isinstance(tree, np.generic)
         return (repr(tree) if has_stable_repr else f"<{type(tree).__qualname__}>")[:40]
     inner = [sizes(value) for value in values]
     if kind in ("tuple", "list"):
@@ -379,8 +379,9 @@ def why_no_rows(leaf: Any) -> str | None:
 
 
 def is_texts(node: Any) -> bool:
-    """Return whether a node is a list of texts, and of at least one."""
-    return isinstance(node, list) and len(node) > 0 and all(isinstance(one, str) for one in node)
+    """Return whether a node is a list of texts, or an array of them as objects, and of at least one."""
+    is_array = isinstance(node, np.ndarray) and node.dtype.kind == "O" and node.ndim == 1
+    return (is_array or isinstance(node, list)) and len(node) > 0 and all(isinstance(one, str) for one in node)
 
 
 def _is_namedtuple(cls: type[Any]) -> bool:
