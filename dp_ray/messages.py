@@ -278,7 +278,8 @@ class Ending(StrEnum):
 
     STOPPED = "stopped"  # it stopped because it was asked to
     LOST_PEER = "lost peer"
-    OUT_OF_MEMORY = "out of memory"
+    OUT_OF_MEMORY = "out of memory"  # or the GPU is busy: it may pass as those that hold it end
+    BROKEN_GPU = "broken GPU"
     RAISED = "raised"  # an error that may be transient
     OTHER_KIND = "other kind"  # workers came that would compute differently from those before
     MISTAKEN = "mistaken"  # an error that every attempt would raise

@@ -148,10 +148,12 @@ def test_what_workers_compute_on_is_told_to_the_next_ones_of_their_job_alone() -
         await channel.settle(1, "one kind")
         await channel.avoid(1, ("b",))
         await channel.avoid(1, ("b", "c"))
-        of_job = Terms(1, 2, kind="one kind", avoided=("b", "c"))
+        await channel.tell_broken(1, "a")
+        of_job = Terms(1, 2, kind="one kind", avoided=("b", "c"), broken=("a",))
         assert await channel.next_job(0) == (of_job, []) and (await channel.state())[1] == of_job
         await channel.finish(1)
         await channel.avoid(1, ("d",))
+        await channel.tell_broken(1, "d")
         await channel.begin(Terms(2, 2), [])
         await channel.settle(1, "late")
         assert (await channel.state())[1] == Terms(2, 2)

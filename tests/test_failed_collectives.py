@@ -28,6 +28,7 @@ from dp_ray.engine.world import (
     TIMEOUT,
     Cause,
     FailedCollective,
+    Trouble,
     World,
     bound_gpu,
     error_of,
@@ -64,6 +65,12 @@ CUDA = "ncclUnhandledCudaError: Call to CUDA function failed."
 SYSTEM = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. "
 REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
 INTERNAL = "ncclInternalError: Internal check failed."
+
+
+def told(line: str, trouble: Trouble) -> str:
+    return f"{line.rstrip('.')}; {trouble.remedy}"
+
+
 OF_USAGE, OF_CUDA = (
     "invalid usage (run with NCCL_DEBUG=WARN for details)",
     "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
@@ -76,6 +83,11 @@ DUPLICATE = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 3400
 MISMATCH = "Mismatched NCCL version detected : rank 1 version 22705 rank 0 version 22605"
 CLOSED = "socketProgress: Connection closed by remote peer node1<45074>"
 SHARED_MEMORY = "Error while creating shared memory segment /dev/shm/nccl-vzIpS6 (size 9637888)"
+MULTICAST = (
+    "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 401 'the operation cannot be "
+    "performed in the present state'.\nThis is usually caused by a system or configuration error in the Fabric "
+    "Manager or NVSwitches.\nDisable NVLS (NCCL_NVLS_ENABLE=0) if you wish to avoid this error in the future."
+)
 ABORTED = "NCCL communicator was aborted on rank 0.  Original reason for failure was: "
 WATCHDOG = (
     "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=131072000, "
@@ -123,7 +135,23 @@ NOT_DEVICE = "Attempt to perform collective on tensor not on device passed to in
             "Cuda failure 800 'operation not permitted'",
         ),
         (nccl(OF_CUDA, CUDA, None), Cause.UNKNOWN, CUDA),
-        (nccl(OF_SYSTEM, SYSTEM, SHARED_MEMORY), Cause.UNKNOWN, SHARED_MEMORY),
+        (nccl(OF_SYSTEM, SYSTEM, SHARED_MEMORY), Cause.MACHINE, told(SHARED_MEMORY, Trouble.SHARED_MEMORY)),
+        (nccl(OF_CUDA, CUDA, MULTICAST), Cause.MACHINE, told(MULTICAST.splitlines()[0], Trouble.NO_MULTICAST)),
+        (
+            nccl(OF_CUDA, CUDA, "Cuda failure 1 'invalid argument'"),
+            Cause.MACHINE,
+            told("Cuda failure 1 'invalid argument'", Trouble.NO_MULTICAST),
+        ),
+        (
+            nccl(OF_CUDA, CUDA, "Cuda failure 802 'system not yet initialized'"),
+            Cause.MACHINE,
+            told("Cuda failure 802 'system not yet initialized'", Trouble.NO_FABRIC),
+        ),
+        (
+            nccl(OF_CUDA, CUDA, "Cuda failure 214 'uncorrectable ECC error encountered'"),
+            Cause.MACHINE,
+            told("Cuda failure 214 'uncorrectable ECC error encountered'", Trouble.BROKEN_GPU),
+        ),
         (nccl(OF_REMOTE, REMOTE, CLOSED), Cause.LOST_PEER, CLOSED),
         (nccl(OF_REMOTE, REMOTE, ""), Cause.LOST_PEER, REMOTE),
         (nccl(OF_REMOTE, REMOTE, CLOSED + FRAMES), Cause.LOST_PEER, CLOSED),
@@ -184,6 +212,7 @@ ENDS = {
     Cause.SHARED_GPU: (JobError, Restart.GIVE_UP, "gpus_per_worker: 1"),
     Cause.MISUSED: (JobError, Restart.GIVE_UP, "NCCL_DEBUG"),
     Cause.OUT_OF_MEMORY: (ModelError, Restart.GIVE_UP, "gpus_per_worker"),
+    Cause.MACHINE: (ModelError, Restart.GIVE_UP, "cannot exchange anything: it"),
     Cause.LOST_PEER: (WorkerError, Restart.RESTART, "another worker was lost: it"),
     Cause.UNKNOWN: (WorkerError, Restart.RESTART, "perhaps because another worker was lost: it"),
 }

@@ -23,6 +23,7 @@ from dp_ray.parallel.exchange import Workers
 from tests.support import ray_forks
 from tests.support.cluster import Cluster, end, free_port
 from tests.support.kinds import LOWEST, lowest_kind
+from tests.support.training import mlp
 from tests.support.trainings import keys_of
 
 pytestmark = pytest.mark.ray
@@ -103,6 +104,47 @@ def test_an_elastic_job_does_not_grow_onto_a_node_of_another_kind(
     with lowest_kind(False):
         here = dp_ray.run(**{**keys, "workers": 0, "shards": 2, "name": "here"})
     assert result.weights_sha256 == here.weights_sha256
+
+
+class BrokenOnSecond(nn.Module):
+    """A model whose forward meets a broken GPU on the second node, in its third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.calls = mlp(), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        if self.calls > 2 and LOWEST.keys() <= os.environ.keys():
+            raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs
+
+
+def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(
+    cluster: Cluster, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = keys_of(
+        model="tests.test_other_kinds:BrokenOnSecond",
+        storage=str(tmp_path),
+        name="run",
+        workers={"min": 1, "max": 2},
+        cpus_per_worker=8,
+        retries=1,
+        shards=2,
+        quiet=False,
+    )
+    with node_of_another_kind(cluster, tmp_path / "node.log"):
+        ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2)
+            result = dp_ray.run(**keys)
+        finally:
+            ray.shutdown()
+    assert result.world_sizes == [2, 1]
+    (only,) = result.interruptions
+    assert only["kind"] == "error" and "uncorrectable ECC error encountered; a GPU of this node is" in only["what"]
+    assert "which has a broken GPU" in capfd.readouterr().err
 
 
 def test_a_parallel_module_takes_no_worker_of_another_kind(

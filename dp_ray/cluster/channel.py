@@ -70,7 +70,7 @@ class Terms:
 
     `can_stop` says whether the job keeps work to resume from, `is_last` whether the session ends with it. `kind` is
     what a bitwise job's workers of its last attempt computed on, "" before there is one; `avoided` are the ids of the
-    nodes whose workers would compute differently.
+    nodes whose workers would compute differently, `broken` those of nodes with a broken GPU.
     """
 
     number: int = 0
@@ -80,6 +80,7 @@ class Terms:
     is_last: bool = False
     kind: str = ""
     avoided: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
 
 
 IDLE = Terms()
@@ -206,6 +207,11 @@ class Channel:
         if number == self._terms.number:
             avoided = tuple(dict.fromkeys((*self._terms.avoided, *node_ids)))
             self._terms = replace(self._terms, avoided=avoided)
+
+    async def tell_broken(self, number: int, node_id: str) -> None:
+        """Have job `number` go on without the node, which has a broken GPU, if others have room for it."""
+        if number == self._terms.number:
+            self._terms = replace(self._terms, broken=tuple(dict.fromkeys((*self._terms.broken, node_id))))
 
     async def fire(self, fault: int) -> bool:
         """Return whether a fault is still to be injected: true on the first call only, over all attempts."""

@@ -5,7 +5,7 @@ restart also what to report and to remember. `policies.py` collects the facts fo
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -43,6 +43,16 @@ class WorkerDemand:
     def capacity(self, nodes: list[dict[str, float]]) -> int:
         """Return how many workers fit on nodes with these resources, at most `max_workers`."""
         return min(self.max_workers, capacity_for(self.each, nodes, self.placement, self.accelerator_type))
+
+    def without_broken(
+        self, nodes: Mapping[str, dict[str, float]], broken: Collection[str]
+    ) -> Mapping[str, dict[str, float]]:
+        """Return the nodes, by id, without those with a broken GPU if the others have room for enough workers.
+
+        Else all of them: a GPU may compute again once it has a new process.
+        """
+        others = {node: resources for node, resources in nodes.items() if node not in broken}
+        return others if self.capacity(list(others.values())) >= self.min_workers else nodes
 
 
 @dataclass(frozen=True)
@@ -292,6 +302,7 @@ class RestartReason(Enum):
     IDLE_DIED = "processes of workers died that the job does not take"
     LOST_PEER = "workers lost a peer that lives: the network failed"
     OTHER_KIND = "workers came that would compute differently, and the job goes on without their nodes"
+    BROKEN_GPU = "a GPU is broken, and the job goes on without its node if the others have room"
     MISTAKE = "an error that never passes"
     NO_PROGRESS = "an error before the worker had done a step"
     CAME_BACK = "an error that came back"
@@ -344,7 +355,7 @@ def _after_run(failure: WorkersFailed, request: Request, memory: Memory) -> Rest
             RestartReason.DIED,
             Interrupted(IncidentKind.WORKER, _each(failure.died.values()), tuple(failure.died)),
         )
-    for ending in (Ending.MISTAKEN, Ending.RAISED, Ending.OUT_OF_MEMORY):
+    for ending in (Ending.MISTAKEN, Ending.BROKEN_GPU, Ending.RAISED, Ending.OUT_OF_MEMORY):
         if raised := failure.of(ending):
             rank = min(raised)
             return _after_error(rank, raised[rank], memory)
@@ -364,7 +375,8 @@ def _after_error(rank: int, error: WorkerExit, memory: Memory) -> RestartDecisio
     if error.kind is Ending.MISTAKEN:
         return RestartDecision(Restart.GIVE_UP, RestartReason.MISTAKE, memory)
     identity = re.sub(r"[0-9a-f]{32}", "", f"{error.kind} {error.text}")  # without ids that differ each time
-    if not error.has_progressed:
+    is_broken = error.kind is Ending.BROKEN_GPU  # which says nothing of the workers that come
+    if not error.has_progressed and not is_broken:
         # A GPU may hold the memory of the workers that ran before for a moment yet; but not for two starts.
         if error.kind is not Ending.OUT_OF_MEMORY or not memory.has_restarted:
             return RestartDecision(Restart.GIVE_UP, RestartReason.NO_PROGRESS, memory)
@@ -372,7 +384,8 @@ def _after_error(rank: int, error: WorkerExit, memory: Memory) -> RestartDecisio
     if identity in memory.seen:
         return RestartDecision(Restart.GIVE_UP, RestartReason.CAME_BACK, memory)
     memory = replace(memory, seen=memory.seen | {identity})
-    return _retry(memory, RestartReason.ERROR, Interrupted(IncidentKind.ERROR, error.first_line, (rank,)))
+    reason = RestartReason.BROKEN_GPU if is_broken else RestartReason.ERROR
+    return _retry(memory, reason, Interrupted(IncidentKind.ERROR, error.first_line, (rank,)))
 
 
 def _after_start(failure: StartFailed, memory: Memory) -> RestartDecision:

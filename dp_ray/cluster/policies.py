@@ -35,9 +35,9 @@ from dp_ray.cluster.decisions import (
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
 from dp_ray.errors import ClusterLost
-from dp_ray.messages import GaveUp, Message, Starting, Waits
+from dp_ray.messages import GaveUp, Message, Note, Starting, Waits
 from dp_ray.system.imports import prepare_imports
-from dp_ray.text import counted
+from dp_ray.text import counted, listed
 
 ANSWER_SECONDS = 2.0  # a node that does not take a connection in this time counts as lost
 LOOK_SECONDS = 1.0  # between two checks of the cluster
@@ -46,8 +46,8 @@ LOOK_SECONDS = 1.0  # between two checks of the cluster
 class ElasticScalingPolicy:
     """Runs as many workers as the nodes that answer have room for, between the session's minimum and maximum.
 
-    `usable_nodes` are the ids of the nodes that answer and are not of another kind, if the cluster lists others too;
-    None: all nodes.
+    `usable_nodes` are the ids of the nodes that answer, are not of another kind and, if there is room elsewhere, have
+    no broken GPU, if the cluster lists others too; None: all nodes.
     """
 
     def __init__(self, wanted: WorkerDemand, channel: Any) -> None:
@@ -56,6 +56,8 @@ class ElasticScalingPolicy:
         self._wanted = wanted
         self._channel = channel
         self._avoided: Sequence[str] = ()  # ids of nodes
+        self._broken: set[str] = set()  # those with a broken GPU, of the session's earlier jobs too
+        self._told: set[str] = set()  # of these
         self._held: Mapping[str, int] = {}  # the number of our workers on each node, by its id
         self._has_started = False  # if so, a node may be lost that the cluster still lists
         self._may_hold = False  # the last workers keep their capacity until new ones start
@@ -69,13 +71,18 @@ class ElasticScalingPolicy:
         now = time.monotonic()
         if self._waiting_since is None:
             self._waiting_since = now
-        self._avoided = ray.get(self._channel.state.remote())[1].avoided
+        self._look_at(ray.get(self._channel.state.remote())[1])
         nodes = self._nodes(must_answer=self._has_started)
         decision = decide_scaling(self._idle(nodes, self._waiting_since), now)
         if decision.do is Resize.START:
-            alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+            alive = [node for node in ray.nodes() if node["Alive"]]
             usable = [node["NodeID"] for node in nodes]
             self.usable_nodes = usable if len(usable) < len(alive) else None
+            broken = [node for node in alive if node["NodeID"] in self._broken - {*usable, *self._told}]
+            if broken:
+                self._told.update(node["NodeID"] for node in broken)
+                where = listed(node["NodeManagerAddress"] for node in broken)
+                send(self._channel, Note(f"no workers are started on {where}, which has a broken GPU"))
             self._waiting_since = None
             self._held = {}  # the last workers are gone before the new ones start
             self._may_hold = self._has_started = True
@@ -120,7 +127,7 @@ class ElasticScalingPolicy:
         request, job = ray.get(self._channel.state.remote())
         if request.ask in (Ask.RESTART, Ask.STOP):
             return
-        self._avoided = job.avoided
+        self._look_at(job)
         draining = draining_nodes() & self._held.keys()
         nodes = ray.nodes() if draining else []
         addresses = tuple(sorted(node["NodeManagerAddress"] for node in nodes if node["NodeID"] in draining))
@@ -132,6 +139,10 @@ class ElasticScalingPolicy:
         self._last_count = decision.last_count or self._last_count
         if decision.request is not None and decision.request.ask is not request.ask:
             self._request(decision.request)
+
+    def _look_at(self, job: Terms) -> None:
+        self._avoided = job.avoided
+        self._broken.update(job.broken)
 
     def _request(self, request: Request) -> None:
         ray.get(self._channel.request.remote(request))
@@ -147,17 +158,19 @@ class ElasticScalingPolicy:
         return self._wanted.capacity(capacities)
 
     def _nodes(self, must_answer: bool) -> list[dict[str, Any]]:
-        """Return the nodes that may run workers: alive, not draining, and not of another kind.
+        """Return the nodes that may run workers: alive, not draining, not of another kind, and without a broken GPU.
 
-        With `must_answer`, only those that take a connection.
+        Those with a broken GPU are taken if the others have too little room. With `must_answer`, only those that take
+        a connection.
         """
         out = draining_nodes() | set(self._avoided)
         nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in out]
-        if not must_answer or len(nodes) == 1:
-            return nodes
-        with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:
-            answers = list(pool.map(answers_at, nodes))
-        return [node for node, is_there in zip(nodes, answers, strict=True) if is_there]
+        if must_answer and len(nodes) != 1:
+            with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:
+                answers = list(pool.map(answers_at, nodes))
+            nodes = [node for node, is_there in zip(nodes, answers, strict=True) if is_there]
+        usable = self._wanted.without_broken({node["NodeID"]: node["Resources"] for node in nodes}, self._broken)
+        return [node for node in nodes if node["NodeID"] in usable]
 
 
 def answers_at(node: dict[str, Any]) -> bool:

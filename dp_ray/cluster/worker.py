@@ -36,6 +36,7 @@ from dp_ray.engine.world import (
     TIMEOUT,
     Cause,
     Collective,
+    Trouble,
     World,
     error_of,
     failed_collective,
@@ -43,6 +44,7 @@ from dp_ray.engine.world import (
     leave_group,
     recorded_collectives,
     text_of,
+    trouble_of,
 )
 from dp_ray.errors import ClusterError, JobError, StorageError, WorkerError, frames_of
 from dp_ray.job.job import Job
@@ -96,7 +98,8 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     with suppress(JobError):  # a job may be told to run on the CPU nevertheless; another one raises it again
         first = assigned_devices()[0]
         if first.type == "cuda" and torch.cuda.is_available():
-            torch.cuda.set_device(first)
+            with suppress(RuntimeError):  # of a GPU that is busy or broken: a job that needs it meets that
+                torch.cuda.set_device(first)
     rank, number = place_of_this_worker().get_world_rank(), 0
     while (answer := ray.get(worker.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.STOP:
         if answer is Ask.RESTART:
@@ -138,6 +141,10 @@ def run_packed(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> 
             return True
         except OtherKind as other:
             ray.get(worker.channel.avoid.remote(worker.number, other.node_ids))
+            raise
+        except Exception as error:
+            if trouble_of(error) is Trouble.BROKEN_GPU:
+                ray.get(worker.channel.tell_broken.remote(worker.number, worker.node_id))
             raise
     return False
 
@@ -271,9 +278,15 @@ def _ending_of(error: BaseException) -> Ending:
         return Ending.LOST_PEER
     if isinstance(error, OtherKind):
         return Ending.OTHER_KIND
-    if not isinstance(error, Exception) or isinstance(error, JobError | QuarantineFull | NotFinite):
+    if not isinstance(error, Exception) or isinstance(error, QuarantineFull | NotFinite):
         return Ending.MISTAKEN
-    return Ending.OUT_OF_MEMORY if is_out_of_memory(error) else Ending.RAISED
+    trouble = trouble_of(error)
+    if trouble is Trouble.BROKEN_GPU:
+        return Ending.BROKEN_GPU
+    if trouble is Trouble.BUSY_GPU or is_out_of_memory(error):  # a JobError too, if the model finds no room at first
+        return Ending.OUT_OF_MEMORY
+    is_final = trouble is not None and trouble.is_final
+    return Ending.MISTAKEN if is_final or isinstance(error, JobError) else Ending.RAISED
 
 
 STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed

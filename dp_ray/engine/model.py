@@ -66,7 +66,7 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
     except (RuntimeError, AssertionError) as error:
         names = ", ".join(map(str, devices))
         hint = f"; {advice(job, None)}" if is_out_of_memory(error) else ""
-        raise JobError(f"devices: the model cannot be moved to {names}: {error}{hint}") from error
+        raise JobError(f"devices: the model cannot be moved to {names}: {text_of(error)}{hint}") from error
 
 
 class BatchNormOfShard(_BatchNorm):
@@ -406,8 +406,14 @@ def check_machine(key: str, names: Sequence[str]) -> None:
 
 def gpus_found() -> str:
     """Return a clause for errors: `torch finds 1 GPU on this machine`."""
-    count = num_gpus()
-    why = "" if count or torch.version.cuda or torch.version.hip else " (this torch is built without CUDA)"
+    count, why = num_gpus(), ""
+    if not count and not (torch.version.cuda or torch.version.hip):
+        why = " (this torch is built without CUDA)"
+    elif not count:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:  # CUDA's own, as of a driver that is too old
+            why = f" ({text_of(error).splitlines()[0]})"
     return f"torch finds {counted(count, 'GPU') if count else 'no GPU'} on this machine{why}"
 
 

@@ -9,9 +9,10 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, queues, resource_tracker
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +21,9 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dp_ray.engine.clock import Part, StepClock
-from dp_ray.engine.user_code import loader_ended_error
+from dp_ray.engine.user_code import error_text, loader_ended_error
 from dp_ray.engine.world import show_alone
+from dp_ray.errors import DataError
 from dp_ray.system.linux import end_with
 from dp_ray.system.process import importing_from_here, patched
 from dp_ray.system.threads import SIGNALS, if_longer
@@ -96,7 +98,7 @@ class TimedLoader(Iterator[Any]):
             self._watch.end()
 
     def __next__(self) -> Any:
-        """Return the next batch; raises DataError if a process has ended in the midst of its work."""
+        """Return the next batch; raises DataError if a process has ended at work, or cannot send the batch."""
         try:
             seconds, batch = next(self._batches)
         except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
@@ -105,6 +107,8 @@ class TimedLoader(Iterator[Any]):
                 raise
             raise loader_ended_error(ended.pid, ended.exitcode) from None
         self._times.load += seconds
+        if isinstance(batch, DataError):  # which is sent in its place
+            raise batch
         return batch
 
 
@@ -234,11 +238,25 @@ def begin_process(process: int) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # drops one that was held back
     torch._C._set_worker_signal_handlers()
+    queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     info: Any = get_worker_info()
     screen = info and info.dataset.screen  # of Samples
     if screen is not None and screen.limit is not None:
         screen.limit.arm(process)
+
+
+def _send_instead(queue: Any, error: Exception, put: Any) -> None:
+    """Send, from a loader's process, an error in place of a batch that cannot be sent, for which the worker waits.
+
+    A thread of the queue pickles the batch and shares its tensors' memory. Python only has it print the error.
+    """
+    match put:
+        case int(number), (float(seconds), _):
+            says = error_text("sending a batch from the loader's process to the worker", error)
+            queue.put((number, (seconds, DataError(says))))
+        case _:  # a queue of the user's
+            traceback.print_exception(error)
 
 
 def share_of_wait(times: list[dict[str, float]]) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from dp_ray.engine.world import passes, text_of
+from dp_ray.engine.world import Trouble, passes, text_of
 from dp_ray.errors import DataError, Error, JobError, ModelError
 from dp_ray.plan.split import Shard
 from dp_ray.system.linux import full_memory
@@ -79,18 +79,18 @@ def loader_ended_error(pid: int | None = None, status: int | None = None) -> Dat
     if status is not None:
         known.append(_signal_name(-status) if status < 0 else f"exit status {status}")
     says = "a process of the loader has ended in the midst of its work" + (f" ({', '.join(known)})" if known else "")
+    if status == -signal.SIGBUS:
+        return DataError(f"{says}, as where there is no room for a batch: {Trouble.SHARED_MEMORY.remedy}; {FEWER}")
     if status is not None and -status not in OF_MEMORY:
         return DataError(
             f"{says}: code that the dataset or the collate runs has ended it; loader.processes: 0 runs that in the "
             "worker, where a debugger can step into it"
         )
-    return DataError(
-        f"{says}, as where the system kills one because {full_memory()}: take fewer loader.processes or a smaller "
-        "loader.prefetch"
-    )
+    return DataError(f"{says}, as where the system kills one because {full_memory()}: {FEWER}")
 
 
-OF_MEMORY = (signal.SIGKILL, signal.SIGBUS, signal.SIGTERM)  # of memory that is full, or near it
+FEWER = "take fewer loader.processes or a smaller loader.prefetch"
+OF_MEMORY = (signal.SIGKILL, signal.SIGTERM)  # of memory that is full, or near it
 
 
 def _signal_name(number: int) -> str:

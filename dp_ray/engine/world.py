@@ -4,8 +4,9 @@ The groups of dp_ray's workers are objects of this module, begin at `form_group`
 user's code sees, is a world of this worker alone: code that splits its data by rank, or sums over all ranks, does so
 over one. So each collective, rank and size of dp_ray names its group (`everyone`, `own_rank`).
 
-The second half says why a collective failed, or a process group could not be formed. torch raises the same few
-exceptions for every cause: only their texts tell a lost worker from a mistake in the job.
+The second half says why a collective failed, or a process group could not be formed, and what is wrong with a
+machine (`Trouble`). torch raises the same few exceptions for every cause: only their texts tell a lost worker from a
+mistake in the job.
 """
 
 import functools
@@ -26,6 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers a backend)
 
 from dp_ray.errors import DataError, Error, JobError, ModelError, WorkerError
+from dp_ray.system.linux import SHARED_MEMORY
 from dp_ray.system.process import patched
 from dp_ray.system.threads import waiting
 
@@ -338,6 +340,82 @@ def current_collectives(recorded: Iterable[Mapping[str, Any]]) -> tuple[Collecti
     return tuple(current.values())
 
 
+class Trouble(Enum):
+    """What is wrong with a machine, and not with the job: what tells it in an error's text, and what to do.
+
+    Its texts are those of CUDA, NCCL, torch and the system. The first one that is found counts.
+    """
+
+    NO_MULTICAST = (
+        r"NCCL(?s:.*?)(NVLS|nvls\.cc|Cuda failure (1 |401 )?'(invalid argument|the operation cannot be performed in "
+        r"the present state)')",
+        "this is mostly NCCL's multicast over NVLink (NVLS), on a node whose nvidia-fabricmanager does not run as it "
+        'should: check it, or set env: {NCCL_NVLS_ENABLE: "0"}',
+    )
+    NO_FABRIC = (
+        "system not yet initialized",
+        "the GPUs of this node are connected by NVSwitches, and nvidia-fabricmanager does not run, or is of another "
+        "version than the driver: start it there (systemctl start nvidia-fabricmanager)",
+    )
+    SHARED_MEMORY = (
+        r"unable to (open|allocate) shared memory(?!.*Too many open files)|shared memory segment"
+        r"|insufficient shared memory|workers are out of shared memory"
+        rf"|No space left on device.*{SHARED_MEMORY}|{SHARED_MEMORY}.*No space left on device",
+        f"{SHARED_MEMORY} of this node is full, or too small: Docker gives a container 64 MB; start it with "
+        f"--shm-size=8g or --ipc=host, or mount an emptyDir with medium: Memory at {SHARED_MEMORY} (Kubernetes)",
+    )
+    BROKEN_GPU = (
+        r"uncorrectable (ECC|NVLink) error|ECC_UNCORRECTABLE|nvlink or a hardware error|\bXid\b|fallen off the bus"
+        "|GPU is lost",
+        "a GPU of this node is broken: look at nvidia-smi -q -d ECC and dmesg | grep Xid there",
+    )
+    BUSY_GPU = (
+        "busy or unavailable",
+        "another process holds the GPU, in exclusive mode or as it ends: look at nvidia-smi on this node",
+    )
+    OLD_DRIVER = (
+        r"driver version is insufficient|driver on your system is too old|unsupported display driver / cuda driver"
+        r"|forward compatibility was attempted|compiled with an unsupported toolchain"
+        r"|Driver/library version mismatch",
+        f"the NVIDIA driver of this node does not fit this torch (CUDA {torch.version.cuda}): install a newer "
+        "driver, and reboot, or a torch that is built for an older CUDA",
+    )
+    NO_KERNEL = (
+        "no kernel image is available",
+        "this torch, or an extension of it, is not built for GPUs of this model: install one that is "
+        "(torch.cuda.get_arch_list() says for which it is built)",
+    )
+
+    def __init__(self, sign: str, remedy: str) -> None:
+        self.sign = re.compile(sign)
+        self.remedy = remedy
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it is there as long as nobody changes the machine, or the job."""
+        return self in (Trouble.NO_MULTICAST, Trouble.NO_FABRIC, Trouble.OLD_DRIVER, Trouble.NO_KERNEL)
+
+
+def trouble_of(error: BaseException | None) -> Trouble | None:
+    """Return what an error, or one that caused it, says is wrong with the machine; None if nothing is."""
+    if error is None:
+        return None
+    text = str(error) if isinstance(error, RuntimeError | OSError) else ""
+    return _trouble_in(text) or trouble_of(error.__cause__)
+
+
+def _trouble_in(text: str) -> Trouble | None:
+    return next((one for one in Trouble if one.sign.search(text)), None)
+
+
+def _told(trouble: Trouble, text: str) -> str:
+    """Return the line of a text that tells the trouble, without the advice of others, and what to do."""
+    match = trouble.sign.search(text)
+    assert match is not None
+    line = text[: match.end()].splitlines()[-1] + text[match.end() :].partition("\n")[0]
+    return f"{line.strip().rstrip('.')}; {trouble.remedy}"
+
+
 class Cause(Enum):
     """Why a collective failed."""
 
@@ -345,6 +423,7 @@ class Cause(Enum):
     SHARED_GPU = auto()  # two workers use one GPU
     MISUSED = auto()  # NCCL refuses what it is asked to do
     OUT_OF_MEMORY = auto()  # NCCL found no memory left on the GPU
+    MACHINE = auto()  # a Trouble of the machine
     LOST_PEER = auto()  # another worker, or the connection to it
     UNKNOWN = auto()  # which may be a lost worker too
 
@@ -365,6 +444,7 @@ _CAUSES = {
     Cause.SHARED_GPU: r"Duplicate GPU detected",
     Cause.MISUSED: r"ncclInvalid(Usage|Argument)|tensor not on device passed to init_process_group",
     Cause.OUT_OF_MEMORY: r"(?s)ncclUnhandledCudaError.*(out of memory|Failed to CUDA [cm]alloc)",
+    Cause.MACHINE: "|".join(f"({one.sign.pattern})" for one in Trouble),
     Cause.LOST_PEER: r"ncclRemoteError|remote peer|[Cc]onnect(ion|FullMesh)? |[Tt]imed out|[Tt]imeout|got 0 bytes"
     r"|Call to (recv|send)|Broken pipe",
 }
@@ -380,7 +460,9 @@ def failed_collective(error: BaseException) -> FailedCollective | None:
     if not isinstance(error, dist.DistError) and not _OF_A_GROUP.search(text):
         return None
     causes = (cause for cause, pattern in _CAUSES.items() if re.search(pattern, text))
-    return FailedCollective(next(causes, Cause.UNKNOWN), _line(text))
+    cause = next(causes, Cause.UNKNOWN)
+    trouble = _trouble_in(text) if cause is Cause.MACHINE else None
+    return FailedCollective(cause, _line(text) if trouble is None else _told(trouble, text))
 
 
 def failed_in_group(error: BaseException) -> FailedCollective | None:
@@ -419,6 +501,8 @@ def error_of(failed: FailedCollective) -> Error:
         case Cause.OUT_OF_MEMORY:
             advice = "end what else holds its memory, or take more or larger GPUs (gpus_per_worker, accelerator_type)"
             return ModelError(f"NCCL found no memory left on the GPU: {line}; {advice}")
+        case Cause.MACHINE:
+            return ModelError(f"the workers cannot exchange anything: {line}")
         case Cause.LOST_PEER:
             return WorkerError(f"another worker was lost: {line}")
         case Cause.UNKNOWN:
@@ -437,11 +521,16 @@ _HINTS = {
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error, with what to set; of a failed collective only the line that tells the cause."""
+    """Return the text of an error, with what to set; of a failed collective only the line that tells the cause.
+
+    So it is for a trouble of the machine.
+    """
     failed = failed_collective(error)
     if failed is not None:
         return failed.line
     text = str(error)
+    if isinstance(error, RuntimeError | OSError) and (trouble := _trouble_in(text)) is not None:
+        return _told(trouble, text)
     hints = [hint for sign, hint in _HINTS.items() if isinstance(error, RuntimeError) and sign.search(text)]
     return text.rstrip() + hints[0] if hints else text
 

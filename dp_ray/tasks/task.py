@@ -4,7 +4,7 @@ It knows no Ray: `send` takes the reports. While a task runs, the process has th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
@@ -12,7 +12,8 @@ from dp_ray.engine.determinism import deterministic, of_cublas
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World, alone, error_of, failed_in_group
+from dp_ray.engine.world import Trouble, World, alone, error_of, failed_in_group, text_of, trouble_of
+from dp_ray.errors import Error, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note, Send
 from dp_ray.storage import Storage
@@ -47,7 +48,7 @@ def run_task(
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     task = find_shards if job.finds_shards else tasks[job.task]
     control = control or StepControl()
-    with settings_of(job, world), retries_told(job, world, send):
+    with broken_gpu_named(world), settings_of(job, world), retries_told(job, world, send):
         try:
             check_numerics(job, world, send, control)
             task(Context(job.for_task(), world, run, send, control, rows_on_driver or {}))
@@ -56,6 +57,30 @@ def run_task(
             if failed is None:
                 raise
             raise error_of(failed) from error
+
+
+@contextmanager
+def broken_gpu_named(world: World) -> Iterator[None]:
+    """Name the worker's GPUs in an error of a broken one; CUDA does not say which of several it is."""
+    try:
+        yield
+    except Exception as error:
+        gpus = [one for one in world.devices if one.type == "cuda"]
+        if not gpus or trouble_of(error) is not Trouble.BROKEN_GPU:
+            raise
+        kind = type(error) if isinstance(error, Error) else ModelError
+        text = str(error) if isinstance(error, Error) else text_of(error)
+        raise kind(
+            f"{text}; {'the GPU is' if len(gpus) == 1 else 'it is one of'} {listed(map(_gpu, gpus))}"
+        ) from error
+
+
+def _gpu(device: torch.device) -> str:
+    """Return a GPU's name here, its model, and the UUID by which nvidia-smi knows it."""
+    with suppress(RuntimeError, AssertionError):  # torch knows them since the job began
+        card = torch.cuda.get_device_properties(device)
+        return f"{device} ({card.name}, GPU-{card.uuid})"
+    return str(device)
 
 
 @contextmanager
