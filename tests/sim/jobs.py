@@ -100,6 +100,19 @@ PARTLY_LABELLED: dict[str, Any] = {
     "dataset": {"target": "tests.support.training:PartlyLabelled", "args": {"length": 74}},
     "loss": "tests.support.training:mean_of_labels",
 }
+MISALIGNED = "tests.support.misaligned"
+ODD: dict[str, Any] = {
+    "model": {"target": f"{MISALIGNED}:Net"},
+    "dataset": {"target": f"{MISALIGNED}:Odd"},
+    "bitwise": True,
+    "batch_size": 22,
+    "shards": 5,
+    "grad_clip": 0.1,
+    "epochs": 3,
+    "max_steps": 10,
+}
+JOINED = {"model": {"target": f"{MISALIGNED}:Joined"}, "shards": 3}
+QUEUE = {"model": {"target": f"{MISALIGNED}:Queue"}, "shards": 3, "checkpoint": {"every_steps": 3}}
 OVER_BATCH = {"target": "torch.nn:CrossEntropyLoss", "over": "batch"}
 JOBS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -130,6 +143,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "fsdp over batch": {"loss": OVER_BATCH, "bitwise": True, "strategy": "fsdp"},
     "no labels": {**PARTLY_LABELLED, "bitwise": True},
     "fsdp no labels": {**PARTLY_LABELLED, "bitwise": True, "strategy": "fsdp"},
+    "odd": ODD,
+    "fsdp odd": {**ODD, "strategy": "fsdp", "shards": 3},
+    "odd views": {**ODD, **JOINED},
+    "odd buffer": {**ODD, **QUEUE},
+    "odd buffer, resumed": {**ODD, **QUEUE},
+    "odd over batch": {**ODD, "loss": OVER_BATCH, "shards": 3},
+    "odd rows": {**ODD, "scatter": "batch", "shards": 3, "loader": {"pin_memory": False}},
     "two devices": {"model": {"target": "tests.sim.jobs:OverTwo"}, "bitwise": True},  # last: it opens a second GPU
 }
 # What only some of the counts, or the mutants, run.
@@ -146,6 +166,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 # Autocast takes other kernels to half precision on a GPU than on a CPU.
 OTHER_KERNELS = {"fp16", "bf16", "fsdp fp16", "fsdp bf16"}
+RESUMED = {"odd buffer, resumed": "odd buffer"}  # and the job that runs to its end at once
 NOT_BITWISE = {"ddp", "fsdp", "fsdp fp16", "fsdp bf16", "unused"}  # another number of workers may round otherwise
 
 
@@ -162,6 +183,8 @@ def job(name: str, size: int, devices: list[str]) -> Job:
         common = {"optimizer": None, "epochs": 1, "batch_size": 9, "shards": SHARDS, "shuffle": False}
     if keys.get("task") == "predict":
         common["loss"] = None
+    if name == "odd rows":  # of a batch that is on the GPU already
+        keys["collate"] = {"target": f"{MISALIGNED}:OnDevice", "args": {"device": devices[0]}}
     dataset = {"target": PAIRS, "args": {"length": 74}}
     model = keys.pop("model", wide())
     return job_of(model, dataset, **{**common, **keys, "workers": size, "devices": devices})

@@ -1,18 +1,19 @@
-"""dp_ray with one wait, or one note to the allocator, taken out: each must show."""
+"""dp_ray with one wait, one note to the allocator, or one care for alignment taken out: each must show."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
 
 class Mutant(NamedTuple):
-    """A call that is left out: `owner.method` where the function `caller` of the module calls it.
+    """A call that is left out: `owner.method`, or a function, where the function `caller` of the module calls it.
 
     `shows` is what the report then says: a race of these words, `garbage` in a checkpoint, or `ended`: by a vote or a
-    number that nobody gave.
+    number that nobody gave, or by the model's own check. `bits` are other ones than those of one worker.
     """
 
     module: str
@@ -37,8 +38,18 @@ MUTANTS = {
     "gradients are not noted": Mutant("engine.reduce", "_begin_exchange", "record_event", "paused", 3, RACE),
     "an exchange waits for no gradient": Mutant("engine.reduce", "_complete", "wait_event", "paused", 3, RACE),
     "an exchange's sums may be freed": Mutant("engine.reduce", "_complete", "record_stream", "paused", 3, REUSE),
+    "gradients begin anywhere": Mutant("engine.trainer", "__post_init__", "must_align", "odd", 3, "bits"),
+    "one worker's gradients begin anywhere": Mutant(
+        "engine.trainer", "__post_init__", "must_align", "odd views", 1, "bits"
+    ),
+    "buffers begin anywhere": Mutant("engine.trainer", "__init__", "must_align", "odd buffer", 1, "ended"),
+    "outputs' gradients begin anywhere": Mutant(
+        "engine.whole_batch", "__init__", "must_align", "odd over batch", 1, "ended"
+    ),
+    "inputs begin anywhere": Mutant("engine.loading", "load_steps", "must_align", "odd rows", 1, "ended"),
 }
 METHODS = "wait_event", "wait_stream", "record_event", "record", "synchronize", "record_stream"
+FUNCTIONS = ("must_align",)
 # What orders nothing: the times of a step's parts (a function within another counts for both).
 NO_ORDER = {("engine.clock", name, "record") for name in ("clock_on", "record")}
 NO_ORDER |= {("parallel.replica", "_run", "synchronize")}  # for the milliseconds of a shard
@@ -52,7 +63,8 @@ def applied(name: str | None) -> Iterator[None]:
         return
     mutant = MUTANTS[name]
     file = f"dp_ray/{mutant.module.replace('.', '/')}.py"
-    owners: tuple[Any, ...] = torch.Tensor, torch.cuda.Stream, torch.cuda.Event
+    module = import_module(f"dp_ray.{mutant.module}")
+    owners: tuple[Any, ...] = torch.Tensor, torch.cuda.Stream, torch.cuda.Event, module
     kept = {owner: getattr(owner, mutant.method) for owner in owners if hasattr(owner, mutant.method)}
 
     def leaving_out(call: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,16 +20,20 @@ from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
 from tests.sim import hanging, jobs, mutants
 from tests.support import simgpu, training
+from tests.support.group import Stopped
 from tests.support.trainings import initial
 
 
 class Counting(StepControl):
-    """Notes what the GPU has done by the begin of each step."""
+    """Notes what the GPU has done by the begin of each step; with `stop`, ends the worker before that step."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: int | None = None) -> None:
+        self._stop = stop
         self.seen: list[simgpu.Counts] = []
 
     def before(self, step: int) -> None:
+        if step == self._stop:
+            raise Stopped
         self.seen.append(simgpu.counts())
 
 
@@ -100,6 +104,9 @@ def run(
     simgpu.watch(kind != "cpu")
     with mutants.applied(mutant):
         world = World(rank, size, rank, 0, "host", there[0], there)
+        if name in jobs.RESUMED:
+            with suppress(Stopped):
+                run_task(jobs.job(name, size, devices), world, storage, sent.append, Counting(stop=3))
         try:
             run_task(jobs.job(name, size, devices), world, storage, sent.append, control or counting)
         except Exception as error:  # alone: other workers would wait

@@ -24,8 +24,8 @@ from dp_ray.messages import Beat, WorkerReady
 from dp_ray.monitor.watchdog import Watchdog
 from tests.sim.conftest import Set, begin
 from tests.sim.hanging import HUNG, STEP, told
-from tests.sim.jobs import JOBS, NOT_BITWISE, OTHER_KERNELS, num_devices
-from tests.sim.mutants import METHODS, MUTANTS, NO_ORDER
+from tests.sim.jobs import JOBS, NOT_BITWISE, OTHER_KERNELS, RESUMED, num_devices
+from tests.sim.mutants import FUNCTIONS, METHODS, MUTANTS, NO_ORDER
 from tests.support.cluster import ROOT
 from tests.support.group import history_of, weights_of
 
@@ -40,6 +40,7 @@ TRAININGS = [name for name in JOBS if is_training[name]]
 WAITS = 1
 # A weight of the user's is read once a shard with rows, of which there are four.
 MOST_WAITS = {"unused": 2, "unused bitwise": 2, "no labels": WAITS + 4, "fsdp no labels": WAITS + 4}
+MOST_WAITS |= {"odd rows": WAITS + 2}  # its collate copies inputs and labels itself
 # What a step of one shard launches more than plain torch, which waits for its two copies to the GPU.
 MORE = {"kernels": 11, "copies": 1, "host waits": -2}
 # What a shard of a prediction launches.
@@ -56,7 +57,8 @@ def results(folder: Path, name: str) -> dict[str, Any]:
     if is_training[name]:
         digests = {key: sha256(tensor.numpy().tobytes()).hexdigest() for key, tensor in weights_of(folder).items()}
         rows = history_of(folder)
-        if num_devices(name) > 1:  # each device's norm is computed there: their sum rounds otherwise
+        # Each device's norm is computed there: their sum rounds otherwise. So does a misaligned gradient's.
+        if num_devices(name) > 1 or name in NOT_BITWISE:
             rows = [{**row, "gradient_norm": None} for row in rows]
         return {**digests, "history": repr(rows)}
     files = sorted((folder / "outputs").glob("*.parquet"))
@@ -100,6 +102,15 @@ def test_an_evaluation_measures_what_the_cpu_measures(set_of: Sets, size: int) -
 def test_a_job_has_the_same_bits_on_any_number_of_gpus(set_of: Sets, size: int, name: str) -> None:
     alone, together = (results(set_of(number).folder / "gpu" / name, name) for number in (1, size))
     assert alone == together
+
+
+@on_each_number
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_job_has_the_bits_of_one_that_runs_to_its_end(set_of: Sets, size: int, name: str) -> None:
+    found = set_of(size)
+    for one in (name, RESUMED[name]):
+        found.reports("gpu", one)
+    assert results(found.folder / "gpu" / name, name) == results(found.folder / "gpu" / RESUMED[name], name)
 
 
 @on_each_number
@@ -174,26 +185,32 @@ def test_a_wait_that_is_left_out_shows(set_of: Sets, name: str) -> None:
         assert reports[0]["ended"] != "well"
     elif mutant.shows == "garbage":
         assert reports[0]["garbage"]
+    elif mutant.shows == "bits":
+        alone = set_of(1).folder / "gpu" / mutant.job
+        assert results(set_of(mutant.size).folder / name, mutant.job) != results(alone, mutant.job)
     else:
         assert any(mutant.shows in race for report in reports for race in report["races"])
 
 
 def test_each_wait_of_the_code_has_a_mutant() -> None:
-    """The calls of streams, events and the allocator in dp_ray, found in its sources."""
+    """The calls of streams, events and the allocator in dp_ray, and of `must_align`, found in its sources."""
     found = set()
     for path in sorted((ROOT / "dp_ray").rglob("*.py")):
         module = path.relative_to(ROOT / "dp_ray").with_suffix("").as_posix().replace("/", ".")
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
-                names = {one.attr for one in calls if isinstance(one, ast.Attribute) and is_of_a_stream(one)}
-                found |= {(module, function.name, method) for method in names}
+                found |= {(module, function.name, name) for call in calls if (name := left_out(call))}
     named = {(mutant.module, mutant.caller, mutant.method) for mutant in MUTANTS.values()}
     assert found - NO_ORDER == named
 
 
-def is_of_a_stream(call: ast.Attribute) -> bool:
-    return call.attr in METHODS and not (isinstance(call.value, ast.Name) and call.value.id == "self")
+def left_out(call: ast.expr) -> str | None:
+    """The name of a call of which each place has a mutant."""
+    if isinstance(call, ast.Name):
+        return call.id if call.id in FUNCTIONS else None
+    is_own = isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id == "self"
+    return call.attr if isinstance(call, ast.Attribute) and call.attr in METHODS and not is_own else None
 
 
 def test_a_hung_kernel_is_told_from_the_gpu_that_waits_for_it(library: Path, tmp_path: Path) -> None:

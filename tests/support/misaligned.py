@@ -1,104 +1,87 @@
-"""The CPU made to add as CUDA does: a tensor at a multiple of 16 bytes in one order, any other in another one.
+"""Models, and a dataset, whose gradients, inputs and buffers begin at any multiple of 4 bytes."""
 
-Seen on an H200: of fp32 numbers at another address, `sum`, `mean` and norms differ in their last bits.
-"""
-
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
-from torch.library import Library
+from torch import nn
 
-from dp_ray.engine import alignment, reduce
-from dp_ray.engine.votes import StepControl
-from dp_ray.tasks.setup import Context
-from dp_ray.tasks.train import train
-from tests.support.group import Stopped
-
-BYTES = 16
-Dims = Sequence[int] | int | None
+BYTES = 16  # CUDA's reductions add what begins at a multiple of that in one order, anything else in another one
+CLASSES = 10
 
 
-def added(tensor: torch.Tensor, dims: Dims, keepdim: bool) -> tuple[Any, int]:
-    """The sums over some dimensions, all if there are none given, and how many numbers each has."""
-    every = range(tensor.ndim) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
-    over = sorted(one % tensor.ndim for one in every)
-    kept = [one for one in range(tensor.ndim) if one not in over]
-    numbers = tensor.detach().numpy().transpose([*over, *kept])
-    count = int(np.prod(numbers.shape[: len(over)], dtype=int))
-    numbers = numbers.reshape(count, *numbers.shape[len(over) :])
-    if tensor.data_ptr() % BYTES:
-        numbers = numbers[::-1]
-    total = np.zeros(numbers.shape[1:], numbers.dtype)
-    for row in numbers:  # numpy's own sum would add pairs
-        total = total + row
-    return (np.expand_dims(total, over) if keepdim else total), count
+class Odd(torch.utils.data.Dataset[Any]):
+    """Samples of 7 numbers and a class of 10: the rows of a batch begin anywhere."""
+
+    def __init__(self, length: int = 80) -> None:
+        draws = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(length, 7, generator=draws)
+        self.targets = torch.randint(CLASSES, (length,), generator=draws)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.targets[index]
 
 
-def _tensor(total: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(np.array(total)).to(dtype)
+class OnDevice:
+    """A collate that puts a batch on a device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return [column.to(self._device) for column in torch.utils.data.default_collate(samples)]
 
 
-def _sum(tensor: torch.Tensor, dims: Dims, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
-    wide = tensor if tensor.is_floating_point() else tensor.long()
-    total, _ = added(wide.to(dtype or wide.dtype), dims, keepdim)
-    return _tensor(total, dtype or wide.dtype)
+class Net(nn.Module):
+    """Layers of odd sizes, whose gradients DDP has at odd places of a bucket.
 
-
-def _mean(tensor: torch.Tensor, dims: Dims, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
-    total, count = added(tensor, dims, keepdim)
-    return _tensor(total / total.dtype.type(count), dtype or tensor.dtype)
-
-
-def _norm(
-    tensor: torch.Tensor, order: Any = 2, dims: Dims = None, keepdim: bool = False, *, dtype: Any = None
-) -> torch.Tensor:
-    assert order == 2
-    squares = torch.empty(tensor.numel() + BYTES, dtype=tensor.dtype)
-    offset = tensor.data_ptr() % BYTES // tensor.itemsize
-    at = squares[offset : offset + tensor.numel()].view(tensor.shape)  # at such an address
-    total, _ = added(at.copy_(tensor.detach() ** 2), dims, keepdim)
-    return _tensor(np.sqrt(total), dtype or tensor.dtype)
-
-
-KERNELS = {"sum.dim_IntList": _sum, "mean.dim": _mean, "linalg_vector_norm": _norm}  # the others call these
-
-
-@contextmanager
-def as_on_cuda(early: bool = False) -> Iterator[None]:
-    """Add as CUDA does in the block, and have dp_ray know it.
-
-    A backward waits for the sums of its gradients, as on a GPU, unless norms are to be computed `early`.
+    It reduces its inputs. On a GPU what it is given, and its outputs' gradients, must begin at multiples of 16 bytes.
     """
-    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch tells that it has such kernels already
-        for name, kernel in KERNELS.items():
-            library.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(alignment, "reductions_see_alignment", lambda _: True)
-            patch.setattr(reduce, "is_gpu", lambda _: not early)
-            yield
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(7, 9), nn.Linear(9, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        check(inputs)
+        outputs: torch.Tensor = self.head(torch.tanh(self.body(inputs - inputs.mean(1, keepdim=True))))
+        if outputs.requires_grad:
+            outputs.register_hook(check)  # type: ignore[no-untyped-call]
+        return outputs
 
 
-class AsOnCuda(StepControl):
-    """Trains on such CPUs; with `stop`, all workers end before that step."""
+def check(tensor: torch.Tensor) -> None:
+    assert not tensor.is_cuda or tensor.data_ptr() % BYTES == 0, "misaligned"
 
-    def __init__(self, stop: int | None = None, early: bool = False) -> None:
-        self._stop, self._early = stop, early
 
-    def before(self, step: int) -> None:
-        if step == self._stop:
-            raise Stopped
+class Joined(Net):
+    """A weight is a piece of a longer vector: its gradient is a view of that one's, on one worker too."""
 
-    def task(self, context: Context) -> None:
-        """Run the task."""
-        with as_on_cuda(self._early):
-            train(context)
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7 * CLASSES))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        joined = torch.cat([inputs.new_ones(3), self.weight])[3:]
+        return super().forward(inputs) + inputs @ joined.view(7, CLASSES)
+
+
+class Queue(Net):
+    """It keeps the means of its last batches in a buffer, which becomes a view of a longer tensor."""
+
+    kept: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.randn(22)[1:])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        check(self.kept)
+        outputs = super().forward(inputs) * (1 + self.kept.mean())
+        self.kept = torch.cat([self.kept, inputs.mean().reshape(1)])[1:]
+        return outputs

@@ -2,7 +2,8 @@
 //
 // Tensors say that they are on cuda:0 ... cuda:7. A kernel is the CPU's own, run at once on the same memory by a boxed
 // fallback, so the numbers are those of a CPU. What is of a GPU are its rules: each kernel belongs to a stream
-// (clocks.h), a GPU has a generator of its own, and a copy to pinned memory holds garbage until the host has waited.
+// (clocks.h), a GPU has a generator of its own, a copy to pinned memory holds garbage until the host has waited, and a
+// reduction adds in another order where its input does not begin at a multiple of 16 bytes.
 #include "clocks.h"
 
 #include <ATen/ATen.h>
@@ -18,6 +19,7 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <numeric>
 #include <unordered_set>
 
 namespace simgpu {
@@ -425,6 +427,22 @@ const std::unordered_set<std::string> kWaiting = {
 const std::unordered_set<std::string> kNoKernel = {
     "aten::empty_like", "aten::new_empty", "aten::resize_", "aten::set_", "aten::detach", "aten::lift_fresh"};
 
+// CUDA's kernels read 16 bytes at once, if they may: the numbers of a tensor that begins elsewhere they add in another
+// order. Here they add those in reverse. Of half precision an H200 showed none of that.
+const std::unordered_set<std::string> kReductions = {
+    "aten::sum", "aten::nansum", "aten::mean", "aten::prod", "aten::norm", "aten::linalg_vector_norm",
+    "aten::_foreach_norm", "aten::var", "aten::std", "aten::var_mean", "aten::std_mean"};
+constexpr uintptr_t kAligned = 16; // bytes
+
+at::Tensor in_cudas_order(const at::Tensor& host, const std::optional<std::vector<int64_t>>& dims) {
+  const bool is_wide = host.scalar_type() == at::kFloat || host.scalar_type() == at::kDouble;
+  if (!is_wide || reinterpret_cast<uintptr_t>(host.data_ptr()) % kAligned == 0)
+    return host;
+  std::vector<int64_t> every(host.dim());
+  std::iota(every.begin(), every.end(), 0);
+  return host.flip(dims.has_value() && !dims->empty() ? *dims : every);
+}
+
 bool is_mask(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
 }
@@ -453,6 +471,8 @@ class Call {
       std::optional<DrawsOnDevice> draws;
       if (op_.hasTag(at::Tag::nondeterministic_seeded) && !has_generator_)
         draws.emplace(device_);
+      if (kReductions.count(schema_.name()))
+        reorder();
       op_.callBoxed(&stack_);
     }
     views_.take_back_sizes(device_);
@@ -477,6 +497,21 @@ class Call {
             device_ = tensor.device().index();
             return;
           }
+    }
+  }
+
+  void reorder() {
+    std::optional<std::vector<int64_t>> dims;
+    if (const auto at = schema_.argumentIndexWithName("dim"); at && stack_[begin_ + *at].isIntList())
+      dims = stack_[begin_ + *at].toIntVector();
+    auto& value = stack_[begin_];
+    if (value.isTensor()) {
+      value = in_cudas_order(value.toTensor(), dims);
+    } else {
+      auto tensors = value.toTensorVector();
+      for (auto& one : tensors)
+        one = in_cudas_order(one, {});
+      value = c10::IValue(c10::List<at::Tensor>(tensors));
     }
   }
 
