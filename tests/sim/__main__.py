@@ -1,5 +1,6 @@
 """A process with simulated GPUs: `python -m tests.sim LIBRARY PLAN RANK`; the plan is a JSON file."""
 
+import faulthandler
 import json
 import sys
 import traceback
@@ -9,7 +10,8 @@ from tests.support import simgpu
 
 
 def main(library: str, plan: str, rank: str) -> None:
-    """Run a plan; an error is kept beside it."""
+    """Run a plan; an error is kept beside it, and where the host has read a GPU's memory."""
+    faulthandler.enable(Path(plan).with_name(f"error.{rank}.fault").open("w"))
     simgpu.begin(Path(library))
     from tests.sim.running import Plan, run_plan  # which import torch
 

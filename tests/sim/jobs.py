@@ -161,6 +161,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "long": {"model": PARTLY, "batch_size": 1, "shards": 1, "max_steps": 20},
     "tight": {"model": {"target": "tests.sim.jobs:Tight"}, "bitwise": True, "max_steps": 2},
     "kept": {"checkpoint": {"every_steps": 2}},
+    "fsdp kept": {"strategy": "fsdp", "checkpoint": {"every_steps": 2}},
     "hung": {"model": {"target": "tests.sim.hanging:Hanging"}, "batch_size": 2, "shards": 2, "max_steps": 30},
     "paused": {"model": wide(pauses=True), "bitwise": True, "shards": 8, "max_steps": 2},
 }

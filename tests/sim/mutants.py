@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ class Mutant(NamedTuple):
     """A call that is left out: `owner.method`, or a function, where the function `caller` of the module calls it.
 
     `shows` is what the report then says: a race of these words, `garbage` in a checkpoint, or `ended`: by a vote or a
-    number that nobody gave, or by the model's own check. `bits` are other ones than those of one worker.
+    number that nobody gave, or by the model's own check. `bits` are other ones than those of one worker, `context` is
+    one on another worker's GPU.
     """
 
     module: str
@@ -47,12 +49,20 @@ MUTANTS = {
         "engine.whole_batch", "__init__", "must_align", "odd over batch", 1, "ended"
     ),
     "inputs begin anywhere": Mutant("engine.loading", "load_steps", "must_align", "odd rows", 1, "ended"),
+    "outputs are read from the first GPU": Mutant(
+        "outputs.parts", "__post_init__", "is_gpu", "predict", 3, "context"
+    ),
+    "a checkpoint is pinned for the first GPU": Mutant(
+        "rundir.checkpoint", "_pin", "device", "fsdp kept", 3, "context"
+    ),
+    "an exchange ends on the first GPU": Mutant("engine.reduce", "_complete", "device", "paused", 3, "context"),
 }
 METHODS = "wait_event", "wait_stream", "record_event", "record", "synchronize", "record_stream"
-FUNCTIONS = ("must_align",)
-# What orders nothing: the times of a step's parts (a function within another counts for both).
+FUNCTIONS = "must_align", "torch.cuda.device"
+# What orders nothing: the times of a step's parts (a function within another counts for both). A task's own thread.
 NO_ORDER = {("engine.clock", name, "record") for name in ("clock_on", "record")}
 NO_ORDER |= {("parallel.replica", "_run", "synchronize")}  # for the milliseconds of a shard
+NO_ORDER |= {("tasks.task", "gpus_ready", "device")}
 
 
 @contextmanager
@@ -65,17 +75,25 @@ def applied(name: str | None) -> Iterator[None]:
     file = f"dp_ray/{mutant.module.replace('.', '/')}.py"
     module = import_module(f"dp_ray.{mutant.module}")
     owners: tuple[Any, ...] = torch.Tensor, torch.cuda.Stream, torch.cuda.Event, module
+    if mutant.method == "device":  # of a tensor that is an attribute
+        owners = (torch.cuda,)
     kept = {owner: getattr(owner, mutant.method) for owner in owners if hasattr(owner, mutant.method)}
 
-    def leaving_out(call: Any) -> Any:
-        def called(*args: Any) -> Any:
-            code = sys._getframe(1).f_code
-            if code.co_name != mutant.caller or not code.co_filename.endswith(file):
-                return call(*args)
-            # An event that was never recorded holds nothing back.
-            return torch.cuda.Event() if mutant.method == "record_event" else None  # type: ignore[no-untyped-call]
+    def is_left_out(code: CodeType) -> bool:
+        return code.co_name == mutant.caller and code.co_filename.endswith(file)
 
-        return called
+    def leaving_out(call: Any) -> Any:
+        if isinstance(call, type):  # torch.cuda.device, which torch asks values for
+            made = {
+                "__new__": lambda cls, *args: none() if is_left_out(sys._getframe(1).f_code) else object.__new__(cls)
+            }
+            return type(call.__name__, (call,), made)
+        return lambda *args: none() if is_left_out(sys._getframe(1).f_code) else call(*args)
+
+    def none() -> Any:
+        if mutant.method == "record_event":  # an event that was never recorded holds nothing back
+            return torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return nullcontext() if mutant.method == "device" else None
 
     for owner, call in kept.items():
         setattr(owner, mutant.method, leaving_out(call))

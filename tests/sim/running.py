@@ -1,6 +1,10 @@
 """What a process of a set does: jobs one after another, on the CPU and on simulated GPUs."""
 
+import ctypes
+import faulthandler
 import json
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -70,8 +74,8 @@ def run_plan(plan: Plan, rank: int) -> None:
         for name in plan.mutants:
             run(plan, rank, name, mutants.MUTANTS[name].job, [f"cuda:{own[0]}"], name)
     if plan.size == 1:
-        counts = {"counts": plain_counts(torch.device("cuda", own[0]))}
-        Path(plan.folder, "gpu/plain torch.0.json").write_text(json.dumps(counts))
+        plain = {"counts": plain_counts(torch.device("cuda", own[0])), "killed by": read_on_host(own[0])}
+        Path(plan.folder, "gpu/plain torch.0.json").write_text(json.dumps(plain))
 
 
 @contextmanager
@@ -101,6 +105,8 @@ def run(
     there = tuple(map(torch.device, devices))
     counting, ended = Counting(), "well"
     sent: list[Any] = []
+    if mutant is not None:
+        simgpu.forget_contexts()
     simgpu.watch(kind != "cpu")
     with mutants.applied(mutant):
         world = World(rank, size, rank, 0, "host", there[0], there)
@@ -129,6 +135,17 @@ def run(
 def has_nan(path: Path) -> bool:
     """Whether a file of tensors holds numbers that nobody has copied there."""
     return any(bool(one.isnan().any()) for one in load_file(path).values() if one.is_floating_point())
+
+
+def read_on_host(device: int) -> str:
+    """The signal that ends a process which reads a GPU's memory without a copy."""
+    tensor = torch.ones(1, device=torch.device("cuda", device))
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        os._exit(0)
+    return signal.Signals(os.WTERMSIG(os.waitpid(child, 0)[1])).name
 
 
 def plain_counts(device: torch.device) -> list[simgpu.Counts]:

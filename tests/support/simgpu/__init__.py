@@ -7,8 +7,8 @@ back, so tests run theirs apart.
 It shows what depends on the rules of a GPU: which stream runs what, which work waits for which, which calls make the
 host wait or open a context on another GPU, that random numbers of a GPU have generators of their own, and that the
 bits of a reduction depend on where its input begins. Else its numbers are the CPU's. It cannot show what depends on
-time (lag, queues), memory limits, or NCCL's and CUDA's own bits. Of hangs it shows those that a test makes: `hang` and
-`lose_peers`.
+time (lag, queues), memory limits, or NCCL's and CUDA's own bits. Of hangs it shows those that a test makes: `hang`
+and `lose_peers`.
 """
 
 import ctypes
@@ -104,6 +104,13 @@ def contexts() -> dict[int, str]:
 
     pairs = (text.split(" by ", 1) for text in torch.ops.simgpu.contexts())
     return {int(device): by for device, by in pairs}
+
+
+def forget_contexts() -> None:
+    """Have `contexts` tell only of what is made from now on."""
+    import torch
+
+    torch.ops.simgpu.forget_contexts()
 
 
 def hang(device: int) -> None:
@@ -223,9 +230,13 @@ def _give_memory(torch: Any) -> None:
     def allocated(device: Any = None) -> int:
         return int(sim.allocated(cuda._utils._get_device_index(device, optional=True)))
 
+    def free_and_total(device: Any = None) -> tuple[int, int]:
+        sim.on_context(cuda._utils._get_device_index(device, optional=True), "mem_get_info")
+        return card.total_memory - allocated(device), card.total_memory
+
     cuda.get_device_properties = lambda device=None: card
     cuda.get_device_name = lambda device=None: card.name
-    cuda.mem_get_info = lambda device=None: (card.total_memory - allocated(device), card.total_memory)
+    cuda.mem_get_info = free_and_total
     cuda.memory_allocated = allocated
     cuda.memory_stats = lambda device: {"num_alloc_retries": int(sim.retried(device.index))}
     cuda.memory_reserved = lambda device=None: 0

@@ -44,7 +44,8 @@ std::map<StreamKey, std::vector<Access>> in_flight; // what may still use memory
 std::list<CopyToHost> copies;
 std::map<StreamKey, int64_t> hung; // a stream's kernel that never ends
 std::vector<std::string> races;
-std::map<c10::DeviceIndex, std::string> contexts;
+std::map<c10::DeviceIndex, std::string> contexts; // that a test has not been told to forget
+std::set<c10::DeviceIndex> with_context;
 std::array<std::atomic<int64_t>, kCounts> counts{};
 std::atomic<int64_t> streams{1};
 thread_local std::array<int64_t, kDevices> stream_of{};
@@ -264,11 +265,17 @@ void on_copy_to_host(StreamKey stream, std::function<void()> copy) {
 void on_context(c10::DeviceIndex device, const std::string& by) {
   Locked locked(lock);
   contexts.emplace(device, by);
+  with_context.insert(device);
 }
 
 bool has_context(c10::DeviceIndex device) {
   Locked locked(lock);
-  return contexts.count(device) > 0;
+  return with_context.count(device) > 0;
+}
+
+bool has_any_context() {
+  Locked locked(lock);
+  return !with_context.empty();
 }
 
 void count(Count what) {
@@ -279,6 +286,10 @@ TORCH_LIBRARY_FRAGMENT(simgpu, library) {
   library.def("watch(bool on) -> ()", watch);
   library.def("races() -> str[]", drain_races);
   library.def("contexts() -> str[]", all_contexts);
+  library.def("forget_contexts() -> ()", [] {
+    Locked locked(lock);
+    contexts.clear();
+  });
   library.def("counts() -> int[]", all_counts);
   library.def("on_context(int device, str by) -> ()", [](int64_t device, std::string by) {
     on_context(static_cast<c10::DeviceIndex>(device), by);

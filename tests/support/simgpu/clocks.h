@@ -57,6 +57,7 @@ void on_copy_to_host(StreamKey stream, std::function<void()> copy);
 // A call that gives this process a context on a GPU: some 0.5 GB of its memory.
 void on_context(c10::DeviceIndex device, const std::string& by);
 bool has_context(c10::DeviceIndex device);
+bool has_any_context();
 
 enum Count { kKernels, kCopies, kHostWaits, kCounts };
 void count(Count what);

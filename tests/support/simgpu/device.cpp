@@ -1,6 +1,6 @@
 // torch's device type CUDA in the memory of the host.
 //
-// Tensors say that they are on cuda:0 ... cuda:7. A kernel is the CPU's own, run at once on the same memory by a boxed
+// Tensors say that they are on cuda:0 ... cuda:7, and have addresses that the host cannot read. A kernel is the CPU's own, run at once on the same memory by a boxed
 // fallback, so the numbers are those of a CPU. What is of a GPU are its rules: each kernel belongs to a stream
 // (clocks.h), a GPU has a generator of its own, a copy to pinned memory holds garbage until the host has waited, and a
 // reduction adds in another order where its input does not begin at a multiple of 16 bytes.
@@ -93,6 +93,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     return Stream(Stream::DEFAULT, Device(type(), index(device)));
   }
   Stream getNewStream(Device device, int) const override {
+    on_context(index(device), "a stream");
     return Stream(Stream::UNSAFE, Device(type(), index(device)), new_stream());
   }
   Stream getStreamFromGlobalPool(Device device, bool) const override {
@@ -105,11 +106,13 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+    on_context(stream.device_index(), "an event");
     if (*event == nullptr)
       *event = new Event();
     static_cast<Event*>(*event)->clock = clock_of(key_of(stream));
   }
   void block(void* event, const Stream& stream) const override {
+    on_context(stream.device_index(), "a stream's wait for an event");
     if (event != nullptr)
       stream_learns(key_of(stream), static_cast<Event*>(event)->clock);
   }
@@ -119,6 +122,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     return event == nullptr || host_knows(static_cast<Event*>(event)->clock);
   }
   bool queryStream(const Stream& stream) const override {
+    on_context(stream.device_index(), "a look at a stream");
     return host_knows(clock_of(key_of(stream)));
   }
   void synchronizeEvent(void* event) const override {
@@ -128,10 +132,12 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
       host_learns(static_cast<Event*>(event)->clock);
   }
   void synchronizeStream(const Stream& stream) const override {
+    on_context(stream.device_index(), "a wait for a stream");
     count(kHostWaits);
     host_learns(clock_of(key_of(stream)));
   }
   void synchronizeDevice(const DeviceIndex device) const override {
+    on_context(device, "a wait for a GPU");
     count(kHostWaits);
     host_learns(clock_of_device(device));
   }
@@ -152,8 +158,19 @@ constexpr int64_t kMemory = int64_t(2) << 30; // bytes of a GPU
 std::array<std::atomic<int64_t>, kDevices> allocated{};
 std::array<std::atomic<int64_t>, kDevices> retried{}; // allocations for which there was no memory
 
+// A GPU's address is the host's with this bit, where a process has no memory: host code that reads it is killed.
+constexpr uintptr_t kOnDevice = uintptr_t(1) << 52;
+
+void* device_address(void* host) {
+  return host == nullptr ? host : reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(host) | kOnDevice);
+}
+
+void* host_address(const void* device) {
+  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(device) & ~kOnDevice);
+}
+
 struct Block {
-  void* memory;
+  void* memory; // the host's address
   at::Tensor owner; // of the CPU's own memory, if a CPU kernel has made it
   size_t bytes;
   DeviceIndex device;
@@ -162,7 +179,7 @@ struct Block {
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
   allocated[block->device] -= block->bytes;
-  on_release(block->memory);
+  on_release(device_address(block->memory));
   if (!block->owner.defined())
     free(block->memory);
   delete block;
@@ -170,10 +187,11 @@ void release(void* context) {
 
 c10::DataPtr on_device(void* memory, at::Tensor owner, size_t bytes, DeviceIndex device) {
   on_context(device, "an allocation");
-  on_allocation(memory, current_key(device));
+  auto* address = device_address(memory);
+  on_allocation(address, current_key(device));
   allocated[device] += bytes;
-  auto* block = new Block{memory, std::move(owner), bytes, device};
-  return c10::DataPtr(memory, block, release, Device(DeviceType::CUDA, device));
+  auto* block = new Block{host_address(memory), std::move(owner), bytes, device};
+  return c10::DataPtr(address, block, release, Device(DeviceType::CUDA, device));
 }
 
 struct DeviceAllocator final : public c10::Allocator {
@@ -190,7 +208,7 @@ struct DeviceAllocator final : public c10::Allocator {
     return nullptr;
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
-    std::memcpy(to, from, bytes);
+    std::memcpy(host_address(to), host_address(from), bytes);
   }
 };
 DeviceAllocator device_allocator;
@@ -215,6 +233,7 @@ void unpin(void* memory) {
 
 // cudaHostRegister and its inverse: memory that somebody else has allocated.
 int64_t host_register(int64_t address, int64_t bytes) {
+  on_context(current_device, "memory that is pinned");
   std::lock_guard<std::mutex> locked(pinned_lock);
   pinned[reinterpret_cast<const char*>(address)] = static_cast<size_t>(bytes);
   return 0;
@@ -227,6 +246,8 @@ int64_t host_unregister(int64_t address) {
 
 struct PinnedAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    if (!has_any_context()) // torch's own takes a GPU that has one
+      on_context(current_device, "pinned memory");
     void* memory = nullptr;
     TORCH_CHECK(!posix_memalign(&memory, 64, std::max<size_t>(bytes, 1)), "no memory");
     std::lock_guard<std::mutex> locked(pinned_lock);
@@ -354,7 +375,7 @@ class HostViews {
     auto* key = storage.unsafeGetStorageImpl();
     auto found = hosts_.find(key);
     if (found == hosts_.end()) {
-      void* memory = key->mutable_data();
+      void* memory = host_address(key->mutable_data());
       c10::DataPtr borrowed(memory, memory, [](void*) {}, Device(DeviceType::CPU));
       c10::Storage made(
           c10::Storage::use_byte_size_t(), key->nbytes(), std::move(borrowed), c10::GetCPUAllocator(), true);
@@ -397,7 +418,7 @@ class HostViews {
     for (auto& [host, tensor] : pairs_) {
       auto* from = host.storage().unsafeGetStorageImpl();
       auto* to = tensor.storage().unsafeGetStorageImpl();
-      if (from->data() != to->data()) {
+      if (host_address(from->data()) != host_address(to->data())) {
         to->set_data_ptr_noswap(on_device(from->mutable_data(), host, from->nbytes(), device));
         to->set_nbytes(from->nbytes());
       }
