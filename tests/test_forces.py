@@ -127,7 +127,8 @@ class Jacobians(nn.Module):
     def forward(self, positions: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.scale is None:
             self.scale = torch.arange(1.0, 3.0)
-        by_row = torch.autograd.functional.jacobian(lambda one: self.layer(one).tanh().sum(0) * self.scale, positions)
+        jacobian: Any = torch.autograd.functional.jacobian
+        by_row = jacobian(lambda one: self.layer(one).tanh().sum(0) * self.scale, positions)
         forward = torch.func.jvp(lambda one: self.layer(one).tanh(), (positions,), (torch.ones_like(positions),))[1]
         return {"jacobian": by_row.transpose(0, 1), "forward": forward}
 
