@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ from dp_ray.engine.model import free_memory
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, form_group, leave_group
 from dp_ray.messages import Measured, Note
+from dp_ray.parallel.gradients import Sum, gradients_of
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
@@ -71,6 +73,8 @@ def run_plan(plan: Plan, rank: int) -> None:
     with group("cpu:gloo,cuda:nccl", plan, rank):
         for name in plan.jobs:
             run(plan, rank, "gpu", name, [f"cuda:{one}" for one in own[: jobs.num_devices(name)]])
+        if plan.size > 1:
+            pass_on_sums(plan, rank, torch.device("cuda", own[0]))
         for name in plan.mutants:
             run(plan, rank, name, mutants.MUTANTS[name].job, [f"cuda:{own[0]}"], name)
     if plan.size == 1:
@@ -130,6 +134,30 @@ def run(
     if size > 1:
         dist.barrier()
     Path(f"{where}.{rank}.json").write_text(json.dumps(report))
+
+
+def pass_on_sums(plan: Plan, rank: int, device: torch.device) -> None:
+    """Send the first worker a sum of gradients of each other one, as DataParallel does, and let it add them.
+
+    Once as dp_ray does, once without its wait for what it receives.
+    """
+    report = {}
+    for receive in (dist.recv, dist.irecv):
+        trained = [torch.zeros(5, device=device)]
+        simgpu.watch(True)
+        total = Sum(trained, frozenset(), [torch.arange(5.0).to(device) + rank])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "recv", receive)
+            if rank > 0:
+                total.send(0)
+            for other in range(1, plan.size if rank == 0 else 1):
+                total.add(total.receive(other))
+        races = simgpu.races()
+        simgpu.watch(False)
+        (gradient,) = gradients_of(total.packed(), trained)
+        report[receive.__name__] = {"races": races, "sum": gradient.tolist() if gradient is not None else None}
+        dist.barrier()
+    Path(plan.folder, f"gpu/sums.{rank}.json").write_text(json.dumps(report))
 
 
 def has_nan(path: Path) -> bool:

@@ -25,7 +25,7 @@ from dp_ray.monitor.watchdog import Watchdog
 from tests.sim.conftest import Set, begin
 from tests.sim.hanging import HUNG, STEP, told
 from tests.sim.jobs import JOBS, NOT_BITWISE, OTHER_KERNELS, RESUMED, num_devices
-from tests.sim.mutants import FUNCTIONS, METHODS, MUTANTS, NO_ORDER
+from tests.sim.mutants import FUNCTIONS, METHODS, MUTANTS, NO_ORDER, RACE
 from tests.support.cluster import ROOT
 from tests.support.group import history_of, weights_of
 
@@ -145,6 +145,14 @@ def test_a_process_that_reads_a_gpus_memory_without_a_copy_is_killed(set_of: Set
     assert report["killed by"] == "SIGSEGV"
 
 
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_a_sum_that_another_worker_sends_is_added_once_it_is_there(set_of: Sets, size: int) -> None:
+    first, *others = set_of(size).reports("gpu", "sums")
+    assert first["recv"] == {"races": [], "sum": [float(number * size + sum(range(size))) for number in range(5)]}
+    assert all(report["recv"]["races"] == [] for report in others)
+    assert any("recv" in race and RACE in race for race in first["irecv"]["races"]), "dp_ray without a wait"
+
+
 @pytest.mark.parametrize("name", SHARDS)
 def test_a_predictions_shard_waits_for_no_gpu(set_of: Sets, name: str) -> None:
     assert usual_step(set_of(1).reports("gpu", name)[0]) == SHARDS[name]
@@ -194,7 +202,7 @@ def test_a_wait_that_is_left_out_shows(set_of: Sets, name: str) -> None:
         assert any(report["contexts"].keys() != {str(rank * 2)} for rank, report in enumerate(reports))
     elif mutant.shows == "bits":
         alone = set_of(1).folder / "gpu" / mutant.job
-        assert results(set_of(mutant.size).folder / name, mutant.job) != results(alone, mutant.job)
+        assert results(set_of(mutant.size).folder / name / mutant.job, mutant.job) != results(alone, mutant.job)
     else:
         assert any(mutant.shows in race for report in reports for race in report["races"])
 

@@ -22,6 +22,7 @@ using c10d::ReduceOp;
 using c10d::Work;
 using Tensors = std::vector<Tensor>;
 std::atomic<bool> has_lost_peers{false};
+constexpr int kAll = -1; // the peer of a collective
 template <class T>
 using Ptr = c10::intrusive_ptr<T>;
 
@@ -195,6 +196,21 @@ class SimNccl final : public Backend {
     });
   }
 
+  // Between two processes NCCL has a stream of its own.
+  Ptr<Work> send(Tensors& tensors, int to, int tag) override {
+    return run("send", c10d::OpType::SEND, tensors, {}, true, [&] {
+      auto hosts = hosts_of(tensors);
+      gloo_->send(hosts, to, tag)->wait();
+    }, to);
+  }
+
+  Ptr<Work> recv(Tensors& tensors, int from, int tag) override {
+    return run("recv", c10d::OpType::RECV, {}, tensors, true, [&] {
+      auto hosts = hosts_of(tensors);
+      gloo_->recv(hosts, from, tag)->wait();
+    }, from);
+  }
+
   Ptr<Work> barrier(const c10d::BarrierOptions& options) override {
     count(kHostWaits);
     gloo_->barrier(options)->wait();
@@ -209,7 +225,8 @@ class SimNccl final : public Backend {
 
   template <class Exchange>
   Ptr<Work> run(
-      const std::string& name, c10d::OpType type, Tensors reads, Tensors writes, bool is_async, Exchange exchange) {
+      const std::string& name, c10d::OpType type, Tensors reads, Tensors writes, bool is_async, Exchange exchange,
+      int peer = kAll) {
     Tensors all = reads;
     all.insert(all.end(), writes.begin(), writes.end());
     const auto device = all.at(0).device();
@@ -218,7 +235,7 @@ class SimNccl final : public Backend {
                   one.device(), " beside ", device);
     const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
     const auto before = guard.getStream(device);
-    const auto stream = is_async ? own_stream(device) : before;
+    const auto stream = is_async ? own_stream(device, peer) : before;
     const auto key = key_of(stream);
     stream_learns(key, clock_of(key_of(before)));
     count(kKernels);
@@ -233,10 +250,11 @@ class SimNccl final : public Backend {
     return c10::make_intrusive<StreamWork>(getRank(), type, writes, all, stream);
   }
 
-  c10::Stream own_stream(c10::Device device) {
-    auto found = streams_.find(device.index());
+  c10::Stream own_stream(c10::Device device, int peer) {
+    const std::pair key(device.index(), peer);
+    auto found = streams_.find(key);
     if (found == streams_.end())
-      found = streams_.emplace(device.index(), c10::Stream(c10::Stream::UNSAFE, device, new_stream())).first;
+      found = streams_.emplace(key, c10::Stream(c10::Stream::UNSAFE, device, new_stream())).first;
     return found->second;
   }
 
@@ -257,7 +275,7 @@ class SimNccl final : public Backend {
   }
 
   Ptr<Backend> gloo_;
-  std::map<c10::DeviceIndex, c10::Stream> streams_;
+  std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams_; // of a GPU, for a peer
 };
 
 // Let a group, whose backend for GPUs is gloo, follow NCCL's rules there.
