@@ -53,24 +53,13 @@ def node_of_another_kind(cluster: Cluster, log: Path) -> Iterator[None]:
             end(process)
 
 
-def test_an_elastic_job_does_not_grow_onto_a_node_of_another_kind(
-    cluster: Cluster, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A worker takes all of a node. The job grows onto the second one, meets what it is, and goes on without it."""
-    go, run_dir = tmp_path / "go", tmp_path / "run"
-    keys = keys_of(
-        storage=str(tmp_path),
-        name="run",
-        dataset={"target": "tests.support.kinds:SlowUntil", "args": {"path": str(go)}},
-        workers={"min": 1, "max": 2},
-        cpus_per_worker=8,
-        retries=0,
-        bitwise=True,
-        batch_size=48,
-        epochs=60,
-        checkpoint={"every_steps": 2},
-        quiet=False,
-    )
+@contextlib.contextmanager
+def grows_and_goes_back(cluster: Cluster, folder: Path, sign: str) -> Iterator[None]:
+    """While the block runs a job of one worker, another node comes; the job ends when it has left that for `sign`.
+
+    A worker takes all of a node. The node stays until the block's end.
+    """
+    go, run_dir = folder / "go", folder / "run"
 
     def told() -> dict[str, Any]:
         story: dict[str, Any] = json.loads((run_dir / "story.json").read_text())
@@ -81,23 +70,49 @@ def test_an_elastic_job_does_not_grow_onto_a_node_of_another_kind(
         def meet() -> None:
             wait_until(lambda: go.exists() or any(run_dir.glob("checkpoints/step-*")))
             if not go.exists():  # as it does where the run has failed
-                up.enter_context(node_of_another_kind(cluster, tmp_path / "node.log"))
-            wait_until(lambda: go.exists() or any("no workers are taken" in one for one in told()["what"]))
+                up.enter_context(node_of_another_kind(cluster, folder / "node.log"))
+            wait_until(lambda: go.exists() or any(sign in one for one in told()["what"]))
             wait_until(lambda: go.exists() or told()["world_sizes"] == [1, 2, 1])
             go.touch()
 
         meeting = threading.Thread(target=meet)
         meeting.start()
         try:
-            result = dp_ray.run(**keys, address=cluster.address)
+            yield
         finally:
             go.touch()
             meeting.join()
-        assert result.world_sizes == [1, 2, 1]
+
+
+def growing(folder: Path, **keys: Any) -> dict[str, Any]:
+    """The keys of such a job."""
+    return keys_of(
+        storage=str(folder),
+        name="run",
+        dataset={"target": "tests.support.kinds:SlowUntil", "args": {"path": str(folder / "go")}},
+        workers={"min": 1, "max": 2},
+        cpus_per_worker=8,
+        batch_size=48,
+        epochs=60,
+        checkpoint={"every_steps": 2},
+        quiet=False,
+        **keys,
+    )
+
+
+def test_an_elastic_job_does_not_grow_onto_a_node_of_another_kind(
+    cluster: Cluster, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The job grows onto the second node, meets what it is, and goes on without it."""
+    keys = growing(tmp_path, retries=0, bitwise=True)
+    go = tmp_path / "go"
+    with grows_and_goes_back(cluster, tmp_path, "no workers are taken"):
+        result = dp_ray.run(**keys, address=cluster.address)
+        assert result.world_sizes == [1, 2, 1] and go.exists()
         assert [one["kind"] for one in result.interruptions] == ["resize", "resize"]
         (line,) = [one for one in capfd.readouterr().err.splitlines() if "no workers are taken on" in one]
         assert "which would change the bits" in line and "COMPATIBLE" in line
-        attempts = json.loads((run_dir / "about.json").read_text())["attempts"]
+        attempts = json.loads((tmp_path / "run" / "about.json").read_text())["attempts"]
         assert len(attempts) == 2 and attempts[0]["kinds"] == attempts[1]["kinds"]
         with pytest.raises(JobError, match=r"bitwise: the workers would not give the same bits: .*MKL_CBWR"):
             dp_ray.run(**{**keys, "workers": 2, "name": "both"}, address=cluster.address)
@@ -106,44 +121,28 @@ def test_an_elastic_job_does_not_grow_onto_a_node_of_another_kind(
     assert result.weights_sha256 == here.weights_sha256
 
 
-class BrokenOnSecond(nn.Module):
-    """A model whose forward meets a broken GPU on the second node, in its third step."""
+class BrokenThere(nn.Module):
+    """A model whose forward meets a broken GPU on the node of another kind."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.calls = mlp(), 0
+        self.layers = mlp()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.calls += self.training
-        if self.calls > 2 and LOWEST.keys() <= os.environ.keys():
+        if LOWEST.keys() <= os.environ.keys():
             raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
         outputs: torch.Tensor = self.layers(inputs)
         return outputs
 
 
-def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(
+def test_an_elastic_job_goes_on_without_a_node_whose_gpu_is_broken(
     cluster: Cluster, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    keys = keys_of(
-        model="tests.test_other_kinds:BrokenOnSecond",
-        storage=str(tmp_path),
-        name="run",
-        workers={"min": 1, "max": 2},
-        cpus_per_worker=8,
-        retries=1,
-        shards=2,
-        quiet=False,
-    )
-    with node_of_another_kind(cluster, tmp_path / "node.log"):
-        ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
-        try:
-            wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2)
-            result = dp_ray.run(**keys)
-        finally:
-            ray.shutdown()
-    assert result.world_sizes == [2, 1]
-    (only,) = result.interruptions
-    assert only["kind"] == "error" and "uncorrectable ECC error encountered; a GPU of this node is" in only["what"]
+    keys = growing(tmp_path, model="tests.test_other_kinds:BrokenThere", retries=1)
+    with grows_and_goes_back(cluster, tmp_path, "uncorrectable ECC error"):
+        result = dp_ray.run(**keys, address=cluster.address)
+    assert result.world_sizes == [1, 2, 1]
+    assert [one["kind"] for one in result.interruptions] == ["resize", "error"]
     assert "which has a broken GPU" in capfd.readouterr().err
 
 
