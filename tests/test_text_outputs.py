@@ -52,6 +52,21 @@ class Prompts(Numbers):
         return {"numbers": f"{index}"}
 
 
+class BareTexts(Numbers):
+    """Alone, or beside a target."""
+
+    def __init__(self, is_pair: bool = False) -> None:
+        self._is_pair = is_pair
+
+    def __getitem__(self, index: int) -> Any:
+        return (text_of(index), torch.tensor(index)) if self._is_pair else text_of(index)
+
+
+class Lengths(nn.Module):
+    def forward(self, texts: Any) -> Any:
+        return torch.tensor([len(one) for one in texts])
+
+
 class Generator(nn.Module):
     """Texts beside numbers; names of classes, as many as shards have rows; texts of numpy."""
 
@@ -164,6 +179,14 @@ def test_a_worker_whose_shards_have_one_row_finds_what_has_rows(tmp_path: Path, 
         predict_parts(job, folder)
         merged(job, folder, ROWS)
         assert files_of(folder) == files_of(tmp_path / "run")
+
+
+@pytest.mark.parametrize("is_pair", [False, True], ids=["texts", "pairs"])
+def test_texts_are_one_argument_of_the_model(tmp_path: Path, is_pair: bool) -> None:
+    """Also two of them, which are no pair, in a list or, beside a target, in a tuple."""
+    dataset = {"target": f"{HERE}:BareTexts", "args": {"is_pair": is_pair}}
+    result = run(tmp_path, model=f"{HERE}:Lengths", dataset=dataset, batch_size=7, shards=4)
+    assert result.outputs.tolist() == [len(text_of(index)) for index in range(ROWS)]
 
 
 def test_the_hash_tells_texts_apart(tmp_path: Path) -> None:

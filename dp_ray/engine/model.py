@@ -253,12 +253,23 @@ def autocast(
 
 
 def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
-    """Call the model as the job's `call` says; `auto` unpacks a tuple or list, and nothing else."""
+    """Call the model as the job's `call` says; `auto` unpacks a tuple or list, but not of texts, and nothing else."""
     if call == "kwargs":
         return model(**inputs)
-    if call == "args" or (call == "auto" and isinstance(inputs, tuple | list)):
-        return model(*inputs)
-    return model(inputs)
+    return model(*inputs) if is_unpacked(inputs, call) else model(inputs)
+
+
+def is_unpacked(inputs: Any, call: str) -> bool:
+    """Return whether the model gets what is in a tuple or list as positional arguments."""
+    if call != "auto":
+        return call == "args"
+    return isinstance(inputs, tuple | list) and not are_texts(inputs)
+
+
+def are_texts(inputs: Any) -> bool:
+    """Return whether these are the texts of a shard, as torch's collate makes them: one for each row."""
+    is_list = isinstance(inputs, tuple | list) and len(inputs) > 0
+    return is_list and all(isinstance(one, str) for one in inputs)
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from dp_ray.engine.beside import modules_in
 from dp_ray.engine.buffers import on_copies
 from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.items import kind_of
-from dp_ray.engine.model import batch_hint, call_model, mixed_devices
+from dp_ray.engine.model import are_texts, batch_hint, call_model, is_unpacked, mixed_devices
 from dp_ray.engine.random import preserved
 from dp_ray.engine.user_code import (
     OF_SHARDS,
@@ -445,7 +445,7 @@ def _step_hint(job: Job, inputs: Any, outputs: Any, error: BaseException) -> str
     if not tensors or not loss:
         return ""
     key = "logits" if "logits" in tensors else tensors[0]
-    stars = {"kwargs": "**", "args": "*", "auto": "*" if isinstance(inputs, tuple | list) else ""}.get(job.call, "")
+    stars = "**" if job.call == "kwargs" else "*" if is_unpacked(inputs, job.call) else ""
     counted, pair = (f", {n}", f"({loss} * n, n)") if n else ("", loss)
     return f"""; leave loss out, and write a step, which picks what it takes:
     def step(model, batch):
@@ -536,7 +536,8 @@ class PredictInputs(ModelInputs):
         self._has_noted = False
 
     def __call__(self, batch: Any) -> Any:
-        if self._job.inputs != "auto" or not (isinstance(batch, tuple | list) and len(batch) == 2):
+        is_pair = isinstance(batch, tuple | list) and len(batch) == 2 and not are_texts(batch)
+        if self._job.inputs != "auto" or not is_pair:
             return super().__call__(batch)
         least, most = self._arguments
         gives_first = _takes_first(self._job, least, most, batch[0])

@@ -810,7 +810,7 @@ class JobKeys(WorkerKeys, WorkKeys):
     """The key of an item's target, like `label`, if `inputs` is a list of keys; several give a dict."""
     call: Literal["auto", "one", "args", "kwargs"] = "auto"
     """How the model is called. one: `model(inputs)`. args: `model(*inputs)`. kwargs: `model(**inputs)`. auto: args
-    for a tuple or list, else one."""
+    for a tuple or list, but not for one of texts, else one."""
     collate: Targeted | None = None
     """A function that makes a batch of a list of samples, or a class of such; its args are keywords. Default: torch's
     default_collate."""
