@@ -66,6 +66,7 @@ NOT_RUN = {
     "dp-ray submit jobs/digits.yaml --workers 1 --address http://127.0.0.1:8265 --name submitted": STAYS,
     f"ray job submit --address {HERE} -- python -m dp_ray run jobs/digits.yaml --workers 1 --name by-ray": STAYS,
     "ray stop": STAYS,
+    "numactl --cpunodebind=0 --membind=0 .venv/bin/python -m benchmarks.gpu resnet": NEEDS_A_GPU,
     f"{ON_THE_GPU} --set \"env={{TORCH_CUDA_SANITIZER: '1'}}\" --set max_steps=20 --name sanitized": NEEDS_A_GPU,
     f"{ON_THE_GPU} --profile 10-14:0 --name traced": NEEDS_A_GPU,
     "dp-ray plan jobs/hugging_face.yaml --memory --workers 2": NEEDS_A_GPU,
