@@ -134,7 +134,9 @@ def test_the_reference_has_every_key_of_a_job_once() -> None:
 
 def test_the_synopsis_has_every_option_of_a_command() -> None:
     (synopsis,) = [one.text for one in blocks_of(ROOT / "docs" / "commands.md") if "[the options of run]" in one.text]
-    told = {line.split()[1]: line for line in re.split(r"\n(?=dp-ray)", synopsis)}
+    told: dict[str, str] = {}
+    for line in re.split(r"\n(?=dp-ray)", synopsis):
+        told[line.split()[1]] = told.get(line.split()[1], "") + line
     assert told.keys() == main.cli.commands.keys()
     for name, command in main.cli.commands.items():
         if "[the options of" in told[name]:
