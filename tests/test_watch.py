@@ -271,7 +271,8 @@ def test_the_command_serves_the_url_that_it_prints_until_ctrl_c(tmp_path: Path) 
         finally:
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "\ninterrupted\n")
+    waited = f"{tmp_path / 'run'}: there is no run yet, and it is waited for\n"
+    assert (process.returncode, err) == (130, f"{waited}\ninterrupted\n")
 
 
 def test_the_terminals_view_waits_for_neither_torch_nor_ray() -> None:

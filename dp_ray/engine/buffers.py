@@ -344,7 +344,8 @@ class Buffers(_Writable):
 
     def check(self) -> None:
         """Follow the parameters that a forward has written; raises ModelError if no value of before is known."""
-        self._see(self._written())
+        if written := self._written():
+            self._see(written)
         if not self._is_sharded:
             return
         now = self._versions_of_sharded()

@@ -249,7 +249,8 @@ def autocast(
     """
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16, enabled, keeps)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return torch.autocast(device.type, dtype, enabled, None if keeps else False)  # None: as it is now
 
 
 def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
