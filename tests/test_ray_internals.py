@@ -474,6 +474,7 @@ def test_a_token_is_shown_to_the_cluster_that_wants_it_and_to_no_later_one(monke
     """A driver that still knows a token demands it from the workers of a cluster without, and loses them."""
     monkeypatch.delenv(AUTH_MODE, raising=False)
     monkeypatch.setenv(AUTH_TOKEN, "0123456789abcdef" * 4)
+    core.read_variables_anew()  # an earlier test may have had others
     before, loader = list(os.environ), ray._raylet.AuthenticationTokenLoader.instance()
     assert not loader.has_token()
     assert find_users_token()
