@@ -32,7 +32,7 @@ from dp_ray.storage import Storage
 from dp_ray.system.linux import end_with, start_of
 from dp_ray.tasks.task import run_task
 from tests.support import models
-from tests.support.forked import run_job, started
+from tests.support.forked import ended, run_job, started
 from tests.support.within import within
 
 SECONDS = 60.0  # the machine may be busy
@@ -267,8 +267,7 @@ class Few(Dataset[Any]):
         return 0.0, index
 
 
-def test_those_that_a_thread_has_started_outlive_it() -> None:
-    """The system tells a process of the end of the thread that forked it, not of that thread's process."""
+def outlive_their_thread() -> None:
     made: Any = DataLoader(
         Few(), batch_size=None, num_workers=2, multiprocessing_context="fork", worker_init_fn=begin_process
     )
@@ -280,6 +279,15 @@ def test_those_that_a_thread_has_started_outlive_it() -> None:
         time.sleep(0.5)  # the thread has ended; no sign comes of what does not happen
         assert all(one.is_alive() for one in batches._workers)
         assert list(loader) == [*range(1, 8)]
+
+
+def test_those_that_a_thread_has_started_outlive_it() -> None:
+    """The system tells a process of the end of the thread that forked it, not of that thread's process.
+
+    In a process of its own: not every library that other tests have loaded stands a fork by another thread.
+    """
+    process = ended(outlive_their_thread)
+    assert process.returncode == 0, process.stderr
 
 
 def test_one_that_begins_after_its_workers_end_ends_too_but_one_of_a_fork_server_lives() -> None:
