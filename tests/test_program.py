@@ -114,7 +114,8 @@ def test_a_signal_in_its_first_half_second_shows_no_traceback(
             _, errors = running.communicate(timeout=120)
         assert "Traceback" not in errors or f"{ROOT}/dp_ray/" not in errors, errors
         ended.append(running.returncode)
-    assert wanted in ended and {*ended} <= {wanted, 0, -number, 1}, ended
+    own = {0, 1, 2}  # Python's, as it starts; or it is done by then: `list` ends with 2 where there are no runs
+    assert wanted in ended and {*ended} <= {wanted, *own, -number, 1}, ended
 
 
 # What an import does that is interrupted while there is something to undo.
