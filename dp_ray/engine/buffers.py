@@ -271,7 +271,7 @@ class Buffers(_Writable):
         self._kept: _Taken | None = None
         self._num_steps = 0
         self._num_left = 0  # shards of the step whose forwards have not run
-        self.is_early = True  # whether forwards are compared with a copy: each runs in `forward`
+        self.is_early = True  # whether what forwards write is looked for: each runs in `forward`
         self._is_alone = self._was_alone = True
         self._layouts: dict[str, Form | None] = {}
         self._flat = torch.empty(0)  # what is sent, in one piece

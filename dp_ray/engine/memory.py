@@ -43,7 +43,7 @@ from dp_ray.engine.reduce import Trained
 from dp_ray.engine.sharded.build import recasts, shard_in_place
 from dp_ray.engine.sharded.deferred import CannotDefer, record
 from dp_ray.engine.sharded.reduce import ShardedReduction
-from dp_ray.engine.sharded.state import Sharded, SumScatter, casting_anew
+from dp_ray.engine.sharded.state import Sharded, SumScatter
 from dp_ray.engine.step import PredictInputs, build_step, run_step
 from dp_ray.engine.tree_sum import ShardSums
 from dp_ray.engine.whole_batch import shard_loss
@@ -260,9 +260,8 @@ class Runner:
     def _infer(self) -> None:
         self.model.eval()
         run = (lambda function, *args: function(*args)) if self.sharded is None else self.sharded.run
-        # In a prediction autocast keeps no copies of weights.
-        casting = casting_anew() if self.job.task == "predict" else nullcontext()
-        with torch.no_grad(), casting, autocast(self.job.precision, self.world.device):
+        keeps = self.job.task != "predict"  # autocast, copies of weights
+        with torch.no_grad(), autocast(self.job.precision, self.world.device, keeps=keeps):
             if self.job.task == "predict":
                 run(call_model, self.model, self.batch, self.job.call)
             else:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,14 +23,7 @@ from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flo
 from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.items import Plain, split_passthrough
 from dp_ray.engine.loading import LoadedStep
-from dp_ray.engine.model import (
-    ShardSize,
-    advised,
-    autocast,
-    call_model,
-    evaluating,
-    mixed_devices,
-)
+from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
 from dp_ray.engine.placement import Forwards
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.rows import Less, RowTrial, Tried, row_dim
@@ -63,7 +56,6 @@ from dp_ray.tensors.tree import (
 from dp_ray.text import did_you_mean, listed
 
 AFTER = "outputs.after"
-T = TypeVar("T")
 WHOLE = "output"  # the path of outputs that are one tensor, as its column is named
 
 
@@ -256,8 +248,8 @@ class PredictedShard(NamedTuple):
 class Prediction:
     """How a worker predicts its `work`: the clock splits the steps' time, `forwards` run a model that is sharded.
 
-    `notes` has lines for the user. If it counts a row's operations, the first shard runs once
-    more; so does one for the `trial` of which outputs have rows.
+    `notes` has lines for the user. If it counts a row's operations, the first shard runs once more; so does one for
+    the `trial` of which outputs have rows.
     """
 
     job: Job
@@ -339,7 +331,7 @@ def check_lists(tried: Mapping[str, Less], outputs: Any, rows: int, where: str) 
             )
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Runner:
     """A model that runs shards, each with its own random numbers, and with buffers that can be restored."""
 

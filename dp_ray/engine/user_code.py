@@ -130,9 +130,6 @@ OF_SHARDS = (
 )
 
 
-OF_NO_GRADIENTS = ("not require grad", "nference tensor")  # in the texts of torch's errors
-
-
 def shards_hint(error: BaseException) -> str:
     """Return a hint for code that meets the shards of parameters; else empty."""
     if not any(one in str(error) for one in ("DTensor", "tensor subclass", "Sharding propagation")):
@@ -142,7 +139,7 @@ def shards_hint(error: BaseException) -> str:
 
 def gradients_hint(error: BaseException) -> str:
     """Return a hint for code that computes gradients where they are off; else empty."""
-    if torch.is_grad_enabled() or not any(one in str(error) for one in OF_NO_GRADIENTS):
+    if torch.is_grad_enabled() or "not require grad" not in str(error):
         return ""
     return (
         "; a prediction or an evaluation runs without gradients: compute one, say a force, in a block `with "
