@@ -512,12 +512,15 @@ def casts(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["train", "evaluate", "predict"])
-def test_no_copies_of_the_weights_stay_with_half_precision(tmp_path: Path, task: str) -> None:
-    """One more may live, of the layer that runs."""
+@pytest.mark.parametrize(
+    ("task", "strategy"), [("train", "fsdp"), ("evaluate", "fsdp"), ("predict", "fsdp"), ("predict", "ddp")]
+)
+def test_no_copies_of_the_weights_stay_with_half_precision(tmp_path: Path, task: str, strategy: str) -> None:
+    """One more may live, of the layer that runs. A prediction's is so with ddp too."""
     most = []
     for layers in (3, 9):
-        keys = {"task": task, "precision": "bf16", "max_steps": 2 if task == "train" else None, **SHARDED}
+        keys = {"task": task, "precision": "bf16", "strategy": strategy}
+        keys |= {"max_steps": 2} if task == "train" else {}
         keys |= {"inputs": "first"} if task == "predict" else {"metrics": {"casts": "tests.test_fsdp:casts"}}
         job = job_of({"target": "tests.test_fsdp:Casts", "args": {"layers": layers}}, workers=2, **keys)
         told = run_group(job, tmp_path / str(layers))

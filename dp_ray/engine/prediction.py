@@ -346,7 +346,7 @@ class _Runner:
         """Run the block without gradients, and in the job's precision.
 
         Not in inference mode: there a model that turns gradients on, as for forces, raises an error or gets zeros.
-        Converted weights are not kept: they take memory, and have no gradients where the model turns them on.
+        Converted weights are not kept: all of them would take half of the model's memory once more.
         """
         with torch.no_grad(), autocast(self.prediction.job.precision, self.prediction.device, keeps=False):
             yield
