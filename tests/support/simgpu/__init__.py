@@ -4,10 +4,10 @@
 it and gives `torch.cuda` the calls that a build for CUDA has; torch's own Python does the rest. A process cannot go
 back, so tests run theirs apart.
 
-It shows what depends on the rules of a GPU: which stream runs what, which work waits for which, which calls make the
-host wait or open a context on another GPU, that random numbers of a GPU have generators of their own, and that the
-bits of a reduction depend on where its input begins. Else its numbers are the CPU's. It cannot show what depends on
-time (lag, queues), memory limits, or NCCL's and CUDA's own bits. Of hangs it shows those that a test makes: `hang`
+It shows what depends on the rules of a GPU: which stream runs what, and which work waits for which. It shows which
+calls make the host wait, or open a context on another GPU. A GPU's random numbers have generators of their own, and
+the bits of a reduction depend on where its input begins. Else its numbers are the CPU's. It cannot show what depends
+on time (lag, queues), memory limits, or NCCL's and CUDA's own bits. Of hangs it shows those that a test makes: `hang`
 and `lose_peers`.
 """
 
