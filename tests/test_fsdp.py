@@ -519,7 +519,7 @@ def test_no_copies_of_the_weights_stay_with_half_precision(tmp_path: Path, task:
     """One more may live, of the layer that runs. A prediction's is so with ddp too."""
     most = []
     for layers in (3, 9):
-        keys = {"task": task, "precision": "bf16", "strategy": strategy}
+        keys: dict[str, Any] = {"task": task, "precision": "bf16", "strategy": strategy}
         keys |= {"max_steps": 2} if task == "train" else {}
         keys |= {"inputs": "first"} if task == "predict" else {"metrics": {"casts": "tests.test_fsdp:casts"}}
         job = job_of({"target": "tests.test_fsdp:Casts", "args": {"layers": layers}}, workers=2, **keys)
