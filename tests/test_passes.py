@@ -106,8 +106,7 @@ class TrainsGan(StepControl):
             for number, one in enumerate((real, made, fooling)):
                 stats.begin()
                 again = loaded._replace(loaded=iter(shards))
-                for shard in one.over(again, stats, adds=one is made, number=number):
-                    shard.backward(shard.forward())
+                one.run(again, stats, adds=one is made, number=number)
                 weight, rows = stats.numbers.sum(0)[1].item(), loaded.whole.rows
                 assert weight == rows
                 if one is made:

@@ -139,8 +139,7 @@ def _debug(rerun: Rerun, say: Callable[[str], None]) -> None:
     say(f"in the forward of {name or 'the model'} ({type(module).__name__}), shard {shards[0].shard.shard}:")
     module.forward = functools.partial(_stepped, pdb.Pdb(), module.forward)
     try:
-        with look.unchanged():
-            look.forward(shards[0])
+        look.forward(shards[0])
     except Error as error:
         if not isinstance(cause_of(error), bdb.BdbQuit):
             raise

@@ -644,6 +644,11 @@ class UnchangedBuffers(_Writable):
         if self._num_runs == EARLY:
             self._before = None
 
+    running = forward  # what sees a whole batch, on all workers alike
+
+    def begin(self, num_shards: int) -> None:
+        """Begin a step: each shard starts from the values with which this was made."""
+
     def _see(self, written: Iterable[str], before: _Before) -> list[str]:
         """Follow what a forward has written; return the names of those whose value of before is lost."""
         lost = []

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine.beside import modules_beside
-from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.metric_trial import MetricTrial
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
-from dp_ray.engine.placement import Forwards
-from dp_ray.engine.random import ForwardSeeds
+from dp_ray.engine.replica import Forwards, Replica
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.step import Compare, Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
@@ -29,7 +28,6 @@ from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bound, build, keeps_state, resolve
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.tree import copied
 
 NO_LOSS = Weighted(torch.zeros(()), math.inf)  # of a step that gives none in an evaluation: no weight, no mean
 
@@ -131,42 +129,39 @@ class Evaluation:
         if work.split.shards * work.split.total_steps == 1:
             self._trial = None  # a single update sees all rows
         rows, key = 0, "eval.batch_size" if self.job.task == "train" else "batch_size"
-        with evaluating(model, self.beside) as buffers:
-            seeds = ForwardSeeds(self.job.seed, model, self.device)
+        with evaluating(model, self.beside) as state:
+            replica = Replica(self.job, model, self.device, state, work, self.forwards, self.clock, "evaluation ")
+            run_shard = self.forwards.gathering(self._shard)
             for loaded in map(self.forwards.begin, steps):
                 own: list[ShardOutput] = []
-                for shard, _, batch in loaded.loaded:
-                    if not shard.rows:
+                for shard, _, batch, num_rows in replica.rounds(loaded):
+                    if shard is None:
+                        with torch.no_grad():
+                            replica.run(None, run_shard, model, batch, 0)
                         continue
-                    rows += shard.rows
+                    rows += num_rows
                     where = f"evaluation {location(shard)}"
                     size = ShardSize(shard.stop - shard.start, work.split.largest_batch, work.split.shards, key)
                     with torch.no_grad(), advised(self.job, where, size):
-                        is_tried = bool(self._over_batch) and self._batches.is_due(shard.rows)
-                        less = self._batches.one_less(batch, shard.rows) if is_tried else None
-                        seeds.begin(shard)
+                        is_tried = bool(self._over_batch) and self._batches.is_due(num_rows)
+                        less = self._batches.one_less(batch, num_rows) if is_tried else None
+                        step_output, row = replica.run(shard, run_shard, model, batch, num_rows)
+                        if row is not None:
+                            sums[shard.shard, self._of_shards] += row
                         with locating(where):
-                            with buffers.forward():
-                                step_output, row = self.forwards.run(self._shard, model, shard, batch)
-                            if row is not None:
-                                sums[shard.shard, self._of_shards] += row
-                            self._update_states(step_output, shard.rows, states.setdefault(shard.shard, {}))
+                            self._update_states(step_output, num_rows, states.setdefault(shard.shard, {}))
                             if self._over_batch:
                                 own.append(detached(step_output, shard))
-                            buffers.restore()  # not before: it may write what the model has returned
                     if is_tried:
-                        seeds.begin(shard)
-                        own[-1] = self._tried(model, buffers, less, own[-1])
+                        replica.restore()  # its errors are no trial's
+                        run = partial(replica.run, shard, self._output, model)
+                        own[-1] = self._batches.tried(run, less, own[-1])
                     yield EvaluatedShard(shard, batch, step_output)
-                ran = sum(shard.rows > 0 for shard in loaded.shards)
-                for dummy in self.forwards.dummies(work.split, loaded.step, ran, work.done):
-                    with torch.no_grad():
-                        self.forwards.run(self._shard, model, None, copied(dummy.batch))
-                    buffers.restore()
                 if self._over_batch:
-                    with torch.no_grad(), locating(f"evaluation step {loaded.step}"), buffers.forward():
-                        self._measure_batch(own, loaded.whole, sums)
-                    buffers.restore()
+                    replica.restore()
+                    with torch.no_grad():
+                        replica.run_batch(loaded.step, self._measure_batch, own, loaded.whole, sums)
+                replica.restore()
                 yield StepEnd(loaded.step)
             sums[0, -1] = rows
             measured = self._measured(sums, states)
@@ -193,32 +188,26 @@ class Evaluation:
             raise JobError(f"metrics: two give {', '.join(sorted(twice))}; rename one")
         return Evaluated({**means, **computed}, rows)
 
-    def _shard(self, model: nn.Module, shard: Shard | None, batch: Any) -> tuple[StepOutput, torch.Tensor | None]:
-        """Return a shard's output and its row of sums; only its output if it is a dummy batch."""
+    def _shard(self, model: nn.Module, batch: Any, rows: int) -> tuple[StepOutput, torch.Tensor | None]:
+        """Return a shard's output and its row of sums; of 0 rows, as of a dummy batch, its output alone."""
         self.clock.enter(Part.FORWARD)
         with autocast(self.job.precision, self.device):
             step_output = run_step(self.step, model, batch)
-            if shard is None:
+            if not rows:
                 return step_output, None
             loss = []
             if self._has_loss:
                 has_loss = step_output.loss is not None
-                loss = [self.measures.loss(step_output, shard.rows) if has_loss else NO_LOSS]
-            measured = [*loss, *self.measures(step_output, shard.rows)]
+                loss = [self.measures.loss(step_output, rows) if has_loss else NO_LOSS]
+            measured = [*loss, *self.measures(step_output, rows)]
             row = as_tensor(row_of(measured, self.device), self.device) if measured else None
         self.clock.enter(Part.OTHER)
         return step_output, row
 
-    def _tried(self, model: nn.Module, buffers: UnchangedBuffers, less: Any, output: ShardOutput) -> ShardOutput:
-        """Return a shard's output with what a run of one row `less` shows of it."""
-
-        def run(batch: Any) -> StepOutput:
-            with buffers.forward(), autocast(self.job.precision, self.device):
-                return run_step(self.step, model, batch)
-
-        tried = self._batches.tried(run, less, output)
-        buffers.restore()
-        return tried
+    def _output(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Return what the step gives of a batch, without any measure."""
+        with autocast(self.job.precision, self.device):
+            return run_step(self.step, model, batch)
 
     def _measure_batch(self, own: Sequence[ShardOutput], whole: Shard, sums: torch.Tensor) -> None:
         """Add what sees the whole batch, weighed by rows, to the sums of own shards; every rank calls this."""

@@ -15,14 +15,15 @@ from dp_ray.engine.bad_samples import not_finite
 from dp_ray.engine.beside import modules_in
 from dp_ray.engine.buffers import UnchangedBuffers, on_copies
 from dp_ray.engine.gradient_hooks import InEachBackward, ParameterHooks
-from dp_ray.engine.loading import LoadedShard
+from dp_ray.engine.loading import LoadedShard, LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
-from dp_ray.engine.random import ForwardSeeds, preserved
+from dp_ray.engine.random import preserved
 from dp_ray.engine.reduce import ShardLoss
+from dp_ray.engine.replica import Replica
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.step import Metrics, Step, StepOutput, run_step, weighted_sum
-from dp_ray.engine.user_code import locating, location, reraise_as
-from dp_ray.engine.whole_batch import BatchLoss, detached, shard_loss
+from dp_ray.engine.user_code import location, reraise_as
+from dp_ray.engine.whole_batch import BatchLoss, shard_loss
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Split
@@ -151,7 +152,6 @@ class StepInspection:
         trial = RowTrial(job, device, "", lambda text: None)  # as the run's own, which has said what there is to say
         over_batch = trained.over_batch if isinstance(trained, BatchLoss) else None
         self._loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device, trial, over_batch)
-        self._seeds = ForwardSeeds(job.seed, model, device)
         self._hooks = ParameterHooks({name: one for name, one in model.named_parameters() if one.requires_grad})
 
     def find(self, step: Sequence[LoadedShard], split: Split, only: int | None = None) -> Findings:
@@ -159,8 +159,12 @@ class StepInspection:
 
         `only` is the shard to look at; None for all. The model stays as it is.
         """
-        if isinstance(self._loss, BatchLoss):
-            self._run_batch(self._loss, step, split)
+        if step:
+            whole = split.whole(step[0].shard.step)
+            every = LoadedStep(whole.step, [one.shard for one in step], step, whole)
+            size = ShardSize(step[0].shard.rows, whole.rows, self._job.num_shards)
+            with self._alone() as replica, advised(self._job, f"step {whole.step}", size):
+                self._loss.prepare(replica, every, lambda value, _: torch.ones_like(value), 0, False)
         loaded = [one for one in step if only in (None, one.shard.shard)]
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         weights = next((name for name, one in named if not is_finite(one)), None)
@@ -174,37 +178,22 @@ class StepInspection:
                 rows.append((one, self._shard(one, split.whole(one.shard.step).rows, finder)))
         return Findings(rows, weights, batch, finder.output, finder.gradient)
 
-    def _run_batch(self, loss: BatchLoss, step: Sequence[LoadedShard], split: Split) -> None:
-        own = []
-        for one in step:
-            size = ShardSize(one.shard.rows, split.whole(one.shard.step).rows, self._job.num_shards)
-            with self.unchanged(), advised(self._job, location(one.shard), size), locating(location(one.shard)):
-                self._seeds.begin(one.shard)
-                own.append(detached(loss.run(copied(one.batch)), one.shard))
-            if loss.batches.is_due(one.shard.rows):
-                with self.unchanged():
-                    self._seeds.begin(one.shard)
-                    less = loss.batches.one_less(one.batch, one.shard.rows)
-                    own[-1] = loss.batches.tried(loss.run, less, own[-1])
-        if step:
-            with self.unchanged():
-                loss.take(split.whole(step[0].shard.step), own, lambda value, _: torch.ones_like(value))
-
     def forward(self, one: LoadedShard) -> torch.Tensor:
-        """Return the sum of a shard's losses."""
-        self._seeds.begin(one.shard)
-        with locating(location(one.shard)):
-            loss: torch.Tensor = self._loss(copied(one.batch), one.shard.rows)
+        """Return the sum of a shard's losses; the model stays as it is."""
+        with self._alone() as replica:
+            return self._run(replica, one)
+
+    def _run(self, replica: Replica, one: LoadedShard) -> torch.Tensor:
+        shard = one.shard
+        loss: torch.Tensor = replica.run(shard, self._loss, copied(one.batch), shard.rows, shard.shard)
         return loss
 
     def _shard(self, one: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
         size = ShardSize(one.shard.rows, batch_rows, self._job.num_shards)
         before = finder.output
-        with self.unchanged(), advised(self._job, location(one.shard), size):
+        with self._alone() as replica, advised(self._job, location(one.shard), size):
             with finder.forward(one.shard.shard):
-                if isinstance(self._loss, BatchLoss):
-                    self._loss.begin(one.shard)
-                loss = self.forward(one)
+                loss = self._run(replica, one)
             step_output = self._loss.result.step_output
             if isinstance(self._loss, BatchLoss):
                 losses = RowLosses(self._loss.row_norms(one.shard), OF_BATCH, float(self._loss.value or 0.0))
@@ -221,16 +210,21 @@ class StepInspection:
             return losses
 
     @contextmanager
+    def _alone(self) -> Iterator[Replica]:
+        """Give a replica without other workers; after it, the model has its values of before, and no gradients."""
+        state = UnchangedBuffers(self.model, self._beside)
+        try:
+            yield Replica(self._job, self.model, self._device, state)
+            state.restore()
+        finally:
+            state.put_back()
+            self.model.zero_grad(set_to_none=True)
+
+    @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Run the block, then give the model its values of before, and no gradients."""
-        buffers = UnchangedBuffers(self.model, self._beside)
-        try:
-            with buffers.forward():
-                yield
-            buffers.restore()
-        finally:
-            buffers.put_back()
-            self.model.zero_grad(set_to_none=True)
+        with self._alone() as replica, replica.state.forward():
+            yield
 
 
 @torch.no_grad()

@@ -93,6 +93,11 @@ class LoadedStep(NamedTuple):
     loaded: Iterable[LoadedShard]
     whole: Shard
 
+    @property
+    def lacks_shard_0(self) -> bool:
+        """Whether this worker has shard 0, without rows."""
+        return bool(self.shards) and self.shards[0].shard == 0 and not self.shards[0].rows
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:

@@ -247,11 +247,11 @@ class Runner:
         if self.job.task != "train":
             self._infer()
             return
-        loss: Callable[[Any, int], torch.Tensor] = self._loss
+        loss: Callable[..., torch.Tensor] = self._loss
         exchanging: AbstractContextManager[Any] = nullcontext()
         if self._reduction is not None:
             self._reduction.begin(0, [0], 1)
-            loss, exchanging = self._reduction.replica, self._reduction.shard(0, is_last)
+            loss, exchanging = self._reduction.called, self._reduction.shard(0, is_last)
         if not self.model.training:
             self.model.train()
         with exchanging:

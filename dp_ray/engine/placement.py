@@ -11,31 +11,25 @@ first batch, or else that of another worker. Its loss counts nothing.
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine.buffers import Blocks, make_room
-from dp_ray.engine.items import PassthroughBatch
-from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import BatchNormOfShard, build_model, compiled, input_device, load_weights, unwrapped
 from dp_ray.engine.optimizer import Average
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.reduce import DdpReduction, Reduction, Trained
+from dp_ray.engine.replica import CollectiveForwards, Forwards
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
 from dp_ray.engine.sharded.state import AlignedParts, Sharded, load_rows, rows_of_optimizer, whole_tensors
 from dp_ray.engine.tree_sum import ShardSums
 from dp_ray.engine.update import OptimizerStep, ShardedAverage, ShardedOptimizerStep, load_part
-from dp_ray.engine.world import CPU, World, everyone, gathered
+from dp_ray.engine.world import World, everyone
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
-from dp_ray.plan.split import Done, Split, Work
-from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import moved_batch
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class Placement:
         """The blocks of which each worker gathers the parameters, with torch's records of them."""
         return ()
 
-    def forwards(self) -> "Forwards":
+    def forwards(self) -> Forwards:
         """Return the forwards of an evaluation, a prediction or a training's passes."""
         return Forwards()
 
@@ -131,7 +125,7 @@ class ShardedPlacement(Placement):
         """The blocks of which each worker gathers the parameters, with torch's records of them."""
         return self.sharded.blocks
 
-    def forwards(self) -> "Forwards":
+    def forwards(self) -> Forwards:
         """Return the forwards of an evaluation, a prediction or a training's passes, each with a dummy batch."""
         return CollectiveForwards(self.sharded, self.world)
 
@@ -234,99 +228,3 @@ class BatchNormOfWorkers(nn.SyncBatchNorm):
 def shards_over(job: Job, world: World) -> bool:
     """Return whether torch's FSDP runs the model: on several workers, or if it computes in other dtypes."""
     return job.is_sharded and (world.world_size > 1 or job.fsdp.mixed_precision is not None)
-
-
-class DummyBatch(NamedTuple):
-    """A batch and its number of rows."""
-
-    batch: Any
-    rows: int
-
-
-class Forwards:
-    """The forwards of workers that hold the whole model: no worker waits for another."""
-
-    def begin(self, loaded: LoadedStep) -> LoadedStep:
-        """Return the step to go on with; all ranks call this before a step."""
-        return loaded
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that runs the model."""
-        return function(*args)
-
-    def dummies(self, split: Split, step: int, ran: int, done: Done | None = None) -> list[DummyBatch]:
-        """Return a dummy batch for each round that this worker, with `ran` shards to run, runs without rows."""
-        return []
-
-    def agree(self, goes_on: bool) -> bool:
-        """Return whether to run the next step: this worker's own decision."""
-        return goes_on
-
-    def end(self) -> bool:
-        """End an evaluation or a prediction, and say that it ran to its end: True."""
-        return True
-
-
-class CollectiveForwards(Forwards):
-    """The forwards of workers that hold a part of the model each: in each round all of them run it."""
-
-    def __init__(self, sharded: Sharded, world: World) -> None:
-        self._sharded = sharded
-        self._world = world
-        self._dummy: DummyBatch | None = None
-        self._is_agreed = False
-
-    def begin(self, loaded: LoadedStep) -> LoadedStep:
-        """Return the same step, once the workers have agreed on a dummy batch. Every rank calls this each step.
-
-        Until all have one, it loads the whole step, since the first samples may be set aside.
-        """
-        if self._is_agreed:
-            return loaded
-        first = list(loaded.loaded)
-        filled = [
-            DummyBatch(batch.batch if isinstance(batch, PassthroughBatch) else batch, shard.rows)
-            for shard, _, batch in first
-            if shard.rows
-        ]
-        mine = filled[0] if filled else None
-        have = gathered(mine is not None)
-        self._is_agreed = any(have)
-        self._dummy = mine
-        if self._is_agreed and not all(have):  # one without rows takes the batch of the first rank that has one
-            sender = have.index(True)
-            sent = gathered(_moved(mine, CPU) if self._world.rank == sender else None)[sender]
-            self._dummy = mine or _moved(sent, self._world.device)
-        return loaded._replace(loaded=chain(first))
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that runs the model, with the parameters outside its blocks gathered."""
-        return self._sharded.run(function, *args)
-
-    def dummies(self, split: Split, step: int, ran: int, done: Done | None = None) -> list[DummyBatch]:
-        """Return the dummy batch, for each round of the step in which this worker has no rows.
-
-        There are as many rounds as the worker has that has most shards with rows by the plan, without those `done`.
-        A model may change its inputs in place: run a copy.
-        """
-        if self._dummy is None:
-            return []
-        size = self._world.world_size
-        work = (Work(split, size, rank, done or Done(), step) for rank in range(size))
-        return [self._dummy] * (max(len(next(iter(one))[1]) for one in work) - ran)
-
-    def agree(self, goes_on: bool) -> bool:
-        """Return whether all workers go on; every rank calls this before each step."""
-        votes = torch.tensor(int(goes_on))
-        with waiting("the other workers to begin the next step"):
-            dist.all_reduce(votes, dist.ReduceOp.MIN, group=everyone())
-        return bool(votes)
-
-    def end(self) -> bool:
-        """Free what the last forward has left gathered, and say that it ran to its end: True."""
-        self._sharded.root.reshard()  # a forward without a backward leaves parameters gathered
-        return True
-
-
-def _moved(one: DummyBatch | None, device: torch.device) -> DummyBatch | None:
-    return None if one is None else DummyBatch(moved_batch(one.batch, device), one.rows)

@@ -8,7 +8,7 @@ import copy
 import functools
 import inspect
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -18,17 +18,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
 from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.items import Plain, split_passthrough
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
-from dp_ray.engine.placement import Forwards
-from dp_ray.engine.random import ForwardSeeds, seed_all
+from dp_ray.engine.random import seed_all
+from dp_ray.engine.replica import Forwards, Replica
 from dp_ray.engine.rows import Less, RowTrial, Tried, row_dim
 from dp_ray.engine.step import StepEnd, keywords_hint
-from dp_ray.engine.user_code import describe_input, gradients_hint, locating, location, reraise_as
+from dp_ray.engine.user_code import describe_input, gradients_hint, locating, location, raise_as, reraise_as
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -273,25 +272,20 @@ def predict(
     """
     job, work, forwards, counts_flops = prediction.job, prediction.work, prediction.forwards, prediction.counts_flops
     select = OutputSelector(job, prediction.device, prediction.notes)
-    seeds = ForwardSeeds(job.seed, model, prediction.device, select.after)
     # The autocast around all shards is off: it keeps converted parameters from one shard to the next.
-    with evaluating(model) as buffers, autocast(job.precision, prediction.device, enabled=False):
-        runner = _Runner(prediction, model, buffers, seeds, select)
+    with evaluating(model) as state, autocast(job.precision, prediction.device, enabled=False):
+        replica = Replica(job, model, prediction.device, state, work, forwards, prediction.clock, after=select.after)
+        runner = _Runner(prediction, model, replica, select)
         for loaded in map(forwards.begin, steps):
-            for shard, indices, batch in loaded.loaded:
-                if shard.rows:
+            for shard, indices, batch, _ in replica.rounds(loaded):
+                if shard is None:  # the other workers need this one to gather parameters
+                    runner.run_dummy(batch)
+                else:
                     # The outputs get no name: those that are not kept are freed before the next shard.
                     yield runner.run(shard, indices, batch, counts_flops)
                     counts_flops = False
                     prediction.clock.enter(Part.OTHER)
-                with locating(location(shard)):
-                    buffers.restore()
-            # The other workers need this one to gather parameters.
-            ran = sum(shard.rows > 0 for shard in loaded.shards)
-            for dummy in forwards.dummies(work.split, loaded.step, ran, work.done):
-                with runner.modes():
-                    runner.run_dummy(copied(dummy.batch))
-                buffers.restore()
+            replica.restore()
             yield StepEnd(loaded.step)
         with runner.modes():
             forwards.end()
@@ -333,12 +327,11 @@ def check_lists(tried: Mapping[str, Less], outputs: Any, rows: int, where: str) 
 
 @dataclass(frozen=True)
 class _Runner:
-    """A model that runs shards, each with its own random numbers, and with buffers that can be restored."""
+    """A replica that predicts shards, and picks from their outputs what is kept."""
 
     prediction: Prediction
     model: nn.Module
-    buffers: UnchangedBuffers
-    seeds: ForwardSeeds
+    replica: Replica
     select: OutputSelector
 
     @contextmanager
@@ -353,8 +346,9 @@ class _Runner:
 
     def run_dummy(self, inputs: Any) -> None:
         """Run the model beside other workers that need this one."""
-        with reraise_as("model", gradients_hint):
-            self.prediction.forwards.run(call_model, self.model, inputs, self.prediction.job.call)
+        with self.modes(), reraise_as("model", gradients_hint):
+            call = self.replica.forwards.gathering(call_model)
+            self.replica.run(None, call, self.model, inputs, self.prediction.job.call)
 
     def run(self, shard: Shard, indices: Indices, batch: Any, counts_flops: bool) -> PredictedShard:
         """Run a shard, and pick from its outputs."""
@@ -374,9 +368,8 @@ class _Runner:
         is_single = trial is not None and trial.is_single_due(shard.rows)
         twice = trial.row_twice(inputs) if trial is not None and is_single else None
         clock.enter(Part.FORWARD)
-        self.seeds.begin(shard)
-        with self.buffers.forward():
-            outputs = self.prediction.forwards.run(self._forward, inputs, shard, clock)
+        outputs = self.replica.run(shard, self._forward, inputs)
+        clock.enter(Part.OUTPUTS)
         selected = self.select(outputs, inputs, shard)
         if trial is not None and is_tried:
             del outputs  # what is not kept: the trial may need its memory
@@ -419,37 +412,34 @@ class _Runner:
         job, where = self.prediction.job, location(shard)
 
         def run(inputs: Any) -> Any:
-            with self.buffers.forward():
-                outputs = call_model(self.model, inputs, job.call)
+            outputs = self.replica.run(shard, call_model, self.model, inputs, job.call)
             return without_texts(self.select.picked(outputs, inputs, where, None))
 
-        with locating(where):
-            self.buffers.restore()
-        self.seeds.begin(shard)
+        self.replica.restore()  # its errors are no trial's
         tried = trial.run(run, other, selected, shard.rows)
         self.prediction.clock.enter(before)
         return tried
 
     def _flops(self, inputs: Any, shard: Shard) -> Flops:
         """Count a row's operations, by a forward more, on a copy of the inputs: the model may change them."""
-        self.seeds.begin(shard)
-        run = functools.partial(self._forward, copied(inputs), shard, SilentClock())
-        with self.buffers.forward():
-            flops = counted_flops(run, shard.rows, self.prediction.job, self.prediction.device)
-        self.buffers.restore()
-        return flops
+        run = functools.partial(self.replica.run, shard, self._forward, copied(inputs))
+        return counted_flops(run, shard.rows, self.prediction.job, self.prediction.device)
 
-    def _forward(self, inputs: Any, shard: Shard, clock: StepClock) -> Any:
-        """Call the model; the clock's part after it is that of the outputs."""
-        call = self.prediction.job.call
-        with reraise_as(
-            f"{location(shard)}: model",
-            lambda error: (
-                gradients_hint(error)
-                + keywords_hint(self.model, inputs, call, error)
-                + (mixed_devices(self.model, error) or describe_input(inputs))
-            ),
-        ):
-            outputs = call_model(self.model, inputs, call)
-        clock.enter(Part.OUTPUTS)
-        return outputs
+    @functools.cached_property
+    def _forward(self) -> Callable[[Any], Any]:
+        """A function of inputs that returns the model's outputs; an error says that the model raised it."""
+        model, call = self.model, self.prediction.job.call
+        called = self.replica.forwards.gathering(call_model)
+
+        def forward(inputs: Any) -> Any:
+            try:
+                return called(model, inputs, call)
+            except (Exception, SystemExit) as error:
+
+                def hint(error: BaseException) -> str:
+                    what = mixed_devices(model, error) or describe_input(inputs)
+                    return gradients_hint(error) + keywords_hint(model, inputs, call, error) + what
+
+                raise_as(error, "model", hint)
+
+        return forward

@@ -9,7 +9,7 @@ The step's statistics go with the gradients, in a `StatsBucket`, without a colle
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,9 +27,10 @@ from dp_ray.engine.buffers import Buffers
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.gradient_hooks import InEachBackward
 from dp_ray.engine.host_copy import side_stream
-from dp_ray.engine.loading import OverlappedRead
+from dp_ray.engine.loading import LoadedStep, OverlappedRead
 from dp_ray.engine.model import autocast
-from dp_ray.engine.step import Metrics, Row, Step, StepOutput, UsersPair, Weighted, row_of, run_step
+from dp_ray.engine.replica import Replica
+from dp_ray.engine.step import Compare, Metrics, Row, Step, StepOutput, UsersPair, Weighted, row_of, run_step
 from dp_ray.engine.tree_sum import Gradients, ShardSums, add, tree_sum, zeros_that_add_nothing
 from dp_ray.engine.world import World, begin_sum, everyone, is_gpu, new_group
 from dp_ray.errors import ModelError
@@ -42,6 +43,7 @@ from dp_ray.text import listed
 Sums = torch.futures.Future[torch.Tensor]
 Begun = dist.Work | Sums  # a bucket's sum, which can be waited for
 Work = dist.Work | None
+Seed = Callable[[torch.Tensor, int], torch.Tensor]
 NOTHING: AbstractContextManager[Any] = nullcontext()
 GRADIENTS = "the other workers' gradients"
 
@@ -77,8 +79,19 @@ class ShardLoss(nn.Module):
         self.stats_parameter: nn.Parameter | None = None  # the bucket's, where DDP finds it
         self._reduced: list[nn.Parameter] = []
         self.result = ShardResult()
+        self.over_batch: Mapping[str, Compare] | None = None  # the functions that see the whole batch
 
-    def prepare(self, ignored: Sequence[nn.Parameter], looks_for_unused: bool, num_stats: int) -> list[str]:
+    def prepare(
+        self, replica: Replica, loaded: LoadedStep, seed: Seed, number: int, may_keep: bool
+    ) -> tuple[LoadedStep, bool]:
+        """Do what a pass needs before its first shard; return the step, and whether its only forward has run.
+
+        `seed` makes the gradient with which a backward begins. `number` is that of the step's pass. A graph may be
+        kept for the pass if it `may_keep` one. Every rank calls this.
+        """
+        return loaded, False
+
+    def leaves_to_ddp(self, ignored: Sequence[nn.Parameter], looks_for_unused: bool, num_stats: int) -> list[str]:
         """Prepare to be wrapped by DDP; return the names of the parameters `ignored`, for DDP to ignore.
 
         A bucket then brings `num_stats` numbers to the other workers. With `looks_for_unused`, DDP finds the
@@ -93,10 +106,10 @@ class ShardLoss(nn.Module):
             self.stats_parameter = self.stats_bucket.parameter
         return [name for name, one in self.named_parameters(remove_duplicate=False) if id(one) in names]
 
-    def forward(self, batch: Any, rows: int) -> torch.Tensor:
+    def forward(self, batch: Any, rows: int, shard: int | None = None) -> torch.Tensor:
         """Return the sum of the shard's losses, and set `result`; of 0 rows, a zero that DDP can reduce.
 
-        Raises ModelError if the loss depends on no trained parameter.
+        `shard` is its number. Raises ModelError if the loss depends on no trained parameter.
         """
         if rows == 0:
             zero = torch.zeros((), device=self._device)
@@ -161,7 +174,7 @@ class Reduction:
     """
 
     def __init__(self, trained: Trained) -> None:
-        self.replica: Callable[[Any, int], torch.Tensor] = trained.loss
+        self.called: Callable[..., torch.Tensor] = trained.loss  # with a shard's batch, rows and number
         self.trained = trained
         self.sums = trained.sums
         self._leaves: Sequence[Node] = ()
@@ -243,7 +256,7 @@ class DdpReduction(Reduction):
         self._waits_later = not is_gpu(world.device)
         self._ddp = wrapped(trained.loss, trained.sparse, finds_unused, num_stats if self._sends_stats_along else 0)
         self._finds_unused = finds_unused
-        self.replica = self._ddp
+        self.called = self._ddp
         self._reducer = (
             Reducer(trained.clock, self._waits_later)
             if trained.sums is None
@@ -335,7 +348,7 @@ class DdpReduction(Reduction):
 
 @contextmanager
 def for_trial(loss: ShardLoss, sparse: Sequence[nn.Parameter], is_compiled: bool) -> Iterator[nn.Module]:
-    """Give the replica of a trial before the steps, whose gradients stay on this worker; every rank calls this.
+    """Give the module of a trial before the steps, whose gradients stay on this worker; every rank calls this.
 
     A compiled model is called within a DDP, as in the steps. There torch cuts the model's graph where DDP's buckets
     end, so that DDP sums a bucket during the backward. Compiled elsewhere, the graph would stay whole in the steps.
@@ -353,7 +366,7 @@ def wrapped(
 ) -> DistributedDataParallel:
     """Return DDP around a shard's loss; sparse gradients are left to `sum_over_workers`."""
     # NCCL cannot sum sparse tensors, and with DDP no worker may lack a gradient.
-    ignored = loss.prepare(sparse, finds_unused, num_stats)
+    ignored = loss.leaves_to_ddp(sparse, finds_unused, num_stats)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, ignored)  # type: ignore[no-untyped-call]
     with warnings.catch_warnings(), waiting("the other workers to make their DDP"):
         # torch 2.13 deprecates `broadcast_buffers` for a parameter that older versions do not have.

@@ -20,9 +20,10 @@ from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loading import LoadedStep, Source, find_reference, load_steps
 from dp_ray.engine.model import autocast, evaluating, free_memory, is_out_of_memory
-from dp_ray.engine.placement import Forwards, Placement, ShardedPlacement, place
+from dp_ray.engine.placement import Placement, ShardedPlacement, place
 from dp_ray.engine.prediction import Prediction, predict
 from dp_ray.engine.reduce import Reduction, Trained, make_gradients_dense
+from dp_ray.engine.replica import Forwards, Replica, T
 from dp_ray.engine.step import PredictInputs, build_step, run_step
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.whole_batch import shard_loss
@@ -115,7 +116,8 @@ def _train(placement: Placement, data: Data) -> None:
         model.train()
     loss_of = shard_loss(placement.called, build_step(job, world), build_metrics(job)[0], job, world.device)
     trained = list(optimizer_step.trained.values())
-    parts = Trained(loss_of, optimizer_step.trained, [], placement.sums(trained), Buffers(model), SilentClock())
+    state = Buffers(model, job.compile, placement.blocks)
+    parts = Trained(loss_of, optimizer_step.trained, [], placement.sums(trained), state, SilentClock())
     reduction = placement.reduction(parts, False, 0) if placement.is_sharded else Reduction(parts)
     beside = UnchangedBuffers(nn.Module(), loss_of.beside)
     try:
@@ -127,6 +129,7 @@ def _train(placement: Placement, data: Data) -> None:
 
 def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer_step: OptimizerStep) -> None:
     trained, world = list(optimizer_step.trained.values()), placement.world
+    replica = Replica(placement.job, placement.model, world.device, reduction.trained.buffers)
     for most in (1, None):  # the first pass makes the optimizer's state
         (planned,) = (shards[:most] for _, shards in _shards(world, data))
         # DDP's buckets: they hold the gradients themselves if the worker runs a single shard.
@@ -137,13 +140,15 @@ def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer
                 one.grad = bucket
         filled = num_filled(data.split.largest_batch, data.split.shards)
         reduction.begin(0, [shard.shard for shard in planned], filled)
+        replica.begin(len(planned))
         with closing(_load(world, data)[1]) as steps:
-            for shard, _, batch in islice(next(steps).loaded, most):
-                if shard.rows:
-                    with reduction.shard(shard.shard, shard.shard == planned[-1].shard):
-                        loss = reduction.replica(batch, shard.rows) / data.split.largest_batch
-                        optimizer_step.hooks.look()
-                        loss.backward()  # type: ignore[no-untyped-call]
+            loaded = next(steps)
+            for shard, _, batch, rows in replica.rounds(loaded._replace(loaded=islice(loaded.loaded, most))):
+                assert shard is not None
+                with reduction.shard(shard.shard, shard.shard == planned[-1].shard):
+                    loss = replica.run(shard, reduction.called, batch, rows) / data.split.largest_batch
+                    optimizer_step.hooks.look()
+                    loss.backward()  # type: ignore[no-untyped-call]
         if not placement.is_sharded:
             list(reduction.summed(torch.empty(0)))
         optimizer_step.rehearse()
@@ -157,9 +162,9 @@ class LocalForwards(Forwards):
 
     of_all: Forwards
 
-    def run(self, function: Run, *args: Any) -> Any:
-        """Call a function that runs the model."""
-        return self.of_all.run(function, *args)
+    def gathering(self, call: Callable[..., T]) -> Callable[..., T]:
+        """Return a function that runs the model, so that it has the parameters that it needs."""
+        return self.of_all.gathering(call)
 
     def end(self) -> bool:
         """Free what the last forward has left gathered."""
@@ -178,13 +183,14 @@ def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, forwar
 def _evaluate(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:
     """Run an evaluation's step."""
     step, measures = build_step(job, world), build_metrics(job)[0]
+    run = forwards.gathering(run_step)
     with (
         closing(_load(world, data)[1]) as steps,
-        evaluating(model, modules_beside(job, step, measures.functions)),
+        evaluating(model, modules_beside(job, step, measures.functions)) as state,
         torch.no_grad(),
         autocast(job.precision, world.device),
     ):
-        for shard, _, batch in next(steps).loaded:
-            if shard.rows:
-                measures(forwards.run(run_step, step, called, batch), shard.rows)
+        replica = Replica(job, model, world.device, state)
+        for one in replica.rounds(next(steps)):
+            measures(replica.run(one.shard, run, step, called, one.batch), one.rows)
     forwards.end()

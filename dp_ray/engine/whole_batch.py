@@ -9,6 +9,7 @@ worker with a single shard keeps the graph of its forward, and runs it once.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +18,15 @@ from torch import nn
 
 from dp_ray.engine.alignment import aligned, must_align
 from dp_ray.engine.beside import modules_beside
+from dp_ray.engine.clock import Part
+from dp_ray.engine.loading import LoadedShard, LoadedStep
 from dp_ray.engine.model import autocast
 from dp_ray.engine.random import seed_all
-from dp_ray.engine.reduce import ShardLoss
+from dp_ray.engine.reduce import Seed, ShardLoss
+from dp_ray.engine.replica import Replica
 from dp_ray.engine.rows import RowTrial, Tried, constants_of, is_same_constant, row_dim
 from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of, run_step
-from dp_ray.engine.user_code import describe_compared, locating, reraise_as
+from dp_ray.engine.user_code import describe_compared, reraise_as
 from dp_ray.engine.world import all_gather, everyone, gathered, has_peers
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
@@ -54,7 +58,6 @@ OF_ROWS = (
 )
 
 Gradients = Mapping[str, torch.Tensor]  # of a shard's outputs, by their paths
-Seed = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def build_over_batch(job: Job, device: torch.device) -> dict[str, Compare]:
@@ -454,8 +457,8 @@ class _Given(torch.autograd.Function):
 class BatchLoss(ShardLoss):
     """The module that DDP wraps if the loss is over the batch; a shard's backward begins with its outputs' gradients.
 
-    A step first calls `run` for each shard, and then `take` once; then for each shard `begin` and the module. Without
-    `begin`, as in a trial, the loss is the sum of all outputs.
+    A pass first calls `prepare`, which runs all shards, and then the module for each shard, with its number. Without
+    a number, as for a dummy batch, the loss is the sum of all outputs.
     """
 
     def __init__(
@@ -469,14 +472,14 @@ class BatchLoss(ShardLoss):
         over_batch: Mapping[str, Compare] | None = None,
     ) -> None:
         super().__init__(model, step, measures, job, device)
-        self.over_batch = over_batch or build_over_batch(job, self._device)
-        self.beside = modules_beside(job, step, {**measures.functions, **self.over_batch})
+        self.over_batch = functions = over_batch or build_over_batch(job, self._device)
+        self._of_batch = functions["loss"]
+        self.beside = modules_beside(job, step, {**measures.functions, **functions})
         self.batches = batches
         self._seed = job.seed
         self._aligns = must_align(job, device)
         self._gradients: dict[int, Gradients] = {}
         self._dims: Mapping[str, int | None] = {}
-        self._given: Gradients | None = None
         self.value: torch.Tensor | None = None  # the loss of the step's batch
         self._kept: StepOutput | None = None
 
@@ -488,9 +491,51 @@ class BatchLoss(ShardLoss):
     def _cast(self) -> Any:
         return nullcontext() if self._autocast is None else autocast(*self._autocast)
 
-    def keep(self, output: StepOutput) -> None:
-        """Take the next shard's outputs from a forward that has run already."""
-        self._kept = output
+    def prepare(
+        self, replica: Replica, loaded: LoadedStep, seed: Seed, number: int, may_keep: bool
+    ) -> tuple[LoadedStep, bool]:
+        """Run the shards forward, and compute the loss of the whole batch, so that each has its outputs' gradients.
+
+        A worker that runs a single shard keeps its graph, and runs it only here: returns whether it does. Not in the
+        first step, which tries that shard once more, nor in the step that tries which outputs have rows, nor where
+        shard 0 has no rows, so that the state stays.
+        """
+        loaded = loaded._replace(loaded=list(loaded.loaded))
+        filled = [one for one in loaded.loaded if one.shard.rows]
+        dummies, run = replica.dummies(loaded.step, len(filled)), replica.forwards.gathering(self.run)
+        tried = next((at for at, one in enumerate(filled) if self.batches.is_due(one.shard.rows)), None)
+        may_keep = may_keep and tried is None and not loaded.lacks_shard_0
+        is_kept = may_keep and len(filled) + len(dummies) == 1
+        replica.clock.enter(Part.FORWARD)
+        replica.begin(len(filled) if is_kept else 2)
+        own: list[ShardOutput] = []
+        for one in replica.rounds(loaded, dummies):
+            if one.shard is not None:
+                replica.running = one.batch, one.rows
+            output = replica.run(one.shard, run, one.batch if is_kept else copied(one.batch), number=number)
+            if one.shard is not None:
+                own.append(detached(output, one.shard, not is_kept))
+            if is_kept:
+                self._kept = output
+            del output  # and its graph
+        replica.running = None
+        if tried is not None:
+            own[tried] = self._tried(replica, filled[tried], own[tried], number)
+        if is_kept:
+            replica.goes_on()
+        else:
+            replica.restore()
+        replica.run_batch(loaded.step, self.take, loaded.whole, own, seed, number)
+        return loaded, is_kept
+
+    def _tried(self, replica: Replica, one: LoadedShard, output: ShardOutput, number: int) -> ShardOutput:
+        """Run a shard with one row less; return its output with what that shows."""
+        before = replica.clock.enter(Part.OTHER)
+        replica.restore()  # its errors are no trial's
+        run = partial(replica.run, one.shard, self.run, number=number)
+        output = self.batches.tried(run, self.batches.one_less(one.batch, one.shard.rows), output)
+        replica.clock.enter(before)
+        return output
 
     def take(self, whole: Shard, own: Sequence[ShardOutput], seed: Seed, number: int = 0) -> None:
         """Compute the loss of the whole batch, of which `own` are this worker's shards; every rank calls this.
@@ -502,10 +547,9 @@ class BatchLoss(ShardLoss):
         if merged is None:
             return
         seed_of_batch(self._seed, whole, self._device, number)
-        with locating(f"step {whole.step}"):
-            with self._cast():
-                loss = merged.measure("the loss", self.over_batch["loss"])
-            self._gradients = merged.gradients(loss, seed(loss, 1), [one.shard for one in own])
+        with self._cast():
+            loss = merged.measure("the loss", self._of_batch)
+        self._gradients = merged.gradients(loss, seed(loss, 1), [one.shard for one in own])
         if self._aligns:  # they are rows of the whole batch's, which begin anywhere
             self._gradients = {
                 shard: {path: aligned(one) for path, one in gradients.items()}
@@ -525,11 +569,7 @@ class BatchLoss(ShardLoss):
         norms: list[float] = squares.sqrt().tolist()
         return norms
 
-    def begin(self, shard: Shard | None) -> None:
-        """Begin a shard's forward and backward; None for a round without rows."""
-        self._given = None if shard is None else self._gradients[shard.shard]
-
-    def forward(self, batch: Any, rows: int) -> torch.Tensor:
+    def forward(self, batch: Any, rows: int, shard: int | None = None) -> torch.Tensor:
         """Return a scalar whose backward gives the shard's outputs their gradients, and set `result`.
 
         Raises ModelError if the outputs have another form than in the first forward.
@@ -538,8 +578,8 @@ class BatchLoss(ShardLoss):
             return super().forward(batch, rows)
         kept, self._kept = self._kept, None
         step_output = self.run(batch) if kept is None else kept
-        given, self._given = self._given, None
-        loss = _sum_of(step_output.outputs) if given is None else _giving(step_output.outputs, given)
+        outputs = step_output.outputs
+        loss = _sum_of(outputs) if shard is None else _giving(outputs, self._gradients[shard])
         measured = [Weighted(torch.zeros(()) if self.value is None else self.value * rows, rows)]
         if self._measures.functions:
             with torch.no_grad(), self._cast():

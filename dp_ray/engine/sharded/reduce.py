@@ -40,7 +40,7 @@ class ShardedReduction(Reduction):
         self._is_dummy = False
         self._exchanges = True
         self._work: Work = None
-        self.replica = self._forward
+        self.called = self._forward
         for one in sharded.replicated.values():
             self._watch(one, one)
 
@@ -90,9 +90,9 @@ class ShardedReduction(Reduction):
                 one.grad = None
         return iter(())
 
-    def _forward(self, batch: Any, rows: int) -> torch.Tensor:
+    def _forward(self, *shard: Any) -> torch.Tensor:
         # In memory of its own: torch warns of hooks on views.
-        loss: torch.Tensor = self._sharded.run(lambda *args: self.trained.loss(*args).clone(), batch, rows)
+        loss: torch.Tensor = self._sharded.run(lambda *args: self.trained.loss(*args).clone(), *shard)
         for unit in self._unwatched:  # FSDP gathers a parameter into the same tensor each time
             if (gathered := getattr(unit, "_unsharded_param", None)) is not None:
                 self._watch(gathered, unit.sharded_param)
