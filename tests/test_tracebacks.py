@@ -79,7 +79,7 @@ def test_a_mistake_shows_the_users_frames_once_then_one_sentence(
     assert (told.count('File "'), told.count("ValueError")) == (2, 2), "once in the code, once in the sentence"
     assert status_of(monkeypatch, *args, "--overwrite", "--verbose") == 1
     told = capsys.readouterr().err
-    assert {"mine_of_traces.py", "step.py", "trainer.py"} <= files_in(told)
+    assert {"mine_of_traces.py", "step.py", "replica.py"} <= files_in(told)
 
 
 def test_a_loss_that_raises_says_what_it_got(

@@ -151,6 +151,7 @@ def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer
                     loss.backward()  # type: ignore[no-untyped-call]
         if not placement.is_sharded:
             list(reduction.summed(torch.empty(0)))
+        reduction.trained.buffers.finish()
         optimizer_step.rehearse()
         del buckets
     optimizer_step.hooks.put_back()
