@@ -26,7 +26,7 @@ from benchmarks.table import Row, time_text
 from benchmarks.training import as_a_worker, ours
 from benchmarks.turns import take_turns
 from dp_ray.engine import loading
-from dp_ray.engine.buffers import Buffers
+from dp_ray.engine.buffers import ForwardState
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.random import ForwardSeeds, RngProbe
 from dp_ray.engine.votes import Stats, StepControl
@@ -130,7 +130,12 @@ def _loop(
 PROMISES: dict[str, list[tuple[Any, str]]] = {
     "seeds": [(ForwardSeeds, "begin"), (loading, "seed_all"), (RngProbe, "begin"), (RngProbe, "is_broken")],
     "votes and sums": [(Stats, "begin"), (Stats, "put"), (Stats, "total")],
-    "what forwards write": [(Buffers, "begin"), (Buffers, "check"), (Buffers, "keep"), (Buffers, "finish")],
+    "what forwards write": [
+        (ForwardState, "begin"),
+        (ForwardState, "check"),
+        (ForwardState, "keep"),
+        (ForwardState, "finish"),
+    ],
     "history": [(History, "add")],
     "shapes": [(Probe, "_before"), (Probe, "_after"), (Recorder, "on_shard"), (Recorder, "on_step")],
     "times": [(StepClock, "enter"), (StepClock, "end_step"), (Recorder, "on_times")],

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
-from dp_ray.engine.buffers import Buffers
+from dp_ray.engine.buffers import ForwardState
 from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.step import Step
 from dp_ray.engine.trainer import Pass
@@ -89,7 +89,7 @@ class TrainsGan(StepControl):
         split = split_of(job, len(dataset))
         placement = place(job, context.world, context.notify)
         model: Any = placement.model
-        buffers = Buffers(model)
+        buffers = ForwardState(model)
         critic = replace(placement, model=model.critic, called=model.critic)
         generator = replace(placement, model=model.generator, called=model.generator)
         of_critic, of_generator = critic.optimizer_step(), generator.optimizer_step()

@@ -211,9 +211,10 @@ def own_step(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def test_a_row_that_does_not_fit_is_told(tmp_path: Path) -> None:
-    says = r"shards: auto: a shard of a single row does not fit: rank 0: step 0, shard 0: model raised OutOfMemoryError: "
+    says = r"shards: auto: a shard of a single row does not fit: rank 0: step 0, shard 0: model raised OutOfMemory"
     with pytest.raises(
-        JobError, match=says + r"CUDA out of memory.*float32 \[1, 6\].*; set one of: precision: bf16, more GPUs"
+        JobError,
+        match=says + r"Error: CUDA out of memory.*float32 \[1, 6\].*; set one of: precision: bf16, more GPUs",
     ):
         dp_ray.run(**training_of(tmp_path, model=card(most=0)))
     assert kept(tmp_path)["job"]["shards"] == "auto"

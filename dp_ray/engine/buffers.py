@@ -3,7 +3,7 @@
 The modules `beside` the model have such a state too: a loss's (the centre of its targets), a step's, a metric's.
 
 Every shard of a step starts from the same values; after the step every worker has those of shard 0, as with
-nn.DataParallel (`Buffers`). An evaluation or a prediction leaves no change (`UnchangedBuffers`).
+nn.DataParallel (`ForwardState`). An evaluation or a prediction leaves no change (`EvalState`).
 
 Buffers are copied in each step, and so are frozen parameters if they are SMALL together. Of other parameters those
 are copied that a forward was seen to write. In the EARLY steps of an attempt digests of the content of all are
@@ -236,7 +236,7 @@ class _Writable:
 _seen_in_eval: "WeakKeyDictionary[nn.Module, dict[tuple[str, ...], tuple[int, frozenset[str]]]]" = WeakKeyDictionary()
 
 
-class Buffers(_Writable):
+class ForwardState(_Writable):
     """The state that the forwards of a training write, during a step.
 
     A step calls `begin`, `restore` before each later shard, `keep` after shard 0, `share` and `finish`. A forward
@@ -600,7 +600,7 @@ class Buffers(_Writable):
         self._share_as(state)
 
 
-class UnchangedBuffers(_Writable):
+class EvalState(_Writable):
     """The state that a forward may write in eval mode: every shard must start from the same values.
 
     Some modules change buffers in eval mode too, as the observers of quantization do, and `nn.Embedding` with

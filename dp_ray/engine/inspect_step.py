@@ -13,7 +13,7 @@ from torch import nn
 
 from dp_ray.engine.bad_samples import not_finite
 from dp_ray.engine.beside import modules_in
-from dp_ray.engine.buffers import UnchangedBuffers, on_copies
+from dp_ray.engine.buffers import EvalState, on_copies
 from dp_ray.engine.gradient_hooks import InEachBackward, ParameterHooks
 from dp_ray.engine.loading import LoadedShard, LoadedStep
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
@@ -212,7 +212,7 @@ class StepInspection:
     @contextmanager
     def _alone(self) -> Iterator[Replica]:
         """Give a replica without other workers; after it, the model has its values of before, and no gradients."""
-        state = UnchangedBuffers(self.model, self._beside)
+        state = EvalState(self.model, self._beside)
         try:
             yield Replica(self._job, self.model, self._device, state)
             state.restore()

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_ray.engine.buffers import Buffers
+from dp_ray.engine.buffers import ForwardState
 from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
@@ -239,7 +239,7 @@ class Runner:
     def __post_init__(self) -> None:
         self._step = build_step(self.job, self.world)
         self._loss = shard_loss(self.model, self._step, build_metrics(self.job)[0], self.job, self.world.device)
-        trained = Trained(self._loss, {}, [], None, Buffers(self.model), SilentClock())
+        trained = Trained(self._loss, {}, [], None, ForwardState(self.model), SilentClock())
         self._reduction = None if self.sharded is None else ShardedReduction(trained, self.sharded, False)
 
     def __call__(self, is_last: bool) -> None:

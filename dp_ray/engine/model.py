@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from dp_ray.engine.buffers import NONE, UnchangedBuffers
+from dp_ray.engine.buffers import NONE, EvalState
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.user_code import describe_input
 from dp_ray.engine.world import Cause, broadcast, everyone, failed_collective, gathered, is_rank_0, text_of
@@ -221,14 +221,14 @@ def check_has_shape(name: str, tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def evaluating(model: nn.Module, beside: Mapping[str, nn.Module] = NONE) -> Iterator[UnchangedBuffers]:
+def evaluating(model: nn.Module, beside: Mapping[str, nn.Module] = NONE) -> Iterator[EvalState]:
     """Put the model in eval mode while the block runs; then each module returns to its own mode.
 
     Undoes what forwards write too, and what modules `beside` the model do: after the block, and inside it by
     `restore` of the buffers that it gives.
     """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = UnchangedBuffers(model, beside)
+    buffers = EvalState(model, beside)
     model.eval()
     try:
         yield buffers

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dp_ray.engine.alignment import align_gradients
 from dp_ray.engine.beside import modules_beside
-from dp_ray.engine.buffers import Buffers
+from dp_ray.engine.buffers import ForwardState
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.gradient_hooks import InEachBackward
 from dp_ray.engine.host_copy import side_stream
@@ -160,7 +160,7 @@ class Trained:
     parameters: dict[str, nn.Parameter]
     sparse: list[nn.Parameter]
     sums: ShardSums | None
-    buffers: Buffers
+    buffers: ForwardState
     clock: StepClock
     ahead: OverlappedRead | None = None
     aligns: bool = False

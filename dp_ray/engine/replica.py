@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.engine.buffers import Buffers, UnchangedBuffers
+from dp_ray.engine.buffers import EvalState, ForwardState
 from dp_ray.engine.clock import SilentClock, StepClock
 from dp_ray.engine.items import PassthroughBatch
 from dp_ray.engine.loading import LoadedStep
@@ -149,7 +149,7 @@ class Replica:
     job: Job
     model: nn.Module
     device: torch.device
-    state: Buffers | UnchangedBuffers
+    state: ForwardState | EvalState
     work: Work | None = None
     forwards: Forwards = field(default_factory=Forwards)
     clock: StepClock = field(default_factory=SilentClock)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from dp_ray.engine.alignment import must_align
-from dp_ray.engine.buffers import Buffers, make_room
+from dp_ray.engine.buffers import ForwardState, make_room
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
 from dp_ray.engine.gradient_hooks import check_sums_once
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
@@ -98,7 +98,7 @@ class Trainer:
         loss = shard_loss(placement.called, step, measures, job, world.device, placement.row_trial())
         check_sums_once({"": model, **loss.beside})
         self.over_batch = loss.over_batch
-        self.state = Buffers(model, job.compile, placement.blocks, loss.beside, must_align(job, world.device))
+        self.state = ForwardState(model, job.compile, placement.blocks, loss.beside, must_align(job, world.device))
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.state, self._clock, ahead)
         self.measure_names = list(measures.functions)
         self._stats = Stats(split.shards, 1 + len(self.measure_names), world)
@@ -235,7 +235,7 @@ class Pass:
     loss: ShardLoss
     optimizer_step: OptimizerStep
     split: Split
-    state: Buffers
+    state: ForwardState
     clock: StepClock
     ahead: OverlappedRead | None = None
 

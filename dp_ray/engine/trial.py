@@ -15,7 +15,7 @@ from torch import nn
 
 from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.beside import modules_beside
-from dp_ray.engine.buffers import Buffers, UnchangedBuffers
+from dp_ray.engine.buffers import EvalState, ForwardState
 from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loading import LoadedStep, Source, find_reference, load_steps
@@ -116,10 +116,10 @@ def _train(placement: Placement, data: Data) -> None:
         model.train()
     loss_of = shard_loss(placement.called, build_step(job, world), build_metrics(job)[0], job, world.device)
     trained = list(optimizer_step.trained.values())
-    state = Buffers(model, job.compile, placement.blocks)
+    state = ForwardState(model, job.compile, placement.blocks)
     parts = Trained(loss_of, optimizer_step.trained, [], placement.sums(trained), state, SilentClock())
     reduction = placement.reduction(parts, False, 0) if placement.is_sharded else Reduction(parts)
-    beside = UnchangedBuffers(nn.Module(), loss_of.beside)
+    beside = EvalState(nn.Module(), loss_of.beside)
     try:
         _run_twice(placement, data, reduction, optimizer_step)
     finally:

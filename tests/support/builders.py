@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dp_ray.engine.bad_samples import Quarantine
-from dp_ray.engine.buffers import Buffers
+from dp_ray.engine.buffers import ForwardState
 from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead, Source, load_steps
 from dp_ray.engine.model import build_model
@@ -122,7 +122,7 @@ def trainer_of(job: Job, world: World, split: Split, model: nn.Module | None = N
     return Trainer(placement, build_step(job, world), Metrics({}), split)
 
 
-def pass_of(placement: Placement, update: OptimizerStep, step: Step, split: Split, buffers: Buffers) -> Pass:
+def pass_of(placement: Placement, update: OptimizerStep, step: Step, split: Split, buffers: ForwardState) -> Pass:
     """Build a pass with a step of its own, over the part of a model that `placement` names."""
     loss = ShardLoss(placement.called, step, Metrics({}), placement.job, placement.world.device)
     return Pass(placement, loss, update, split, buffers, SilentClock())
