@@ -44,28 +44,34 @@ GPU = torch.device("cuda", 0)
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-class Stream:
+class Stream(contextlib.nullcontext[None]):
     """A stream that keeps how many copies each wait is for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.copies: list[Any] = []
         self.waited: list[int] = []
 
-    def record_event(self) -> int:
-        return len(self.copies)
 
-    def wait_event(self, event: int) -> None:
-        self.waited.append(event)
+class Event:
+    """An event of a stream, which knows how many copies are before it."""
 
-    def wait_stream(self, other: "Stream") -> None:
-        self.waited.append(len(self.copies))
+    def __init__(self, device: torch.device) -> None:
+        self.copies = 0
+
+    def record(self, stream: Stream) -> None:
+        self.copies = len(stream.copies)
+
+    def wait(self, stream: Stream) -> None:
+        stream.waited.append(self.copies)
 
 
 def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream()
     monkeypatch.setattr(loading, "side_stream", lambda device, use: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(loading, "entered", lambda stream: stream)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
 
     def move(batch: LoadedShard, device: torch.device) -> LoadedShard:
         stream.copies.append(batch)
@@ -186,7 +192,7 @@ def test_an_operation_that_bitwise_cannot_have_names_the_key(tmp_path: Path) -> 
 
 
 def test_what_a_loaders_process_gets_holds_no_events_of_the_gpu() -> None:
-    clock = DeviceClock(lambda: object())  # such as `clock_on` makes: it cannot be pickled
+    clock = DeviceClock(lambda: SimpleNamespace(record=id), object)  # such as on a GPU: it cannot be pickled
     samples = loading.Samples(training.Pairs(), 0, times=StepTimes(clock))
     there = pickle.loads(pickle.dumps(samples))
     assert len(there.__getitems__(ReadRequest(0, 0, 0, [3, 4]))[1]) == 2

@@ -1,6 +1,8 @@
 """The parts of a worker's steps, against models and datasets that sleep, and against plain arithmetic."""
 
+import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import dp_ray
 from dp_ray.driver import run as driver
 from dp_ray.driver.in_process import run_in_process
 from dp_ray.driver.run import Options, Prepared
-from dp_ray.engine.clock import PARTS, DeviceClock, DevicePlace, Part, SilentClock, StepClock
+from dp_ray.engine.clock import PARTS, DeviceClock, DevicePlace, Part, SilentClock, StepClock, TimedStep
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.messages import TimedSteps
@@ -152,11 +154,27 @@ def test_a_start_up_is_not_the_limit_of_what_several_drivers_ran(
     assert "start-up" not in str(longer.verdict), "its seconds are not those of all of its steps"
 
 
+class Stream:
+    """A stream whose events are one second apart, as far as the device has come."""
+
+    def __init__(self) -> None:
+        self.now, self.last, self.num_events = 0.0, 0.0, 0
+
+    def clock(self) -> DeviceClock:
+        return DeviceClock(partial(Event, self), lambda: self)
+
+
 class Event:
     """An event of a stream that passes at a known time."""
 
-    def __init__(self, at: float, stream: "Stream") -> None:
-        self.at, self.stream = at, stream
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.at = stream, math.nan
+        stream.num_events += 1
+
+    def record(self, stream: Stream) -> None:
+        assert stream is self.stream
+        stream.last += 1
+        self.at = stream.last
 
     def query(self) -> bool:
         return self.at <= self.stream.now
@@ -165,20 +183,9 @@ class Event:
         return (end.at - self.at) * 1000
 
 
-class Stream:
-    """A stream whose events are one second apart, as far as the device has come."""
-
-    def __init__(self) -> None:
-        self.now, self.last = 0.0, 0.0
-
-    def record(self) -> Event:
-        self.last += 1
-        return Event(self.last, self)
-
-
 def test_on_a_device_the_times_are_read_once_it_has_passed_them() -> None:
     stream = Stream()
-    clock = DeviceClock(stream.record)
+    clock = stream.clock()
     clock.restart()
     for step in range(3):
         clock.enter(Part.DATA_WAIT)
@@ -199,7 +206,7 @@ def test_on_a_device_the_times_are_read_once_it_has_passed_them() -> None:
 
 def test_the_place_of_a_device_is_the_first_mark_that_it_has_not_passed() -> None:
     stream = Stream()
-    clock = DeviceClock(stream.record)
+    clock = stream.clock()
     clock.restart()  # at 2, after which each step has four marks
     for step in range(3):
         for part in (Part.FORWARD, Part.EXCHANGE, Part.UPDATE):
@@ -218,9 +225,61 @@ def test_the_place_of_a_device_is_the_first_mark_that_it_has_not_passed() -> Non
     assert StepClock().place() is None, "a loop on the host is where it is"
 
 
+PARTS_OF_A_STEP = Part.DATA_WAIT, Part.FORWARD, Part.UPDATE
+
+
+def test_events_that_were_read_are_used_again() -> None:
+    """A step of the most parts needs them all; of the device's lag, only so many steps' events are ever made."""
+    stream = Stream()
+    clock = stream.clock()
+    made, timed = [], list[TimedStep]()
+    for step in range(12):
+        for part in PARTS_OF_A_STEP * (2 if step == 1 else 1):
+            clock.enter(part)
+        stream.now = stream.last - 9  # two steps behind, and a part
+        timed += clock.end_step(step, 7)
+        made.append(stream.num_events)
+    assert made[5:] == made[5:6] * 7
+    stream.now = 1000.0
+    timed += clock.rest()
+    assert [one.step for one in timed] == list(range(12))
+    for one in timed:
+        times = 2.0 if one.step == 1 else 1.0
+        own = {Part.DATA_WAIT: times, Part.FORWARD: times, Part.UPDATE: times, Part.OTHER: 1.0}
+        assert {part: one.seconds[part] for part in Part if one.seconds[part]} == own
+
+
+def test_the_place_of_a_device_is_right_though_its_marks_are_used_again_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread looks; between two of its looks the loop may read the steps, and set their marks anew."""
+    stream = Stream()
+    clock = stream.clock()
+    runs = [2]  # steps, in the midst of the first look
+
+    def run(step: int) -> None:
+        for part in PARTS_OF_A_STEP:
+            clock.enter(part)
+        clock.end_step(step, 7)
+
+    def query(event: Event) -> bool:
+        while runs:
+            number = runs.pop()
+            stream.now = stream.last
+            for step in range(number, number + 4):
+                run(step)
+        return event.at <= stream.now
+
+    run(0)
+    run(1)
+    monkeypatch.setattr(Event, "query", query)
+    stream.now = 3.0  # in the first step's second part
+    assert clock.place() == DevicePlace(1, Part.OTHER)
+
+
 def test_the_place_of_a_device_that_has_failed_is_what_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream()
-    clock = DeviceClock(stream.record)
+    clock = stream.clock()
     clock.end_step(0, 7)
     stream.now = 99.0
     clock.rest()

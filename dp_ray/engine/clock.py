@@ -7,7 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +37,7 @@ class Part(IntEnum):
 
 
 PARTS = tuple(part.name.lower() for part in Part)
+NUM_PARTS = len(PARTS)
 
 
 class TimedStep(NamedTuple):
@@ -63,13 +67,13 @@ class StepClock:
     """Splits the steps of a worker whose model runs on the host: each `enter` costs a fraction of a microsecond."""
 
     def __init__(self) -> None:
-        self._seconds = [0.0] * len(Part)
+        self._seconds = [0.0] * NUM_PARTS
         self._part = Part.OTHER
         self._at = time.perf_counter()
 
     def restart(self) -> None:
         """Begin the first step now."""
-        self._seconds = [0.0] * len(Part)
+        self._seconds = [0.0] * NUM_PARTS
         self._at = time.perf_counter()
 
     def enter(self, part: Part) -> Part:
@@ -85,7 +89,7 @@ class StepClock:
         """End a step; return the steps that are measured by now and have not been returned."""
         self.enter(Part.OTHER)
         seconds = self._seconds
-        self._seconds = [0.0] * len(Part)
+        self._seconds = [0.0] * NUM_PARTS
         return [TimedStep(step, rows, seconds)]
 
     def rest(self) -> list[TimedStep]:
@@ -109,53 +113,70 @@ class SilentClock(StepClock):
         return []
 
 
+@dataclass(slots=True)
+class _Mark:
+    """An event in the stream, and the part that ends there."""
+
+    event: Any
+    ended: Part = Part.OTHER
+
+
 class DeviceClock(StepClock):
     """Splits the steps on the time line of a device's stream, which no mark makes wait.
 
     A mark is an event in the stream. Its time is read some steps later, when the device has passed it. While the
     device has work queued, the host's time counts nothing; once it runs dry, the host's part counts.
-    `record` puts an event into the stream.
+    `new_event` makes an event; `current_stream` gives the stream, once a step.
     """
 
-    def __init__(self, record: Callable[[], Any]) -> None:
-        self._record = record
+    def __init__(self, new_event: Callable[[], Any], current_stream: Callable[[], Any]) -> None:
+        self._new_event, self._current_stream = new_event, current_stream
         self._part = Part.OTHER
-        self._parts: list[Part] = []
-        self._events = [record()]
-        self._unread: deque[tuple[int, int, list[Part], list[Any]]] = deque()
+        self._unread: deque[tuple[int, int, list[_Mark]]] = deque()
         self._passed: int | None = None  # the last step that was read
+        self.restart()
 
     def restart(self) -> None:
         """Begin the first step now."""
-        self._parts = []
-        self._events = [self._record()]
+        self._stream = self._current_stream()
+        # The step's marks, behind them those to be used next, and how many are set: one tuple, as threads read it.
+        self._marks: tuple[list[_Mark], int] = [], 0
+        self.enter(self._part)
 
     def enter(self, part: Part) -> Part:
         """Begin a part, and return the one that ends."""
-        self._parts.append(self._part)
-        self._events.append(self._record())
-        ended = self._part
-        self._part = part
+        ended, self._part = self._part, part
+        marks, num = self._marks
+        try:
+            mark = marks[num]
+        except IndexError:
+            mark = _Mark(self._new_event())
+            marks.append(mark)
+        mark.ended = ended
+        mark.event.record(self._stream)
+        self._marks = marks, num + 1
         return ended
 
     def end_step(self, step: int, rows: int) -> list[TimedStep]:
         """End a step; return the earlier steps that the device has passed since."""
         self.enter(Part.OTHER)
-        self._unread.append((step, rows, self._parts, self._events))
-        self._parts = []
-        self._events = self._events[-1:]
+        marks, num = self._marks
+        self._unread.append((step, rows, marks[:num]))
+        self._stream = self._current_stream()
+        self._marks = marks[num - 1 :], 1  # the last mark begins the next step
         return self.rest()
 
     def rest(self) -> list[TimedStep]:
         """Return the steps that the device has passed and that were not returned; wait for none."""
         passed = []
-        while self._unread and self._unread[0][-1][-1].query():
-            step, rows, parts, events = self._unread.popleft()
-            seconds = [0.0] * len(Part)
-            for part, begin, end in zip(parts, events, events[1:], strict=False):  # there is an event more than parts
-                seconds[part] += begin.elapsed_time(end) / 1000
+        while self._unread and self._unread[0][-1][-1].event.query():
+            step, rows, marks = self._unread.popleft()
+            seconds = [0.0] * NUM_PARTS
+            for begin, end in pairwise(marks):
+                seconds[end.ended] += begin.event.elapsed_time(end.event) / 1000
             passed.append(TimedStep(step, rows, seconds))
-            self._passed = step
+            self._passed = step  # before its marks are used again
+            self._marks[0].extend(marks[:-1])
         return passed
 
     def place(self) -> DevicePlace:
@@ -163,30 +184,36 @@ class DeviceClock(StepClock):
 
         A mark raises, like all that asks the device, once a kernel has failed there.
         """
-        passed = self._passed
-        unread = [(step, parts, events) for step, _, parts, events in self._unread.copy()]
+        while True:
+            passed = self._passed
+            place = self._place(passed)
+            if passed == self._passed:  # else a mark may be one of a later step by now
+                return place
+
+    def _place(self, passed: int | None) -> DevicePlace:
+        now, num = self._marks  # before those of earlier steps: then none is left out
         try:
-            for step, parts, events in [*unread, (passed, [*self._parts], [*self._events])]:
-                for part, end in zip(parts, events[1:], strict=False):  # there is an event more than parts
-                    if not end.query():
-                        return DevicePlace(passed, part)
+            for step, _, marks in self._unread.copy():
+                for mark in marks[1:]:
+                    if not mark.event.query():
+                        return DevicePlace(passed, mark.ended)
                 passed = step
+            for mark in now[1:num]:
+                if not mark.event.query():
+                    return DevicePlace(passed, mark.ended)
         except RuntimeError as error:
             return DevicePlace(passed, self._part, str(error).partition("\n")[0])
-        return DevicePlace(unread[-1][0] if unread else passed, self._part)
+        return DevicePlace(passed, self._part)
 
 
 def clock_on(device: torch.device) -> StepClock:
     """Return a clock for the steps of a worker whose model is on `device`."""
     if device.type != "cuda":
         return StepClock()
-
-    def record() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    return DeviceClock(record)
+    # A torch.Event is recorded in C; torch.cuda's Event would do so in Python.
+    return DeviceClock(
+        partial(torch.Event, device, enable_timing=True), partial(torch.accelerator.current_stream, device.index)
+    )
 
 
 Peaks = dict[str, float]

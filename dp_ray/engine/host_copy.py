@@ -22,6 +22,14 @@ def side_stream(device: torch.device, use: str) -> "torch.cuda.Stream":
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+def entered(stream: torch.Stream) -> torch.Stream:
+    """Return the stream as an object for one `with` block, or for blocks one after another.
+
+    The object keeps what was current before the block. `torch.cuda.stream` does the same in Python, not in C.
+    """
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
 ON_GPU = "the GPU, which may be in a collective"  # what a worker waits for that reads from it
 
 
@@ -32,17 +40,17 @@ class HostCopy:
     """
 
     def __init__(self, numbers: torch.Tensor, beside: bool = False) -> None:
-        computing = torch.cuda.current_stream(numbers.device)
-        stream = side_stream(numbers.device, "outputs") if beside else computing
+        stream = torch.cuda.current_stream(numbers.device.index)
         self.here = torch.empty_like(numbers, device="cpu", pin_memory=True)
-        if beside:
-            stream.wait_stream(computing)
-        with torch.cuda.stream(stream):
-            self.here.copy_(numbers, non_blocking=True)
-        if beside:
-            numbers.record_stream(stream)
         # Who waits for it sleeps, where CUDA would keep a core busy: it is read some steps later.
         self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        if beside:
+            self._copied.record(stream)
+            stream = side_stream(numbers.device, "outputs")
+            stream.wait_event(self._copied)
+            numbers.record_stream(stream)
+        with entered(stream):
+            self.here.copy_(numbers, non_blocking=True)
         self._copied.record(stream)
 
     def is_here(self) -> bool:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from dp_ray.engine.alignment import aligned_batch, must_align
 from dp_ray.engine.bad_samples import (
@@ -36,7 +37,7 @@ from dp_ray.engine.bad_samples import (
     end_process,
 )
 from dp_ray.engine.clock import Part, SilentClock, StepClock
-from dp_ray.engine.host_copy import side_stream
+from dp_ray.engine.host_copy import entered, side_stream
 from dp_ray.engine.items import (
     ColumnSlice,
     ItemKeys,
@@ -65,7 +66,7 @@ from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.tensors.files import moved_batch
 from dp_ray.tensors.scatter import cut, num_rows, scatter
-from dp_ray.tensors.tree import flatten, holds_objects, map_leaves, sizes
+from dp_ray.tensors.tree import bare_tensors, holds_objects, leaves_of, map_leaves, sizes, with_tensors
 from dp_ray.text import listed
 
 
@@ -259,7 +260,8 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
     Nobody but the user knows which parts of a batch of their own collate hold rows, or for their own step.
     """
     inputs_of, checks, dim = ModelInputs(job), job.step is None and job.collate is None, job.batch_dim
-    for shard, indices, batch in loaded:
+    for one in loaded:
+        shard, indices, batch = one
         if not shard.rows:
             yield LoadedShard(shard, indices, None)
             continue
@@ -267,9 +269,12 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
         picked = items if pick is None else pick(items)
         if checks:
             inputs = inputs_of(items) if pick is None else picked
-            if type(inputs) is not torch.Tensor or dim or not inputs.ndim or len(inputs) != shard.rows:
+            if type(inputs) is not torch.Tensor or dim or not inputs.ndim or inputs.shape[0] != shard.rows:
                 check_rows(job, inputs, shard)
-        yield LoadedShard(shard, indices, picked if items is batch else batch._replace(batch=picked))
+        if picked is batch:
+            yield one
+        else:
+            yield LoadedShard(shard, indices, picked if items is batch else batch._replace(batch=picked))
 
 
 def check_rows(job: Job, inputs: Any, piece: Shard) -> None:
@@ -496,15 +501,13 @@ class Samples(Dataset[Any]):
         many = getattr(self.dataset, "__getitems__", None)
         if many is not None:
             return read_many(many, indices, self.name)
-        items, get, index = [], self.dataset.__getitem__, -1
+        get, index = self.dataset.__getitem__, -1
         try:
-            for index in indices:
-                items.append(get(index))
+            return [get(index := one) for one in indices]
         except Error:
             raise
         except (Exception, SystemExit) as error:
             raise DataError(error_text(f"sample {index} of {self.name}", error)) from error
-        return items
 
 
 NOTHING: tuple[Indices, None] = (np.empty(0, np.int64), None)  # a batch without rows
@@ -629,6 +632,23 @@ def _collate_along(items: list[Any], batch_dim: int) -> Any:
     return map_leaves(along, default_collate(items))
 
 
+class Collated(NamedTuple):
+    """The seconds of reading and collating; and the samples' indices, and their batch."""
+
+    seconds: float
+    read: tuple[Indices, Any]
+
+    def pin_memory(self) -> "Collated":
+        """Return it in pinned memory; torch's loader, which would walk all tuples around the batch, calls this."""
+        indices, batch = self.read
+        bare = bare_tensors(batch)
+        if bare is None:
+            pinned: Any = pin_memory(batch)  # type: ignore[no-untyped-call]
+        else:
+            pinned = with_tensors(batch, [one.pin_memory() for one in bare])
+        return Collated(self.seconds, (indices, pinned))
+
+
 @dataclasses.dataclass(frozen=True)
 class Collate:
     """Collates the samples that were read; with a `screen`, its batch is Screened.
@@ -642,11 +662,8 @@ class Collate:
     screen: Screen | None
     picks: bool
 
-    def __call__(self, read: Read) -> tuple[float, tuple[Indices, Any]]:
-        """Return the seconds of reading and collating; and the samples' indices, and their batch.
-
-        In a loader process, an error may be in place of the batch.
-        """
+    def __call__(self, read: Read) -> Collated:
+        """Return the batch; in a loader process, an error may be in its place."""
         began = time.perf_counter()
         wanted, items, seconds = read
         indices = np.asarray(wanted.indices, np.int64)
@@ -659,7 +676,7 @@ class Collate:
                 batch = self.screen.collate(items, wanted.indices, functools.partial(self._seeded, wanted))
         except Error as error:
             batch = loader_error(error)
-        return seconds + time.perf_counter() - began, (indices, batch)
+        return Collated(seconds + time.perf_counter() - began, (indices, batch))
 
     def _seeded(self, wanted: ReadRequest, items: Any) -> Any:
         if self.seed is not None:
@@ -730,20 +747,23 @@ def on_device(
 def _copied_ahead(
     loaded: Iterator[LoadedShard], device: torch.device, clock: StepClock
 ) -> Generator[LoadedShard, None, None]:
-    copies = side_stream(device, "copies")
+    copies, copied = entered(side_stream(device, "copies")), torch.Event(device)
     ready = None
     for one in loaded:
         before = clock.enter(Part.HOST_TO_DEVICE)
+        current = None if ready is None else _wait_for(ready, copied, device)  # before the next batch's copy
         # Of an object's tensors it cannot be told torch that another stream uses them: these are copied by that one.
-        with torch.cuda.stream(torch.cuda.current_stream(device) if holds_objects(one.batch) else copies):
-            coming = _move(one, device), copies.record_event()
-        current = _wait_for(*ready, device) if ready is not None else None
-        clock.enter(before)
-        if current is not None:
+        stream = torch.accelerator.current_stream(device.index) if holds_objects(one.batch) else copies
+        with stream:
+            ready = _move(one, device)
+        copied.record(stream)
+        if current is None:
+            clock.enter(before)
+        else:  # whoever waits for it enters another part
             yield current
-        ready, current = coming, None  # a name would keep the batch's memory while the next one is copied
+            del current  # a name would keep the batch's memory while the next one is copied
     if ready is not None:
-        yield _wait_for(*ready, device)
+        yield _wait_for(ready, copied, device)
 
 
 def _aligned(loaded: Generator[LoadedShard, None, None]) -> Generator[LoadedShard, None, None]:
@@ -759,14 +779,14 @@ def _aligned(loaded: Generator[LoadedShard, None, None]) -> Generator[LoadedShar
 
 
 def _move(one: LoadedShard, device: torch.device) -> LoadedShard:
-    return one._replace(batch=moved_batch(one.batch, device))
+    return LoadedShard(one.shard, one.indices, moved_batch(one.batch, device))
 
 
-def _wait_for(one: LoadedShard, copied: "torch.cuda.Event", device: torch.device) -> LoadedShard:
+def _wait_for(one: LoadedShard, copied: torch.Event, device: torch.device) -> LoadedShard:
     """Return the shard once the computing stream waits for its copy, and its memory is not reused too early."""
-    computing = torch.cuda.current_stream(device)
-    computing.wait_event(copied)  # not wait_stream: the next batch's copy is in the queue already
-    for leaf in flatten(one.batch)[0]:
+    computing = torch.accelerator.current_stream(device.index)
+    torch.Event.wait(copied, computing)
+    for leaf in leaves_of(one.batch):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:  # the lengths in a PackedSequence are not
             leaf.record_stream(computing)
     return one

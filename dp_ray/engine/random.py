@@ -27,13 +27,12 @@ def seed_all(number: int, device: torch.device | None = None) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number)
-    if device is None:
+    if device is None or not (is_gpu(device) or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return
-    if is_gpu(device):
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # before it, torch lists no generator of a GPU
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(number)
+    if not torch.cuda.default_generators:
+        torch.cuda.init()  # before it, torch lists no generator of a GPU
+    for generator in torch.cuda.default_generators:
+        generator.manual_seed(number)
 
 
 def has_drawn(number: int) -> bool:

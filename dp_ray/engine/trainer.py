@@ -104,7 +104,8 @@ class Trainer:
         self._stats = Stats(split.shards, 1 + len(self.measure_names), world)
         self._may_lose_rows = job.may_lose_rows
         self._is_over_batch = job.loss_over_batch
-        self._votes = Lagged() if is_gpu(world.device) else None
+        self._is_on_gpu = is_gpu(world.device)
+        self._votes = Lagged() if world.world_size > 1 else None  # the loop of a worker alone stops without a vote
         self._seeds_update = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
 
     def step(self, step: int, steps: Iterator[LoadedStep], on_shard: OnShard, wants_stop: bool = False) -> Update:
@@ -136,7 +137,7 @@ class Trainer:
         # What runs until the next read may draw: the same numbers on all workers.
         if self._seeds_update or self.optimizer_step.hooks.hooked:
             seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self.placement.world.device)
-        known: Any = sums if self._votes is not None else sums.tolist()  # without waiting for a GPU
+        known: Any = sums if self._is_on_gpu else sums.tolist()  # without waiting for a GPU
         if self.watch is not None:
             self.watch.take(step, known[0])
         whole, is_empty = loaded.whole, False
@@ -154,7 +155,7 @@ class Trainer:
         # An update that fp16 skipped is none: the average takes in no weights twice.
         if self.average is not None and not self.optimizer_step.has_skipped:
             self.average.update()
-        votes = known[VOTES] if self._votes is None else self._votes.take(known[VOTES])
+        votes = None if self._votes is None else self._votes.take(known[VOTES])
         return Update(sums, rate, norm, bool(votes))
 
     def _size_of(self, step: int) -> ShardSize:

@@ -132,7 +132,7 @@ class OutputKeeper:
         work = self.prediction.work
         if step >= work.split.total_steps:
             return True
-        return self.prediction.forwards.agree(not work.of_step(step) or self._begin(step))
+        return self.prediction.forwards.agree(not work.has(step) or self._begin(step))
 
     def _begin(self, step: int) -> bool:
         """Commit the outputs if they are asked for, or if merging is far behind; False if the worker is to stop."""

@@ -23,7 +23,7 @@ from dp_ray.errors import ModelError, StorageError
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.flat import as_bytes
-from dp_ray.tensors.tree import flatten, map_batch
+from dp_ray.tensors.tree import bare_tensors, flatten, map_batch, with_tensors
 
 TEXT, DIGEST = "state", "sha256"  # keys of the metadata
 PIECE = 1 << 24  # bytes hashed or written at once
@@ -300,7 +300,11 @@ def moved(leaf: Any, device: torch.device | None) -> Any:
 
 def moved_batch(batch: Any, device: torch.device) -> Any:
     """Return a batch on the device: each tensor, and each object that has a method `to`, by that."""
-    return map_batch(lambda leaf: moved(leaf, device), lambda one: one.to(device), batch)
+    bare = bare_tensors(batch)
+    if bare is None:
+        return map_batch(lambda leaf: moved(leaf, device), lambda one: one.to(device), batch)
+    beside = device.type != "cpu"
+    return with_tensors(batch, [one.to(device, non_blocking=beside) for one in bare])
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

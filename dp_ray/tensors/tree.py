@@ -150,6 +150,38 @@ def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
     return _build(spec, iter(leaves))
 
 
+def bare_tensors(tree: Any) -> Sequence[torch.Tensor] | None:
+    """Return the tensors of a tensor, or of a plain tuple, list or dict of tensors alone; None for any other tree.
+
+    Most batches are such, and no walk is needed. `with_tensors` is the inverse.
+    """
+    cls = type(tree)
+    if cls is torch.Tensor:
+        return (tree,)
+    if cls is dict:
+        tree = tuple(tree.values())
+    elif cls is not tuple and cls is not list:
+        return None
+    for one in tree:
+        if type(one) is not torch.Tensor:
+            return None
+    return tree  # type: ignore[no-any-return]
+
+
+def with_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return a tree like this one, of which `bare_tensors` gave the tensors, with others in their places."""
+    cls = type(tree)
+    if cls is torch.Tensor:
+        return tensors[0]
+    return dict(zip(tree, tensors, strict=True)) if cls is dict else cls(tensors)
+
+
+def leaves_of(tree: Any) -> Sequence[Any]:
+    """Return the leaves of a tree, depth first."""
+    bare = bare_tensors(tree)
+    return flatten(tree)[0] if bare is None else bare
+
+
 def map_leaves(fn: Callable[[Leaf], Any], tree: Any) -> Any:
     """Apply `fn` to every leaf and keep the nesting; raises what `unflatten` raises."""
     leaves, spec = flatten(tree)
@@ -189,7 +221,9 @@ def _apart(leaf: Leaf | Ragged) -> Any:
 
 def holds_objects(tree: Any) -> bool:
     """Return whether a batch holds objects that move by a method `to` of their own, beside its leaves."""
-    return any(node.kind == "constant" and _is_object(node.value) for _, node in nodes(flatten(tree)[1]))
+    return bare_tensors(tree) is None and any(
+        node.kind == "constant" and _is_object(node.value) for _, node in nodes(flatten(tree)[1])
+    )
 
 
 def _is_object(node: Any) -> bool:

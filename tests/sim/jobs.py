@@ -158,7 +158,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "one predicted shard": {"task": "predict", "shards": 1},
     "one narrowed shard": {"task": "predict", "shards": 1, "outputs": {"dtype": "float16"}},
     "loader": {"model": PARTLY, "loader": {"processes": 1, "context": "forkserver"}},
-    "long": {"model": PARTLY, "batch_size": 1, "shards": 1, "max_steps": 20},
+    "long": {"model": PARTLY, "batch_size": 1, "shards": 1, "max_steps": 20, "stop_on_nan": True},
     "tight": {"model": {"target": "tests.sim.jobs:Tight"}, "bitwise": True, "max_steps": 2},
     "kept": {"checkpoint": {"every_steps": 2}},
     "fsdp kept": {"strategy": "fsdp", "checkpoint": {"every_steps": 2}},

@@ -13,8 +13,8 @@ import torch
 class Mutant(NamedTuple):
     """A call that is left out: `owner.method`, or a function, where the function `caller` of the module calls it.
 
-    `shows` is what the report then says: a race of these words, `garbage` in a checkpoint, or `ended`: by a vote or a
-    number that nobody gave, or by the model's own check. `bits` are other ones than those of one worker, `context` is
+    `shows` is what the report then says: a race of these words, `garbage` in a checkpoint, or `ended`: by a number
+    that nobody gave, or by the model's own check. `bits` are other ones than those of one worker, `context` is
     one on another worker's GPU.
     """
 
@@ -29,12 +29,12 @@ class Mutant(NamedTuple):
 RACE = "waits for no event behind that"
 REUSE = "may be handed out again"
 MUTANTS = {
-    "the loader's copy is not noted": Mutant("engine.loading", "_copied_ahead", "record_event", "ddp", 1, RACE),
-    "a batch waits for no copy": Mutant("engine.loading", "_wait_for", "wait_event", "ddp", 1, RACE),
+    "the loader's copy is not noted": Mutant("engine.loading", "_copied_ahead", "record", "ddp", 1, RACE),
+    "a batch waits for no copy": Mutant("engine.loading", "_wait_for", "wait", "ddp", 1, RACE),
     "a batch may be freed": Mutant("engine.loading", "_wait_for", "record_stream", "ddp", 1, REUSE),
-    "a vote's copy is not noted": Mutant("engine.host_copy", "__init__", "record", "long", 1, "ended"),
-    "a vote is read too early": Mutant("engine.host_copy", "wait", "synchronize", "long", 1, "ended"),
-    "outputs are copied too early": Mutant("engine.host_copy", "__init__", "wait_stream", "predict", 1, RACE),
+    "a number's copy is not noted": Mutant("engine.host_copy", "__init__", "record", "long", 1, "ended"),
+    "a number is read too early": Mutant("engine.host_copy", "wait", "synchronize", "long", 1, "ended"),
+    "outputs are copied too early": Mutant("engine.host_copy", "__init__", "wait_event", "predict", 1, RACE),
     "outputs may be freed": Mutant("engine.host_copy", "__init__", "record_stream", "predict", 1, REUSE),
     "a checkpoint waits for no copy": Mutant("rundir.checkpoint", "_stage", "synchronize", "kept", 1, "garbage"),
     "gradients are not noted": Mutant("engine.reduce", "_begin_exchange", "record_event", "paused", 3, RACE),
@@ -58,9 +58,9 @@ MUTANTS = {
     "an exchange ends on the first GPU": Mutant("engine.reduce", "_complete", "device", "paused", 3, "context"),
 }
 METHODS = "wait_event", "wait_stream", "record_event", "record", "synchronize", "record_stream"
-FUNCTIONS = "must_align", "torch.cuda.device"
-# What orders nothing: the times of a step's parts (a function within another counts for both). A task's own thread.
-NO_ORDER = {("engine.clock", name, "record") for name in ("clock_on", "record")}
+FUNCTIONS = "must_align", "torch.cuda.device", "torch.Event.wait"
+# What orders nothing: the times of a step's parts. A task's own thread.
+NO_ORDER = {("engine.clock", "enter", "record")}
 NO_ORDER |= {("parallel.replica", "_run", "synchronize")}  # for the milliseconds of a shard
 NO_ORDER |= {("tasks.task", "gpus_ready", "device")}
 
@@ -74,7 +74,7 @@ def applied(name: str | None) -> Iterator[None]:
     mutant = MUTANTS[name]
     file = f"dp_ray/{mutant.module.replace('.', '/')}.py"
     module = import_module(f"dp_ray.{mutant.module}")
-    owners: tuple[Any, ...] = torch.Tensor, torch.cuda.Stream, torch.cuda.Event, module
+    owners: tuple[Any, ...] = torch.Tensor, torch.cuda.Stream, torch.Event, torch.cuda.Event, module
     if mutant.method == "device":  # of a tensor that is an attribute
         owners = (torch.cuda,)
     kept = {owner: getattr(owner, mutant.method) for owner in owners if hasattr(owner, mutant.method)}

@@ -142,7 +142,7 @@ def _give_calls(torch: Any) -> None:
         torch._C._cuda_exchangeDevice,
         torch._C._cuda_maybeExchangeDevice,
     )
-    cuda.Stream, cuda.Event = _classes(torch)
+    torch.Event, cuda.Stream, cuda.Event = _classes(torch)
     cuda._initialized = True
     cuda.default_generators = tuple(sim.generator(number) for number in range(GPUS))
     cuda.device_count = lambda: GPUS
@@ -202,8 +202,8 @@ def _calls(sim: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _classes(torch: Any) -> tuple[Any, Any]:
-    """torch.cuda.Stream and torch.cuda.Event."""
+def _classes(torch: Any) -> tuple[Any, Any, Any]:
+    """torch.Event, of which a test can replace a method, and torch.cuda's Stream and Event."""
     index = torch.cuda._utils._get_device_index
 
     class Stream(torch.Stream):  # type: ignore[misc]  # Any
@@ -212,14 +212,15 @@ def _classes(torch: Any) -> tuple[Any, Any]:
                 return super().__new__(cls, **given)
             return super().__new__(cls, torch.device("cuda", index(device, optional=True)), priority=priority)
 
-    class Event(torch.Event):  # type: ignore[misc]  # Any
-        def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any) -> Any:
-            return super().__new__(cls, torch.device("cuda"), enable_timing=enable_timing)
-
+    class AnyEvent(torch.Event):  # type: ignore[misc]  # Any
         def elapsed_time(self, end: Any) -> float:
             return 0.01  # milliseconds
 
-    return Stream, Event
+    class Event(AnyEvent):
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any) -> Any:
+            return super().__new__(cls, torch.device("cuda"), enable_timing=enable_timing)
+
+    return AnyEvent, Stream, Event
 
 
 def _give_memory(torch: Any) -> None:
