@@ -1,9 +1,11 @@
 """Batches of any form, as a collate of the user's makes them. The oracle is plain torch on whole batches."""
 
 import dataclasses
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,17 +13,19 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence, unpack_sequence
 from torch.utils.data import Dataset
+from torch.utils.data._utils.pin_memory import pin_memory
 
 import dp_ray
 from dp_ray.driver.planning import plan_memory_of
 from dp_ray.driver.replay import replay
 from dp_ray.engine.bad_samples import not_finite
 from dp_ray.engine.inspect_step import OF_ANY_FORM
+from dp_ray.engine.loading import Collated, LoaderError
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.tasks.replay import StepChoice
 from dp_ray.tensors.files import moved_batch
-from dp_ray.tensors.tree import copied, holds_objects
+from dp_ray.tensors.tree import bare_tensors, copied, flatten, holds_objects, leaves_of, map_leaves, with_tensors
 from tests.support.group import StopsBefore, history_of, run_group, weights_of
 
 HERE = "tests.test_batches"
@@ -354,6 +358,47 @@ def test_a_batch_is_moved_through_containers_and_by_the_objects_own_method() -> 
     padded = moved_batch(as_padded(items), META)
     assert (padded.numbers.device, padded.lengths, padded.names[1]) == (META, [5, 1, 3], "row of 1")
     assert moved_batch(torch.float64, META) is torch.float64
+
+
+class Pair(NamedTuple):
+    inputs: Any
+    targets: Any
+
+
+ONE, TWO = torch.zeros(2), torch.ones(3)
+BATCHES: dict[str, tuple[Any, bool]] = {  # and whether it needs no walk
+    "tensor": (ONE, True),
+    "tuple": ((ONE, TWO), True),
+    "list": ([ONE, TWO], True),
+    "dict": ({"b": ONE, "a": TWO}, True),
+    "nothing": ((), True),
+    "nested": ((ONE, [TWO]), False),
+    "name": ({"a": ONE, "name": "x"}, False),
+    "array": ([ONE, np.ones(3)], False),
+    "parameter": ((nn.Parameter(ONE), TWO), False),
+    "named tuple": (Pair(ONE, TWO), False),
+    "ordered dict": (OrderedDict(a=ONE), False),
+    "error": (LoaderError(DataError("bad"), "frames"), False),
+}
+
+
+@pytest.mark.parametrize("form", BATCHES)
+def test_a_batch_that_needs_no_walk_is_moved_and_pinned_as_any_other(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, is_bare = BATCHES[form]
+    bare = bare_tensors(batch)
+    assert (bare is not None) == is_bare
+    assert list(map(id, leaves_of(batch))) == list(map(id, flatten(batch)[0]))
+    if bare is not None:
+        again = with_tensors(batch, bare)
+        assert type(again) is type(batch) and list(map(id, leaves_of(again))) == list(map(id, bare))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda one: one.to(META))  # memory cannot be pinned here
+    collated = Collated(0.5, (np.arange(3), batch))
+    ours, torchs = pin_memory(collated), pin_memory(tuple(collated))  # type: ignore[no-untyped-call]
+    assert type(ours) is Collated and repr(tuple(ours)) == repr(torchs)
+    moved = map_leaves(lambda leaf: leaf.to(META) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    assert repr(moved_batch(batch, META)) == repr(moved)
 
 
 def test_a_copy_shares_no_memory_with_a_batch_of_any_form() -> None:

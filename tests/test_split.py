@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.plan.split import Split, chunk_sizes, worker_pieces, worker_shards
+from dp_ray.plan.split import Done, Range, Split, Work, chunk_sizes, worker_pieces, worker_shards
 
 
 def torch_chunks(rows: int, shards: int) -> list[int]:
@@ -88,3 +88,11 @@ def test_a_workers_pieces_are_its_shards_with_rows(rows: int, shards: int, data:
     pieces = [piece for rank in range(world_size) for piece in worker_pieces(rows, shards, world_size, rank)]
     cut = torch.arange(rows).chunk(shards) if rows else ()
     assert pieces == [(shard, int(piece[0]), int(piece[-1]) + 1) for shard, piece in enumerate(cut)]
+
+
+@pytest.mark.parametrize("done", [Done(), Done([Range(0, 3, 0, 2), Range(4, 9, 5, 6)])], ids=["nothing done", "some"])
+def test_a_worker_has_a_step_that_leaves_it_shards(done: Done) -> None:
+    split = Split(25, 10, 6, epochs=3)  # the last batch of an epoch has 5 rows, for 5 of the 6 shards
+    for rank in range(4):
+        work = Work(split, 4, rank, done)
+        assert [work.has(step) for step in range(9)] == [bool(shards) for _, shards in work]
