@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dp_ray.errors import ModelError, StorageError
+from dp_ray.errors import Error, ModelError, StorageError
 from dp_ray.outputs.columns import Column, Layout, from_arrow, raw_bytes, rebuild, rows_of, to_arrow
 
 DTYPES = [
@@ -282,6 +282,14 @@ def test_layouts_that_differ_in_more_than_shapes_do_not_join(other: Any, says: s
 def test_outputs_that_cannot_be_merged_are_errors(outputs: Any, batch_dim: int, says: str) -> None:
     with pytest.raises(ModelError, match=says):
         rows_of(outputs, 4, batch_dim)
+
+
+def test_a_class_that_cannot_be_made_again_is_an_error() -> None:
+    locked: Any = type("Locked", (dict,), {"__init__": lambda self: None})
+    outputs = locked()
+    outputs["x"] = X
+    with pytest.raises(Error, match="a Locked cannot be made again from what it holds"):
+        rows_of(outputs, 4, 0)
 
 
 def test_rows_are_the_outputs_as_they_were() -> None:

@@ -1,9 +1,11 @@
 """Part files and their merging: workers write slices of a known tensor, and plain torch says what is right."""
 
+import functools
 import hashlib
 import itertools
 import os
 import resource
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -216,6 +218,78 @@ def test_parts_are_committed_when_time_is_up(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(parts, "PART_SECONDS", -1.0)
     folder = run_workers(Storage(str(tmp_path)), Split(30, 10, 1), Order(30))
     assert len(folder.names()) == 3
+
+
+def known(samples: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Outputs whose form the writer knows after the first shards: it looks at no tree then."""
+    return {"wide": WIDE[samples], "doubled": samples * 2}
+
+
+@pytest.mark.parametrize("rows", [20, 23])
+def test_outputs_of_a_known_form_are_kept_among_others(tmp_path: Path, rows: int) -> None:
+    """Shards of several sizes, and of rows of several shapes."""
+    order, split = Order(rows, 3, 0, True), Split(rows, 7, 3)
+
+    def model(samples: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {**known(samples), "some": torch.arange(1 + int(samples[0]) % 3).repeat(len(samples), 1)}
+
+    run = Storage(str(tmp_path))
+    run_workers(run, split, order, 2, model, files=2)
+    read, samples = merge(run, split, order).read(), torch.from_numpy(order.indices(0, rows))
+    assert torch.equal(read["wide"], WIDE[samples]) and torch.equal(read["doubled"], samples * 2)
+    shards = [shard for step in range(split.steps) for shard in split.worker(1, 0, step)]
+    some = [model(samples[shard.start : shard.stop])["some"] for shard in shards]
+    assert [row.tolist() for row in read["some"]] == [row.tolist() for piece in some for row in piece]
+
+
+def pair(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return WIDE[samples], samples * 2
+
+
+CHANGES: dict[str, tuple[Forward, Forward, str]] = {
+    "dtype": (known, lambda samples: {**known(samples), "doubled": samples * 2.0}, "'doubled' is not alike"),
+    "keys": (known, lambda samples: {"wide": WIDE[samples], "twice": samples * 2}, "'doubled' is nothing"),
+    "order": (known, lambda samples: dict(reversed(known(samples).items())), "keys in another order"),
+    "list": (pair, lambda samples: list(pair(samples)), "output is a list of 2, that of shard 0 is a tuple of 2"),
+    "fewer-rows": (pair, lambda samples: pair(samples[1:]), "output '0' has 1 rows"),
+    "more-rows": (pair, lambda samples: pair(torch.cat([samples, samples[:1]])), "output '0' has 3 rows"),
+    "scalar": (pair, lambda samples: (WIDE[samples], samples.sum()), "output '1' is a scalar per shard"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_outputs_that_differ_from_a_known_form_are_an_error(tmp_path: Path, change: str) -> None:
+    """The forms of shards of 3 and of 2 rows are known; then the outputs of 2 rows change."""
+    before, after, says = CHANGES[change]
+    run, order = Storage(str(tmp_path)), Order(10, shuffle=False)
+    begin(run)
+    with pytest.raises(ModelError, match=says):
+        run_worker(run, Work(Split(10, 5, 2)), order, lambda samples: (before if samples[0] < 8 else after)(samples))
+
+
+def calls_of(run: Callable[[], object]) -> int:
+    """Count the functions that `run` calls, of Python and of C."""
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(arg) if event in ("call", "c_call") else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("model", "most"), [(lambda samples: WIDE[samples], 20), (known, 30)], ids=["tensor", "dict"]
+)
+def test_a_shard_of_a_known_form_costs_few_calls(tmp_path: Path, model: Forward, most: int) -> None:
+    """The thread that launches a GPU's kernels makes them."""
+    with writer_of(Storage(str(tmp_path))) as writer:
+        for step, (shard,) in Work(Split(8, 2, 1)):
+            samples = np.arange(shard.start, shard.stop)
+            outputs = model(torch.from_numpy(samples))
+            calls = calls_of(functools.partial(writer.on_shard, shard, samples, outputs))
+            writer.on_step(step)
+    assert calls <= most
 
 
 def test_a_part_gets_its_name_after_what_must_come_before(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from dp_ray.tensors.tree import (
     Leaf,
     Ragged,
     apart,
+    bare_tensors,
     copied,
     ends,
     flatten,
@@ -112,6 +113,7 @@ class OutputSelector:
         self._is_ragged = job.outputs.ragged
         self._keep = job.outputs.keep
         self._dtype: torch.dtype | None = job.outputs.dtype and getattr(torch, job.outputs.dtype)
+        self._keeps_all = self.after is None and self._keep is None and self._dtype is None and not self._is_ragged
         self._notes = notes
 
     def __call__(self, outputs: Any, inputs: Any, shard: Shard) -> Any:
@@ -119,6 +121,8 @@ class OutputSelector:
 
         With `outputs.ragged`, lists with an entry for each row have become leaves.
         """
+        if self._keeps_all and (tensors := bare_tensors(outputs)) and not any(map(why_no_rows, tensors)):
+            return outputs
         outputs = self.picked(outputs, inputs, location(shard), shard.rows)
         if self._dtype is None:
             return outputs
@@ -148,9 +152,10 @@ class OutputSelector:
         if self._keep is not None:
             outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, where))
         leaves, spec = flatten(outputs)
-        for keys, leaf in zip(leaf_keys(spec), leaves, strict=True):
+        for number, leaf in enumerate(leaves):
             if (why := why_no_rows(leaf)) is not None:
-                raise ModelError(f"{where}: output{quoted(keys)} is {why}; or leave it out: see outputs.keep")
+                path = quoted(leaf_keys(spec)[number])
+                raise ModelError(f"{where}: output{path} is {why}; or leave it out: see outputs.keep")
         return outputs
 
 

@@ -26,8 +26,19 @@ from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.tables import array_of, plain_values
 from dp_ray.tensors.flat import as_bytes
 from dp_ray.tensors.ragged import with_lists
-from dp_ray.tensors.scatter import gather, may_have_lists_of_rows, rows_dim
-from dp_ray.tensors.tree import Keys, Ragged, TreeSpec, difference, flatten, is_plain, unflatten
+from dp_ray.tensors.scatter import gather_leaves, may_have_lists_of_rows, rows_dim
+from dp_ray.tensors.tree import (
+    Keys,
+    Leaf,
+    Ragged,
+    TreeSpec,
+    bare_tensors,
+    difference,
+    flatten,
+    is_plain,
+    leaf_keys,
+    unflatten,
+)
 
 SINGLE = {"none": pa.null(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": pa.string()}
 KINDS = {**SINGLE, **{f"list of {name}": pa.list_(kind) for name, kind in SINGLE.items()}}
@@ -232,7 +243,7 @@ class Layout:
                 f"the model's outputs are not nested alike on all shards: {problem}; what differs from row to row "
                 "must be a tensor, or a list of texts, with a row for each sample"
             )
-        if self.spec != other.spec:
+        if leaf_keys(self.spec) != leaf_keys(other.spec):
             raise ModelError(
                 f"the model's outputs have their keys in another order on some shards: {self.spec.paths} "
                 f"and {other.spec.paths}"
@@ -260,24 +271,49 @@ def rows_of(
     `carried` holds an array for each carried key. With `copies`, leaves of a GPU may be on their way yet: wait for
     what is added to it before their numbers are used.
 
-    Raises ModelError, which names the leaf's path, if a leaf does not have one entry for each of the `rows` rows.
+    Raises ModelError, which names the leaf's path, if a leaf does not have one entry for each of the `rows` rows, and
+    Error for a class that cannot be made again.
     """
     try:
-        leaves, spec = flatten(gather([outputs], [rows], batch_dim))
+        leaves, spec = flatten(outputs)
+        leaves = gather_leaves([(leaves, spec)], [rows], batch_dim)
+        if not leaves:
+            raise ModelError(f"the model returned no tensor to merge, but {outputs!r:.60}")
     except ModelError as error:
         if may_have_lists_of_rows(outputs, rows):
             raise ModelError(f"{error}; if a list has an entry for each row, set outputs.ragged: true") from None
         raise
-    if not leaves:
-        advice = "; if a list has an entry for each row, set outputs.ragged: true"
-        advice = advice if may_have_lists_of_rows(outputs, rows) else ""
-        raise ModelError(f"the model returned no tensor to merge, but {outputs!r:.60}{advice}")
+    unflatten(spec, leaves)  # a class that cannot be made again is told now, not once the outputs are read
     carried = carried or {}
     names = _column_names([*carried, *spec.paths])
     beside = [CarriedColumn(key, names.pop(0), kind_of(array.type)) for key, array in carried.items()]
     kept = [_kept(name, leaf, batch_dim, copies) for name, leaf in zip(names, leaves, strict=True)]
     columns = [_column(name, one, leaf) for name, one, leaf in zip(names, kept, leaves, strict=True)]
     return Layout(spec, tuple(columns), batch_dim, tuple(beside)), [*carried.values(), *kept]
+
+
+Form = tuple[Any, ...]
+
+
+def form_of(outputs: Any, rows: int, carried: Mapping[str, pa.Array]) -> Form | None:
+    """Return what decides the layout of so many rows of bare tensors; None for any other outputs."""
+    tensors = bare_tensors(outputs)
+    if not tensors:
+        return None
+    form: list[Any] = [rows, type(outputs), tuple(outputs) if type(outputs) is dict else ()]
+    for tensor in tensors:
+        form += tensor.dtype, tensor.shape
+    for key, array in carried.items():
+        form += key, array.type
+    return tuple(form)
+
+
+def rows_of_bare(outputs: Any, batch_dim: int, carried: Mapping[str, pa.Array], copies: list[HostCopy]) -> Rows:
+    """Return the rows that `rows_of` does, of bare tensors; it has given the layout of outputs of their form."""
+    rows: Rows = [*carried.values()]
+    for tensor in bare_tensors(outputs) or ():
+        rows.append(_rows_first(tensor, batch_dim, copies))
+    return rows
 
 
 def _column(name: str, kept: torch.Tensor | Ragged | pa.Array, leaf: Any) -> Column:
@@ -321,8 +357,8 @@ def _kept(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -
     if isinstance(leaf, Ragged) and leaf.has_values:
         return _values(name, leaf.rows())
     if isinstance(leaf, Ragged):
-        return replace(leaf, data=_rows_first(name, leaf.data, 0, copies))
-    return _rows_first(name, leaf, batch_dim, copies)
+        return replace(leaf, data=_rows_first(_tensor(name, leaf.data), 0, copies))
+    return _rows_first(_tensor(name, leaf), batch_dim, copies)
 
 
 def _values(name: str, values: list[Any]) -> pa.Array:
@@ -333,21 +369,22 @@ def _values(name: str, values: list[Any]) -> pa.Array:
         raise ModelError(f"output {name!r} holds what no column of {kind} can: {error}") from None
 
 
-def _rows_first(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -> torch.Tensor:
-    """Copy a leaf with its rows in dimension 0.
+def _tensor(name: str, leaf: Leaf) -> torch.Tensor:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    try:
+        return torch.from_numpy(np.array(leaf, order="C"))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"output {name!r} is an array of {leaf.dtype}, which cannot be kept: {error}") from None
+
+
+def _rows_first(tensor: torch.Tensor, batch_dim: int, copies: list[HostCopy] | None) -> torch.Tensor:
+    """Copy a tensor with its rows in dimension 0.
 
     It is a copy because the model may overwrite what it returned, and a view would keep its whole base alive.
     """
-    if isinstance(leaf, np.ndarray):
-        try:
-            tensor = torch.from_numpy(np.array(leaf, order="C"))
-        except (TypeError, ValueError) as error:
-            raise ModelError(f"output {name!r} is an array of {leaf.dtype}, which cannot be kept: {error}") from None
-    else:
-        tensor = leaf.detach()
-    rows_first = tensor.movedim(rows_dim(tensor, batch_dim), 0)
-    is_plain = rows_first.layout is torch.strided and not rows_first.is_quantized
-    if copies is not None and rows_first.is_cuda and is_plain and rows_first.nbytes <= LARGEST_BESIDE:
+    rows_first = tensor.detach().movedim(rows_dim(tensor, batch_dim), 0)
+    if copies is not None and rows_first.is_cuda and rows_first.nbytes <= LARGEST_BESIDE:
         copies.append(HostCopy(rows_first.clone(memory_format=torch.contiguous_format), beside=True))
         return copies[-1].here
     return rows_first.to("cpu", copy=True, memory_format=torch.contiguous_format)

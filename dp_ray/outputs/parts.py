@@ -26,7 +26,7 @@ from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.world import CPU, is_gpu
 from dp_ray.errors import StorageError
 from dp_ray.outputs import columns
-from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, Rows
+from dp_ray.outputs.columns import SAMPLE_INDEX, Form, Layout, Rows
 from dp_ray.plan.split import FilePlan, Range, Shard
 from dp_ray.rundir.ledger import part_name
 from dp_ray.storage import LocalFile, Storage, UnfinishedFile
@@ -47,12 +47,16 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ShardRows(NamedTuple):
-    """A shard, the indices of its samples, and its rows; wait for `copies` before the rows' numbers are used."""
+    """A shard, the indices of its samples, and its rows; wait for `copies` before the rows' numbers are used.
+
+    `nbytes` is the memory that it takes.
+    """
 
     shard: Shard
     indices: Indices
     rows: Rows
     copies: Sequence[HostCopy]
+    nbytes: int
 
 
 FindPlan = Callable[[float], FilePlan | None]
@@ -94,6 +98,7 @@ class PartWriter:
         self._plan: FilePlan | None = None
         self._left_out: set[str] = set()
         self._layout: Layout | None = None
+        self._forms: set[Form] = set()  # those of bare tensors whose rows the layout holds
         self._file: PartFile | None = None
         self._step: list[ShardRows] = []
         self._group: list[ShardRows] = []
@@ -114,18 +119,32 @@ class PartWriter:
         Raises ModelError if an output does not have one entry a row, or its nesting or dtype differs from before.
         Raises DataError if the values of a key are of several kinds.
         """
+        copies: list[HostCopy] = []
+        beside = columns.carried_arrays(carried, indices) if carried else {}
+        form = columns.form_of(outputs, shard.rows, beside)
+        if form in self._forms:
+            rows = columns.rows_of_bare(outputs, self.parts.batch_dim, beside, copies)
+        else:
+            rows = self._lay_out(shard, outputs, beside, copies)
+            if form is not None:
+                self._forms.add(form)
+        nbytes = TENSOR_BYTES * len(rows)
+        for leaf in rows:
+            nbytes += leaf.nbytes
+        self._step.append(ShardRows(shard, indices, rows, copies, nbytes))
+
+    def _lay_out(self, shard: Shard, outputs: Any, beside: Mapping[str, pa.Array], copies: list[HostCopy]) -> Rows:
+        """Return a shard's rows, and have the layout hold them."""
         kept, left_out = columns.without_objects(outputs)
         for path in left_out.keys() - self._left_out:
             self.note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
         self._left_out |= left_out.keys()
-        copies: list[HostCopy] = []
-        beside = columns.carried_arrays(carried or {}, indices)
         layout, rows = columns.rows_of(kept, shard.rows, self.parts.batch_dim, beside, copies)
         joined = layout if self._layout is None else self._layout.join(layout)
         if self._layout is not None and joined != self._layout:
             self.commit()  # the open part has fixed shapes, the next rows differ
         self._layout = joined
-        self._step.append(ShardRows(shard, indices, rows, copies))
+        return rows
 
     def on_step(self, step: int) -> None:
         """End `step`: this worker's shards of it are taken, or an earlier attempt had committed them."""
@@ -138,8 +157,10 @@ class PartWriter:
                 self._first_step = max(self._first_step, self._plan.steps_of(self._plan.number_of(step)).start)
         self._end_step = step + 1
         self._group += self._step
-        self._group_bytes += sum(TENSOR_BYTES + leaf.nbytes for one in self._step for leaf in one.rows)
-        coming = sum(bool(one.copies) for one in self._step)  # what the GPU may be computing now is written later
+        coming = 0  # what the GPU may be computing now is written later
+        for one in self._step:
+            coming += bool(one.copies)
+            self._group_bytes += one.nbytes
         self._step = []
         if self._group_bytes >= GROUP_BYTES and len(self._group) > coming:
             self._write_group(coming)
@@ -169,7 +190,7 @@ class PartWriter:
             self._file = PartFile(self.parts.storage, self._layout, MERGE_BYTES // self.parts.num_workers)
         size = len(self._group) - coming
         group, self._group = self._group[:size], self._group[size:]
-        self._group_bytes = sum(TENSOR_BYTES + leaf.nbytes for one in self._group for leaf in one.rows)
+        self._group_bytes = sum(one.nbytes for one in self._group)
         if any(one.copies for one in group):
             self._writing = self._thread.submit(self._file.write, group)
         else:

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from dp_ray.engine.items import split_passthrough
 from dp_ray.errors import StorageError
 from dp_ray.outputs.columns import SAMPLE_INDEX, Column, Layout, from_arrow, rebuild
 from dp_ray.outputs.files import FileRecord, file_names, read_records
@@ -247,13 +248,14 @@ class Previews:
     total_rows: int
     batch_dim: int = 0
 
-    def on_inputs(self, shard: Shard, indices: Any, inputs: Any) -> None:
+    def on_inputs(self, shard: Shard, indices: Any, batch: Any) -> None:
         """Keep some inputs of a shard, if it holds such rows; what cannot be kept is left out."""
         last = self.total_rows - ROWS
         if shard.start >= ROWS and shard.stop <= last:
             return
         rows = [at for at, position in enumerate(shard.positions) if not ROWS <= position < last]
         with suppress(StorageError, OSError, RuntimeError, TypeError, ValueError, OverflowError):
+            inputs, _ = split_passthrough(batch, indices)
             previews = list(_previews(indices, inputs, self.batch_dim, rows))
             self.run.child(PREVIEWS).create()
             PREVIEWS_JSON.write(self.run.child(PREVIEWS), previews, f"rows-{shard.start}.json")

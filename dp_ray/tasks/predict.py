@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dp_ray.engine.clock import Part, clock_on
-from dp_ray.engine.items import split_passthrough
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.model import ShardSize, advised
 from dp_ray.engine.prediction import PredictedShard, Prediction, predict
@@ -98,7 +97,7 @@ def _previewed(steps: Iterator[LoadedStep], previews: Previews) -> Iterator[Load
 
     def seen(one: LoadedShard) -> LoadedShard:
         if one.shard.rows:
-            previews.on_inputs(one.shard, one.indices, split_passthrough(one.batch, one.indices)[0])
+            previews.on_inputs(one.shard, one.indices, one.batch)
         return one
 
     for step in steps:

@@ -23,6 +23,7 @@ from dp_ray.tensors.tree import (
     Keys,
     Ragged,
     TreeSpec,
+    bare_tensors,
     difference,
     flatten,
     is_plain,
@@ -48,6 +49,8 @@ def without_lists(tree: Any, rows: int | None) -> Any:
 
 def without_texts(tree: Any, is_column: Callable[[str, int], bool] = lambda path, length: True) -> Any:
     """Put a Ragged leaf in place of each list of texts that is a column, by its path and length."""
+    if bare_tensors(tree) is not None:
+        return tree
     parts, spec = flatten(tree, is_whole=is_texts)
     if not any(map(is_texts, parts)):
         return tree

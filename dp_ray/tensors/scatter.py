@@ -15,7 +15,18 @@ import torch
 
 from dp_ray.errors import DataError, ModelError
 from dp_ray.plan.split import chunk_bounds
-from dp_ray.tensors.tree import Leaf, Ragged, difference, flatten, holds_objects, leaf_keys, nodes, quoted, unflatten
+from dp_ray.tensors.tree import (
+    Leaf,
+    Ragged,
+    TreeSpec,
+    difference,
+    flatten,
+    holds_objects,
+    leaf_keys,
+    nodes,
+    quoted,
+    unflatten,
+)
 from dp_ray.text import listed
 
 
@@ -53,18 +64,21 @@ def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0
     if not trees:
         raise ModelError("no shard gave an output, so there is nothing to gather")
     flat = [flatten(tree) for tree in trees]
+    return unflatten(flat[0][1], gather_leaves(flat, [None] * len(trees) if rows is None else rows, dim))
+
+
+def gather_leaves(flat: Sequence[tuple[list[Any], TreeSpec]], rows: Sequence[int | None], dim: int = 0) -> list[Any]:
+    """Concatenate the leaves of trees that `flatten` took apart; raises what `gather` raises."""
     spec = flat[0][1]
-    for shard, (_, other) in enumerate(flat):
+    for shard, (_, other) in enumerate(flat[1:], 1):
         if (problem := difference(spec, other)) is not None:
             advice = "all shards must give the same structure, keys and constants"
             raise ModelError(f"shard {shard}: {problem}: {advice}")
     # Leaves are matched by their keys: the mappings of two shards may have them in another order.
     leaves_of = [dict(zip(leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
-    columns = {keys: [leaves[keys] for leaves in leaves_of] for keys in leaf_keys(spec)}
-    counts = [None] * len(trees) if rows is None else rows
+    columns = {keys: [leaves[keys] for leaves in leaves_of] for keys in leaves_of[0]}
     others = [".".join(map(str, keys)) for keys, pieces in columns.items() if pieces[0].ndim]
-    made = [_concatenate(quoted(keys), column, counts, dim, others) for keys, column in columns.items()]
-    return unflatten(spec, made)
+    return [_concatenate(quoted(keys), column, rows, dim, others) for keys, column in columns.items()]
 
 
 def _concatenate(
