@@ -109,7 +109,7 @@ def job_of(model: str, keys: dict[str, Any], world: World) -> Job:
 
 def unsplit(model: str, keys: dict[str, Any], world: World, control: StepControl) -> None:
     """The same loop, which does not split the time of its steps; the other side has its clock already."""
-    with mock.patch("dp_ray.tasks.train.clock_on", return_value=SilentClock()):
+    with mock.patch("dp_ray.tasks.loop.clock_on", return_value=SilentClock()):
         ours(model, keys, world, control)
 
 

@@ -153,7 +153,7 @@ def test_measuring_costs_microseconds() -> None:
     batches = times.waiting(iter(range(10_000)))
     began = time.process_time()
     for _ in batches:
-        times.new_data_wait()
+        assert times.data_wait >= 0
     assert time.process_time() - began < 10_000 * 20e-6
 
 

@@ -44,7 +44,6 @@ class StepTimes:
         self.data_wait = 0.0
         self.load = 0.0
         self._began = time.perf_counter()
-        self._reported_wait = 0.0
 
     def begin(self) -> None:
         """Begin the loop and its first step now: what was set up before counts nowhere."""
@@ -62,12 +61,6 @@ class StepTimes:
             if batch is end:
                 return
             yield batch
-
-    def new_data_wait(self) -> float:
-        """Return the `data_wait` since the last call."""
-        new = self.data_wait - self._reported_wait
-        self._reported_wait = self.data_wait
-        return new
 
     def to_json(self) -> dict[str, float]:
         """Return the times as a result shows them; `loop_seconds` is the whole time since the loop began."""

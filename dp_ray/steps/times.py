@@ -448,8 +448,6 @@ class History:
     """Rank 0's history; it reads the numbers from the device at most twice a second, and before each checkpoint.
 
     From a GPU they come while the training goes on, and are sent the next time. Only a checkpoint waits for them.
-
-    `new_data_wait` gives the seconds for which the worker has waited for data since its last call.
     """
 
     def __init__(
@@ -460,24 +458,27 @@ class History:
         extra: Sequence[str],
         step: int,
         send: Callable[[Logged], None],
-        new_data_wait: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._split = split
         self._names = names
         self._extra = dict.fromkeys(extra)  # a dict keeps the order of the first measurement
         self._send = send
-        self._new_data_wait = new_data_wait
+        self._data_wait = 0.0
         self._pending: list[_Step] = []
         self._coming: deque[tuple[list[_Step], HostCopy]] = deque()
         self._rows: list[dict[str, Any]] = []
         self._sent = self._ended = time.perf_counter()
         forget(folder, step)
 
-    def add(self, step: int, update: Update, measured: dict[str, float]) -> None:
-        """Add the row of a finished step; `measured` holds the values evaluated after it."""
+    def add(self, step: int, update: Update, measured: dict[str, float], data_wait: float = 0.0) -> None:
+        """Add the row of a finished step; `measured` holds the values evaluated after it.
+
+        `data_wait` is how long the worker has waited for data so far, in seconds.
+        """
         start, stop = self._split.batch(step)
         now = time.perf_counter()
-        self._pending.append(_Step(step, update, stop - start, now - self._ended, self._new_data_wait(), measured))
+        waited, self._data_wait = data_wait - self._data_wait, data_wait
+        self._pending.append(_Step(step, update, stop - start, now - self._ended, waited, measured))
         self._extra.update(dict.fromkeys(measured))
         self._ended = now
         if now - self._sent > SEND_SECONDS:

@@ -1,11 +1,12 @@
-"""Write a training's checkpoints, and load the state where a training starts.
+"""Write a training's checkpoints and its weights, and load the state where a training starts.
 
 Begin at `Checkpointer`: on rank 0 it writes the history and the checkpoints, and tracks the best one.
 `CheckpointPace` decides how often: as the job sets, by default as often as costs 1 % of its time. `restore` loads the
 newest checkpoint, else the one that `init_from` names; without both, a training starts at step 0.
 
 A checkpoint fits a job if its steps hold the job's samples (`TrainingLayout`), and if its optimizer and scheduler are
-the job's (`Updates`): their state is the checkpoint's.
+the job's (`Updates`): their state is the checkpoint's. At the end `keep_weights` writes the last weights, their
+average, and the best.
 """
 
 import dataclasses
@@ -19,10 +20,11 @@ from typing import Any, TypeAlias
 import torch
 
 from dp_ray.engine.clock import Part
+from dp_ray.engine.loading import Source
 from dp_ray.engine.model import advice_on, tensors_of
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
-from dp_ray.errors import JobError, ModelError
+from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import keys
 from dp_ray.job.files import differences, same
 from dp_ray.job.job import Job
@@ -41,9 +43,20 @@ from dp_ray.rundir.checkpoint import (
 from dp_ray.rundir.files import replacing
 from dp_ray.rundir.history import HISTORY, write_piece
 from dp_ray.rundir.ledger import check_newest
-from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start
+from dp_ray.rundir.start import (
+    BEST,
+    EMA,
+    NEW_HEAD,
+    describe_start,
+    first_step,
+    parts_of,
+    read_start,
+    write_best,
+    write_weights,
+)
 from dp_ray.steps.times import History
 from dp_ray.tasks.setup import Context
+from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
 
 SHARE = 0.01  # of the training's time may go into checkpoints
 LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any cost
@@ -54,24 +67,25 @@ Updates: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A training on this worker, as its parts share it: what it was given, and how its steps are cut."""
+    """A training on this worker, as its parts share it: what it was given, how its steps are cut, and its state."""
 
     context: Context
+    source: Source
     split: Split
     layout: TrainingLayout
+    trainer: Trainer
+    times: StepTimes
+    state: TrainState = dataclasses.field(default_factory=TrainState)
 
 
 class PieceKeeper:
     """This worker's pieces of a training's checkpoints, on which rank 0's `Checkpointer` decides."""
 
-    def __init__(
-        self, trainer: Trainer, train_state: TrainState, writer: CheckpointWriter, before: Callable[[], None]
-    ) -> None:
+    def __init__(self, training: Training, writer: CheckpointWriter, before: Callable[[], None]) -> None:
         self._before = before  # called in the writer's thread, before a checkpoint counts
-        self._trainer = trainer
-        self._train_state = train_state
+        self._trainer, self._train_state = training.trainer, training.state
         self._writer = writer
-        self._first = self._saved = train_state.step
+        self._first = self._saved = training.state.step
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
         """Save this worker's piece if rank 0 saves a checkpoint."""
@@ -112,28 +126,18 @@ class PieceKeeper:
 class Checkpointer(PieceKeeper):
     """The history and the checkpoints of a training, and its best checkpoint; only rank 0 has one."""
 
-    def __init__(
-        self,
-        training: Training,
-        trainer: Trainer,
-        train_state: TrainState,
-        times: StepTimes,
-        writer: CheckpointWriter,
-        before: Callable[[], None],
-    ) -> None:
-        super().__init__(trainer, train_state, writer, before)
-        context, split = training.context, training.split
+    def __init__(self, training: Training, writer: CheckpointWriter, before: Callable[[], None]) -> None:
+        super().__init__(training, writer, before)
+        context, split, trainer, train_state = training.context, training.split, training.trainer, training.state
         job, run = context.job, context.run
         self._training = training
-        self._clock = times.clock
+        self._times = training.times
         for folder in (HISTORY, CHECKPOINTS):
             run.child(folder).create()
             run.child(folder).remove_unfinished()
         names = ["loss", *trainer.measure_names]
         extra = ["epoch_loss", *job.eval_names]
-        self._history = History(
-            run.child(HISTORY), split, names, extra, train_state.step, context.send, times.new_data_wait
-        )
+        self._history = History(run.child(HISTORY), split, names, extra, train_state.step, context.send)
         pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
         self._best = job.checkpoint.best
         by = [] if self._best is None else [self._best.metric, self._best.mode]
@@ -157,7 +161,7 @@ class Checkpointer(PieceKeeper):
         """Add a finished step to the history, and save a checkpoint if one is due or `must_save` asks for it."""
         if step == self._first:
             self._pace.expect(sum(tensor.nbytes for tensor in self._prepare().values()))
-        self._history.add(step, update, measured)
+        self._history.add(step, update, measured, self._times.data_wait)
         is_due = must_save
         if measured:
             is_due = self._note_best(measured) or is_due
@@ -172,11 +176,11 @@ class Checkpointer(PieceKeeper):
             self.save()
 
     def log(self, step: int, update: Update) -> None:
-        self._history.add(step, update, {})
+        self._history.add(step, update, {}, self._times.data_wait)
 
     def save(self) -> None:
         """Save a checkpoint of the current state."""
-        before_save = self._clock.enter(Part.CHECKPOINT)
+        before_save = self._times.clock.enter(Part.CHECKPOINT)
         with self._pace.saving():
             training, train_state = self._training, self._train_state
             # The optimizer's groups may have grown.
@@ -193,7 +197,7 @@ class Checkpointer(PieceKeeper):
 
             self._writer.save(train_state.step, about, state, train_state.best_step, before_commit)
             self._saved = train_state.step
-        self._clock.enter(before_save)
+        self._times.clock.enter(before_save)
 
     def close(self) -> None:
         """Send the remaining rows of the history, and end the writer."""
@@ -214,26 +218,20 @@ class Checkpointer(PieceKeeper):
 
 
 @contextmanager
-def checkpointing(
-    training: Training, trainer: Trainer, train_state: TrainState, times: StepTimes, before: Callable[[], None]
-) -> Iterator[PieceKeeper | None]:
+def checkpointing(training: Training, before: Callable[[], None]) -> Iterator[PieceKeeper | None]:
     """Give what keeps this worker's share of the training's state: all of it on rank 0, unless it is sharded.
 
     `before` is called, in the writer's thread, before a checkpoint counts. Every rank calls this.
     """
-    rank, sharers = training.context.world.rank, trainer.placement.sharers
+    rank, sharers = training.context.world.rank, training.trainer.placement.sharers
     if rank != 0 and sharers is None:
         yield None
         return
     checkpoints = training.context.run.child(CHECKPOINTS)
-    passed_over = [one for one in steps_of(checkpoints) if one > train_state.step]
+    passed_over = [one for one in steps_of(checkpoints) if one > training.state.step]
     writer = CheckpointWriter(checkpoints, training.context.job.checkpoint.keep, passed_over, sharers)
-    keeper = (
-        PieceKeeper(trainer, train_state, writer, before)
-        if rank != 0
-        else Checkpointer(training, trainer, train_state, times, writer, before)
-    )
-    with closing(keeper):
+    kind = PieceKeeper if rank != 0 else Checkpointer
+    with closing(kind(training, writer, before)) as keeper:
         yield keeper
 
 
@@ -298,13 +296,13 @@ class CheckpointPace:
         self.not_before = min(by_share if self.is_auto else math.inf, by_seconds) - 1e-3
 
 
-def restore(training: Training, trainer: Trainer, until: int | None = None) -> TrainState:
+def restored(training: Training, until: int | None = None) -> Training:
     """Load the training's state: of its newest checkpoint, else of `init_from`, else that of step 0.
 
     With `until`, of the newest checkpoint of so many steps or fewer. Raises JobError if a checkpoint's steps hold
     other samples than this job's, or if the scheduler ends too soon.
     """
-    context, job, run = training.context, training.context.job, training.context.run
+    context, job, run, trainer = training.context, training.context.job, training.context.run, training.trainer
     checkpoints = run.child(CHECKPOINTS)
 
     def fits(about: dict[str, Any]) -> str | None:
@@ -314,25 +312,24 @@ def restore(training: Training, trainer: Trainer, until: int | None = None) -> T
     if checkpoint is not None:
         advice = f"start anew {replacing(run)}" if until is None else "the dataset or its blocks have changed since"
         check_layout(f"the steps of {checkpoints}/{checkpoint.name}", checkpoint.about, training.layout, advice)
-        train_state = resume(training, trainer, checkpoint, plans=until is None)
-    elif job.init_from is None:
-        train_state = TrainState()
-    else:
-        train_state = start_from(training, trainer, job.init_from)
-    trainer.schedule.check_lasts(training.split, train_state.step)
-    return train_state
+        training = dataclasses.replace(training, state=resume(training, checkpoint, plans=until is None))
+    elif job.init_from is not None:
+        training = dataclasses.replace(training, state=start_from(training, job.init_from))
+    trainer.schedule.check_lasts(training.split, training.state.step)
+    return training
 
 
-def start_from(training: Training, trainer: Trainer, location: str) -> TrainState:
+def start_from(training: Training, location: str) -> TrainState:
     """Start at step 0 from weights, or continue another run's checkpoint from its step; a note says from which file.
 
     Without `strict` only the weights of a checkpoint are taken. Raises ModelError if they are not the model's, and
     JobError if the checkpoint's steps or optimizer differ from this job's, or if it leaves no step to run.
     """
     context, job, run = training.context, training.context.job, training.context.run
-    weights, checkpoint = read_start(run, location, job.strict, trainer.placement.sharers)
+    placement = training.trainer.placement
+    weights, checkpoint = read_start(run, location, job.strict, placement.sharers)
     if checkpoint is None or not job.strict:
-        loaded = trainer.placement.load_weights(weights, location, job.strict, NEW_HEAD)
+        loaded = placement.load_weights(weights, location, job.strict, NEW_HEAD)
         if context.world.rank == 0:
             context.notify(describe_start(run, location) + loaded)
         return TrainState()
@@ -342,9 +339,9 @@ def start_from(training: Training, trainer: Trainer, location: str) -> TrainStat
     if says is not None:
         context.notify(says)
     try:
-        train_state = resume(training, trainer, checkpoint)
+        train_state = resume(training, checkpoint)
     except ModelError as error:
-        helps = advice_on(tensors_of(trainer.placement.model), weights, NEW_HEAD)
+        helps = advice_on(tensors_of(placement.model), weights, NEW_HEAD)
         raise ModelError(f"init_from: {location}: {error}{helps}") from None
     named = first_step(run)
     if train_state.step != named:
@@ -362,13 +359,13 @@ def start_from(training: Training, trainer: Trainer, location: str) -> TrainStat
     return dataclasses.replace(train_state, best=None, best_step=None, stopping={})
 
 
-def resume(training: Training, trainer: Trainer, checkpoint: Checkpoint, plans: bool = True) -> TrainState:
+def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> TrainState:
     """Load a checkpoint into the trainer; if the training has another length now, send a note on the scheduler.
 
     A scheduler that is made for the training's length is planned anew for that, if it `plans`: a replay goes the way
     that the run went. Raises ModelError if the checkpoint has other parameters than the model.
     """
-    about = checkpoint.about
+    about, trainer = checkpoint.about, training.trainer
     if about["parameters"] != trainer.optimizer_step.names:
         raise ModelError("the checkpoint's parameters are not this model's")
     trainer.load_state_dict(checkpoint.state)
@@ -427,3 +424,40 @@ def check_updates(what: str, there: Updates | None, job: Job, advice: str) -> st
             f"({changed}); set them as they were, or {advice}"
         )
     return f"{what}: {changed}; what the scheduler's state holds goes on as it was" if changed else None
+
+
+def keep_weights(training: Training) -> None:
+    """Write the last weights, their average and the best ones, on rank 0; the others send it their rows.
+
+    Raises StorageError on rank 0 if a later attempt than this one has begun.
+    """
+    context, trainer = training.context, training.trainer
+    with trainer.optimizer_step.evaluating():
+        tensors = tensors_of(trainer.model)
+        average = {} if trainer.average is None else trainer.average.tensors()
+        if context.world.rank != 0:
+            for part in (*parts_of(tensors), average):
+                attend_writing(part)
+            return
+        check_newest(context.run, context.attempt)
+        write_weights(context.run, tensors, whole=on_rank_0)
+        if context.job.ema is not None:
+            text = json.dumps({"decay": context.job.ema.decay, "step": training.state.step})
+            write_tensors(context.run, EMA, average, text, whole=on_rank_0)
+        _keep_best(context, training.state)
+
+
+def _keep_best(context: Context, state: TrainState) -> None:
+    """Write the best weights, if there are any; a failure is only reported, since the training is done.
+
+    They are those that were evaluated: the average, if the job says so.
+    """
+    job, run = context.job, context.run
+    run.delete(BEST)
+    if state.best is None or state.best_step is None:
+        return
+    is_averaged = job.ema is not None and job.ema.evaluate
+    try:
+        write_best(run, state.best_by[0], state.best, state.best_step, is_averaged)
+    except StorageError as error:
+        context.notify(f"the best weights, those after step {state.best_step - 1}, cannot be kept: {error}")

@@ -1,65 +1,110 @@
-"""The task `evaluate` on one worker: measure a model over a dataset."""
+"""Measure a model over a dataset on one worker: the task `evaluate`, and the evaluations of a training."""
 
 from contextlib import closing
+from dataclasses import replace
 
-from dp_ray.engine.clock import clock_on
-from dp_ray.engine.evaluation import Evaluated, EvaluatedShard, Evaluation, build_metrics
-from dp_ray.engine.loading import Source, load_steps
+from dp_ray.engine.evaluation import Evaluated, Evaluation, build_metrics
+from dp_ray.engine.loading import Source, load_steps, seeded_dataset
 from dp_ray.engine.model import synchronise
 from dp_ray.engine.step import StepEnd, build_step
-from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.job.plan import split_of
-from dp_ray.messages import Measured, WorkerTimes
-from dp_ray.plan.split import Work
-from dp_ray.steps.shapes import Probe, Recorder
-from dp_ray.tasks.hooks import shape_reporter, slow_forward
-from dp_ray.tasks.profiling import StepProfiler
-from dp_ray.tasks.setup import Context, forget_from, load_dataset, model_to_run, quarantine_of, set_aside
+from dp_ray.engine.world import check_rows
+from dp_ray.errors import JobError
+from dp_ray.job.plan import evaluations_of, split_of
+from dp_ray.messages import Measured
+from dp_ray.plan.split import Split, Work
+from dp_ray.tasks.checkpoints import Training
+from dp_ray.tasks.loop import Run, shards_of, times_of
+from dp_ray.tasks.setup import (
+    Context,
+    begin_quarantine,
+    check_unchanged,
+    load_dataset,
+    model_to_run,
+    quarantine_of,
+    set_aside,
+)
 
 
 def evaluate(context: Context) -> None:
     """Run this worker's shards of every step; rank 0 sends the metrics over the whole dataset."""
-    job, world, run, send, control = context.job, context.world, context.run, context.send, context.control
     dataset = load_dataset(context)
     placement = model_to_run(context)
-    world, called = placement.world, placement.called
-    work = Work(split_of(job, len(dataset)), world.world_size, world.rank)
+    context = replace(context, world=placement.world)
+    job, world, called, control = context.job, context.world, placement.called, context.control
+    split, times = split_of(job, len(dataset)), times_of(context)
+    work = Work(split, world.world_size, world.rank)
     measures, states = build_metrics(job)
-    clock, forwards = clock_on(world.device), placement.forwards()
-    control.runs_on(clock)
-    step, trial = build_step(job, world), placement.row_trial()
-    evaluation = Evaluation(job, step, measures, states, world.device, forwards, clock=clock, trial=trial)
+    step, forwards, trial = build_step(job, world), placement.forwards(), placement.row_trial()
+    evaluation = Evaluation(job, step, measures, states, world.device, forwards, clock=times.clock, trial=trial)
     for module in evaluation.beside.values():
         synchronise(module)
-    forget_from(run, lambda *_: False)
-    quarantine = quarantine_of(set_aside(context, "dataset", dataset))
-    times = StepTimes(clock)
+    quarantine = begin_quarantine(context, dataset, lambda *_: False)
     source = Source(job, dataset, is_evaluation=True)
     with (
-        closing(load_steps(source, work, world.device, quarantine, times=times)) as steps,
-        Recorder(world, send, attempt=control.attempt) as recorder,
-        Probe(called, job.batch_dim) as probe,
-        slow_forward(called, control, world),
-        StepProfiler(job, world, run, work.split.total_steps, send) as profiler,
-        closing(evaluation.run(called, work, steps)) as evaluated,
+        closing(load_steps(source, work, world.device, quarantine, times=times)) as loaded,
+        Run(context, called, split, times) as run,
+        closing(evaluation.run(called, work, loaded)) as evaluated,
     ):
-        on_shard = shape_reporter(recorder, probe)
-        control.before(0)
-        profiler.before(0)
-        clock.restart()
-        for done in evaluated:
-            if isinstance(done, EvaluatedShard):
-                on_shard(*done)
-            elif isinstance(done, StepEnd):
-                recorder.on_step(done.step)
-                recorder.on_times(clock.end_step(done.step, recorder.take_rows()))
-                profiler.after(done.step)
-                control.before(done.step + 1)
-                profiler.before(done.step + 1)
-        recorder.on_times(clock.rest())
-        profiler.close()
-    send(WorkerTimes(world.rank, times.to_json()))
+        for number in run.steps():
+            for shard in shards_of(number, evaluated):
+                run.on_shard(*shard)
+            run.recorder.on_step(number)
+        control.before(split.total_steps)  # the workers wait for each other's sums, and for no step any more
+        measured = next(evaluated)
+        run.close()
+    run.send_times()
     if world.rank == 0:
-        assert isinstance(done, Evaluated)
-        send(Measured(done.metrics))
+        assert isinstance(measured, Evaluated)
+        context.send(Measured(measured.metrics))
     control.end()
+
+
+class Evaluator:
+    """The evaluations of a training: at the steps that the job sets, and after the last step.
+
+    They evaluate the average of the weights if the job says so, and else what the optimizer evaluates.
+    """
+
+    def __init__(self, training: Training, evaluation: Evaluation) -> None:
+        context, trainer = training.context, training.trainer
+        job = context.job
+        average = trainer.average if job.ema is not None and job.ema.evaluate else None
+        self._model = trainer.called if average is None else average.called(trainer.called)
+        self._in_place = trainer.optimizer_step.evaluating if average is None else average.in_place
+        self._control = context.control
+        self._evaluation = evaluation
+        self._world = context.world
+        self._told = training.source.told  # the dataset may be that of the training
+        self._job = job.over_eval()
+        self._dataset = seeded_dataset(self._job, "eval.dataset")
+        check_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
+        check_unchanged(context, "eval.dataset", self._dataset)
+        self._planned = evaluations_of(job, len(self._dataset))
+        self._set_aside = set_aside(replace(context, job=self._job), "eval.dataset", self._dataset)
+
+    def is_due(self, split: Split, step: int) -> bool:
+        """Return whether to evaluate after `step`."""
+        return self._planned.due.after(split, step)
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Evaluate after `step`; return the metrics by their names in the history."""
+        work = Work(self._planned.split, self._world.world_size, self._world.rank)
+        if self._set_aside is not None:
+            self._set_aside.files.after = step
+        quarantine = quarantine_of(self._set_aside)
+        source = Source(self._job, self._dataset, "eval.dataset", is_evaluation=True, told=self._told)
+        with (
+            self._in_place(),
+            closing(load_steps(source, work, self._world.device, quarantine)) as steps,
+            closing(self._evaluation.run(self._model, work, steps)) as evaluated,
+        ):
+            for done in evaluated:
+                if isinstance(done, StepEnd):
+                    self._control.touch()
+        assert isinstance(done, Evaluated)
+        metrics = done.metrics if quarantine is None else {**done.metrics, "rows": done.rows}
+        measured = {f"eval_{name}": value for name, value in metrics.items()}
+        for where, name in self._job.watched.items():
+            if name not in measured:
+                raise JobError(f"{where}: eval measures {', '.join(measured)}; got {name!r}")
+        return measured

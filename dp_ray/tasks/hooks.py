@@ -1,40 +1,24 @@
-"""Call the user's hooks with a view of the training, and send the driver what a task has to say.
-
-`Hooks` calls functions of the user's on rank 0; a `TrainingView` cannot change the training. The messages (`Note`,
-`Measured` ...) are what a task sends besides its shape reports. The rest acts on a shard's forward: it reports the
-shapes, warns once of a loss that depends on the shards, and slows it as a fault of `--inject` asks.
-"""
+"""Call the user's hooks on rank 0 with a view of the training, which cannot change it."""
 
 import functools
 import inspect
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 
-from dp_ray.engine.model import autocast, tensors_of
-from dp_ray.engine.step import OnShard, StepOutput, of_neighbours
+from dp_ray.engine.model import tensors_of
 from dp_ray.engine.trainer import Trainer, Update
 from dp_ray.engine.user_code import reraise_as
-from dp_ray.engine.votes import VOTES, StepControl
-from dp_ray.engine.world import World
+from dp_ray.engine.votes import VOTES
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, resolve
-from dp_ray.messages import Sizes
-from dp_ray.plan.split import Shard, Split
-from dp_ray.rundir.checkpoint import TrainState
-from dp_ray.steps.shapes import Probe, Recorder, encode_sizes
-from dp_ray.storage import Storage
+from dp_ray.tasks.checkpoints import Training
 from dp_ray.tensors.files import is_sharded
-from dp_ray.tensors.tree import sizes
 
 Hook = Callable[["TrainingView"], object]
 
@@ -107,12 +91,11 @@ class TrainingView:
 class Hooks:
     """The hooks of a job, called on rank 0. Each error names the hook and the step."""
 
-    def __init__(self, job: Job, trainer: Trainer, split: Split, train_state: TrainState, run: Storage) -> None:
-        self._hooks = {name: make_hook(f"hooks.{name}", value) for name, value in job.hooks.given.items()}
-        self._trainer = trainer
-        self._split = split
-        self._train_state = train_state
-        self._run_dir = run.location
+    def __init__(self, training: Training) -> None:
+        given = training.context.job.hooks.given
+        self._hooks = {name: make_hook(f"hooks.{name}", value) for name, value in given.items()}
+        self._trainer, self._split, self._train_state = training.trainer, training.split, training.state
+        self._run_dir = training.context.run.location
         self._last: Update | None = None
 
     def after_step(self, step: int, update: Update, measured: Mapping[str, float]) -> None:
@@ -163,59 +146,3 @@ def check_hook(key: str, value: Any) -> None:
         bind(key, value, leading=0 if inspect.isclass(resolve(key, value)) else 1)
     else:
         make_hook(key, value)
-
-
-def shape_reporter(recorder: Recorder, probe: Probe) -> OnShard:
-    """Return a function that records each shard with the sizes that the model saw, and its milliseconds."""
-
-    def on_shard(shard: Shard, batch: Any, step_output: StepOutput) -> None:
-        seen, milliseconds = probe.last(shard.rows)
-        if seen is None:  # the user's step bypassed the model's forward
-            seen, milliseconds = (
-                Sizes(encode_sizes(sizes(batch)), encode_sizes(sizes(step_output.loss)), shard.rows),
-                0.0,
-            )
-        recorder.on_shard(shard, seen, milliseconds)
-
-    return on_shard
-
-
-def with_loss_check(job: Job, first: int, world: World, on_shard: OnShard, notify: Callable[[str], None]) -> OnShard:
-    """Return the same function; in shard 0 of the training's `first` step it warns of a loss that depends on shards.
-
-    A line, not an error: contrastive losses are meant so. A `step` of the user's is not called again.
-    """
-    if world.rank != 0 or first != 0 or job.num_shards == 1:
-        return on_shard
-
-    def on_shard_with_check(shard: Shard, batch: Any, step_output: StepOutput) -> None:
-        on_shard(shard, batch, step_output)
-        if (shard.step, shard.shard) != (0, 0) or step_output.compare is None:
-            return
-        is_exact = job.precision == "fp32" and world.device.type == "cpu"
-        with autocast(job.precision, world.device):
-            seen = step_output.outputs, step_output.target
-            losses = of_neighbours(step_output.compare, step_output.loss, seen, shard.rows, job.batch_dim, is_exact)
-        if losses is not None:
-            notify(
-                f"loss: the loss of a row depends on the other rows of its shard: that of step 0, shard 0 sums up to "
-                f"{losses.together:.6g}, and with one of its {shard.rows} rows apart to "
-                f"{losses.first + losses.others:.6g}; so each of the {job.num_shards} shards has its own, and their "
-                "number counts. With over: batch it sees the whole batch, and returns one number: "
-                "loss: {target: ..., over: batch}"
-            )
-
-    return on_shard_with_check
-
-
-@contextmanager
-def slow_forward(model: nn.Module, control: StepControl, world: World) -> Iterator[None]:
-    """Have the model's first forward of each step sleep, within the block, for as long as `control` says."""
-    if not control.slows:
-        yield
-        return
-    handle = model.register_forward_pre_hook(lambda *_: time.sleep(control.take_delay(world.rank)))
-    try:
-        yield
-    finally:
-        handle.remove()

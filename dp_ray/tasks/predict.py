@@ -5,90 +5,75 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dp_ray.engine.clock import Part, clock_on
+from dp_ray.engine.bad_samples import Quarantine
+from dp_ray.engine.clock import Part
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.model import ShardSize, advised
 from dp_ray.engine.prediction import PredictedShard, Prediction, predict
 from dp_ray.engine.step import PredictInputs
-from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.user_code import location
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.plan import split_of
-from dp_ray.messages import FlopsCounted, Note, Send, WorkerTimes
+from dp_ray.messages import FlopsCounted, Note
 from dp_ray.outputs.files import OUTPUTS, Outputs, forget_lost
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.outputs.read import Previews
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Done, Shard, Work
+from dp_ray.plan.split import Done, Shard, Split, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
 from dp_ray.rundir.quarantine import QUARANTINE, RecordFiles
-from dp_ray.steps.shapes import Probe, Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.hooks import slow_forward
-from dp_ray.tasks.profiling import StepProfiler
-from dp_ray.tasks.setup import Context, forget_from, load_dataset, model_to_run, quarantine_of, set_aside
+from dp_ray.tasks.loop import Run, shards_of, times_of
+from dp_ray.tasks.setup import Context, begin_quarantine, load_dataset, model_to_run
 
 
 def predict_outputs(context: Context) -> None:
     """Run this worker's shards of every step and write their outputs; committed shards are skipped."""
-    job, world, run, send, control = context.job, context.world, context.run, context.send, context.control
-    dataset = load_dataset(context)
+    dataset, control = load_dataset(context), context.control
     placement = model_to_run(context)
-    world, bare, model = placement.world, placement.model, placement.called
-    begun = _begin(run, world)
+    begun = _begin(context.run, placement.world)
+    context = replace(context, world=placement.world, attempt=begun.attempt)
+    job, world = context.job, context.world
     split = split_of(job, len(dataset))
-    done = Done(ledger.done_ranges(begun.parts))
-    work = Work(split, world.world_size, world.rank, done)
-    forget_from(run, lambda step, shard: Shard(step, int(shard), 0, 0) in done)
-    quarantine = quarantine_of(set_aside(replace(context, attempt=begun.attempt), "dataset", dataset))
-    aside = RecordFiles(run.child(QUARANTINE))
-    missing = partial(list, aside.positions()) if quarantine is None else aside.positions
-    outputs = Outputs(run, begun, split, Order(split.rows, job.seed, 0, job.is_shuffled), missing)
+    work = Work(split, world.world_size, world.rank, Done(ledger.done_ranges(begun.parts)))
+    quarantine = begin_quarantine(context, dataset, lambda step, shard: Shard(step, int(shard), 0, 0) in work.done)
+    outputs = _outputs_of(context, begun, split, quarantine)
     plan = AgreedFilePlan(outputs, job.outputs.file_bytes, world, lambda: control.wants_stop)
-    parts = WorkerParts(run.child(PARTS), work.shards, begun.attempt, world.world_size, job.batch_dim)
+    parts = WorkerParts(context.run.child(PARTS), work.shards, begun.attempt, world.world_size, job.batch_dim)
+    times, previews = times_of(context), Previews(context.run, split.rows_kept, job.batch_dim)
+    inputs = PredictInputs(job, placement.model, context.notify)
+    forwards, trial = placement.forwards(), placement.row_trial()
+    prediction = Prediction(job, world.device, work, times.clock, forwards, placement.counts_flops, trial=trial)
     with Merger(outputs, plan, world) as merger:
         with (
-            Recorder(world, send, attempt=control.attempt) as recorder,
-            Probe(model, job.batch_dim) as probe,
-            slow_forward(model, control, world),
-            StepProfiler(job, world, run, split.total_steps, send) as profiler,
+            Run(context, placement.called, split, times) as run,
             # Rank 0 has a shard of every batch, so its lines are enough.
-            PartWriter(parts, plan.agree, recorder.keep, context.notify, world.device) as writer,
+            PartWriter(parts, plan.agree, run.recorder.keep, context.notify, world.device) as writer,
         ):
-            times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, context.notify)
-            control.runs_on(times.clock)
-            forwards = placement.forwards()
-            prediction = Prediction(job, world.device, work, times.clock, forwards, placement.counts_flops)
-            prediction = replace(prediction, trial=placement.row_trial())
-            keeper = OutputKeeper(prediction, recorder, probe, writer, merger, control, profiler, send)
-            previews = Previews(run, split.rows_kept, job.batch_dim)
-            times.clock.restart()
+            keeper = OutputKeeper(context, run, prediction, writer, merger)
             with (
                 closing(load_steps(Source(job, dataset), work, world.device, quarantine, inputs, times)) as steps,
-                closing(predict(prediction, model, _previewed(steps, previews))) as ran,
+                closing(predict(prediction, placement.called, _previewed(steps, previews))) as ran,
             ):
-                goes_on = keeper.goes_on(0)
-                for finished in ran if goes_on else ():
-                    if isinstance(finished, PredictedShard):
-                        keeper.take(finished)
-                    else:
-                        keeper.end(finished.step)
-                        goes_on = keeper.goes_on(finished.step + 1)
-                        if not goes_on:
-                            break
-                    del finished  # its outputs: a name would keep their memory while the next shard runs
-            keeper.close()
+                for step in run.steps(goes_on=keeper.goes_on):
+                    for shard in shards_of(step, ran):
+                        keeper.take(shard)
+                        del shard  # its outputs: a name would keep their memory while the next shard runs
+                    keeper.end(step)
+                if not run.stops:
+                    next(ran, None)  # past the last step, what the workers gathered for it is freed
+            keeper.send_notes(wait=True)
+            run.close()
             control.through()
-            if quarantine is not None and goes_on:
+            if quarantine is not None and not run.stops:
                 plan.agree(0.0)  # by rank 0, if all its rows were set aside
-        is_whole = goes_on and merger.finish(control)
-    send(WorkerTimes(world.rank, times.to_json()))
+        is_whole = not run.stops and merger.finish(control)  # after the writer's end, which commits its last part
+    run.send_times()
     if not is_whole:
-        control.leave()
+        control.leave()  # raises StopRequested
     control.end()
 
 
@@ -113,50 +98,53 @@ def _begin(run: Storage, world: World) -> ledger.Ledger:
     return begin_attempt(run)
 
 
+def _outputs_of(context: Context, begun: ledger.Ledger, split: Split, quarantine: Quarantine | None) -> Outputs:
+    """Return the outputs that the workers merge; they lack the samples that are set aside, now or by then."""
+    job, run = context.job, context.run
+    aside = RecordFiles(run.child(QUARANTINE))
+    missing = partial(list, aside.positions()) if quarantine is None else aside.positions
+    return Outputs(run, begun, split, Order(split.rows, job.seed, 0, job.is_shuffled), missing)
+
+
 @dataclass(frozen=True)
 class OutputKeeper:
     """Writes and reports each shard of a prediction, and ends it before the next step if the worker is to stop."""
 
+    context: Context
+    run: Run
     prediction: Prediction
-    recorder: Recorder
-    probe: Probe
     writer: PartWriter
     merger: Merger
-    control: StepControl
-    profiler: StepProfiler
-    send: Send
 
     def goes_on(self, step: int) -> bool:
         """Return whether to run `step`, of which this worker may have no shards left; False ends all workers."""
-        work = self.prediction.work
-        if step >= work.split.total_steps:
-            return True
-        return self.prediction.forwards.agree(not work.has(step) or self._begin(step))
+        return self.prediction.forwards.agree(not self.prediction.work.has(step) or self._begin(step))
 
     def _begin(self, step: int) -> bool:
         """Commit the outputs if they are asked for, or if merging is far behind; False if the worker is to stop."""
-        clock = self.prediction.clock
-        self.control.before(step)
+        control, clock = self.context.control, self.prediction.clock
+        control.before(step)
         if self.merger.is_far_behind:
             before = clock.enter(Part.OUTPUTS)
-            self.merger.make_room(self.writer.commit, self.control)
+            self.merger.make_room(self.writer.commit, control)
             clock.enter(before)
-        if self.control.wants_stop:
+        if control.wants_stop:
             return False
-        if self.control.take_save():
+        if control.take_save():
             self.writer.commit()
-        self.profiler.before(step)
+        if self.run.profiler is not None:
+            self.run.profiler.before(step)
         return True
 
     def take(self, done: PredictedShard) -> None:
         """Report a shard's shapes, and write its outputs, with what is carried beside them."""
-        job, split, shard = self.prediction.job, self.prediction.work.split, done.shard
+        split, shard = self.prediction.work.split, done.shard
         if done.flops is not None:
-            self.send(FlopsCounted(done.flops))
-        self._send_notes()
+            self.context.send(FlopsCounted(done.flops))
+        self.send_notes()
         size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)
-        with advised(job, location(shard), size):
-            self.recorder.on_shard(shard, *self.probe.take(shard.rows))
+        with advised(self.context.job, location(shard), size):
+            self.run.recorder.on_shard(shard, *self.run.probe.take(shard.rows))
             try:
                 self.writer.on_shard(shard, done.indices, done.outputs, done.carried)
             except (ModelError, DataError) as error:
@@ -166,19 +154,11 @@ class OutputKeeper:
 
     def end(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""
-        self.profiler.after(step)
-        self.recorder.on_step(step)
+        self.run.recorder.on_step(step)  # first: the writer keeps what is recorded when it commits the step
         self.writer.on_step(step)
         self.merger.on_step(step)
-        if rows := self.recorder.take_rows():
-            self.recorder.on_times(self.prediction.clock.end_step(step, rows))
 
-    def _send_notes(self, wait: bool = False) -> None:
+    def send_notes(self, wait: bool = False) -> None:
+        """Send the lines on outputs of shards that have run; with `wait`, those of all of them."""
         for note in self.prediction.notes.take(wait):
-            self.send(Note(note))
-
-    def close(self) -> None:
-        """Record the times and notes that are left, and end a trace that goes on."""
-        self._send_notes(wait=True)
-        self.recorder.on_times(self.prediction.clock.rest())
-        self.profiler.close()
+            self.context.send(Note(note))

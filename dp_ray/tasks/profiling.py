@@ -11,9 +11,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dp_ray.engine.clock import Part, TimedStep
 from dp_ray.engine.world import World, gathered
 from dp_ray.errors import StorageError
-from dp_ray.job.job import Job
 from dp_ray.messages import Note, Send
-from dp_ray.plan.costs import Profiled, profiled_of
+from dp_ray.plan.costs import profiled_of
 from dp_ray.storage import Storage
 
 PROFILE = "profile"
@@ -21,14 +20,15 @@ NOT_OWN = (Part.EXCHANGE, Part.EVALUATION, Part.CHECKPOINT)  # the time in which
 
 
 class StepProfiler:
-    """The trace of the steps that the job's `profile` names, on the rank it names; a step calls `before` and `after`.
+    """The trace of the steps that `wanted`, a job's `profile`, names, on the rank it names.
 
-    The trace goes to `profile/rank-R.json.gz`. If the rank is the slowest so far, all workers decide on it before the
-    first of these steps: the one whose own work took longest. At the end of a `with` block it traces no more.
+    A step calls `before` and `after`. The trace goes to `profile/rank-R.json.gz`. If the rank is the slowest so far,
+    all workers decide on it before the first of these steps: the one whose own work took longest. At the end of a
+    `with` block it traces no more.
     """
 
-    def __init__(self, job: Job, world: World, run: Storage, total_steps: int, send: Send) -> None:
-        self._wanted: Profiled | None = None if job.profile is None else profiled_of(job.profile, total_steps)
+    def __init__(self, wanted: str, world: World, run: Storage, total_steps: int, send: Send) -> None:
+        self._wanted = profiled_of(wanted, total_steps)
         self._world = world
         self._run = run
         self._send = send
@@ -47,14 +47,9 @@ class StepProfiler:
         if traced is not None:
             traced.stop()
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the job asks for a trace."""
-        return self._wanted is not None
-
     def before(self, step: int) -> None:
         """Begin to trace, if `step` is the first one to trace that this worker runs."""
-        if self._wanted is None or step not in self._wanted:
+        if step not in self._wanted:
             return
         if self._rank is None:
             self._rank = self._wanted.rank
@@ -75,7 +70,7 @@ class StepProfiler:
         """Take in how long the parts of earlier steps took; end the trace, if `step` is the last one to trace."""
         self._own += sum(sum(one.seconds) - sum(one.seconds[part] for part in NOT_OWN) for one in timed)
         self._unmark()
-        if self._wanted is not None and step >= self._wanted.last:
+        if step >= self._wanted.last:
             self.close()
 
     def close(self) -> None:

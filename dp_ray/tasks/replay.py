@@ -27,13 +27,12 @@ from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.messages import Note
 from dp_ray.plan.split import Split, Work
 from dp_ray.results.text import aligned
-from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.history import StepRows
-from dp_ray.steps.shapes import Recorder
 from dp_ray.storage import Storage
-from dp_ray.tasks.checkpoints import Training, layout_of, restore
+from dp_ray.tasks.checkpoints import Training, layout_of, restored
+from dp_ray.tasks.loop import Run
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
-from dp_ray.tasks.train import TrainingLoop
+from dp_ray.tasks.train import Progress
 from dp_ray.tensors.tree import copied
 from dp_ray.text import counted, relative
 
@@ -207,25 +206,27 @@ def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
     Within the block, the model has the state before the step. Raises JobError if the training has no such step or
     shard.
     """
-    job, world, run = context.job, context.world, context.run
-    task = Context(job, world, run, send=lambda message: _show(context.say, message))
+    job = context.job
+    task = Context(job, context.world, context.run, send=lambda message: _show(context.say, message))
     dataset = load_dataset(task)
     split = split_of(job, len(dataset))
     check(choice, split)
     # On one worker, whole: a sharded model's shards are run one by one too.
     alone = with_schedule(job, split)
-    placement = place_whole(alone, world)
-    world, model = placement.world, placement.model
+    placement = place_whole(alone, context.world)
+    world = placement.world
+    task, context = dataclasses.replace(task, world=world), context._replace(world=world)
     step, (measures, _) = build_step(job, world), build_metrics(job)
     with closing(Trainer(placement, step, measures, split)) as trainer:
-        state = restore(Training(task, split, layout_of(job, split, dataset)), trainer, until=choice.step)
+        layout = layout_of(job, split, dataset)
+        start = Training(task, Source(job, dataset), split, layout, trainer, StepTimes())
+        training = restored(start, until=choice.step)
         trainer.synchronise()
-        begun = state.step
+        begun = training.state.step
         if begun > choice.step:
             raise JobError(f"--step {choice.step}: the training began at step {begun}, from init_from")
-        context = context._replace(world=world)
-        loaded = _run_steps_before(context, trainer, split, state, dataset, choice.step)
-        look = StepInspection(job, model, step, world.device, trainer.gradient.loss)
+        loaded = _run_steps_before(context, training, choice.step)
+        look = StepInspection(job, placement.model, step, world.device, trainer.gradient.loss)
         loss = None
         if choice.shard is None:
             with look.unchanged():
@@ -298,23 +299,23 @@ class ProgressLines(StepControl):
             self.say(f"step {step}, up to {self.wanted}")
 
 
-def _run_steps_before(
-    context: ReplayContext, trainer: Trainer, split: Split, state: TrainState, dataset: Any, wanted: int
-) -> LoadedStep:
+def _run_steps_before(context: ReplayContext, training: Training, wanted: int) -> LoadedStep:
     """Run the steps from the restored one up to the wanted one again; return that one, loaded."""
-    job, world, run, history, say = context
-    _check_watched(trainer, state.step, wanted, history)
-    quarantine = unkept_quarantine(job, "dataset", dataset, run)
-    say(f"from the state after {counted(state.step, 'step')}: {counted(wanted - state.step, 'step')} to run again")
-    times = StepTimes()
-    until = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step)
-    alone = Context(job, world, run, send=lambda _: None, control=ProgressLines(wanted, say))
-    loop = TrainingLoop(alone, trainer, split, state, RecordedEvaluations(history), times)
+    begun, trainer, source, times = training.state.step, training.trainer, training.source, training.times
+    _check_watched(trainer, begun, wanted, context.history)
+    quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
+    context.say(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
+    progress = Progress(training, RecordedEvaluations(context.history))
+    control = ProgressLines(wanted, context.say)
+    silent = dataclasses.replace(training.context, send=lambda _: None, control=control)
+    until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
+    before = dataclasses.replace(training.split, max_steps=wanted)
     with (
-        closing(load_steps(Source(job, dataset), until, world.device, quarantine, times=times)) as steps,
-        Recorder(world, lambda _: None) as recorder,
+        closing(load_steps(source, until, training.context.world.device, quarantine, times=times)) as steps,
+        Run(silent, trainer.called, before, times) as run,
     ):
-        loop.run(steps, state.step, wanted, recorder, lambda *_: None)
+        for step in run.steps(begun):
+            progress.take(step, trainer.step(step, steps, lambda *_: None))
         loaded = next(steps)
         return loaded._replace(loaded=list(loaded.loaded))
 

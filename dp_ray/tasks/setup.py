@@ -146,6 +146,15 @@ def model_to_run(context: Context) -> Placement:
     return placement
 
 
+def begin_quarantine(context: Context, dataset: Any, is_kept: Callable[[int, str], bool]) -> Quarantine | None:
+    """Return the quarantine of the task's dataset, None if the job has none. Every rank calls this.
+
+    Of what earlier attempts had set aside, that of the steps and shards (by name) which this one runs again goes.
+    """
+    forget_from(context.run, is_kept)  # first: from here on the workers set aside anew
+    return quarantine_of(set_aside(context, "dataset", dataset))
+
+
 @dataclass(frozen=True)
 class SetAside:
     """The samples of a dataset that a task sets aside: the quarantine, and the files that keep it."""
