@@ -15,14 +15,14 @@ from dp_ray.engine.beside import modules_beside
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.metric_trial import MetricTrial
-from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
+from dp_ray.engine.model import autocast, evaluating
 from dp_ray.engine.replica import Forwards, Replica
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.step import Compare, Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
 from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, build_over_batch, detached, merge, seed_of_batch
 from dp_ray.engine.world import CPU, everyone, gathered, has_peers
-from dp_ray.errors import DataError, JobError
+from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bound, build, keeps_state, resolve
@@ -128,30 +128,31 @@ class Evaluation:
         states: dict[int, dict[str, Any]] = {}
         if work.split.shards * work.split.total_steps == 1:
             self._trial = None  # a single update sees all rows
-        rows, key = 0, "eval.batch_size" if self.job.task == "train" else "batch_size"
+        rows = 0
         with evaluating(model, self.beside) as state:
             replica = Replica(self.job, model, self.device, state, work, self.forwards, self.clock, "evaluation ")
-            run_shard = self.forwards.gathering(self._shard)
+            run_shard = partial(self.forwards.gathering(self._shard), model)
             for loaded in map(self.forwards.begin, steps):
                 own: list[ShardOutput] = []
                 for shard, _, batch, num_rows in replica.rounds(loaded):
                     if shard is None:
                         with torch.no_grad():
-                            replica.run(None, run_shard, model, batch, 0)
+                            replica.run(None, run_shard, batch, 0)
                         continue
                     rows += num_rows
-                    where = f"evaluation {location(shard)}"
-                    size = ShardSize(shard.stop - shard.start, work.split.largest_batch, work.split.shards, key)
-                    with torch.no_grad(), advised(self.job, where, size):
-                        is_tried = bool(self._over_batch) and self._batches.is_due(num_rows)
-                        less = self._batches.one_less(batch, num_rows) if is_tried else None
-                        step_output, row = replica.run(shard, run_shard, model, batch, num_rows)
-                        if row is not None:
-                            sums[shard.shard, self._of_shards] += row
-                        with locating(where):
-                            self._update_states(step_output, num_rows, states.setdefault(shard.shard, {}))
+                    is_tried = bool(self._over_batch) and self._batches.is_due(num_rows)
+                    less = self._batches.one_less(batch, num_rows) if is_tried else None
+                    try:
+                        with torch.no_grad():
+                            step_output, row = replica.run(shard, run_shard, batch, num_rows)
+                            with locating(f"evaluation {location(shard)}"):
+                                self._update_states(step_output, num_rows, states.setdefault(shard.shard, {}))
                             if self._over_batch:
                                 own.append(detached(step_output, shard))
+                    except (RuntimeError, ModelError) as error:
+                        replica.raise_advised(error, shard)
+                    if row is not None:
+                        sums[shard.shard, self._of_shards] += row
                     if is_tried:
                         replica.restore()  # its errors are no trial's
                         run = partial(replica.run, shard, self._output, model)

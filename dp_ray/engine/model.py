@@ -255,6 +255,8 @@ def autocast(
 
 def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
     """Call the model as the job's `call` says; `auto` unpacks a tuple or list, but not of texts, and nothing else."""
+    if type(inputs) is torch.Tensor and call != "kwargs" and call != "args":
+        return model(inputs)
     if call == "kwargs":
         return model(**inputs)
     return model(*inputs) if is_unpacked(inputs, call) else model(inputs)

@@ -22,12 +22,20 @@ from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flo
 from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.items import Plain, split_passthrough
 from dp_ray.engine.loading import LoadedStep
-from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
+from dp_ray.engine.model import autocast, call_model, evaluating, mixed_devices
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.replica import Forwards, Replica
 from dp_ray.engine.rows import Less, RowTrial, Tried, row_dim
 from dp_ray.engine.step import StepEnd, keywords_hint
-from dp_ray.engine.user_code import describe_input, gradients_hint, locating, location, raise_as, reraise_as
+from dp_ray.engine.user_code import (
+    describe_input,
+    gradients_hint,
+    locating,
+    location,
+    raise_as,
+    raise_located,
+    reraise_as,
+)
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -357,13 +365,13 @@ class _Runner:
 
     def run(self, shard: Shard, indices: Indices, batch: Any, counts_flops: bool) -> PredictedShard:
         """Run a shard, and pick from its outputs."""
-        split = self.prediction.work.split
-        size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)
-        with advised(self.prediction.job, location(shard), size):
+        try:
             inputs, carried = split_passthrough(batch, indices)
             with self.modes():
                 selected, flops = self._run(inputs, shard, counts_flops)
             return PredictedShard(shard, indices, selected, carried, flops)
+        except (RuntimeError, ModelError) as error:
+            self.replica.raise_advised(error, shard)
 
     def _run(self, inputs: Any, shard: Shard, counts_flops: bool) -> tuple[Any, Flops | None]:
         clock, trial = self.prediction.clock, self.prediction.trial
@@ -387,8 +395,10 @@ class _Runner:
         def is_column(path: str, length: int) -> bool:
             return length == shard.rows if trial is None else trial.is_column(path, length, shard.rows)
 
-        with locating(location(shard)):
+        try:
             return without_texts(selected, is_column), flops
+        except ModelError as error:
+            raise_located(error, location(shard))
 
     def _try_rows(self, trial: RowTrial, less: Any, selected: Any, shard: Shard) -> None:
         """Run a shard with one row `less`; raise ModelError for an output whose size has rows by chance."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,12 @@ from dp_ray.engine.buffers import EvalState, ForwardState
 from dp_ray.engine.clock import SilentClock, StepClock
 from dp_ray.engine.items import PassthroughBatch
 from dp_ray.engine.loading import LoadedStep
+from dp_ray.engine.model import ShardSize, raise_advised
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.sharded.state import Sharded
 from dp_ray.engine.user_code import locating, location, raise_located
 from dp_ray.engine.world import CPU, World, everyone, gathered
+from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
@@ -214,6 +216,14 @@ class Replica:
             if ran is None:
                 raise
             raise_located(error, self.of + location(ran))
+
+    def raise_advised(self, error: RuntimeError | ModelError, shard: Shard) -> NoReturn:
+        """Raise an error of a shard again; one of memory says what to change."""
+        assert self.work is not None
+        split = self.work.split
+        key = "eval.batch_size" if self.of and self.job.task == "train" else "batch_size"
+        size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards, key)
+        raise_advised(error, self.job, self.of + location(shard), size)
 
     def run_batch(self, step: int, call: Callable[..., T], *args: Any) -> T:
         """Run what sees a whole batch, `call(*args)`, which all workers call alike; an error names the step."""
