@@ -126,49 +126,44 @@ def test_a_prediction_is_a_plain_loops(
     torch.testing.assert_close(merged.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
-class Hungry(nn.Module):
-    """A model that takes 8 GiB for each row of a shard."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.layers = training.mlp()
-        self.most = most
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if len(inputs) > self.most:
-            torch.empty(len(inputs), 2**33, dtype=torch.uint8, device=inputs.device)
-        outputs: torch.Tensor = self.layers(inputs)
-        return outputs
-
-
-def test_a_gpu_without_memory_left_is_told_and_the_next_job_runs(tmp_path: Path, cuda: torch.device) -> None:
-    model = {"target": "tests.gpu.test_memory_and_devices:Hungry", "args": {"most": 20}}
-    keys = {"model": model, "batch_size": 80, "max_steps": 2, "bitwise": True}
-    before = torch.cuda.memory_allocated(cuda)
-    says = r"step 0, shard 0: model raised OutOfMemoryError: CUDA out of memory.*shards have 80 rows.*shards: 2"
-    with pytest.raises(ModelError, match=says):
-        run_here(job_on(cuda, **keys), tmp_path / "full")
-    assert torch.cuda.memory_allocated(cuda) - before < 2**20, "the failed job's memory is still held"
-    run_here(job_on(cuda, **keys, shards=4), tmp_path / "cut")
-
-
 class Filling(nn.Module):
     """A model that takes a tenth of the GPU for each row of a shard."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = training.mlp()
+        self.size = torch.cuda.get_device_properties(0).total_memory // 10
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        size = torch.cuda.get_device_properties(inputs.device).total_memory // 10
-        torch.empty(len(inputs), size, dtype=torch.uint8, device=inputs.device)
+        torch.empty(len(inputs), self.size, dtype=torch.uint8, device=inputs.device)
         outputs: torch.Tensor = self.layers(inputs)
         return outputs
 
 
+FILLING = {"target": "tests.gpu.test_memory_and_devices:Filling"}
+
+
+def test_a_gpu_without_memory_left_is_told_and_the_next_job_runs(tmp_path: Path, cuda: torch.device) -> None:
+    """Ten rows do not fit beside the GPU's context: 20 rows are three shards or, on a GPU that others use, more."""
+    keys = {"model": FILLING, "batch_size": 20, "max_steps": 2, "bitwise": True}
+    before = torch.cuda.memory_allocated(cuda)
+    says = r"step 0, shard 0: model raised OutOfMemoryError: CUDA out of memory.*shards have 20 rows.*shards: [345] "
+    with pytest.raises(ModelError, match=says) as raised:
+        run_here(job_on(cuda, **keys), tmp_path / "full")
+    assert torch.cuda.memory_allocated(cuda) - before < 2**20, "the failed job's memory is still held"
+    run_here(job_on(cuda, **keys, shards=shards_named_by(raised.value)), tmp_path / "cut")
+
+
+def shards_named_by(error: ModelError) -> int:
+    """The number of shards that an error says would fit."""
+    found = re.search(r"shards: (\d+) instead of 1 ", str(error))
+    assert found is not None, str(error)
+    return int(found[1])
+
+
 def test_a_run_finds_how_many_rows_of_a_shard_fit(tmp_path: Path, cuda: torch.device) -> None:
     """A tenth of the GPU stays free, and its context takes some: ten rows do not fit, and five do."""
-    keys = {"model": {"target": "tests.gpu.test_memory_and_devices:Filling"}, "batch_size": 80, "max_steps": 2}
+    keys = {"model": FILLING, "batch_size": 80, "max_steps": 2}
     before = torch.cuda.memory_allocated(cuda)
     told = run_here(job_on(cuda, **keys, shards="auto"), tmp_path / "found")
     assert [one.shards for one in told if isinstance(one, ShardsFound)] == [16]
@@ -180,9 +175,9 @@ def test_the_number_of_shards_that_an_error_names_is_enough(tmp_path: Path, cuda
     keys = {"model": {"target": "tests.gpu.test_memory_and_devices:Keeping"}, "batch_size": 40, "max_steps": 2}
     with pytest.raises(ModelError, match=r"shards: \d+ instead of 1 ") as raised:
         run_here(job_on(cuda, **keys), tmp_path / "full")
-    found = re.search(r"shards: (\d+) instead of 1 ", str(raised.value))
-    assert found is not None and int(found[1]) <= 10
-    run_here(job_on(cuda, **keys, shards=int(found[1])), tmp_path / "cut")
+    shards = shards_named_by(raised.value)
+    assert shards <= 10
+    run_here(job_on(cuda, **keys, shards=shards), tmp_path / "cut")
 
 
 class Keeping(nn.Module):
