@@ -29,6 +29,7 @@ from dp_ray.engine.world import World, text_of
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.samples import ReadRequest
 from dp_ray.plan.split import Shard, Split
+from dp_ray.rundir import checkpoint
 from dp_ray.rundir.checkpoint import CheckpointWriter, TrainState
 from dp_ray.steps import times
 from dp_ray.steps.times import History
@@ -39,6 +40,7 @@ from tests.support import training
 from tests.support.builders import loader_of, optimizer_step_of
 from tests.support.group import ProcessExit, run_group, weights_of
 from tests.support.trainings import initial, job_of
+from tests.support.within import within
 
 GPU = torch.device("cuda", 0)
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -479,6 +481,65 @@ def test_a_checkpoints_memory_is_pinned_in_pieces_by_the_writers_thread(
     }
     writer.close()
     assert not pinned
+
+
+class SlowRuntime:
+    """CUDA's runtime, in which to pin memory takes an hour for each byte; and the clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pinned: list[int] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.now += 3600 * size
+        self.pinned.append(size)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowRuntime:
+    runtime = SlowRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(checkpoint, "time", runtime)
+    monkeypatch.setattr(host_copy, "PIECE", 1000)
+    return runtime
+
+
+PIECES: Any = {name: torch.ones(size).as_subclass(OnTheGpu) for name, size in {"a": 250, "b": 500, "c": 750}.items()}
+
+
+def test_after_each_piece_of_memory_the_loop_has_as_long_for_its_kernels(tmp_path: Path, slow: SlowRuntime) -> None:
+    pauses: list[float] = []
+    writer = CheckpointWriter(Storage(str(tmp_path)), 1)
+    writer._without_pauses = SimpleNamespace(wait=pauses.append, set=lambda: None)  # type: ignore[assignment]
+    writer.prepare(PIECES)
+    writer.wait()
+    assert pauses == [3600 * size for size in slow.pinned]
+    assert len(pauses) == 3
+    writer.close()
+
+
+def test_a_checkpoint_that_is_due_has_its_memory_pinned_without_pauses(tmp_path: Path, slow: SlowRuntime) -> None:
+    writer = CheckpointWriter(Storage(str(tmp_path)), 1)
+    writer.prepare(PIECES)
+    writer.wait()
+    assert len(slow.pinned) == 3
+    writer.close()
+
+
+def test_a_writer_that_is_closed_pins_no_more(tmp_path: Path, slow: SlowRuntime) -> None:
+    writer = CheckpointWriter(Storage(str(tmp_path)), 1)
+    writer.prepare(PIECES)
+    assert within(60, lambda: bool(slow.pinned))
+    writer.close()
+    assert len(slow.pinned) == 1
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """How a GPU's numbers come to the host while it goes on: streams beside the computing one, copies, pinned memory."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from dp_ray.tensors.flat import room, views
 
-PIECE = 1 << 28  # bytes that are pinned at once
+PIECE = 1 << 26  # bytes that are pinned at once
 
 
 @functools.cache
@@ -77,16 +77,27 @@ class PinnedMemory:
 
     def places(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a place for each of a GPU's tensors; the same as last time, if they have the same sizes."""
-        layout = [(key, one.shape, one.dtype) for key, one in tensors.items()]
-        if layout != self._layout:
-            self.free()
-            self._layout, can_pin = layout, True
-            for names in _in_pieces(tensors):
-                forms = [tensors[name] for name in names]
-                memory = torch.empty(sum(map(room, forms)), dtype=torch.uint8)
-                can_pin = can_pin and self._pin(memory, forms[0].device)
-                self._places.update(zip(names, views(memory, forms), strict=True))
+        for _ in self.pinned(tensors):
+            pass
         return self._places
+
+    def pinned(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Take the places piece by piece: while one is pinned, the driver lets no thread launch a kernel.
+
+        There are no places before the last piece is pinned.
+        """
+        layout, can_pin = [(key, one.shape, one.dtype) for key, one in tensors.items()], True
+        if layout == self._layout:
+            return
+        self.free()
+        for names in _in_pieces(tensors):
+            forms = [tensors[name] for name in names]
+            # Written first: the system then gives the pages here, not while the driver is locked.
+            memory = torch.empty(sum(map(room, forms)), dtype=torch.uint8).zero_()
+            can_pin = can_pin and self._pin(memory, forms[0].device)
+            self._places.update(zip(names, views(memory, forms), strict=True))
+            yield
+        self._layout = layout
 
     def _pin(self, memory: torch.Tensor, device: torch.device) -> bool:
         """Pin a piece; return whether it is. Copies to what is not pinned wait."""
@@ -109,7 +120,7 @@ class PinnedMemory:
 def _in_pieces(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Return the names of the tensors of each piece, which has PIECE bytes or a single tensor.
 
-    A GPU's copy must not reach from one piece into the next. While a piece is pinned, other calls of CUDA may wait.
+    A GPU's copy must not reach from one piece into the next.
     """
     pieces: list[list[str]] = []
     size = 0

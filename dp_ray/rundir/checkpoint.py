@@ -11,6 +11,7 @@ and `sharers` read the rows that each of them holds.
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -188,6 +189,8 @@ class CheckpointWriter:
             checkpoints.child(PIECES).remove_unfinished()
         self._staged: dict[str, torch.Tensor] = {}
         self._pinned = PinnedMemory()
+        self._without_pauses = threading.Event()  # the loop waits for the memory, or does without it
+        self._is_closed = False
         self._shapes: dict[str, list[int]] = {}  # of the tensors of which each sharer writes its rows
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -199,14 +202,22 @@ class CheckpointWriter:
         return self._writing is not None and not self._writing.done()
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Pin, in the background, memory for the first `save`, of a GPU's tensors of these sizes."""
+        """Pin, in the background, memory for the first `save`, of a GPU's tensors of these sizes.
+
+        The loop's kernels wait while a piece is pinned. So a pause as long follows each one, until `save` waits too.
+        """
         on_gpus = _on_gpus(self._own(tensors))
         if on_gpus and self._writing is None:
             self._writing = self._thread.submit(self._pin, on_gpus)
 
     def _pin(self, tensors: dict[str, torch.Tensor]) -> None:
         with torch.cuda.device(next(iter(tensors.values())).device):  # a thread begins with the first GPU
-            self._pinned.places(tensors)
+            began = time.monotonic()
+            for _ in self._pinned.pinned(tensors):
+                self._without_pauses.wait(time.monotonic() - began)
+                if self._is_closed:
+                    return
+                began = time.monotonic()
 
     def save(
         self,
@@ -236,12 +247,15 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait for the file that is being written; re-raises the write's error, such as a StorageError."""
+        self._without_pauses.set()
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
 
     def close(self) -> None:
         """Wait for the write in progress and end the thread; the write's error is not raised here."""
+        self._is_closed = True
+        self._without_pauses.set()
         self._thread.shutdown()
         self._staged = {}
         self._pinned.free()
