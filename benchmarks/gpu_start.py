@@ -1,7 +1,8 @@
 """Where a run's first and last seconds go, beside a plain process of torch: `python -m benchmarks.gpu start [cpu]`.
 
 Three ways to train jobs/digits.yaml for three steps: a fresh process of plain torch, `dp-ray run` with no Ray up, and
-the second job of a session. They take turns; nothing else should run on the machine.
+the second job of a session. They take turns, and each turn's row is printed at once; nothing else should run on the
+machine. `start quick` gives each way a single turn.
 
 `python -m benchmarks.gpu large` trains a model of 2 GB for twelve steps with a checkpoint every five: the seconds of
 the first steps, of those after a checkpoint, and after the last step, and the peak of its memory beside the plan's.
@@ -43,22 +44,32 @@ def show_large(on_cpu: bool) -> None:
     print(f"- peak of what torch holds: {peak}; planned: {found['planned'] / 1e6:,.0f} MB", flush=True)
 
 
-def show(on_cpu: bool) -> None:
-    """Print a table of medians, in seconds. The first round only reads files into memory."""
+def show(on_cpu: bool, is_quick: bool) -> None:
+    """Print a row for each turn, then the medians, all in seconds. The first of several turns does not count."""
     place = "cpu" if on_cpu else "cuda"
     ways = {
         "plain torch": partial(whole, "benchmarks.gpu_start", "plain", place),
         "dp-ray run": partial(whole, "benchmarks.gpu_start", "run", place),
         "a session's second job": partial(in_process, "benchmarks.gpu_start", "session", place),
     }
-    rounds = [{name: way() for name, way in ways.items()} for _ in range(REPEATS + 1)][1:]
-    print("", f"| seconds | {' | '.join(ways)} |", f"| --- |{' --- |' * len(ways)}", sep="\n")
-    for span, text in {**SPANS, "whole": "the whole process, or job"}.items():
-        print(f"| {text} | {' | '.join(f'{median(one[way][span] for one in rounds):.2f}' for way in ways)} |")
+    spans = {**SPANS, "whole": "the whole process, or job"}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    print("", f"| seconds | turn | {' | '.join(spans.values())} |", f"| --- |{' --- |' * 5}", sep="\n", flush=True)
+    for turn in ["only"] if is_quick else ["first", *map(str, range(1, REPEATS + 1))]:
+        for name, way in ways.items():
+            found[name].append(way())
+            show_row(name, turn, [found[name][-1][span] for span in spans])
+    counted = {name: turns[-REPEATS:] for name, turns in found.items()}
+    for name, turns in counted.items() if not is_quick else ():
+        show_row(name, "median", [median(one[span] for one in turns) for span in spans])
     firsts = (
-        f"{text} {median(one['plain torch'][name] for one in rounds):.2f}" for name, text in PLAIN_SPANS.items()
+        f"{text} {median(one[name] for one in counted['plain torch']):.2f}" for name, text in PLAIN_SPANS.items()
     )
     print("", f"Plain torch before the first step: {', '.join(firsts)}.", sep="\n", flush=True)
+
+
+def show_row(way: str, turn: str, taken: list[float]) -> None:
+    print(f"| {way} | {turn} | {' | '.join(f'{one:.2f}' for one in taken)} |", flush=True)
 
 
 def whole(module: str, *args: str) -> dict[str, float]:
