@@ -24,7 +24,7 @@ from dp_ray.parallel.gradients import Sum, gradients_of
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
-from tests.sim import hanging, jobs, mutants
+from tests.sim import calls, hanging, jobs, mutants
 from tests.support import simgpu, training
 from tests.support.group import Stopped
 from tests.support.trainings import initial
@@ -52,6 +52,7 @@ class Plan(NamedTuple):
     jobs: list[str]
     mutants: list[str]
     hangs: bool = False  # instead of all others, the job `hung`
+    counts_calls: bool = False  # instead of all others; they come into FOLDER/calls.json
 
 
 def run_plan(plan: Plan, rank: int) -> None:
@@ -66,6 +67,10 @@ def run_plan(plan: Plan, rank: int) -> None:
         with group("nccl", plan, rank):
             control = hanging.Watched(rank, Path(plan.folder, f"told.{rank}.json"))
             run(plan, rank, "gpu", "hung", [f"cuda:{own[0]}"], control=control)
+    if plan.counts_calls:
+        torch.cuda.set_device(own[0])
+        Path(plan.folder, "calls.json").write_text(json.dumps(calls.measure(torch.device("cuda", own[0]))))
+        return
     with group("gloo", plan, rank):
         for name in plan.jobs:
             run(plan, rank, "cpu", name, ["cpu"] * jobs.num_devices(name))

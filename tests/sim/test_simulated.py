@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -50,6 +50,22 @@ SHARDS = {
 }
 # Between the GPU and the host in an early step, more than in a later one: the digests of each shard, and outputs.
 EARLY_COPIES = {"one shard": 8, "bitwise": 14, "one predicted shard": 8, "one narrowed shard": 8}
+
+
+class Limit(NamedTuple):
+    """How many calls more than a plain loop's a step makes at most: with one shard, and for more."""
+
+    one: int
+    further: int  # shard, each
+    layers: int  # ten more
+
+
+LIMITS = {
+    "train resnet": Limit(1140, 850, 220),
+    "train Gpt": Limit(870, 630, 10),
+    "predict resnet": Limit(1060, 950, 170),
+    "predict Gpt": Limit(980, 870, 210),
+}
 
 
 def results(folder: Path, name: str) -> dict[str, Any]:
@@ -244,6 +260,25 @@ def test_a_hung_kernel_is_told_from_the_gpu_that_waits_for_it(library: Path, tmp
     hang = dog.hang()
     assert hang is not None
     assert hang.ranks == (HUNG,)
+
+
+@pytest.fixture(scope="session")
+def more_calls(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What tests/sim/calls.py has counted, in a process of its own."""
+    folder = tmp_path_factory.mktemp("calls")
+    plan = {"folder": str(folder), "size": 1, "ports": [], "jobs": [], "mutants": [], "counts_calls": True}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    status = begin("tests.sim", str(library), str(folder / "plan.json"), "0").wait(400)
+    assert status == 0, "".join(path.read_text() for path in folder.glob("error.*"))
+    return json.loads((folder / "calls.json").read_text())
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_step_makes_few_calls_more_than_a_plain_loops(more_calls: Any, name: str) -> None:
+    """Each costs the thread that launches the kernels some time, for which the GPU waits where kernels are short."""
+    one, two, deep = (more_calls[f"{name}: {kind}"] for kind in ("one", "two", "deep"))
+    found = Limit(one["more"], two["more"] - one["more"], abs(deep["more"] - one["more"]))
+    assert all(map(int.__le__, found, LIMITS[name])), "\n".join([f"{found}, of these:", *two["calls"]])
 
 
 # What of tests/gpu needs CUDA and neither time, Triton nor a program of its own; the rest runs on the CPU.
