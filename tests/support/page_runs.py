@@ -33,7 +33,6 @@ RAYS_OWN = "needs a cluster: tests/test_submitted.py runs the block on one"
 DASHBOARD, PREDICTS = "http://10.0.0.1:8265", "jobs/digits_predict.yaml"
 NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"
 DOWNLOAD = "pip download --only-binary=:all: --python-version 3.12"
-HERE = "http://127.0.0.1:8265"
 ON_THE_GPU = "dp-ray run jobs/digits.yaml --workers 1"
 ON_TWO_GPUS = "dp-ray run jobs/hugging_face.yaml --workers 2"
 SUBMIT = "dp-ray submit jobs/digits_predict.yaml --address http://10.0.0.1:8265 --storage s3://bucket/runs"
@@ -61,11 +60,6 @@ NOT_RUN = {
     "python -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl": NEEDS_A_GPU,
     "PYTHONPATH=/tmp/site python -m pytest tests/gpu": NEEDS_A_GPU,
     "PYTHONPATH=/tmp/site python -m benchmarks.gpu small": NEEDS_A_GPU,
-    "dp-ray verify jobs/digits.yaml --workers 1,2,3,8 --set gpus_per_worker=0.1": NEEDS_A_GPU,
-    'dp-ray run jobs/model_parallel_train.yaml --workers 1 --set "devices=[cuda:0, cpu]" --name parts': NEEDS_A_GPU,
-    "dp-ray submit jobs/digits.yaml --workers 1 --address http://127.0.0.1:8265 --name submitted": STAYS,
-    f"ray job submit --address {HERE} -- python -m dp_ray run jobs/digits.yaml --workers 1 --name by-ray": STAYS,
-    "ray stop": STAYS,
     "numactl --cpunodebind=0 --membind=0 .venv/bin/python -m benchmarks.gpu resnet": NEEDS_A_GPU,
     f"{ON_THE_GPU} --set \"env={{TORCH_CUDA_SANITIZER: '1'}}\" --set max_steps=20 --name sanitized": NEEDS_A_GPU,
     f"{ON_THE_GPU} --profile 10-14:0 --name traced": NEEDS_A_GPU,
