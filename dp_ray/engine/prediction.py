@@ -121,7 +121,6 @@ class OutputSelector:
         self._is_ragged = job.outputs.ragged
         self._keep = job.outputs.keep
         self._dtype: torch.dtype | None = job.outputs.dtype and getattr(torch, job.outputs.dtype)
-        self._keeps_all = self.after is None and self._keep is None and self._dtype is None and not self._is_ragged
         self._notes = notes
 
     def __call__(self, outputs: Any, inputs: Any, shard: Shard) -> Any:
@@ -129,8 +128,6 @@ class OutputSelector:
 
         With `outputs.ragged`, lists with an entry for each row have become leaves.
         """
-        if self._keeps_all and (tensors := bare_tensors(outputs)) and not any(map(why_no_rows, tensors)):
-            return outputs
         outputs = self.picked(outputs, inputs, location(shard), shard.rows)
         if self._dtype is None:
             return outputs
@@ -159,6 +156,8 @@ class OutputSelector:
                 outputs = without_lists(outputs, rows)
         if self._keep is not None:
             outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, where))
+        if (tensors := bare_tensors(outputs)) and not any(map(why_no_rows, tensors)):
+            return outputs
         leaves, spec = flatten(outputs)
         for number, leaf in enumerate(leaves):
             if (why := why_no_rows(leaf)) is not None:

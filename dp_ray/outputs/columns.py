@@ -285,11 +285,11 @@ def rows_of(
         raise
     unflatten(spec, leaves)  # a class that cannot be made again is told now, not once the outputs are read
     carried = carried or {}
-    names = _column_names([*carried, *spec.paths])
-    beside = [CarriedColumn(key, names.pop(0), kind_of(array.type)) for key, array in carried.items()]
+    names = iter(_column_names([*carried, *spec.paths]))
+    beside = [CarriedColumn(key, next(names), kind_of(array.type)) for key, array in carried.items()]
     kept = [_kept(name, leaf, batch_dim, copies) for name, leaf in zip(names, leaves, strict=True)]
-    columns = [_column(name, one, leaf) for name, one, leaf in zip(names, kept, leaves, strict=True)]
-    return Layout(spec, tuple(columns), batch_dim, tuple(beside)), [*carried.values(), *kept]
+    layout = Layout(spec, tuple(column for column, _ in kept), batch_dim, tuple(beside))
+    return layout, [*carried.values(), *(leaf for _, leaf in kept)]
 
 
 Form = tuple[Any, ...]
@@ -316,22 +316,6 @@ def rows_of_bare(outputs: Any, batch_dim: int, carried: Mapping[str, pa.Array], 
     return rows
 
 
-def _column(name: str, kept: torch.Tensor | Ragged | pa.Array, leaf: Any) -> Column:
-    """Return the column of a leaf, of which `kept` is the copy."""
-    if isinstance(kept, pa.Array):
-        dtype = next(dtype for dtype, kind in VALUES.items() if KINDS[kind] == kept.type)
-        return Column(name, dtype, (), isinstance(leaf, np.ndarray), leaf.depth if isinstance(leaf, Ragged) else None)
-    if isinstance(kept, torch.Tensor):
-        return Column(name, _name(kept), tuple(kept.shape[1:]), isinstance(leaf, np.ndarray))
-    shape: tuple[int | None, ...] | None = None
-    inner = {one[1:] for one in kept.shapes}
-    if not any(kept.shapes):
-        shape = ()
-    elif all(kept.shapes) and len(inner) == 1 and 0 not in next(iter(inner)):
-        shape = (None, *inner.pop())
-    return Column(name, _name(kept.data), shape, isinstance(leaf.data, np.ndarray), kept.depth)
-
-
 def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -350,23 +334,35 @@ def _column_names(paths: Sequence[str]) -> list[str]:
 LARGEST_BESIDE = 1 << 28  # bytes of a leaf that a GPU holds twice, while the next shard runs
 
 
-def _kept(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -> torch.Tensor | Ragged | pa.Array:
-    """Copy a leaf: a tensor with its rows in dimension 0, numbers of rows that differ in shape, or plain values."""
+def _kept(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -> tuple[Column, Any]:
+    """Return a leaf's column, and a copy of the leaf: one of those that `Rows` has."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "UT" and leaf.ndim == 1:
-        return _values(name, leaf.tolist())
+        dtype, array = _values(name, leaf.tolist())
+        return Column(name, dtype, (), is_array=True), array
     if isinstance(leaf, Ragged) and leaf.has_values:
-        return _values(name, leaf.rows())
-    if isinstance(leaf, Ragged):
-        return replace(leaf, data=_rows_first(_tensor(name, leaf.data), 0, copies))
-    return _rows_first(_tensor(name, leaf), batch_dim, copies)
+        dtype, array = _values(name, leaf.rows())
+        return Column(name, dtype, (), depth=leaf.depth), array
+    if not isinstance(leaf, Ragged):
+        tensor = _rows_first(_tensor(name, leaf), batch_dim, copies)
+        return Column(name, _name(tensor), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray)), tensor
+    numbers = _rows_first(_tensor(name, leaf.data), 0, copies)
+    shape: tuple[int | None, ...] | None = None
+    inner = {one[1:] for one in leaf.shapes}
+    if not any(leaf.shapes):
+        shape = ()
+    elif all(leaf.shapes) and len(inner) == 1 and 0 not in next(iter(inner)):
+        shape = (None, *inner.pop())
+    column = Column(name, _name(numbers), shape, isinstance(leaf.data, np.ndarray), leaf.depth)
+    return column, replace(leaf, data=numbers)
 
 
-def _values(name: str, values: list[Any]) -> pa.Array:
-    kind = next(KINDS[kind] for kind in ("text", "bool", "int", "float") if isinstance(values[0], PYTHON[kind]))
+def _values(name: str, values: list[Any]) -> tuple[str, pa.Array]:
+    """Return the dtype of texts or of Python's numbers, and an array of them."""
+    dtype, kind = next((dtype, kind) for dtype, kind in VALUES.items() if isinstance(values[0], PYTHON[kind]))
     try:
-        return pa.array(values, kind)
+        return dtype, pa.array(values, KINDS[kind])
     except (pa.ArrowException, OverflowError, UnicodeError) as error:
-        raise ModelError(f"output {name!r} holds what no column of {kind} can: {error}") from None
+        raise ModelError(f"output {name!r} holds what no column of {KINDS[kind]} can: {error}") from None
 
 
 def _tensor(name: str, leaf: Leaf) -> torch.Tensor:
