@@ -630,7 +630,7 @@ class WorkerThread(threading.Thread):
                         merger.make_room(writer.commit, self.control)
                         if self.control.wants_stop:
                             return
-                        self.most_ahead = max(self.most_ahead, merger._ahead)
+                        self.most_ahead = max(self.most_ahead, merger._steps - merger._through)
                         self._before(world.rank, step)
                     for shard in shards:
                         samples = ORDER.indices(shard.start, shard.stop)

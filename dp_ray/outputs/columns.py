@@ -32,7 +32,6 @@ from dp_ray.tensors.tree import (
     Leaf,
     Ragged,
     TreeSpec,
-    bare_tensors,
     difference,
     flatten,
     is_plain,
@@ -295,25 +294,14 @@ def rows_of(
 Form = tuple[Any, ...]
 
 
-def form_of(outputs: Any, rows: int, carried: Mapping[str, pa.Array]) -> Form | None:
-    """Return what decides the layout of so many rows of bare tensors; None for any other outputs."""
-    tensors = bare_tensors(outputs)
-    if not tensors:
-        return None
+def form_of(outputs: Any, tensors: Sequence[torch.Tensor], rows: int, carried: Mapping[str, pa.Array]) -> Form:
+    """Return what decides the layout of outputs of bare `tensors`, of so many rows."""
     form: list[Any] = [rows, type(outputs), tuple(outputs) if type(outputs) is dict else ()]
     for tensor in tensors:
         form += tensor.dtype, tensor.shape
     for key, array in carried.items():
         form += key, array.type
     return tuple(form)
-
-
-def rows_of_bare(outputs: Any, batch_dim: int, carried: Mapping[str, pa.Array], copies: list[HostCopy]) -> Rows:
-    """Return the rows that `rows_of` does, of bare tensors; it has given the layout of outputs of their form."""
-    rows: Rows = [*carried.values()]
-    for tensor in bare_tensors(outputs) or ():
-        rows.append(_rows_first(tensor, batch_dim, copies))
-    return rows
 
 
 def _name(tensor: torch.Tensor) -> str:
@@ -343,9 +331,9 @@ def _kept(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -
         dtype, array = _values(name, leaf.rows())
         return Column(name, dtype, (), depth=leaf.depth), array
     if not isinstance(leaf, Ragged):
-        tensor = _rows_first(_tensor(name, leaf), batch_dim, copies)
+        tensor = rows_first(_tensor(name, leaf), batch_dim, copies)
         return Column(name, _name(tensor), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray)), tensor
-    numbers = _rows_first(_tensor(name, leaf.data), 0, copies)
+    numbers = rows_first(_tensor(name, leaf.data), 0, copies)
     shape: tuple[int | None, ...] | None = None
     inner = {one[1:] for one in leaf.shapes}
     if not any(leaf.shapes):
@@ -374,7 +362,7 @@ def _tensor(name: str, leaf: Leaf) -> torch.Tensor:
         raise ModelError(f"output {name!r} is an array of {leaf.dtype}, which cannot be kept: {error}") from None
 
 
-def _rows_first(tensor: torch.Tensor, batch_dim: int, copies: list[HostCopy] | None) -> torch.Tensor:
+def rows_first(tensor: torch.Tensor, batch_dim: int, copies: list[HostCopy] | None) -> torch.Tensor:
     """Copy a tensor with its rows in dimension 0.
 
     It is a copy because the model may overwrite what it returned, and a view would keep its whole base alive.

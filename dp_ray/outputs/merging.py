@@ -129,7 +129,7 @@ class Merger:
         commit()
         self._is_waited_for.set()
         with waiting("the merging of the outputs"):
-            while self._ahead > self._enough_room and not control.wants_stop:
+            while self._steps - self._through > self._enough_room and not control.wants_stop:
                 control.touch()
                 self._has_moved.wait(END_SECONDS)
                 self._has_moved.clear()
@@ -139,12 +139,7 @@ class Merger:
     @property
     def is_far_behind(self) -> bool:
         """Whether the loop is to wait for the merging before its next step."""
-        return self._ahead > self._most_ahead
-
-    @property
-    def _ahead(self) -> float:
-        """How many steps the loop is ahead of the merging."""
-        return self._steps - self._through
+        return self._steps - self._through > self._most_ahead
 
     def finish(self, control: StepControl) -> bool:
         """Wait until this worker's files have their names; False if it is asked to stop before.

@@ -32,6 +32,7 @@ from dp_ray.rundir.ledger import part_name
 from dp_ray.storage import LocalFile, Storage, UnfinishedFile
 from dp_ray.system.threads import waiting
 from dp_ray.tables import array_of, numbers, undamaged
+from dp_ray.tensors.tree import bare_tensors
 
 POSITION = "position"
 RUN_AGAIN = (
@@ -121,12 +122,15 @@ class PartWriter:
         """
         copies: list[HostCopy] = []
         beside = columns.carried_arrays(carried, indices) if carried else {}
-        form = columns.form_of(outputs, shard.rows, beside)
+        tensors = bare_tensors(outputs) or ()
+        form = columns.form_of(outputs, tensors, shard.rows, beside)
         if form in self._forms:
-            rows = columns.rows_of_bare(outputs, self.parts.batch_dim, beside, copies)
+            rows = [*beside.values()]
+            for tensor in tensors:
+                rows.append(columns.rows_first(tensor, self.parts.batch_dim, copies))
         else:
             rows = self._lay_out(shard, outputs, beside, copies)
-            if form is not None:
+            if tensors:
                 self._forms.add(form)
         nbytes = TENSOR_BYTES * len(rows)
         for leaf in rows:
