@@ -340,7 +340,7 @@ def _steps(
     try:
         for step, planned, _ in walk:
             # A name would keep a batch's memory while the next one is read: the first one is handed on in a list.
-            first = [_next(source, split, loaded, shard) for shard in planned[:1]]
+            first = [_next(source, split, loaded, planned[0])] if planned else []
             whole = split.whole(step) if skipping is None else skipping(split.whole(step))
             yield LoadedStep(step, good.pop(step, planned), _in_turn(source, split, loaded, first, planned), whole)
     finally:

@@ -161,13 +161,9 @@ class Split:
     def worker(self, world_size: int, rank: int, step: int) -> list[Shard]:
         """Return the non-empty shards of `step` that worker `rank` of `world_size` runs, in shard order."""
         epoch, number = divmod(step, self.steps)
-        first, pieces = number * self.batch_size, self.pieces(world_size, rank, number)
+        first = number * self.batch_size
+        pieces = worker_pieces(min(self.rows - first, self.batch_size), self.shards, world_size, rank)
         return [Shard(step, shard, first + start, first + stop, epoch) for shard, start, stop in pieces]
-
-    def pieces(self, world_size: int, rank: int, number: int) -> tuple[tuple[int, int, int], ...]:
-        """Return what `worker_pieces` does, for global batch `number` of an epoch."""
-        rows = min(self.rows - number * self.batch_size, self.batch_size)
-        return worker_pieces(rows, self.shards, world_size, rank)
 
     def batch_sizes(self) -> Iterator[tuple[int, int]]:
         """Yield (steps, rows) of each size of global batch in an epoch: the full ones, then a short last one."""
@@ -279,7 +275,8 @@ class Work:
         """Return whether the worker has shards of a step."""
         if self.done:
             return bool(self.of_step(step))
-        return bool(self.split.pieces(self.world_size, self.rank, step % self.split.steps))
+        first, end = self.split.batch(step)
+        return bool(worker_pieces(end - first, self.split.shards, self.world_size, self.rank))
 
     def __iter__(self) -> Iterator[tuple[int, list[Shard]]]:
         of_step = self.of_step if self.done else partial(self.split.worker, self.world_size, self.rank)

@@ -105,9 +105,9 @@ class Probe:
             return
         self._milliseconds = (time.perf_counter() - self._started) * 1e3
         self._seen = (
-            tuple(one.shape if _is_dense(one) else sizes(one) for one in args),
+            tuple(map(_sizes_of, args)),
             {name: sizes(one) for name, one in kwargs.items()} if kwargs else kwargs,
-            output.shape if _is_dense(output) else sizes(output),
+            _sizes_of(output),
         )
 
     def _sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, rows: int) -> Sizes:
@@ -127,8 +127,9 @@ class Probe:
         return seen
 
 
-def _is_dense(value: Any) -> bool:
-    return type(value) is torch.Tensor and not value.is_nested
+def _sizes_of(value: Any) -> Any:
+    """Return what `sizes` does, of most values at once."""
+    return value.shape if type(value) is torch.Tensor and not value.is_nested else sizes(value)
 
 
 class Recorder:
