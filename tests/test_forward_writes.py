@@ -19,9 +19,10 @@ from dp_ray.engine.trainer import WRITTEN
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Split, Work
+from dp_ray.results.replayed import Replayed
 from dp_ray.rundir.checkpoint import load_checkpoint, pack
 from dp_ray.storage import Storage
-from dp_ray.tasks.replay import Replayed, StepChoice
+from dp_ray.tasks.replay import StepChoice
 from dp_ray.tensors.files import write_tensors
 from tests.support import training
 from tests.support.builders import predictions_of, run_dir_of

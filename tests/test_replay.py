@@ -14,7 +14,8 @@ import dp_ray
 from dp_ray.driver.replay import replay
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
-from dp_ray.tasks.replay import Replayed, StepChoice, compared
+from dp_ray.results.replayed import Replayed, compared
+from dp_ray.tasks.replay import StepChoice
 from tests.support import forked, training
 from tests.support.bad_data import Broken
 from tests.support.builders import run_dir_of

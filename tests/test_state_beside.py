@@ -14,9 +14,10 @@ from dp_ray.engine.beside import modules_in
 from dp_ray.engine.step import build_loss
 from dp_ray.engine.trainer import WRITTEN
 from dp_ray.job.job import Job
+from dp_ray.results.replayed import Replayed
 from dp_ray.rundir.checkpoint import load_checkpoint
 from dp_ray.storage import Storage
-from dp_ray.tasks.replay import Replayed, StepChoice
+from dp_ray.tasks.replay import StepChoice
 from tests.support import training
 from tests.support.builders import run_dir_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of

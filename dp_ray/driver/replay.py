@@ -16,13 +16,16 @@ from dp_ray.errors import Error, JobError, StorageError, cause_of
 from dp_ray.job.files import job_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import object_in
+from dp_ray.messages import Note
+from dp_ray.results.replayed import Replayed
 from dp_ray.rundir.claim import located
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, kept_job
 from dp_ray.rundir.history import StepRows, history_of
 from dp_ray.rundir.numerics import change_between, kinds_of
 from dp_ray.storage import Storage
 from dp_ray.tasks.numerics import numerics_of
-from dp_ray.tasks.replay import ReplayContext, Replayed, Rerun, StepChoice, run_again
+from dp_ray.tasks.replay import Rerun, StepChoice, run_again
+from dp_ray.tasks.setup import Context
 from dp_ray.tasks.task import settings_of
 
 # Keys that a replay sets: it runs the steps alone, in this process.
@@ -50,8 +53,9 @@ def replay(run_dir: str, choice: StepChoice, say: Callable[[str], None], debugs:
         elif job.bitwise and (differs := _change_since(run, devices)):
             say(f"other bits are computed here than in the run: {differs}")
         try:
-            context = ReplayContext(job, world, run, StepRows(history_of(run)), say)
-            with settings_of(job, world), run_again(context, choice) as rerun:
+            # Of what the task sends, its lines for the user alone.
+            context = Context(job, world, run, lambda sent: say(sent.text) if isinstance(sent, Note) else None)
+            with settings_of(job, world), run_again(context, StepRows(history_of(run)), choice) as rerun:
                 yield rerun.replayed
                 if debugs:
                     _debug(rerun, say)

@@ -100,9 +100,6 @@ class PieceKeeper:
         self._writer.prepare(tensors)
         return tensors
 
-    def log(self, step: int, update: Update) -> None:
-        """Add a step that ends the training to the history, on rank 0."""
-
     def save(self) -> None:
         """Save this worker's piece of the current state."""
         self._writer.save(self._train_state.step, {}, self._trainer.state_dict(), before=self._before)
@@ -175,9 +172,6 @@ class Checkpointer(PieceKeeper):
         if self._writer.agree(is_due) if self._all_agree else is_due:
             self.save()
 
-    def log(self, step: int, update: Update) -> None:
-        self._history.add(step, update, {}, self._times.data_wait)
-
     def save(self) -> None:
         """Save a checkpoint of the current state."""
         before_save = self._times.clock.enter(Part.CHECKPOINT)
@@ -239,40 +233,34 @@ class CheckpointPace:
     """The pace of checkpoints by the clock, from the cost of earlier ones: the loop's wait and the write.
 
     Each checkpoint writes a piece of the history too, so the next one waits until the run is 1 % longer.
+    `not_before` is a moment of the clock before which none is due: a step asks for no more than that.
     """
 
     def __init__(self, when: keys.Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.is_auto = when.every_seconds == "auto" and when.every_steps is None
-        self._seconds = LATEST if when.every_seconds == "auto" else when.every_seconds
+        self._is_auto = when.every_seconds == "auto" and when.every_steps is None
+        seconds = LATEST if when.every_seconds == "auto" else when.every_seconds
+        self._seconds = math.inf if seconds is None else seconds
         self._began = self._saved_at = clock()
         self._saves = 0
         self._in_loop = 0.0
         self._expected = 0.0
-        self.not_before = 0.0  # no checkpoint is due before this moment of the clock, so that no step has to ask
-        self._put_off(0.0)
+        self._plan(0.0)
 
     def expect(self, num_bytes: int) -> None:
         """Estimate the first checkpoint's cost from the state's size, before one is measured."""
         fixed, bytes_per_second = EXPECTED
         self._expected = fixed + num_bytes / bytes_per_second
-        self._put_off(0.0)
+        self._plan(0.0)
 
     def is_due(self, written: float, is_writing: bool) -> bool:
         """Return whether to save now.
 
         `written` is the seconds spent on writes in the background so far; `is_writing` says that one is under way.
         """
-        self._put_off(written)
+        self._plan(written)
         now = self.clock()
-        since = now - self._saved_at
-        if self._seconds is not None and since >= self._seconds:
-            return True
-        if not self.is_auto or is_writing:
-            return False
-        spent, share = self._in_loop + written, SHARE * (now - self._began)
-        next_cost = spent / self._saves if self._saves else self._expected  # the mean so far, or the estimate
-        return since >= share and spent + next_cost <= share
+        return now >= self._by_seconds or (now >= self._by_share and not is_writing)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -282,18 +270,16 @@ class CheckpointPace:
         self._saved_at = self.clock()
         self._in_loop += self._saved_at - began
         self._saves += 1
-        self._put_off(0.0)
+        self._plan(0.0)
 
-    def _put_off(self, written: float) -> None:
-        """Compute `not_before` by what was spent so far, which may be more by then."""
+    def _plan(self, written: float) -> None:
+        """Plan the next checkpoint by what was spent so far, which may be more by then."""
         spent = self._in_loop + written
-        next_cost = spent / self._saves if self._saves else self._expected
-        by_share = max(
-            (self._saved_at - SHARE * self._began) / (1 - SHARE), self._began + (spent + next_cost) / SHARE
-        )
-        by_seconds = math.inf if self._seconds is None else self._saved_at + self._seconds
-        # A moment earlier: the sums are not those of `is_due` to the bit.
-        self.not_before = min(by_share if self.is_auto else math.inf, by_seconds) - 1e-3
+        next_cost = spent / self._saves if self._saves else self._expected  # the mean so far, or the estimate
+        since_last = (self._saved_at - SHARE * self._began) / (1 - SHARE)
+        self._by_share = max(since_last, self._began + (spent + next_cost) / SHARE) if self._is_auto else math.inf
+        self._by_seconds = self._saved_at + self._seconds
+        self.not_before = min(self._by_share, self._by_seconds)
 
 
 def restored(training: Training, until: int | None = None) -> Training:

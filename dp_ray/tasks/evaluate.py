@@ -11,7 +11,7 @@ from dp_ray.engine.world import check_rows
 from dp_ray.errors import JobError
 from dp_ray.job.plan import evaluations_of, split_of
 from dp_ray.messages import Measured
-from dp_ray.plan.split import Split, Work
+from dp_ray.plan.split import Work
 from dp_ray.tasks.checkpoints import Training
 from dp_ray.tasks.loop import Run, shards_of, times_of
 from dp_ray.tasks.setup import (
@@ -71,7 +71,7 @@ class Evaluator:
         average = trainer.average if job.ema is not None and job.ema.evaluate else None
         self._model = trainer.called if average is None else average.called(trainer.called)
         self._in_place = trainer.optimizer_step.evaluating if average is None else average.in_place
-        self._control = context.control
+        self._control, self._split = context.control, training.split
         self._evaluation = evaluation
         self._world = context.world
         self._told = training.source.told  # the dataset may be that of the training
@@ -82,9 +82,9 @@ class Evaluator:
         self._planned = evaluations_of(job, len(self._dataset))
         self._set_aside = set_aside(replace(context, job=self._job), "eval.dataset", self._dataset)
 
-    def is_due(self, split: Split, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether to evaluate after `step`."""
-        return self._planned.due.after(split, step)
+        return self._planned.due.after(self._split, step)
 
     def measure(self, step: int) -> dict[str, float]:
         """Evaluate after `step`; return the metrics by their names in the history."""

@@ -1,15 +1,14 @@
 """Run a step of a training again in this process, from the nearest checkpoint before it; nothing is written.
 
-Begin at `run_again`. `Replayed` is what it gives: the step's loss beside the history's, its rows, and what was not
-finite.
+Begin at `run_again`; it gives a `Replayed`.
 """
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
@@ -19,169 +18,18 @@ from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer
-from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World
 from dp_ray.errors import JobError
-from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of, with_schedule
-from dp_ray.messages import Note
 from dp_ray.plan.split import Split, Work
-from dp_ray.results.text import aligned
+from dp_ray.results.replayed import Replayed, Row
 from dp_ray.rundir.history import StepRows
-from dp_ray.storage import Storage
 from dp_ray.tasks.checkpoints import Training, layout_of, restored
-from dp_ray.tasks.loop import Run
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
 from dp_ray.tasks.train import Progress
 from dp_ray.tensors.tree import copied
-from dp_ray.text import counted, relative
+from dp_ray.text import counted
 
-ROUNDING = 3e-7  # relative: a few units in the last place of fp32
-SHOWN_ROWS = 20
-EQUAL = "bitwise equal"
 LINE_SECONDS = 10.0
-Say = Callable[[str], None]
-
-
-class Row(NamedTuple):
-    """A row of a step: its loss, None if not known, the sample's index, its shard, its position in the epoch.
-
-    If the loss is over the batch, it is that of the batch, and `gradient` the norm of its gradient by the row's
-    outputs.
-    """
-
-    loss: float | None
-    sample: int
-    shard: int
-    position: int
-    gradient: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; without `gradient` if there is none."""
-        return {key: value for key, value in self._asdict().items() if key != "gradient" or value is not None}
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """A step that was run again from the state after `start` steps.
-
-    `loss` is None if only a shard ran, `history_loss` if the history does not have the step. The rows are ordered by
-    their losses, the largest first; `row_losses` says in words what these are. `weights`, `batch`, `output` and
-    `gradient` are the first places that are not finite.
-    """
-
-    run_dir: str
-    step: int
-    epoch: int
-    shard: int | None
-    shards: int
-    start: int
-    bitwise: bool
-    device: str
-    loss: float | None
-    history_loss: float | None
-    row_losses: str
-    rows: tuple[Row, ...]
-    weights: str | None
-    batch: str | None
-    output: dict[str, Any] | None
-    gradient: dict[str, Any] | None
-
-    @property
-    def compared(self) -> str:
-        """How the step's loss compares with the history's."""
-        return compared(self.loss, self.history_loss)
-
-    @property
-    def relative_difference(self) -> float | None:
-        """The losses' difference, relative to the history's; None where there are not two finite ones."""
-        here, there = self.loss, self.history_loss
-        if here is None or there is None or not math.isfinite(here) or not math.isfinite(there):
-            return None
-        return abs(here - there) / abs(there) if there else abs(here)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; numbers that JSON does not have are text: "nan", "inf", "-inf"."""
-        values = {**asdict(self), "rows": [one.to_json() for one in self.rows]}
-        values |= {"compared": self.compared, "difference": self.relative_difference}
-        return {key: _plain(value) for key, value in values.items()}
-
-    def lines(self) -> Iterator[str]:
-        """Yield the same for people."""
-        earlier = f", steps {self.start} to {self.step - 1} run again" if self.start < self.step else ""
-        began = f"from the state after {counted(self.start, 'step')}{earlier},"
-        yield f"step {self.step} (epoch {self.epoch}) of {relative(self.run_dir)}, {began} on {self.device}"
-        yield self._loss_line()
-        if self.bitwise and self.loss is not None and self.history_loss is not None and self.compared != EQUAL:
-            yield "the run is bitwise: code, data, versions or hardware are not those of the run"
-        yield from self._not_finite_lines()
-        yield from self._row_lines()
-
-    def _loss_line(self) -> str:
-        if self.loss is None:
-            return f"shard {self.shard} of {self.shards} alone: its loss is not compared with the history's"
-        there = "the history does not have it"
-        if self.history_loss is not None:
-            there = f"{self.history_loss!r} in the history"
-        apart = "" if not self.relative_difference else f" ({self.relative_difference:.2g} relative)"
-        return f"loss {self.loss!r} here, {there}: {self.compared}{apart}"
-
-    def _not_finite_lines(self) -> Iterator[str]:
-        """Yield the first of each kind that is not finite; one line if there is none."""
-        places = {
-            "weights before the step": self.weights,
-            "batch": self.batch,
-            "output": self.output and self.output["text"],
-            "gradient": self.gradient and self.gradient["text"],
-        }
-        for kind, place in places.items():
-            if place is not None:
-                yield f"not finite, first {kind}: {place}"
-        if all(place is None for place in places.values()):
-            yield "finite: the weights before the step, its batch, all outputs and gradients"
-
-    def _row_lines(self) -> Iterator[str]:
-        is_gradient = bool(self.rows) and self.rows[0].gradient is not None
-        what = "gradient" if is_gradient else "loss"
-        yield f"{counted(len(self.rows), 'row')}, the largest {what} first: {self.row_losses}"
-        table = [(what, "sample", "shard", "position")]
-        for one in self.rows[:SHOWN_ROWS]:
-            number = one.gradient if is_gradient else one.loss
-            text = "unknown" if number is None else f"{number:.9g}"
-            table.append((text, str(one.sample), str(one.shard), str(one.position)))
-        yield aligned(table)
-        more = len(self.rows) - SHOWN_ROWS
-        if more > 0:
-            yield f"and {more:,} more, which --json has"
-
-
-def compared(here: float | None, there: float | None) -> str:
-    """Say how a loss compares with the history's: `bitwise equal`, `within rounding`, `differs`, `not compared`."""
-    if here is None or there is None:
-        return "not compared"
-    if here == there or (math.isnan(here) and math.isnan(there)):
-        return EQUAL
-    if math.isfinite(there) and abs(here - there) <= ROUNDING * abs(there):
-        return f"within rounding, {ROUNDING:g} relative"
-    return "differs"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class ReplayContext(NamedTuple):
-    """A training to replay: where it runs now, its run directory and history, and a function that shows lines."""
-
-    job: Job
-    world: World
-    run: Storage
-    history: StepRows
-    say: Say
 
 
 class StepChoice(NamedTuple):
@@ -200,33 +48,29 @@ class Rerun(NamedTuple):
 
 
 @contextmanager
-def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
+def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterator[Rerun]:
     """Run the steps of a training up to the chosen one again, and look at that; the process has the job's settings.
 
-    Within the block, the model has the state before the step. Raises JobError if the training has no such step or
-    shard.
+    `history` is the run's. Within the block, the model has the state before the step. Raises JobError if the training
+    has no such step or shard.
     """
-    job = context.job
-    task = Context(job, context.world, context.run, send=lambda message: _show(context.say, message))
-    dataset = load_dataset(task)
+    job, dataset = context.job, load_dataset(context)
     split = split_of(job, len(dataset))
     check(choice, split)
     # On one worker, whole: a sharded model's shards are run one by one too.
-    alone = with_schedule(job, split)
-    placement = place_whole(alone, context.world)
-    world = placement.world
-    task, context = dataclasses.replace(task, world=world), context._replace(world=world)
-    step, (measures, _) = build_step(job, world), build_metrics(job)
+    placement = place_whole(with_schedule(job, split), context.world)
+    context = dataclasses.replace(context, world=placement.world)
+    step, (measures, _) = build_step(job, context.world), build_metrics(job)
     with closing(Trainer(placement, step, measures, split)) as trainer:
         layout = layout_of(job, split, dataset)
-        start = Training(task, Source(job, dataset), split, layout, trainer, StepTimes())
-        training = restored(start, until=choice.step)
+        training = Training(context, Source(job, dataset), split, layout, trainer, StepTimes())
+        training = restored(training, until=choice.step)
         trainer.synchronise()
         begun = training.state.step
         if begun > choice.step:
             raise JobError(f"--step {choice.step}: the training began at step {begun}, from init_from")
-        loaded = _run_steps_before(context, training, choice.step)
-        look = StepInspection(job, placement.model, step, world.device, trainer.gradient.loss)
+        loaded = _run_steps_before(training, history, choice.step)
+        look = StepInspection(job, placement.model, step, context.world.device, trainer.gradient.loss)
         loss = None
         if choice.shard is None:
             with look.unchanged():
@@ -235,12 +79,8 @@ def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
                 loss = total / weight if weight else float("nan")
         filled = [one for one in loaded.loaded if one.shard.rows]
         findings = look.find(filled, split, choice.shard)
-        yield Rerun(_replayed(context, split, choice, begun, loss, findings), findings, look)
-
-
-def _show(say: Say, message: object) -> None:
-    if isinstance(message, Note):
-        say(message.text)
+        replayed = _replayed(training, choice, begun, loss, findings, history.row(choice.step).get("loss"))
+        yield Rerun(replayed, findings, look)
 
 
 def check(choice: StepChoice, split: Split) -> None:
@@ -274,7 +114,7 @@ class RecordedEvaluations:
 
     history: StepRows
 
-    def is_due(self, split: Split, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether the run measured anything after the step."""
         return bool(self.measure(step))
 
@@ -284,46 +124,33 @@ class RecordedEvaluations:
         return {name: value for name, value in row.items() if name.startswith("eval_") and value is not None}
 
 
-@dataclass(eq=False)
-class ProgressLines(StepControl):
-    """A line every few seconds on how far the steps before the chosen one are."""
-
-    wanted: int
-    say: Say
-    _shown: float = field(default_factory=time.monotonic)
-
-    def before(self, step: int) -> None:
-        """Show the step that begins, if it is time to."""
-        if time.monotonic() - self._shown >= LINE_SECONDS:
-            self._shown = time.monotonic()
-            self.say(f"step {step}, up to {self.wanted}")
-
-
-def _run_steps_before(context: ReplayContext, training: Training, wanted: int) -> LoadedStep:
+def _run_steps_before(training: Training, history: StepRows, wanted: int) -> LoadedStep:
     """Run the steps from the restored one up to the wanted one again; return that one, loaded."""
-    begun, trainer, source, times = training.state.step, training.trainer, training.source, training.times
-    _check_watched(trainer, begun, wanted, context.history)
+    context, begun, trainer, source = training.context, training.state.step, training.trainer, training.source
+    _check_watched(trainer, begun, wanted, history)
     quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
-    context.say(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
-    progress = Progress(training, RecordedEvaluations(context.history))
-    control = ProgressLines(wanted, context.say)
-    silent = dataclasses.replace(training.context, send=lambda _: None, control=control)
+    context.notify(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
+    progress, said = Progress(training, RecordedEvaluations(history)), time.monotonic()
     until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
-    before = dataclasses.replace(training.split, max_steps=wanted)
-    with (
-        closing(load_steps(source, until, training.context.world.device, quarantine, times=times)) as steps,
-        Run(silent, trainer.called, before, times) as run,
-    ):
-        for step in run.steps(begun):
+    with closing(load_steps(source, until, context.world.device, quarantine)) as steps:
+        for step in range(begun, wanted):  # nothing is reported or kept of them
+            if time.monotonic() - said >= LINE_SECONDS:
+                said = time.monotonic()
+                context.notify(f"step {step}, up to {wanted}")
             progress.take(step, trainer.step(step, steps, lambda *_: None))
         loaded = next(steps)
         return loaded._replace(loaded=list(loaded.loaded))
 
 
 def _replayed(
-    context: ReplayContext, split: Split, choice: StepChoice, begun: int, loss: float | None, findings: Findings
+    training: Training,
+    choice: StepChoice,
+    begun: int,
+    loss: float | None,
+    findings: Findings,
+    history_loss: float | None,
 ) -> Replayed:
-    job, world, run, history, _ = context
+    context, split = training.context, training.split
     rows = []
     for one, losses in findings.rows:
         for at, (sample, position) in enumerate(zip(one.indices.tolist(), one.shard.positions, strict=True)):
@@ -332,16 +159,16 @@ def _replayed(
             rows.append(Row(number, *place) if losses.of_batch is None else Row(losses.of_batch, *place, number))
     rows.sort(key=_largest_first)
     return Replayed(
-        run_dir=str(run),
+        run_dir=str(context.run),
         step=choice.step,
         epoch=split.cursor(choice.step)[0],
         shard=choice.shard,
         shards=split.shards,
         start=begun,
-        bitwise=job.bitwise,
-        device=str(world.device),
+        bitwise=context.job.bitwise,
+        device=str(context.world.device),
         loss=loss,
-        history_loss=history.row(choice.step).get("loss"),
+        history_loss=history_loss,
         row_losses="; ".join(dict.fromkeys(losses.how for _, losses in findings.rows)),
         rows=tuple(rows),
         weights=findings.weights,

@@ -21,7 +21,7 @@ from dp_ray.engine.votes import LossWatch, NotFinite
 from dp_ray.engine.world import gathered
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.messages import FlopsCounted
-from dp_ray.plan.split import Shard, Split, Work
+from dp_ray.plan.split import Shard, Work
 from dp_ray.rundir.ledger import begin_attempt
 from dp_ray.tasks.checkpoints import PieceKeeper, Training, checkpointing, keep_weights, layout_of, restored
 from dp_ray.tasks.early_stopping import EarlyStopping
@@ -58,7 +58,7 @@ def train(context: Context) -> None:
                 run.recorder.on_step(step)  # before the step is kept: its reports are kept with it
                 if watch is not None and watch.not_finite is not None:
                     if checkpointer is not None:
-                        checkpointer.log(step, update)
+                        checkpointer.after_step(step, update, {})  # logs it; no state is kept any more
                     end_at_loss(watch.check, checkpointer)
                 measured = progress.take(step, update)
                 if hooks is not None:
@@ -141,7 +141,7 @@ def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> 
 class Evaluates(Protocol):
     """An evaluator of a training, or the recorded values of one."""
 
-    def is_due(self, split: Split, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether to evaluate after a step."""
 
     def measure(self, step: int) -> dict[str, float]:
@@ -168,7 +168,7 @@ class Progress:
         state = self._state
         state.step = step + 1
         state.add(update.sums)
-        is_evaluated = self._evaluator is not None and self._evaluator.is_due(self._split, step)
+        is_evaluated = self._evaluator is not None and self._evaluator.is_due(step)
         measured = self._evaluate(step) if is_evaluated else {}
         if (step + 1) % self._split.steps == 0:
             measured = {**measured, "epoch_loss": state.end_epoch()}
