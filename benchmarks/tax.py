@@ -132,7 +132,7 @@ PROMISES: dict[str, list[tuple[Any, str]]] = {
     "votes and sums": [(Stats, "begin"), (Stats, "put"), (Stats, "total")],
     "what forwards write": [
         (ForwardState, "begin"),
-        (ForwardState, "check"),
+        (ForwardState, "__exit__"),
         (ForwardState, "keep"),
         (ForwardState, "finish"),
     ],

@@ -3,22 +3,24 @@
 The modules `beside` the model have such a state too: a loss's (the centre of its targets), a step's, a metric's.
 
 Every shard of a step starts from the same values; after the step every worker has those of shard 0, as with
-nn.DataParallel (`ForwardState`). An evaluation or a prediction leaves no change (`EvalState`).
+nn.DataParallel (`ForwardState`). An evaluation or a prediction leaves no change (`EvalState`). Three means, by cost:
 
-Buffers are copied in each step, and so are frozen parameters if they are SMALL together. Of other parameters those
-are copied that a forward was seen to write. In the EARLY steps of an attempt digests of the content of all are
-compared, on their device, so a write through `.data` shows too. The value of before is there if `.data` was replaced,
-and of those parameters of which early steps have a copy; else the write is an error. Later, version counters and
-addresses show a write. Then it is too late for a copy, so it is an error, unless nobody needs the earlier value. A
-write that shows in neither is found at checkpoints, where the content of frozen parameters is compared.
+- Copies, in each step: of buffers, of frozen parameters that are SMALL together, and of each parameter that a forward
+  was seen to write. They are put back, however a forward has written.
+- Stamps, after each forward: versions and addresses of all other parameters. They show a write when it is too late
+  for a copy, so it is an error, unless nobody needs the earlier value.
+- Digests of the content of those parameters, in the EARLY steps of an attempt, so that a write through `.data` shows
+  too. The value of before is there if `.data` was replaced, and of the parameters of which early steps have a copy.
+  Then the parameter is copied from now on; else the write is an error. Later, a write that no stamp shows is found at
+  checkpoints, where digests of frozen parameters are compared.
 """
 
 import functools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,13 +37,18 @@ from dp_ray.tensors.files import Stored, is_sharded, local, overlaps
 from dp_ray.tensors.flat import Form, as_bytes, room, views
 from dp_ray.text import listed
 
-TOGETHER = (torch.float32, torch.int64)  # the dtypes of BatchNorm's buffers
+# Of these dtypes, one kernel on a GPU copies many tensors.
+TOGETHER = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool}
 EARLY = 3  # steps: a momentum encoder that is a copy of another begins to change in the second one
 EARLY_COPIES = 1 << 24  # bytes of the smallest parameters, of which early steps have a copy
 LARGEST_COPY = 1 << 31  # bytes of the modules beside a model of which a copy is made
 SMALL = 1 << 18  # bytes: to copy and to send them takes about as long as the smallest collective
 
+# `map` calls these for all tensors of a model in C.
 VERSION = operator.attrgetter("_version")
+LOOK = operator.attrgetter("shape", "dtype", "requires_grad")
+ADDRESS = torch.Tensor.data_ptr
+
 PIECE = 1 << 24  # bytes of a tensor whose digest is computed at once
 PIECE_ON_CPU = 1 << 18  # there they stay in a core's cache, and torch asks no other thread
 ODD = -0x61C8864680B583EB  # 2 ** 64 divided by the golden ratio: its bits look random
@@ -53,9 +60,10 @@ OUTSIDE = "."  # the first letter of a name beside the model: none in a model be
 Values = dict[str, torch.Tensor | None]
 Place = tuple[Any, str]  # a module's buffers, and a key of them
 Shared = tuple[str, bool]  # the first buffer in the same memory, and whether both are one tensor
-Stamp = tuple[int | None, int]
 Blocks = Iterable[tuple[nn.Module, list[Any]]]
+Groups = list[tuple[list[torch.Tensor], list[torch.Tensor]]]  # tensors, and those that are copied into them
 NONE: Roots = {}
+USUAL: AbstractContextManager[None] = nullcontext()
 ADVICE = "write it in one of these too, or make it a buffer (register_buffer)"
 LOST = (
     "in place, so that its value of before is lost, from which each shard must start: give it new data "
@@ -63,17 +71,97 @@ LOST = (
 )
 
 
-class _Taken(NamedTuple):
-    """Copies of values, and the tensors that held these: they tell which of them share memory."""
+class _Copies:
+    """Values of a state's tensors, and the tensors that held them: these tell which of them share memory.
 
-    copies: Values
-    tensors: Values
+    While it `fits`, all but those `apart` are copied at once, and Python looks at no single tensor.
+    """
+
+    def __init__(self, of: "_Writable", tensors: Values, values: Values, apart: Collection[str] = ()) -> None:
+        self.tensors, self.values, self.apart = tensors, values, apart
+        self._places, self._followed, self._aligns = of._places, of._followed, of._aligns
+        self._spots, self._standing = list(of._places.values()), [tensors.get(name) for name in of._places]
+        self._live = list(_present(tensors).values())
+        self._looks, self._versions = self._look(), list[int]()
+        self._can_fit = (
+            tensors.keys() >= of._places.keys()
+            and _layouts(tensors) == _layouts(values)
+            and not any(one.is_inference() or (self._aligns and not is_aligned(one)) for one in self._live)
+        )
+        given = _present(values) if self._can_fit else {}
+        pairs = [(one, given[name]) for name, one in _present(tensors).items() if name in given and name not in apart]
+        self._into_live = _grouped(pairs)
+        self._into_values = [(values, live) for live, values in self._into_live]
+        self._copy = torch.no_grad()(_copy) if any(one.requires_grad for one in self._live) else _copy
+
+    def _look(self) -> list[Any]:
+        return [*map(LOOK, self._live), *(map(ADDRESS, self._live) if self._aligns else ())]
+
+    def fits(self, of: "_Writable") -> bool:
+        """Return whether these very tensors are the state's now, in the same form as the values."""
+        if not self._can_fit or of._places is not self._places or of._followed is not self._followed:
+            return False
+        try:
+            standing = [held[key] for held, key in self._spots]
+        except KeyError:  # a forward has removed it
+            return False
+        return all(map(operator.is_, standing, self._standing)) and self._look() == self._looks
+
+    def take(self) -> None:
+        """Copy the tensors, which fit, to the values."""
+        self._copy(self._into_values)
+
+    def put(self) -> None:
+        """Copy the values to the tensors, which fit."""
+        self._copy(self._into_live)
+
+    def watch(self) -> None:
+        """Note the versions of the tensors, for `has_moved`."""
+        self._versions = list(map(VERSION, self._live)) if self._can_fit else []
+
+    def has_moved(self, of: "_Writable") -> bool:
+        """Return whether versions show a write since `watch`, or a tensor is another one."""
+        return not self.fits(of) or list(map(VERSION, self._live)) != self._versions
+
+    def differs(self) -> bool:
+        """Return whether the content of a tensor is not its value."""
+        return digests(_present(self.tensors)) != digests(_present(self.values))
+
+
+class _Stamps:
+    """Versions and addresses of tensors: a write changes a version, and new data in `.data` an address.
+
+    A write to what `.data` gives changes neither. Inference tensors have no version, fake ones no address.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        versioned = {name: one for name, one in tensors.items() if not one.is_inference()}
+        placed = {name: one for name, one in tensors.items() if _has_address(one)}
+        self._names = [*versioned, *placed]
+        self._versioned, self._placed = list(versioned.values()), list(placed.values())
+        self.note()
+
+    def note(self) -> None:
+        """Compare with what is there now from here on."""
+        self._noted = self._now()
+
+    def _now(self) -> list[int]:
+        return [*map(VERSION, self._versioned), *map(ADDRESS, self._placed)]
+
+    def written(self) -> list[str]:
+        """Return the names of the tensors that were written since."""
+        now = self._now()
+        if now == self._noted:
+            return []
+        pairs = zip(self._names, now, self._noted, strict=True)
+        return list(dict.fromkeys(name for name, one, before in pairs if one != before))
 
 
 class _Before:
     """What parameters hold before the forwards of an early step: digests of all, copies of some, by name."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], copied: Iterable[str]) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], copied: Iterable[str]) -> None:
         # A forward that replaces a parameter's data leaves these tensors, and so the value of before, as they are.
         self._tensors = {name: one.detach() for name, one in parameters.items()}
         self._digests = digests(self._tensors)
@@ -120,15 +208,12 @@ class _Writable:
         self._roots = {"": model, **beside}
         self._parameters = dict(_named_parameters(self._roots))
         self._known = {id(one) for one in self._parameters.values()}
-        self._is_sharded = any(map(is_sharded, self._parameters.values()))
+        self._sharded = {name: one for name, one in self._parameters.items() if is_sharded(one)}
         self._plain = {name: one for name, one in self._parameters.items() if _is_plain(one)}
         self._places = _places(self._roots)
         self._static = frozenset(self._always_followed())
-        self._followed = {name: self._plain[name] for name in self._static}
-        self._watched: dict[str, nn.Parameter] = {}
-        self._versioned: list[nn.Parameter] = []
-        self._placed: list[nn.Parameter] = []
-        self._stamps: tuple[list[int], list[int]] = ([], [])
+        self._followed = {name: self._plain[name] for name in self._static}  # they are copied; never changed in place
+        self._watched = _Stamps({})  # the others
 
     def _always_followed(self) -> Iterator[str]:
         """Yield the parameters that are always copied: of an embedding with `max_norm`, and small frozen ones."""
@@ -139,7 +224,7 @@ class _Writable:
                     yield weight
         of_model = {name: one for name, one in self._plain.items() if not name.startswith(OUTSIDE)}
         # Of a sharded model, each worker holds few parameters whole.
-        frozen = {name: one for name, one in of_model.items() if self._is_sharded or not one.requires_grad}
+        frozen = {name: one for name, one in of_model.items() if self._sharded or not one.requires_grad}
         outside = {name: one for name, one in self._plain.items() if name not in of_model}
         for few in (frozen, outside):
             if sum(one.nbytes for one in few.values()) <= SMALL:
@@ -149,100 +234,93 @@ class _Writable:
         buffers = {name: held[key] for name, (held, key) in self._places.items() if key in held}
         return {**buffers, **self._followed}
 
-    @torch.no_grad()
-    def _take(self) -> _Taken:
-        """Copy all values as they are now."""
+    def _take(self, last: _Copies) -> _Copies:
+        """Copy all values as they are now, into the memory of the last ones if these fit."""
+        if last.fits(self):
+            last.take()
+            return last
         now = self._now()
-        copies: Values = {name: None if one is None else torch.empty_like(one) for name, one in now.items()}
-        if now:
-            copy_all(
-                [one for one in copies.values() if one is not None], [one for one in now.values() if one is not None]
-            )
-        return _Taken(copies, now)
+        values: Values = {name: None if one is None else torch.empty_like(one) for name, one in now.items()}
+        copy_all(list(_present(values).values()), list(_present(now).values()))
+        return _Copies(self, now, values)
 
-    @torch.no_grad()
-    def _put(self, values: Mapping[str, torch.Tensor | None], tensors: Mapping[str, torch.Tensor | None]) -> None:
-        """Set buffers and followed parameters to the values, which `tensors` are to hold; without one, that of now.
+    def _put(self, copies: _Copies, written: Collection[str] = ()) -> None:
+        """Set all to the values of copies; of those apart, only the ones that are written."""
+        if not written and copies.fits(self):
+            copies.put()
+        else:
+            self._put_anew(copies, written)
 
-        What a forward has set anew gets its tensor of before, with which others may share memory. A buffer of
-        another size is made anew.
+    def _put_anew(self, copies: _Copies, written: Collection[str]) -> None:
+        """Do so where a forward may have set a tensor anew, or has given it another form.
+
+        What it has set anew gets its tensor of before, with which others may share memory; without one, that of now.
+        A buffer of another size is made anew.
         """
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         made: dict[int, torch.Tensor] = {}
         for name, (held, key) in self._places.items():
-            now, value = held[key] if key in held else None, values.get(name)  # noqa: SIM401  as in `_get`
-            into = tensors.get(name, now)
+            now, value = _get(held, key), copies.values.get(name)
+            into = copies.tensors.get(name, now)
             if value is None:
-                if name in values:
+                if name in copies.values:
                     held[key] = None
                 elif key in held:
                     del held[key]
                 continue
-            is_alike = into is not None and into.shape == value.shape and into.dtype is value.dtype
-            if into is not None and is_alike and not (self._aligns and not is_aligned(into)):
-                pairs.append((into, value))
+            if into is not None and _layout(into) == _layout(value) and not (self._aligns and not is_aligned(into)):
+                if name not in copies.apart or name in written:
+                    pairs.append((into, value))
             else:
                 into = made.setdefault(id(value if into is None else into), value.clone())
             if into is not now:
                 held[key] = into
         for name, parameter in self._followed.items():
-            value = values.get(name)
+            value = copies.values.get(name)
             if value is not None:
                 if _layout(value) != _layout(parameter):
                     raise ModelError(f"the forward gave the parameter {name} another size or dtype")
                 pairs.append((parameter, value))
-        if pairs:
-            copy_all([now for now, _ in pairs], [value for _, value in pairs])
+        copy_all([into for into, _ in pairs], [value for _, value in pairs])
+
+    def _follow(self, names: Iterable[str]) -> None:
+        """Copy these parameters from now on."""
+        self._followed = {**self._followed, **{name: self._plain[name] for name in names}}
 
     def _check_parameters(self) -> None:
         """Raise ModelError if there is a parameter that was not there before."""
         for name, one in _named_parameters(self._roots):
-            if name not in self._parameters or (not self._is_sharded and id(one) not in self._known):
+            if name not in self._parameters or (not self._sharded and id(one) not in self._known):
                 raise ModelError(
                     f"the forward made the parameter {shown(name)}, which no optimizer trains and each worker draws "
                     "by itself: make it in the constructor, or run a batch through the model where it is made"
                 )
 
-    def _stamp(self) -> None:
-        """Note the versions and addresses of the parameters that are not copied."""
-        if len(self._watched) + len(self._followed) != len(self._plain):
-            self._watched = {name: one for name, one in self._plain.items() if name not in self._followed}
-            self._versioned = [one for one in self._watched.values() if not one.is_inference()]
-            self._placed = [one for one in self._watched.values() if _stamp_of(one)[1] != 0]
-        self._stamps = list(map(VERSION, self._versioned)), list(map(torch.Tensor.data_ptr, self._placed))
+    def _watch(self) -> None:
+        """Note the stamps of the parameters that are not copied."""
+        if len(self._watched.tensors) + len(self._followed) == len(self._plain):
+            self._watched.note()
+        else:
+            self._watched = _Stamps({name: one for name, one in self._plain.items() if name not in self._followed})
 
     def _smallest(self) -> list[str]:
         """Return the names of the smallest parameters that are not followed, of EARLY_COPIES bytes together."""
         names, left = [], EARLY_COPIES
-        for name, one in sorted(self._watched.items(), key=lambda pair: pair[1].nbytes):
+        for name, one in sorted(self._watched.tensors.items(), key=lambda pair: pair[1].nbytes):
             left -= one.nbytes
             if left < 0:
                 break
             names.append(name)
         return names
 
-    def _written(self) -> list[str]:
-        """Return the names of the parameters that were written since `_stamp` and are not copied."""
-        now = list(map(VERSION, self._versioned)), list(map(torch.Tensor.data_ptr, self._placed))
-        if now == self._stamps:
-            return []
-        pairs = [*zip(self._versioned, now[0], self._stamps[0], strict=True)]
-        pairs += zip(self._placed, now[1], self._stamps[1], strict=True)
-        changed = {id(one) for one, at, before in pairs if at != before}
-        return [name for name, one in self._watched.items() if id(one) in changed and name not in self._followed]
-
-
-# How many forwards of a model in eval mode were compared, with what is beside it, and the parameters that they wrote.
-_seen_in_eval: "WeakKeyDictionary[nn.Module, dict[tuple[str, ...], tuple[int, frozenset[str]]]]" = WeakKeyDictionary()
-
 
 class ForwardState(_Writable):
     """The state that the forwards of a training write, during a step.
 
-    A step calls `begin`, `restore` before each later shard, `keep` after shard 0, `share` and `finish`. A forward
-    runs in `forward` while it `is_early`; else `check` follows it. `blocks` are those of a sharded model, with
-    torch's records of their parameters, which no forward may write. Modules `beside` the model are called within its
-    forwards, or by `running` on all workers alike.
+    A step calls `begin`; runs each shard's forward in `forward`, with `restore` before it but for the first one, and
+    `keep` after shard 0's; then `share` and `finish`. `blocks` are those of a sharded model, with torch's records of
+    their parameters, which no forward may write. Modules `beside` the model are called within its forwards, or by
+    `running` on all workers alike.
     """
 
     def __init__(
@@ -255,23 +333,25 @@ class ForwardState(_Writable):
     ) -> None:
         super().__init__(model, beside, aligns)
         self._is_compiled = is_compiled
-        self._has_peers = has_peers()
+        self._has_peers, self._is_first = has_peers(), is_rank_0()
         for held, key in self._places.values() if aligns else ():
             if (one := _get(held, key)) is not None:
                 held[key] = aligned(one)  # alone in its memory then, as all are that are moved to a GPU
         self._built = frozenset(self._places)
         self._blocks = [(block, list(units)) for block, units in blocks]
-        self._versions: list[int] = []
+        self._versions: list[int] = []  # of sharded parameters
         self._digests: dict[str, int] | None = None  # of the last `state`; the first one is called before any step
         self._changed: set[str] = set()  # non-persistent buffers
         self._shared = self._built_shared = _shared(self._buffers_of(self._now()))
         self._num_tensors = 0  # of rank 0's buffers, each once, when the workers last agreed
-        self._start = _Taken({}, {})
+        self._start, self._last, self._nothing = (_Copies(self, {}, {}) for _ in range(3))
+        self._kept: _Copies | None = None  # the values of shard 0, once it has run
+        self._last_for: _Copies | None = None  # whose tensors get what is received; its values are in `_last`
+        self._writes_late = False  # whether anything is written after the forwards
         self._before: _Before | None = None  # in early steps
-        self._kept: _Taken | None = None
         self._num_steps = 0
         self._num_left = 0  # shards of the step whose forwards have not run
-        self.is_early = True  # whether what forwards write is looked for: each runs in `forward`
+        self._is_early = True  # whether what forwards write is looked for
         self._is_alone = self._was_alone = True
         self._layouts: dict[str, Form | None] = {}
         self._flat = torch.empty(0)  # what is sent, in one piece
@@ -284,13 +364,14 @@ class ForwardState(_Writable):
         self._num_left = num_shards
         self._is_alone = num_shards <= 1 and not self._has_peers
         self._was_alone = self._was_alone and self._is_alone
-        self._start = self._take() if num_shards > 1 or self.is_early else _Taken({}, {})
-        if self._shared and not self._start.tensors:
-            self._start = _Taken({}, self._now())
-        self._stamp()
-        if self.is_early and self._before is None:
-            self._before = _Before(self._watched, {*self._smallest(), *self._twins()})
-        if self._is_sharded:
+        if num_shards > 1 or self._is_early:
+            self._start = self._take(self._start)
+        else:
+            self._start = _Copies(self, self._now(), {}) if self._shared else self._nothing
+        self._watch()
+        if self._is_early and self._before is None:
+            self._before = _Before(self._watched.tensors, {*self._smallest(), *self._twins()})
+        if self._sharded:
             self._versions = self._versions_of_sharded()
 
     def _twins(self) -> list[str]:
@@ -301,7 +382,7 @@ class ForwardState(_Writable):
         is_trained = {name: one.requires_grad and not name.startswith(OUTSIDE) for name, one in self._plain.items()}
         trained = Counter(_layout(one) for name, one in self._plain.items() if is_trained[name])
         names = []
-        for name, one in self._watched.items():
+        for name, one in self._watched.tensors.items():
             if not is_trained[name] and trained[_layout(one)]:
                 trained[_layout(one)] -= 1
                 names.append(name)
@@ -309,23 +390,33 @@ class ForwardState(_Writable):
 
     def _versions_of_sharded(self) -> list[int]:
         whole = [getattr(unit, "_unsharded_param", None) for _, units in self._blocks for unit in units]
-        return [
-            *(one._version for one in self._parameters.values() if is_sharded(one)),
-            *(0 if one is None else one._version for one in whole),
-        ]
+        return [*map(VERSION, self._sharded.values()), *(0 if one is None else one._version for one in whole)]
+
+    def forward(self) -> AbstractContextManager[object]:
+        """Return the context of a shard's forward, which looks at what it has written.
+
+        At its end it raises ModelError for a parameter that the forward has made, or whose value of before it needs
+        and does not know.
+        """
+        return self._looking() if self._is_early else self
+
+    def __enter__(self) -> None:
+        """Begin a forward that is not early."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End it."""
+        if kind is None:
+            self._check()
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Run a shard's forward, in an early step, in the block; raises ModelError as `check` does.
-
-        What has no copy cannot be restored for the next shard, so the step's last forward looks at it for all.
-        """
+    def _looking(self) -> Iterator[None]:
+        # What has no copy cannot be restored for the next shard, so the step's last forward looks at it for all.
         with self._comparing():
             yield
         self._num_left -= 1
         if self._before is not None:
             self._see(self._before.written(self._plain, looks_at_all=self._num_left == 0))
-        self.check()
+        self._check()
         self._check_parameters()
         self._places = _places(self._roots)
 
@@ -334,50 +425,39 @@ class ForwardState(_Writable):
         """Run in the block what all workers call alike, and what it writes stays."""
         if not self.beside:
             yield
-        elif self.is_early:
-            with self.forward():
-                yield
-        else:
-            self._stamp()
-            yield
-            self.check()
-
-    def check(self) -> None:
-        """Follow the parameters that a forward has written; raises ModelError if no value of before is known."""
-        if written := self._written():
-            self._see(written)
-        if not self._is_sharded:
             return
-        now = self._versions_of_sharded()
-        if now != self._versions:
-            sharded = [name for name, one in self._parameters.items() if is_sharded(one)]
-            names = [*sharded, *(self._name_of(unit) for _, units in self._blocks for unit in units)]
+        if not self._is_early:
+            self._watch()
+        with self.forward():
+            yield
+
+    def _check(self) -> None:
+        """Follow the parameters whose stamps show a write; raises ModelError if no value of before is known."""
+        if written := self._watched.written():
+            self._see(written)
+        if self._sharded and (now := self._versions_of_sharded()) != self._versions:
+            names = [*self._sharded, *(self._name_of(unit) for _, units in self._blocks for unit in units)]
             pairs = zip(names, now, self._versions, strict=True)
             raise ModelError(_of_sharded([name for name, one, other in pairs if one != other]))
 
     def _see(self, written: Iterable[str]) -> None:
-        """Follow what a forward has written; raises ModelError as `check` does."""
         for name in written:
             if name in self._followed:
                 continue
             before = None if self._before is None else self._before.value(name)
             if before is None and not self._is_alone:
                 text = f"the forward wrote the parameter {shown(name)}"
-                if self.is_early:
+                if self._is_early:
                     raise ModelError(f"{text} {LOST}")
                 raise ModelError(
                     f"{text}, and not in the first {EARLY} steps since the workers started, so its value of before "
                     f"is not known, from which each shard must start; {ADVICE}"
                 )
-            self._follow(name, before)
-
-    def _follow(self, name: str, before: torch.Tensor | None) -> None:
-        """Copy a parameter from now on; it had the value `before` when the step began, if that is given."""
-        self._followed[name] = self._plain[name]
-        if before is not None:
-            self._start.copies[name] = before
-            if self._kept is not None:
-                self._kept.copies[name] = before
+            self._follow([name])
+            if before is not None:
+                for copies in (self._start, self._kept):
+                    if copies is not None:
+                        copies.values[name] = before
 
     def _name_of(self, unit: Any) -> str:
         return next((name for name, one in self._parameters.items() if one is unit.sharded_param), "of a block")
@@ -413,35 +493,41 @@ class ForwardState(_Writable):
 
     def keep(self) -> None:
         """Keep the current values, those of shard 0, as the values after the step."""
-        self._kept = self._take() if self._places or self._followed else None
+        if self._places or self._followed:
+            self._kept = self._last = self._take(self._last)
+            if self._is_alone:
+                self._kept.watch()
 
     def restore(self) -> None:
         """Set all to the values before the step, for the next shard."""
-        self._put(*self._start)
+        self._put(self._start)
 
-    @torch.no_grad()
     def share(self) -> None:
         """Start the broadcast of rank 0's values; every rank calls this once a step."""
         if not self._has_peers:
             return
-        if self.is_early:
+        if self._is_early:
             self._agree()
         if not any(self._layouts.values()):
             return
-        if is_rank_0():
-            tensors = self._now()
-            values = tensors if self._kept is None else {**tensors, **self._kept.copies}
-            now = {name: _layout(one) for name, one in values.items()}
-            self._check_shared(tensors if self._kept is None else self._kept.tensors)
-            if now != self._layouts:
-                names = [name for name in {**now, **self._layouts} if now.get(name) != self._layouts.get(name)]
-                raise ModelError(
-                    f"the forward changed the size or dtype of {listed(names)} after the first {EARLY} steps since "
-                    "the workers started: make such a buffer in the constructor, as large as it will be"
-                )
-            pairs = [(self._views[name], one) for name, one in values.items() if name in self._layouts]
-            copy_all([view for view, _ in pairs if view is not None], [one for _, one in pairs if one is not None])
+        if self._is_first and (self._kept is None or self._kept.values is not self._views):
+            self._fill()
         self._work = dist.broadcast(self._flat, src=0, group=everyone(), async_op=True)
+
+    def _fill(self) -> None:
+        """Copy rank 0's values to what is sent; raises ModelError if the workers know of others."""
+        kept = self._kept
+        values = self._now() if kept is None else {**self._now(), **kept.values}
+        now = _layouts(values)
+        self._check_shared(values if kept is None else kept.tensors)
+        if now != self._layouts:
+            names = [name for name in {**now, **self._layouts} if now.get(name) != self._layouts.get(name)]
+            raise ModelError(
+                f"the forward changed the size or dtype of {listed(names)} after the first {EARLY} steps since "
+                "the workers started: make such a buffer in the constructor, as large as it will be"
+            )
+        given = _present(values)
+        copy_all([view for name in given if (view := self._views[name]) is not None], list(given.values()))
 
     def _check_shared(self, tensors: Values) -> None:
         """Raise ModelError on rank 0 if other buffers are one tensor than those of which the workers know."""
@@ -459,45 +545,67 @@ class ForwardState(_Writable):
     def _agree(self) -> None:
         """Follow each parameter that any worker's forward wrote, and have the buffers that rank 0 has."""
         values = self._buffers_of(self._now() if self._kept is None else self._kept.tensors)
-        layouts = {name: _layout(one) for name, one in values.items()}
-        mine = list(self._followed), layouts, sorted(_non_persistent(self._roots)), _shared(values)
+        mine = list(self._followed), _layouts(values), sorted(_non_persistent(self._roots)), _shared(values)
         everybodys = gathered(mine)
         self._num_tensors = len(set(map(id, values.values())))
-        for names, *_ in everybodys:
-            for name in names:
-                if name not in self._followed:
-                    self._follow(name, None)
+        self._follow(name for names, *_ in everybodys for name in names)
         _, of_buffers, lasting, self._shared = everybodys[0]
         self._start.tensors.update(_sharing(self._buffers_of(self._start.tensors), self._shared))
         for name in of_buffers.keys() - self._places.keys():
             _register(self._roots, name, name not in lasting)
         self._places = _places(self._roots)
-        of_parameters = {name: _layout(one) for name, one in self._plain.items() if name in self._followed}
-        layouts = {**of_buffers, **of_parameters}
+        layouts = {
+            **of_buffers,
+            **_layouts({name: one for name, one in self._plain.items() if name in self._followed}),
+        }
         if layouts != self._layouts:
             self._layouts = layouts
             present = {name: one for name, one in layouts.items() if one is not None}
             device = next(iter(self._parameters.values())).device
             self._flat = torch.empty(sum(map(room, present.values())), dtype=torch.uint8, device=device)
-            # `_put` copies from these, so that no forward reads them.
+            # They are copied to the tensors, so that no forward reads them.
             places = views(self._flat, present.values())
             self._views = {**dict.fromkeys(layouts), **dict(zip(present, places, strict=True))}
 
-    def finish(self) -> None:
-        """End the step: wait for the broadcast and set all to shard 0's values."""
+    def finish(self) -> bool:
+        """End the step: wait for the broadcast and set all to shard 0's values.
+
+        Returns whether it was one of the early steps, whose forwards may make modules and set hooks.
+        """
+        kept, was_early = self._kept, self._is_early
         if self._work is not None:
             with waiting("rank 0's buffers"):
                 self._work.wait()
-            self._put(self._views, (self._kept or self._start).tensors)
             self._work = None
-        elif self._kept is not None:
-            self._put(*self._kept)
-        if self.is_early:
+            self._put(self._received(kept or self._start))
+        elif kept is not None and self._may_have_moved(kept):
+            self._put(kept)
+        if was_early:
             self._check_untrained()
         self._num_steps += 1
-        self.is_early = self._num_steps < EARLY
-        self._before = None
-        self._kept = None
+        self._is_early = self._num_steps < EARLY
+        self._before = self._kept = None
+        return was_early
+
+    def _received(self, of: _Copies) -> _Copies:
+        """Return what rank 0 has sent, as values of the tensors of these copies; without one, of those of now.
+
+        On rank 0, `keep` copies into it in the next step.
+        """
+        if self._last.values is not self._views or (of is not self._last and of is not self._last_for):
+            self._last, self._last_for = _Copies(self, of.tensors or self._now(), self._views), of
+        return self._last
+
+    def _may_have_moved(self, kept: _Copies) -> bool:
+        """Return whether anything may have been written since `keep`, as by a backward that runs forwards again.
+
+        Versions tell it if no other shard has run. They do not show all writes, as to the mean of `batch_norm`: so
+        early steps compare contents, and only if these never differ the versions are trusted.
+        """
+        has_moved = not self._is_alone or kept.has_moved(self)
+        if self._is_early and (has_moved or kept.differs()):
+            self._writes_late = True
+        return has_moved or self._writes_late
 
     def _check_untrained(self) -> None:
         """Raise ModelError if a parameter beside the model got a gradient, which no optimizer takes."""
@@ -578,15 +686,13 @@ class ForwardState(_Writable):
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` returned, once the model's state is loaded."""
-        for name in state.get("parameters", ()):
-            if name in self._plain:
-                self._followed[name] = self._plain[name]
+        self._follow(name for name in state.get("parameters", ()) if name in self._plain)
         device = next(iter(self._parameters.values())).device
         for name, value in state.get("buffers", {}).items():
             self._changed.add(name)
             if name in self._plain and self._plain[name].shape == value.shape:
                 self._plain[name].copy_(value)
-                self._followed[name] = self._plain[name]
+                self._follow([name])
                 continue
             if name not in self._places:
                 what = "job" if name.startswith(OUTSIDE) else "model"
@@ -600,6 +706,10 @@ class ForwardState(_Writable):
         self._share_as(state)
 
 
+# How many forwards of a model in eval mode were compared, with what is beside it, and the parameters that they wrote.
+_seen_in_eval: "WeakKeyDictionary[nn.Module, dict[tuple[str, ...], tuple[int, frozenset[str]]]]" = WeakKeyDictionary()
+
+
 class EvalState(_Writable):
     """The state that a forward may write in eval mode: every shard must start from the same values.
 
@@ -611,32 +721,39 @@ class EvalState(_Writable):
         super().__init__(model, beside)
         self._num_runs, written = _seen_in_eval.get(model, {}).get(tuple(beside), (0, frozenset()))
         self._has_checked = False
-        for name in written:
-            self._followed[name] = self._plain[name]
-        self._held = [(module._buffers, tuple(module._buffers.keys())) for _, module in _named_modules(self._roots)]
-        self._values, self._tensors = self._take()
-        self._large = {
-            name: _stamp_of(one) for name, one in self._tensors.items() if one is not None and one.nbytes > SMALL
-        }
-        self._stamp()
+        self._follow(written)
+        self._held = [module._buffers for _, module in _named_modules(self._roots)]
+        self._keys = [frozenset(held.keys()) for held in self._held]
+        self._lengths = list(map(len, self._held))
+        taken = self._take(_Copies(self, {}, {}))
+        # To copy a large one takes time, so its stamps must show a write first.
+        self._large = _Stamps(
+            {
+                name: one
+                for name, one in taken.tensors.items()
+                if one is not None and one.nbytes > SMALL and name not in self._followed
+            }
+        )
+        self._copies = _Copies(self, taken.tensors, taken.values, self._large.tensors)
+        self._watch()
         self._before: _Before | None = None  # in early runs
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Run a forward in the block; after early ones, the content of all parameters is compared.
+    def forward(self) -> AbstractContextManager[None]:
+        """Return the context of a forward; after early ones, the content of all parameters is compared.
 
         Raises ModelError for a write that cannot be undone.
         """
-        if self._num_runs >= EARLY:
-            yield
-            return
+        return self._looking() if self._num_runs < EARLY else USUAL
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
         if self._before is None:
-            self._before = _Before(self._watched, self._smallest())
+            self._before = _Before(self._watched.tensors, self._smallest())
         self._num_runs += 1
         try:
             yield
         finally:
-            lost = self._see({*self._before.written(self._plain), *self._written()}, self._before)
+            lost = self._see({*self._before.written(self._plain), *self._watched.written()}, self._before)
         if lost:
             raise ModelError(f"the forward wrote {listed(map(shown, lost))} {LOST}")
         seen = _seen_in_eval.setdefault(self._model, {})
@@ -651,50 +768,35 @@ class EvalState(_Writable):
 
     def _see(self, written: Iterable[str], before: _Before) -> list[str]:
         """Follow what a forward has written; return the names of those whose value of before is lost."""
-        lost = []
-        for name in written:
-            if name in self._followed:
-                continue
-            value = before.value(name)
-            if value is None:
-                lost.append(name)
-            else:
-                self._followed[name] = self._tensors[name] = self._plain[name]
-                self._values[name] = value
-        return lost
+        values = {name: before.value(name) for name in written if name not in self._followed}
+        found = {name: value for name, value in values.items() if value is not None}
+        self._follow(found)
+        tensors = {**self._copies.tensors, **{name: self._plain[name] for name in found}}
+        self._copies = _Copies(self, tensors, {**self._copies.values, **found}, self._large.tensors)
+        return [name for name in values if name not in found]
 
     def restore(self) -> None:
         """Undo the changes of a forward; raises ModelError for a change that cannot be undone."""
         if not self._has_checked:
             self._check_parameters()
         self._has_checked = True
-        written = self._written()
-        if written:
+        if written := [name for name in self._watched.written() if name not in self._followed]:
             raise ModelError(
                 f"the forward wrote {listed(map(shown, written))}, and not in its first {EARLY} runs, so it cannot "
                 f"be put back; {ADVICE}"
             )
         self.put_back()
 
-    @torch.no_grad()
     def put_back(self) -> None:
         """Undo the changes of a forward to the state of which there is a copy."""
-        for held, keys in self._held:
-            if len(held) != len(keys):
-                for key in set(held) - set(keys):
+        if list(map(len, self._held)) != self._lengths:
+            for held, keys in zip(self._held, self._keys, strict=True):
+                for key in set(held) - keys:
                     del held[key]
-        for name, (held, key) in self._places.items():
-            if _get(held, key) is not self._tensors[name]:
-                held[key] = self._tensors[name]
-        pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for name, one in self._tensors.items():
-            value = self._values[name]
-            # To copy a large one takes time, so its stamp must show a write first.
-            is_unchanged = one is not None and name in self._large and _stamp_of(one) == self._large[name]
-            if one is not None and value is not None and not is_unchanged:
-                pairs[name] = one, value
-        copy_all([one for one, _ in pairs.values()], [value for _, value in pairs.values()])
-        self._large.update((name, _stamp_of(one)) for name, (one, _) in pairs.items() if name in self._large)
+        written = self._large.written()
+        self._put(self._copies, written)
+        if written:
+            self._large.note()
 
 
 @contextmanager
@@ -888,32 +990,46 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _stamp_of(tensor: torch.Tensor) -> Stamp:
-    """Return the tensor's version and address; address 0 of a fake tensor.
-
-    A write changes the version, or the address if `.data` is replaced; neither, if `.data` is written.
-    """
+def _has_address(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has an address: a fake or an empty one has none."""
     try:
-        return version_of(tensor), tensor.data_ptr()
-    except RuntimeError:  # a fake tensor
-        return version_of(tensor), 0
+        return tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def _layout(tensor: torch.Tensor | None) -> Form | None:
     return None if tensor is None else Form(tensor.shape, tensor.dtype)
 
 
+def _layouts(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Form | None]:
+    return {name: _layout(one) for name, one in tensors.items()}
+
+
+def _present(values: Values) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in values.items() if one is not None}
+
+
 @torch.no_grad()
 def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy the values into the tensors, those of BatchNorm together: on a GPU each single copy is a kernel."""
-    pairs = list(zip(into, values, strict=True))
-    for device, dtype in dict.fromkeys((tensor.device, tensor.dtype) for tensor in into):
-        here = [pair for pair in pairs if (pair[0].device, pair[0].dtype) == (device, dtype)]
-        if dtype in TOGETHER:
-            torch._foreach_copy_([tensor for tensor, _ in here], [value for _, value in here])
+    """Copy the values into the tensors, many at once: on a GPU each single copy is a kernel."""
+    _copy(_grouped(list(zip(into, values, strict=True))))
+
+
+def _grouped(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Groups:
+    """Return the tensors of each device and dtype, and the values to copy into them."""
+    kinds = [(into.device, into.dtype) for into, _ in pairs]
+    groups = [[pair for pair, one in zip(pairs, kinds, strict=True) if one == kind] for kind in dict.fromkeys(kinds)]
+    return [([into for into, _ in group], [value for _, value in group]) for group in groups]
+
+
+def _copy(groups: Groups) -> None:
+    for into, values in groups:
+        if into[0].dtype in TOGETHER:
+            torch._foreach_copy_(into, values)
         else:
-            for tensor, value in here:
-                tensor.copy_(value)
+            for one, value in zip(into, values, strict=True):
+                one.copy_(value)
 
 
 @torch.no_grad()

@@ -296,11 +296,10 @@ class Pass:
         replica.running = None
         for parameters in reduction.summed(stats.numbers):
             self.optimizer_step.take_norms(parameters)
-        if self.state.is_early:
+        if self.state.finish():  # in early steps
             check_sums_once({"": self.placement.model, **self.state.beside})  # a forward may have made one
             if self._world.world_size > 1:
                 self.optimizer_step.hooks.check_same()
-        self.state.finish()
         if earlier is not None:
             self._add(earlier)
 
