@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
+import dp_ray
 from dp_ray.driver.replay import replay
-from dp_ray.engine.buffers import digests
+from dp_ray.engine.buffers import ForwardState, digests
 from dp_ray.engine.trainer import WRITTEN
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
@@ -29,7 +30,15 @@ from tests.support.builders import predictions_of, run_dir_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.large import peak_of
 from tests.support.trainings import ADAMW, assert_close, initial, job_of
-from tests.support.writing import SharesMemory, WritesInEval, WritesItsInputs, Writing, plain_training
+from tests.support.writing import (
+    ChangesForms,
+    Recomputes,
+    SharesMemory,
+    WritesInEval,
+    WritesItsInputs,
+    Writing,
+    plain_training,
+)
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
@@ -376,3 +385,53 @@ def test_the_weights_of_parted_buffers_are_those_of_their_names(tmp_path: Path) 
     keys = {"model": trained, "dataset": DATA, "batch_size": 3, "loss": "torch.nn:CrossEntropyLoss", "workers": 1}
     made = Job.make({"task": "evaluate", "init_from": str(tmp_path / "run" / "weights.safetensors"), **keys}, "job")
     assert measured(run_group(made, tmp_path / "evaluated"))["loss"] == pytest.approx(wanted, rel=1e-6)
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: None if one is None else one.detach().clone() for name, one in model._buffers.items()}
+
+
+def assert_same(found: dict[str, torch.Tensor | None], wanted: dict[str, torch.Tensor | None]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        assert (found[name] is None) == (one is None)
+        if one is not None:
+            torch.testing.assert_close(found[name], one, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "way", ["replaced", "grown", "shrunk", "turned", "cast", "recorded", "removed", "none", "joined"]
+)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_buffer_that_late_gets_another_form_follows_shard_0(way: str, shards: int) -> None:
+    """In steps whose copies are in the memory of the last step's."""
+    model = ChangesForms(way)
+    state = ForwardState(model)
+    for step in range(7):
+        state.begin(shards)
+        before = buffers_of(model)
+        for shard in range(shards):
+            if shard:
+                state.restore()
+            assert_same(buffers_of(model), before)
+            with state.forward():
+                model.write(step > 3)
+            if not shard:
+                wanted = buffers_of(model)
+                state.keep()
+        assert state.finish() == (step < 3)
+        assert_same(buffers_of(model), wanted)
+
+
+@pytest.mark.parametrize(("late", "counts"), [(0, True), (5, True), (0, False)])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_forward_that_runs_again_in_the_backward_writes_once(
+    tmp_path: Path, late: int, counts: bool, shards: int
+) -> None:
+    trained = {"target": "tests.support.writing:Recomputes", "args": {"late": late, "counts": counts}}
+    made = job_of(trained, DATA, batch_size=10, shards=shards, epochs=3, workers=0, storage=str(tmp_path))
+    weights = dp_ray.run(made, name="run", quiet=True).weights
+    model = initial(Recomputes, 99, counts)
+    plain_training(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, shards, 3)
+    for name, one in model.state_dict().items():
+        torch.testing.assert_close(weights[name], one, rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dp_ray.plan.order import Order
 
@@ -278,3 +279,86 @@ class SharesMemory(nn.Module):
 
     def _parted(self, mean: torch.Tensor) -> None:
         self.part = self.part * 0.5 + mean[3:]
+
+
+class ChangesForms(nn.Module):
+    """Buffers that each `write` adds to; a late one also gives one of them another form, as `way` says."""
+
+    mean: torch.Tensor
+    flags: torch.Tensor
+    odd: torch.Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("mean", torch.zeros(2, 3))
+        self.register_buffer("flags", torch.zeros(3, dtype=torch.uint16))
+        self.register_buffer("odd", torch.ones(2, 3))
+        self.way, self.count = way, 0
+
+    def write(self, is_late: bool) -> None:
+        self.count += 1
+        self.mean += self.count
+        self.flags.copy_(torch.full((3,), self.count, dtype=torch.uint16))
+        if is_late:
+            getattr(self, f"_{self.way}")()
+        if "odd" in self._buffers and self.odd is not None:
+            with torch.no_grad():
+                self.odd += self.count
+
+    def _replaced(self) -> None:
+        self.odd = self.odd * 2
+
+    def _grown(self) -> None:
+        self.odd.data = torch.cat([self.odd.data, self.odd.data])
+
+    def _shrunk(self) -> None:
+        self.odd.resize_(1, 3)
+
+    def _turned(self) -> None:
+        self.odd.t_()
+
+    def _cast(self) -> None:
+        self.odd.data = self.odd.data.double() * 0.1
+
+    def _recorded(self) -> None:
+        self.odd.mul_(self.scale)
+
+    def _removed(self) -> None:
+        self._buffers.pop("odd", None)
+
+    def _none(self) -> None:
+        self._buffers["odd"] = None
+
+    def _joined(self) -> None:
+        self.odd = self.mean
+
+
+class Recomputes(nn.Module):
+    """Its normalisation runs again in the backward, from forward `late` on; if it `counts`, a version shows that."""
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+
+    def __init__(self, late: int, counts: bool) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("variance", torch.ones(5))
+        self.late, self.counts, self.runs = late, counts, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        hidden = self.body(inputs)
+        hidden = (
+            checkpoint(self._normed, hidden, use_reentrant=False) if self.runs > self.late else self._normed(hidden)
+        )
+        outputs: torch.Tensor = self.head(hidden)
+        return outputs
+
+    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            normed: torch.Tensor = self.norm(hidden)
+        else:
+            normed = nn.functional.batch_norm(hidden, self.mean, self.variance, training=True)
+        return normed.exp()
