@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -299,7 +299,7 @@ def predict(
                     prediction.clock.enter(Part.OTHER)
             replica.restore()
             yield StepEnd(loaded.step)
-        with runner.modes():
+        with runner.no_grad, runner.precision:
             forwards.end()
 
 
@@ -337,28 +337,27 @@ def check_lists(tried: Mapping[str, Less], outputs: Any, rows: int, where: str) 
             )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Runner:
-    """A replica that predicts shards, and picks from their outputs what is kept."""
+    """A replica that predicts shards, and picks from their outputs what is kept.
+
+    A shard runs without gradients, and in the job's precision: in `no_grad` and `precision`. It is no inference mode:
+    there a model that turns gradients on, as for forces, raises an error or gets zeros. Converted weights are not
+    kept: all of them would take half of the model's memory once more.
+    """
 
     prediction: Prediction
     model: nn.Module
     replica: Replica
     select: OutputSelector
 
-    @contextmanager
-    def modes(self) -> Iterator[None]:
-        """Run the block without gradients, and in the job's precision.
-
-        Not in inference mode: there a model that turns gradients on, as for forces, raises an error or gets zeros.
-        Converted weights are not kept: all of them would take half of the model's memory once more.
-        """
-        with torch.no_grad(), autocast(self.prediction.job.precision, self.prediction.device, keeps=False):
-            yield
+    def __post_init__(self) -> None:
+        self.no_grad = torch.no_grad()  # both contexts can be entered again
+        self.precision = autocast(self.prediction.job.precision, self.prediction.device, keeps=False)
 
     def run_dummy(self, inputs: Any) -> None:
         """Run the model beside other workers that need this one."""
-        with self.modes(), reraise_as("model", gradients_hint):
+        with self.no_grad, self.precision, reraise_as("model", gradients_hint):
             call = self.replica.forwards.gathering(call_model)
             self.replica.run(None, call, self.model, inputs, self.prediction.job.call)
 
@@ -366,7 +365,7 @@ class _Runner:
         """Run a shard, and pick from its outputs."""
         try:
             inputs, carried = split_passthrough(batch, indices)
-            with self.modes():
+            with self.no_grad, self.precision:
                 selected, flops = self._run(inputs, shard, counts_flops)
             return PredictedShard(shard, indices, selected, carried, flops)
         except (RuntimeError, ModelError) as error:

@@ -534,10 +534,11 @@ class PredictInputs(ModelInputs):
         self._arguments = _num_positional(model)
         self._note = note
         self._has_noted = False
+        self._is_auto = job.inputs == "auto"
 
     def __call__(self, batch: Any) -> Any:
-        is_pair = isinstance(batch, tuple | list) and len(batch) == 2 and not are_texts(batch)
-        if self._job.inputs != "auto" or not is_pair:
+        is_pair = self._is_auto and isinstance(batch, tuple | list) and len(batch) == 2 and not are_texts(batch)
+        if not is_pair:
             return super().__call__(batch)
         least, most = self._arguments
         gives_first = _takes_first(self._job, least, most, batch[0])
