@@ -77,7 +77,8 @@ class ForwardSeeds:
         more = (of_pass,) if of_pass else ()
         number = derive_seed(self._seed, "forward", shard.epoch, shard.step, shard.shard, *more)
         seed_all(number, self._device)
-        seed_own(self._own, number)
+        if self._own:
+            seed_own(self._own, number)
 
 
 class RngProbe:

@@ -54,6 +54,8 @@ class Round(NamedTuple):
 class Forwards:
     """The forwards of workers that hold the whole model: no worker waits for another."""
 
+    are_collective = False  # whether all workers run each forward together
+
     def begin(self, loaded: LoadedStep) -> LoadedStep:
         """Return the step to go on with; all ranks call this before a step."""
         return loaded
@@ -77,6 +79,8 @@ class Forwards:
 
 class CollectiveForwards(Forwards):
     """The forwards of workers that hold a part of the model each: in each round all of them run it."""
+
+    are_collective = True
 
     def __init__(self, sharded: Sharded, world: World) -> None:
         self._sharded = sharded
@@ -165,7 +169,9 @@ class Replica:
 
     def dummies(self, step: int, ran: int) -> list[DummyBatch]:
         """Return what this worker, with `ran` shards to run, runs in a step beside these, since others need it."""
-        return [] if self.work is None else self.forwards.dummies(self.work, step, ran)
+        if self.work is None or not self.forwards.are_collective:
+            return []
+        return self.forwards.dummies(self.work, step, ran)
 
     def rounds(self, loaded: LoadedStep, dummies: Sequence[DummyBatch] | None = None) -> Iterator[Round]:
         """Yield a step's shards with rows, as they are read, and then the `dummies`, by default all."""

@@ -265,7 +265,8 @@ class Pass:
         """
         replica, clock = self.replica, self.clock
         earlier = self._set_apart() if adds else None
-        loaded = replica.forwards.begin(loaded)
+        if replica.forwards.are_collective:
+            loaded = replica.forwards.begin(loaded)
         # The loss goes first: in the first step a shard, with its outputs' gradients, shows what DDP must expect.
         is_built = self._reduction is not None
         loaded, has_run = self.loss.prepare(replica, loaded, self.optimizer_step.seed, number, is_built)

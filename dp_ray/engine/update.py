@@ -203,7 +203,9 @@ class OptimizerStep:
             # One pass over the gradients for both.
             scale_by(gradients, clip if factor is None else clip * factor)
         try:
-            self.has_skipped = self._update()
+            if self._is_bare:
+                self.optimizer.step()
+            self.has_skipped = not self._is_bare and self._update()
         except (Exception, SystemExit) as error:
             raise_as(error, f"step {step}: optimizer", shards_hint)
         if self.schedule.per_step and not self.has_skipped:
@@ -280,9 +282,6 @@ class OptimizerStep:
 
     def _update(self) -> bool:
         """Update the parameters; True if the scaler skipped the update because fp16 overflowed."""
-        if self._is_bare:
-            self.optimizer.step()
-            return False
         with self._updating():
             if self.scaler is None:
                 self.optimizer.step()
