@@ -71,63 +71,6 @@ LOST = (
 )
 
 
-class _Copies:
-    """Values of a state's tensors, and the tensors that held them: these tell which of them share memory.
-
-    While it `fits`, all but those `apart` are copied at once, and Python looks at no single tensor.
-    """
-
-    def __init__(self, of: "_Writable", tensors: Values, values: Values, apart: Collection[str] = ()) -> None:
-        self.tensors, self.values, self.apart = tensors, values, apart
-        self._places, self._followed, self._aligns = of._places, of._followed, of._aligns
-        self._spots, self._standing = list(of._places.values()), [tensors.get(name) for name in of._places]
-        self._live = list(_present(tensors).values())
-        self._looks, self._versions = self._look(), list[int]()
-        self._can_fit = (
-            tensors.keys() >= of._places.keys()
-            and _layouts(tensors) == _layouts(values)
-            and not any(one.is_inference() or (self._aligns and not is_aligned(one)) for one in self._live)
-        )
-        given = _present(values) if self._can_fit else {}
-        pairs = [(one, given[name]) for name, one in _present(tensors).items() if name in given and name not in apart]
-        self._into_live = _grouped(pairs)
-        self._into_values = [(values, live) for live, values in self._into_live]
-        self._copy = torch.no_grad()(_copy) if any(one.requires_grad for one in self._live) else _copy
-
-    def _look(self) -> list[Any]:
-        return [*map(LOOK, self._live), *(map(ADDRESS, self._live) if self._aligns else ())]
-
-    def fits(self, of: "_Writable") -> bool:
-        """Return whether these very tensors are the state's now, in the same form as the values."""
-        if not self._can_fit or of._places is not self._places or of._followed is not self._followed:
-            return False
-        try:
-            standing = [held[key] for held, key in self._spots]
-        except KeyError:  # a forward has removed it
-            return False
-        return all(map(operator.is_, standing, self._standing)) and self._look() == self._looks
-
-    def take(self) -> None:
-        """Copy the tensors, which fit, to the values."""
-        self._copy(self._into_values)
-
-    def put(self) -> None:
-        """Copy the values to the tensors, which fit."""
-        self._copy(self._into_live)
-
-    def watch(self) -> None:
-        """Note the versions of the tensors, for `has_moved`."""
-        self._versions = list(map(VERSION, self._live)) if self._can_fit else []
-
-    def has_moved(self, of: "_Writable") -> bool:
-        """Return whether versions show a write since `watch`, or a tensor is another one."""
-        return not self.fits(of) or list(map(VERSION, self._live)) != self._versions
-
-    def differs(self) -> bool:
-        """Return whether the content of a tensor is not its value."""
-        return digests(_present(self.tensors)) != digests(_present(self.values))
-
-
 class _Stamps:
     """Versions and addresses of tensors: a write changes a version, and new data in `.data` an address.
 
@@ -158,6 +101,57 @@ class _Stamps:
         return list(dict.fromkeys(name for name, one, before in pairs if one != before))
 
 
+class _Copies:
+    """Values of a state's tensors, and the tensors that held them: these tell which of them share memory.
+
+    While it `fits`, `take` copies the tensors to the values, and `put` the values to the tensors: all but those
+    `apart` at once, and Python looks at no single tensor.
+    """
+
+    def __init__(self, of: "_Writable", tensors: Values, values: Values, apart: Collection[str] = ()) -> None:
+        self.tensors, self.values, self.apart = tensors, values, apart
+        self._places, self._followed, self._aligns = of._places, of._followed, of._aligns
+        self._spots, self._standing = list(of._places.values()), [tensors.get(name) for name in of._places]
+        self._live = list(_present(tensors).values())
+        self._looks = self._look()
+        self._can_fit = (
+            tensors.keys() >= of._places.keys()
+            and _layouts(tensors) == _layouts(values)
+            and not any(one.is_inference() or (self._aligns and not is_aligned(one)) for one in self._live)
+        )
+        pairs = [
+            (one, value)
+            for name, one in _present(tensors).items()
+            if (value := values.get(name)) is not None and name not in apart
+        ]
+        groups = _grouped(pairs)
+        copy = torch.no_grad()(_copy) if any(one.requires_grad for one in self._live) else _copy
+        self.put = functools.partial(copy, groups)
+        self.take = functools.partial(copy, [(into, live) for live, into in groups])
+
+    def _look(self) -> list[Any]:
+        return [*map(LOOK, self._live), *(map(ADDRESS, self._live) if self._aligns else ())]
+
+    def fits(self, of: "_Writable") -> bool:
+        """Return whether these very tensors are the state's now, in the same form as the values."""
+        if not self._can_fit or of._places is not self._places or of._followed is not self._followed:
+            return False
+        try:
+            standing = [held[key] for held, key in self._spots]
+        except KeyError:  # a forward has removed it
+            return False
+        return all(map(operator.is_, standing, self._standing)) and self._look() == self._looks
+
+    @functools.cached_property
+    def stamps(self) -> _Stamps:
+        """The stamps of the tensors."""
+        return _Stamps(_present(self.tensors))
+
+    def differs(self) -> bool:
+        """Return whether the content of a tensor is not its value."""
+        return digests(_present(self.tensors)) != digests(_present(self.values))
+
+
 class _Before:
     """What parameters hold before the forwards of an early step: digests of all, copies of some, by name."""
 
@@ -181,9 +175,8 @@ class _Before:
         """Return the value of before; None if it is lost."""
         if name in self._copies:
             return self._copies[name]
-        one = self._tensors.get(name)
-        is_lost = one is None or digests({name: one})[name] != self._digests[name]
-        return None if one is None or is_lost else one.clone()
+        one = self._tensors[name]
+        return one.clone() if digests({name: one})[name] == self._digests[name] else None
 
 
 class _SeesReplaced(TorchFunctionMode):
@@ -222,10 +215,13 @@ class _Writable:
                 weight = _joined(name, "weight")
                 if weight in self._plain:
                     yield weight
-        of_model = {name: one for name, one in self._plain.items() if not name.startswith(OUTSIDE)}
+        outside = {name: one for name, one in self._plain.items() if name.startswith(OUTSIDE)}
         # Of a sharded model, each worker holds few parameters whole.
-        frozen = {name: one for name, one in of_model.items() if self._sharded or not one.requires_grad}
-        outside = {name: one for name, one in self._plain.items() if name not in of_model}
+        frozen = {
+            name: one
+            for name, one in self._plain.items()
+            if name not in outside and (self._sharded or not one.requires_grad)
+        }
         for few in (frozen, outside):
             if sum(one.nbytes for one in few.values()) <= SMALL:
                 yield from few
@@ -236,13 +232,13 @@ class _Writable:
 
     def _take(self, last: _Copies) -> _Copies:
         """Copy all values as they are now, into the memory of the last ones if these fit."""
-        if last.fits(self):
-            last.take()
-            return last
-        now = self._now()
-        values: Values = {name: None if one is None else torch.empty_like(one) for name, one in now.items()}
-        copy_all(list(_present(values).values()), list(_present(now).values()))
-        return _Copies(self, now, values)
+        if not last.fits(self):
+            now = self._now()
+            last = _Copies(
+                self, now, {name: None if one is None else torch.empty_like(one) for name, one in now.items()}
+            )
+        last.take()
+        return last
 
     def _put(self, copies: _Copies, written: Collection[str] = ()) -> None:
         """Set all to the values of copies; of those apart, only the ones that are written."""
@@ -496,7 +492,7 @@ class ForwardState(_Writable):
         if self._places or self._followed:
             self._kept = self._last = self._take(self._last)
             if self._is_alone:
-                self._kept.watch()
+                self._kept.stamps.note()
 
     def restore(self) -> None:
         """Set all to the values before the step, for the next shard."""
@@ -599,10 +595,10 @@ class ForwardState(_Writable):
     def _may_have_moved(self, kept: _Copies) -> bool:
         """Return whether anything may have been written since `keep`, as by a backward that runs forwards again.
 
-        Versions tell it if no other shard has run. They do not show all writes, as to the mean of `batch_norm`: so
-        early steps compare contents, and only if these never differ the versions are trusted.
+        Stamps tell it if no other shard has run. They do not show all writes, as to the mean of `batch_norm`: so
+        early steps compare contents, and only if these never differ the stamps are trusted.
         """
-        has_moved = not self._is_alone or kept.has_moved(self)
+        has_moved = not self._is_alone or not kept.fits(self) or bool(kept.stamps.written())
         if self._is_early and (has_moved or kept.differs()):
             self._writes_late = True
         return has_moved or self._writes_late
@@ -657,13 +653,13 @@ class ForwardState(_Writable):
 
     def _unseen(self) -> dict[str, nn.Parameter]:
         """Return the frozen parameters that no forward was seen to write, by name; all of those beside the model."""
-        frozen = {
-            name: one for name, one in self._parameters.items() if not one.requires_grad or name.startswith(OUTSIDE)
-        }
         return {
             name: one
-            for name, one in frozen.items()
-            if name not in self._followed and one.layout is torch.strided and not one.is_quantized
+            for name, one in self._parameters.items()
+            if (not one.requires_grad or name.startswith(OUTSIDE))
+            and name not in self._followed
+            and one.layout is torch.strided
+            and not one.is_quantized
         }
 
     def make(self, state: Mapping[str, Any]) -> None:
@@ -676,12 +672,9 @@ class ForwardState(_Writable):
 
     def _share_as(self, state: Mapping[str, Any]) -> None:
         """Have buffers share memory as they did when `state` was taken."""
-        before = self._buffers_of(self._now())
         others = {name: (first, is_same) for name, first, is_same in state.get("shared", ())}
-        for name, one in _sharing(before, {**self._built_shared, **others}).items() if others else ():
-            if one is not before[name]:
-                held, key = self._places[name]
-                held[key] = one
+        if others:
+            _share(self._places, {**self._built_shared, **others})
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -857,7 +850,7 @@ def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
 def _make_apart(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Give memory of its own to a buffer that shares it with others, but has weights apart: a forward set it anew."""
     places = _places({"": model})
-    tensors = {name: _get(held, key) for name, (held, key) in places.items()}
+    tensors = _held_in(places)
     shared = _shared(tensors)
     wanted: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name in {**{first: None for first, _ in shared.values()}, **shared}:
@@ -884,11 +877,7 @@ def same_buffers(model: nn.Module, copy: nn.Module) -> None:
         if _layout(_get(held, key)) != _layout(one):
             held[key] = None if one is None else one.detach().clone()
     places = _places({"": copy})
-    mine, tensors = ({name: _get(*place) for name, place in one.items()} for one in (_places({"": model}), places))
-    for name, shared in _sharing(tensors, _shared(mine)).items():
-        if shared is not tensors[name]:
-            held, key = places[name]
-            held[key] = shared
+    _share(places, _shared(_held_in(_places({"": model}))))
 
 
 def _named_modules(roots: Roots) -> Iterator[tuple[str, nn.Module]]:
@@ -949,6 +938,19 @@ def _sharing(tensors: Values, wanted: Mapping[str, Shared]) -> Values:
         elif is_same and made.get(first) is not None:
             made[name] = made[first]
     return made
+
+
+def _share(places: Mapping[str, Place], wanted: Mapping[str, Shared]) -> None:
+    """Have the tensors in these places share memory as is wanted."""
+    tensors = _held_in(places)
+    for name, one in _sharing(tensors, wanted).items():
+        if one is not tensors[name]:
+            held, key = places[name]
+            held[key] = one
+
+
+def _held_in(places: Mapping[str, Place]) -> Values:
+    return {name: _get(*place) for name, place in places.items()}
 
 
 def _get(held: Any, key: str) -> torch.Tensor | None:
@@ -1039,15 +1041,12 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     Contents that differ, by their order too, have the same number by chance alone; at worst, if nothing but the signs
     of two numbers differ, once in 2 ** 30 pairs.
     """
-    largest: dict[torch.device, int] = {}
-    for one in tensors.values():
-        largest[one.device] = max(largest.get(one.device, 0), one.nbytes)
-    keys = {device: _keys(device, nbytes) for device, nbytes in largest.items()}
-    found = {name: _digest(one, keys[one.device]) for name, one in tensors.items()}
-    read = {
-        device: iter(torch.stack([one for one in found.values() if one.device == device]).tolist()) for device in keys
-    }
-    return {name: int(next(read[one.device])) for name, one in found.items()}
+    found: dict[str, int] = {}
+    for device in dict.fromkeys(one.device for one in tensors.values()):
+        here = {name: one for name, one in tensors.items() if one.device == device}
+        keys = _keys(device, max(one.nbytes for one in here.values()))
+        found.update(zip(here, torch.stack([_digest(one, keys) for one in here.values()]).tolist(), strict=True))
+    return found
 
 
 def _keys(device: torch.device, largest: int) -> torch.Tensor:
