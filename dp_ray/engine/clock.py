@@ -193,14 +193,11 @@ class DeviceClock(StepClock):
     def _place(self, passed: int | None) -> DevicePlace:
         now, num = self._marks  # before those of earlier steps: then none is left out
         try:
-            for step, _, marks in self._unread.copy():
+            for step, _, marks in [*self._unread.copy(), (None, 0, now[:num])]:
                 for mark in marks[1:]:
                     if not mark.event.query():
                         return DevicePlace(passed, mark.ended)
-                passed = step
-            for mark in now[1:num]:
-                if not mark.event.query():
-                    return DevicePlace(passed, mark.ended)
+                passed = passed if step is None else step
         except RuntimeError as error:
             return DevicePlace(passed, self._part, str(error).partition("\n")[0])
         return DevicePlace(passed, self._part)

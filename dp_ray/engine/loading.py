@@ -66,7 +66,7 @@ from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.tensors.files import moved_batch
 from dp_ray.tensors.scatter import cut, num_rows, scatter
-from dp_ray.tensors.tree import bare_tensors, holds_objects, leaves_of, map_leaves, sizes, with_tensors
+from dp_ray.tensors.tree import bare_tensors, flatten, holds_objects, map_leaves, sizes, with_tensors
 from dp_ray.text import listed
 
 
@@ -261,9 +261,9 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
     """
     inputs_of, checks, dim = ModelInputs(job), job.step is None and job.collate is None, job.batch_dim
     for one in loaded:
-        shard, indices, batch = one
+        shard, _, batch = one
         if not shard.rows:
-            yield LoadedShard(shard, indices, None)
+            yield one._replace(batch=None)
             continue
         items = batch.batch if isinstance(batch, PassthroughBatch) else batch
         picked = items if pick is None else pick(items)
@@ -271,10 +271,8 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
             inputs = inputs_of(items) if pick is None else picked
             if type(inputs) is not torch.Tensor or dim or not inputs.ndim or inputs.shape[0] != shard.rows:
                 check_rows(job, inputs, shard)
-        if picked is batch:
-            yield one
-        else:
-            yield LoadedShard(shard, indices, picked if items is batch else batch._replace(batch=picked))
+        taken = picked if items is batch else batch._replace(batch=picked)
+        yield one if taken is batch else one._replace(batch=taken)
 
 
 def check_rows(job: Job, inputs: Any, piece: Shard) -> None:
@@ -786,7 +784,7 @@ def _wait_for(one: LoadedShard, copied: torch.Event, device: torch.device) -> Lo
     """Return the shard once the computing stream waits for its copy, and its memory is not reused too early."""
     computing = torch.accelerator.current_stream(device.index)
     torch.Event.wait(copied, computing)
-    for leaf in leaves_of(one.batch):
+    for leaf in bare_tensors(one.batch) or flatten(one.batch)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:  # the lengths in a PackedSequence are not
             leaf.record_stream(computing)
     return one

@@ -273,10 +273,9 @@ class Work:
 
     def has(self, step: int) -> bool:
         """Return whether the worker has shards of a step."""
-        if self.done:
-            return bool(self.of_step(step))
         first, end = self.split.batch(step)
-        return bool(worker_pieces(end - first, self.split.shards, self.world_size, self.rank))
+        pieces = worker_pieces(end - first, self.split.shards, self.world_size, self.rank)
+        return bool(self.of_step(step) if self.done else pieces)
 
     def __iter__(self) -> Iterator[tuple[int, list[Shard]]]:
         of_step = self.of_step if self.done else partial(self.split.worker, self.world_size, self.rank)

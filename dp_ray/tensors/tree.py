@@ -176,12 +176,6 @@ def with_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return dict(zip(tree, tensors, strict=True)) if cls is dict else cls(tensors)
 
 
-def leaves_of(tree: Any) -> Sequence[Any]:
-    """Return the leaves of a tree, depth first."""
-    bare = bare_tensors(tree)
-    return flatten(tree)[0] if bare is None else bare
-
-
 def map_leaves(fn: Callable[[Leaf], Any], tree: Any) -> Any:
     """Apply `fn` to every leaf and keep the nesting; raises what `unflatten` raises."""
     leaves, spec = flatten(tree)
