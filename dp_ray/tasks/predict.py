@@ -19,7 +19,7 @@ from dp_ray.messages import FlopsCounted, Note
 from dp_ray.outputs.files import OUTPUTS, Outputs, forget_lost
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
-from dp_ray.outputs.read import Previews
+from dp_ray.outputs.read import ROWS, Previews
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Done, Shard, Split, Work
 from dp_ray.rundir import ledger
@@ -78,7 +78,7 @@ def predict_outputs(context: Context) -> None:
 
 
 def _previewed(steps: Iterator[LoadedStep], previews: Previews) -> Iterator[LoadedStep]:
-    """Yield the same steps; each shard's inputs are looked at when it is loaded: the model may change them."""
+    """Yield the same steps; inputs to preview are looked at when they are loaded, since the model may change them."""
 
     def seen(one: LoadedShard) -> LoadedShard:
         if one.shard.rows:
@@ -86,7 +86,8 @@ def _previewed(steps: Iterator[LoadedStep], previews: Previews) -> Iterator[Load
         return one
 
     for step in steps:
-        yield step._replace(loaded=map(seen, step.loaded))
+        is_shown = step.whole.start < ROWS or step.whole.stop > previews.total_rows - ROWS
+        yield step._replace(loaded=map(seen, step.loaded)) if is_shown else step
 
 
 def _begin(run: Storage, world: World) -> ledger.Ledger:
@@ -138,19 +139,20 @@ class OutputKeeper:
 
     def take(self, done: PredictedShard) -> None:
         """Report a shard's shapes, and write its outputs, with what is carried beside them."""
-        split, shard = self.prediction.work.split, done.shard
+        shard = done.shard
         if done.flops is not None:
             self.context.send(FlopsCounted(done.flops))
         self.send_notes()
-        size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)
-        with advised(self.context.job, location(shard), size):
-            self.run.recorder.on_shard(shard, *self.run.probe.take(shard.rows))
-            try:
-                self.writer.on_shard(shard, done.indices, done.outputs, done.carried)
-            except (ModelError, DataError) as error:
-                raise type(error)(f"{location(shard)}: {error}") from error
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise ModelError(f"{location(shard)}: the outputs cannot be kept: {error}") from error
+        self.run.recorder.on_shard(shard, *self.run.probe.take(shard.rows))
+        try:
+            self.writer.on_shard(shard, done.indices, done.outputs, done.carried)
+        except (ModelError, DataError, TypeError, ValueError, RuntimeError) as error:
+            where, split = location(shard), self.prediction.work.split
+            size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)
+            with advised(self.context.job, where, size):
+                if isinstance(error, ModelError | DataError):
+                    raise type(error)(f"{where}: {error}") from error
+                raise ModelError(f"{where}: the outputs cannot be kept: {error}") from error
 
     def end(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""
