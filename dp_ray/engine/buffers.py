@@ -83,22 +83,17 @@ class _Stamps:
         placed = {name: one for name, one in tensors.items() if _has_address(one)}
         self._names = [*versioned, *placed]
         self._versioned, self._placed = list(versioned.values()), list(placed.values())
-        self.note()
-
-    def note(self) -> None:
-        """Compare with what is there now from here on."""
-        self._noted = self._now()
-
-    def _now(self) -> list[int]:
-        return [*map(VERSION, self._versioned), *map(ADDRESS, self._placed)]
+        self._noted = [0] * len(self._names)
+        self.written()
 
     def written(self) -> list[str]:
-        """Return the names of the tensors that were written since."""
-        now = self._now()
-        if now == self._noted:
+        """Return the names of the tensors that were written since the last look, and look from here on."""
+        now = [*map(VERSION, self._versioned), *map(ADDRESS, self._placed)]
+        before, self._noted = self._noted, now
+        if now == before:
             return []
-        pairs = zip(self._names, now, self._noted, strict=True)
-        return list(dict.fromkeys(name for name, one, before in pairs if one != before))
+        pairs = zip(self._names, now, before, strict=True)
+        return list(dict.fromkeys(name for name, one, earlier in pairs if one != earlier))
 
 
 class _Copies:
@@ -205,8 +200,8 @@ class _Writable:
         self._plain = {name: one for name, one in self._parameters.items() if _is_plain(one)}
         self._places = _places(self._roots)
         self._static = frozenset(self._always_followed())
-        self._followed = {name: self._plain[name] for name in self._static}  # they are copied; never changed in place
-        self._watched = _Stamps({})  # the others
+        self._followed: dict[str, nn.Parameter] = {}  # they are copied
+        self._follow(self._static)
 
     def _always_followed(self) -> Iterator[str]:
         """Yield the parameters that are always copied: of an embedding with `max_norm`, and small frozen ones."""
@@ -280,8 +275,9 @@ class _Writable:
         copy_all([into for into, _ in pairs], [value for _, value in pairs])
 
     def _follow(self, names: Iterable[str]) -> None:
-        """Copy these parameters from now on."""
+        """Copy these parameters from now on, and watch the others."""
         self._followed = {**self._followed, **{name: self._plain[name] for name in names}}
+        self._watched = _Stamps({name: one for name, one in self._plain.items() if name not in self._followed})
 
     def _check_parameters(self) -> None:
         """Raise ModelError if there is a parameter that was not there before."""
@@ -291,13 +287,6 @@ class _Writable:
                     f"the forward made the parameter {shown(name)}, which no optimizer trains and each worker draws "
                     "by itself: make it in the constructor, or run a batch through the model where it is made"
                 )
-
-    def _watch(self) -> None:
-        """Note the stamps of the parameters that are not copied."""
-        if len(self._watched.tensors) + len(self._followed) == len(self._plain):
-            self._watched.note()
-        else:
-            self._watched = _Stamps({name: one for name, one in self._plain.items() if name not in self._followed})
 
     def _smallest(self) -> list[str]:
         """Return the names of the smallest parameters that are not followed, of EARLY_COPIES bytes together."""
@@ -364,7 +353,7 @@ class ForwardState(_Writable):
             self._start = self._take(self._start)
         else:
             self._start = _Copies(self, self._now(), {}) if self._shared else self._nothing
-        self._watch()
+        self._watched.written()
         if self._is_early and self._before is None:
             self._before = _Before(self._watched.tensors, {*self._smallest(), *self._twins()})
         if self._sharded:
@@ -401,8 +390,9 @@ class ForwardState(_Writable):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End it."""
-        if kind is None:
-            self._check()
+        written = self._watched.written()
+        if kind is None and (written or self._sharded):
+            self._check(written)
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
@@ -410,9 +400,9 @@ class ForwardState(_Writable):
         with self._comparing():
             yield
         self._num_left -= 1
-        if self._before is not None:
-            self._see(self._before.written(self._plain, looks_at_all=self._num_left == 0))
-        self._check()
+        assert self._before is not None
+        found = self._before.written(self._plain, looks_at_all=self._num_left == 0)
+        self._check([*found, *self._watched.written()])
         self._check_parameters()
         self._places = _places(self._roots)
 
@@ -423,25 +413,18 @@ class ForwardState(_Writable):
             yield
             return
         if not self._is_early:
-            self._watch()
+            self._watched.written()
         with self.forward():
             yield
 
-    def _check(self) -> None:
-        """Follow the parameters whose stamps show a write; raises ModelError if no value of before is known."""
-        if written := self._watched.written():
-            self._see(written)
-        if self._sharded and (now := self._versions_of_sharded()) != self._versions:
-            names = [*self._sharded, *(self._name_of(unit) for _, units in self._blocks for unit in units)]
-            pairs = zip(names, now, self._versions, strict=True)
-            raise ModelError(_of_sharded([name for name, one, other in pairs if one != other]))
-
-    def _see(self, written: Iterable[str]) -> None:
+    def _check(self, written: Iterable[str]) -> None:
+        """Follow the parameters that a forward has written; raises ModelError if no value of before is known."""
+        found: dict[str, torch.Tensor | None] = {}
         for name in written:
             if name in self._followed:
                 continue
-            before = None if self._before is None else self._before.value(name)
-            if before is None and not self._is_alone:
+            found[name] = None if self._before is None else self._before.value(name)
+            if found[name] is None and not self._is_alone:
                 text = f"the forward wrote the parameter {shown(name)}"
                 if self._is_early:
                     raise ModelError(f"{text} {LOST}")
@@ -449,11 +432,15 @@ class ForwardState(_Writable):
                     f"{text}, and not in the first {EARLY} steps since the workers started, so its value of before "
                     f"is not known, from which each shard must start; {ADVICE}"
                 )
-            self._follow([name])
-            if before is not None:
-                for copies in (self._start, self._kept):
-                    if copies is not None:
-                        copies.values[name] = before
+        if found:
+            self._follow(found)
+            for copies in (self._start, self._kept):
+                if copies is not None:
+                    copies.values.update(_present(found))
+        if self._sharded and (now := self._versions_of_sharded()) != self._versions:
+            names = [*self._sharded, *(self._name_of(unit) for _, units in self._blocks for unit in units)]
+            pairs = zip(names, now, self._versions, strict=True)
+            raise ModelError(_of_sharded([name for name, one, other in pairs if one != other]))
 
     def _name_of(self, unit: Any) -> str:
         return next((name for name, one in self._parameters.items() if one is unit.sharded_param), "of a block")
@@ -492,7 +479,7 @@ class ForwardState(_Writable):
         if self._places or self._followed:
             self._kept = self._last = self._take(self._last)
             if self._is_alone:
-                self._kept.stamps.note()
+                self._kept.stamps.written()
 
     def restore(self) -> None:
         """Set all to the values before the step, for the next shard."""
@@ -728,7 +715,6 @@ class EvalState(_Writable):
             }
         )
         self._copies = _Copies(self, taken.tensors, taken.values, self._large.tensors)
-        self._watch()
         self._before: _Before | None = None  # in early runs
 
     def forward(self) -> AbstractContextManager[None]:
@@ -789,7 +775,7 @@ class EvalState(_Writable):
         written = self._large.written()
         self._put(self._copies, written)
         if written:
-            self._large.note()
+            self._large.written()
 
 
 @contextmanager
