@@ -83,16 +83,19 @@ class _Stamps:
         placed = {name: one for name, one in tensors.items() if _has_address(one)}
         self._names = [*versioned, *placed]
         self._versioned, self._placed = list(versioned.values()), list(placed.values())
-        self._noted = [0] * len(self._names)
-        self.written()
+        self.note()
+
+    def note(self) -> None:
+        """Look from here on."""
+        self._noted = [*map(VERSION, self._versioned), *map(ADDRESS, self._placed)]
 
     def written(self) -> list[str]:
-        """Return the names of the tensors that were written since the last look, and look from here on."""
-        now = [*map(VERSION, self._versioned), *map(ADDRESS, self._placed)]
-        before, self._noted = self._noted, now
-        if now == before:
+        """Return the names of the tensors that were written since the last look."""
+        before = self._noted
+        self.note()
+        if self._noted == before:
             return []
-        pairs = zip(self._names, now, before, strict=True)
+        pairs = zip(self._names, self._noted, before, strict=True)
         return list(dict.fromkeys(name for name, one, earlier in pairs if one != earlier))
 
 
@@ -353,7 +356,7 @@ class ForwardState(_Writable):
             self._start = self._take(self._start)
         else:
             self._start = _Copies(self, self._now(), {}) if self._shared else self._nothing
-        self._watched.written()
+        self._watched.note()
         if self._is_early and self._before is None:
             self._before = _Before(self._watched.tensors, {*self._smallest(), *self._twins()})
         if self._sharded:
@@ -413,7 +416,7 @@ class ForwardState(_Writable):
             yield
             return
         if not self._is_early:
-            self._watched.written()
+            self._watched.note()
         with self.forward():
             yield
 
@@ -479,7 +482,7 @@ class ForwardState(_Writable):
         if self._places or self._followed:
             self._kept = self._last = self._take(self._last)
             if self._is_alone:
-                self._kept.stamps.written()
+                self._kept.stamps.note()
 
     def restore(self) -> None:
         """Set all to the values before the step, for the next shard."""
@@ -775,7 +778,7 @@ class EvalState(_Writable):
         written = self._large.written()
         self._put(self._copies, written)
         if written:
-            self._large.written()
+            self._large.note()
 
 
 @contextmanager
