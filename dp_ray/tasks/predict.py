@@ -66,14 +66,14 @@ def predict_outputs(context: Context) -> None:
                 if not run.stops:
                     next(ran, None)  # past the last step, what the workers gathered for it is freed
             keeper.send_notes(wait=True)
-            run.close()
-            control.through()
+            run.close()  # before the writer commits its last part: its times are kept with it
+            control.through()  # what is left to write has no limit of time
             if quarantine is not None and not run.stops:
                 plan.agree(0.0)  # by rank 0, if all its rows were set aside
         is_whole = not run.stops and merger.finish(control)  # after the writer's end, which commits its last part
     run.send_times()
     if not is_whole:
-        control.leave()  # raises StopRequested
+        control.leave()  # raises StopRequested, once all have kept their work
     control.end()
 
 

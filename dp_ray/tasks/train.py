@@ -41,7 +41,7 @@ def train(context: Context) -> None:
         context, trainer, state, split = training.context, training.trainer, training.state, training.split
         job, world, control, watch = context.job, context.world, context.control, trainer.watch
         hooks = Hooks(training) if world.rank == 0 and job.hooks.given else None
-        # Before the evaluations set samples aside too: it forgets those of all later steps.
+        # Before any sample is set aside, also of an evaluation: it forgets those of all later steps.
         quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
         stopping = EarlyStopping.of(job, state)
         start = split.total_steps if stopping is not None and stopping.has_stopped else state.step
@@ -49,13 +49,15 @@ def train(context: Context) -> None:
         with (
             closing(load_steps(training.source, work, world.device, quarantine, times=times, ahead=ahead)) as loaded,
             Run(context, trainer.called, split, times) as run,
+            # Within the run: the writer's thread has the recorder send, also after an error.
             checkpointing(training, run.recorder.keep) as checkpointer,
         ):
             progress = Progress(training, Evaluator(training, evaluation) if job.eval is not None else None, stopping)
             on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
             for step in run.steps(start):
                 update = trainer.step(step, loaded, on_shard, control.wants_stop)
-                run.recorder.on_step(step)  # before the step is kept: its reports are kept with it
+                # Before the step is kept, with which its reports are; and before an evaluation, which may take long.
+                run.recorder.on_step(step)
                 if watch is not None and watch.not_finite is not None:
                     if checkpointer is not None:
                         checkpointer.after_step(step, update, {})  # logs it; no state is kept any more
@@ -70,14 +72,14 @@ def train(context: Context) -> None:
                     checkpointer.after_step(step, update, measured, run.stops or control.take_save())
             if watch is not None:
                 end_at_loss(watch.check_all, checkpointer)
-            run.close()
-            control.through()
+            run.close()  # before the last step is kept: its times are kept with it
+            control.through()  # what is left to write has no limit of time
             if checkpointer is not None:
                 checkpointer.finish()
             run.send_times()
             if trainer.gradient.flops is not None:
                 context.send(FlopsCounted(trainer.gradient.flops))
-    end(training, stopping, hooks, quarantine)
+    end(training, stopping, hooks, quarantine)  # nothing is read or written in the background any more
 
 
 def end(
@@ -91,7 +93,8 @@ def end(
             gathered(None)  # all have read what they read ahead
             forget_from(context.run, lambda step, _: step < state.step)
         if not has_stopped:
-            context.control.leave()  # raises StopRequested: a training that goes on later has no weights yet
+            # Raises StopRequested, once all have kept their work: a training that goes on later has no weights yet.
+            context.control.leave()
     context.control.end()
     keep_weights(training)  # after the writer's end: the best ones are those of a checkpoint
     if stopping is not None and has_stopped and state.step < split.total_steps and context.world.rank == 0:
