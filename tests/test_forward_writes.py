@@ -435,3 +435,32 @@ def test_a_forward_that_runs_again_in_the_backward_writes_once(
     plain_training(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, shards, 3)
     for name, one in model.state_dict().items():
         torch.testing.assert_close(weights[name], one, rtol=1e-5, atol=1e-6)
+
+
+class FollowsItself(nn.Module):
+    """A model without buffers, of which each forward writes a small frozen parameter in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.frozen.mul_(0.5)
+        outputs: torch.Tensor = self.layer(inputs) * self.frozen
+        return outputs
+
+
+def test_what_a_trial_writes_is_undone_in_a_model_without_buffers() -> None:
+    model = FollowsItself()
+    state = ForwardState(model)
+    for expected in (0.5, 0.25):
+        for num_shards in (2, 1):  # the first forward is that of a trial
+            state.begin(num_shards)
+            with state.forward():
+                model(torch.ones(2, 6))
+            if num_shards == 2:
+                state.restore()
+        state.keep()
+        state.finish()
+        assert model.frozen.tolist() == [expected] * 3

@@ -113,7 +113,7 @@ class _Copies:
         self._live = list(_present(tensors).values())
         self._looks = self._look()
         self._can_fit = (
-            tensors.keys() >= of._places.keys()
+            tensors.keys() >= of._places.keys() | of._followed.keys()
             and _layouts(tensors) == _layouts(values)
             and not any(one.is_inference() or (self._aligns and not is_aligned(one)) for one in self._live)
         )
