@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -983,10 +984,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 def _has_address(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has an address: a fake or an empty one has none."""
-    try:
-        return tensor.data_ptr() != 0
-    except RuntimeError:
-        return False
+    return not isinstance(tensor, FakeTensor) and tensor.data_ptr() != 0  # to ask a fake one for it warns, or raises
 
 
 def _layout(tensor: torch.Tensor | None) -> Form | None:
