@@ -169,9 +169,7 @@ class Replica:
 
     def dummies(self, step: int, ran: int) -> list[DummyBatch]:
         """Return what this worker, with `ran` shards to run, runs in a step beside these, since others need it."""
-        if self.work is None or not self.forwards.are_collective:
-            return []
-        return self.forwards.dummies(self.work, step, ran)
+        return [] if self.work is None else self.forwards.dummies(self.work, step, ran)
 
     def rounds(self, loaded: LoadedStep, dummies: Sequence[DummyBatch] | None = None) -> Iterator[Round]:
         """Yield a step's shards with rows, as they are read, and then the `dummies`, by default all."""

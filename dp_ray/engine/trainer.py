@@ -276,10 +276,12 @@ class Pass:
         whole = loaded.whole.stop - loaded.whole.start
         filled = [shard.shard for shard in loaded.shards if shard.rows]
         reduction.begin(loaded.step, filled, num_filled(whole, self.split.shards))
-        dummies = replica.dummies(loaded.step, len(filled)) or ([] if filled else self._without_rows)
+        dummies = replica.dummies(loaded.step, len(filled)) if replica.forwards.are_collective else []
+        if not filled and not dummies:
+            dummies = self._without_rows
         if not has_run:  # else its forward has written them
             replica.begin(len(filled))
-        if loaded.lacks_shard_0:
+        if len(filled) < len(loaded.shards) and loaded.lacks_shard_0:
             self.state.keep()  # without shard 0, the step leaves the state as it is
         left = len(filled) + len(dummies)
         for one in replica.rounds(loaded, dummies):

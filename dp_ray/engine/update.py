@@ -184,7 +184,11 @@ class OptimizerStep:
         The gradients must be those of (sum of losses) / `rows`. `weight` is the weight of the losses of the whole
         batch, which has `rows` rows. `step` names the step in errors.
         """
-        gradients = self._gradients()
+        if sum(map(len, map(PARAMETERS, self.optimizer.param_groups))) != self._num_held:
+            self._find_left_out()
+        if self.scaler is not None:
+            self.scaler.unscale_(self._unscaled)  # type: ignore[arg-type]
+        gradients = self._numbers()
         factor = self._factor(weight, rows)
         is_hooked = bool(self.hooks.hooked) and self.hooks.are_any()
         self._has_weighed = factor is not None and (self._grad_clip is None or is_hooked)
@@ -226,15 +230,8 @@ class OptimizerStep:
         factor = torch.empty((), dtype=self._factor_dtype, device=weight.device)
         return torch.div(self._rows[rows], weight, out=factor).masked_fill_(weight <= 0, 0.0)
 
-    def _gradients(self) -> list[Any]:
-        """Return the numbers of the gradients, without the scale of fp16."""
-        if sum(map(len, map(PARAMETERS, self.optimizer.param_groups))) != self._num_held:
-            self._find_left_out()
-        if self.scaler is not None:
-            self.scaler.unscale_(self._unscaled)  # type: ignore[arg-type]
-        return self._numbers()
-
     def _numbers(self) -> list[Any]:
+        """Return the numbers of the gradients, as they are now."""
         gradients: list[Any] = [one.grad for one in self._parameters if one.grad is not None]
         return gradients if self._is_plain else list(map(numbers_of, gradients))
 
@@ -324,10 +321,11 @@ class ShardedOptimizerStep(OptimizerStep):
         """The objects with a state, by their names in a checkpoint; None for one that the job does not have."""
         return super().parts if self.aligned is None else {**super().parts, "optimizer": self.aligned}
 
-    def _gradients(self) -> list[Any]:
+    def apply(self, weight: torch.Tensor | float, rows: int, step: int) -> torch.Tensor:
+        """Update the parts of the parameters, and return the whole gradient's norm before clipping."""
         if self.aligned is not None:
             self.aligned.take()
-        return super()._gradients()
+        return super().apply(weight, rows, step)
 
     def _norm(self, gradients: list[Any]) -> torch.Tensor:
         if not gradients:

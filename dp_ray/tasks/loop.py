@@ -77,7 +77,8 @@ class Run:
             yield step
             rows = recorder.take_rows()
             timed = clock.end_step(step, rows) if rows or goes_on is None else []
-            recorder.on_times(timed)
+            if timed:
+                recorder.on_times(timed)
             if profiler is not None:
                 profiler.after(step, timed)
             if self.stops:
