@@ -61,10 +61,10 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "train resnet": Limit(1140, 850, 220),
-    "train Gpt": Limit(870, 630, 10),
-    "predict resnet": Limit(1060, 950, 170),
-    "predict Gpt": Limit(980, 870, 210),
+    "train resnet": Limit(290, 190, 20),
+    "train Gpt": Limit(270, 190, 10),
+    "predict resnet": Limit(140, 80, 10),
+    "predict Gpt": Limit(140, 80, 10),
 }
 
 

@@ -61,7 +61,6 @@ NOT_RUN = {
     "PYTHONPATH=/tmp/site python -m pytest tests/gpu": NEEDS_A_GPU,
     "PYTHONPATH=/tmp/site python -m benchmarks.gpu small": NEEDS_A_GPU,
     "numactl --cpunodebind=0 --membind=0 .venv/bin/python -m benchmarks.gpu resnet": NEEDS_A_GPU,
-    f"{ON_THE_GPU} --set \"env={{TORCH_CUDA_SANITIZER: '1'}}\" --set max_steps=20 --name sanitized": NEEDS_A_GPU,
     f"{ON_THE_GPU} --profile 10-14:0 --name traced": NEEDS_A_GPU,
     "dp-ray plan jobs/hugging_face.yaml --memory --workers 2": NEEDS_A_GPU,
     f"{ON_TWO_GPUS} --name peaks": NEEDS_A_GPU,
