@@ -495,11 +495,12 @@ class ModelInputs:
         self._gives_first = job.gives_first
 
     def __call__(self, batch: Any) -> Any:
-        if self._needs_pair and not (isinstance(batch, tuple | list) and len(batch) == 2):
+        is_list = isinstance(batch, tuple | list)
+        if self._needs_pair and not (is_list and len(batch) == 2):
             self._refuse(batch)
         if not self._gives_first:
             return batch
-        if isinstance(batch, tuple | list) and batch:
+        if is_list and batch:
             return batch[0]
         raise DataError(
             f"inputs: 'first' needs items that are (inputs, target), got a batch of {self._described(batch)}; "

@@ -4,10 +4,10 @@ Four nouns: a run has steps, a step has shards, and an update ends it. A `Pass` 
 unit in which gradients are summed over the workers. A step of `Trainer` is one pass and one update.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from dp_ray.engine.optimizer import EVALUATED, runs_users_code
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import (
-    NOTHING,
     Reduction,
     ShardLoss,
     Trained,
@@ -337,13 +336,15 @@ class Pass:
         hooks = self.optimizer_step.hooks
         if RemovableHandle.next_id != hooks.seen:
             hooks.look()
-        is_nothing = bool(one.rows) and self.loss.result.is_nothing  # then 0 times its gradient is NaN
+        backward = (
+            partial(loss.backward, seed) if stats is None else partial(reduction.last_backward, loss, seed, stats)
+        )
         try:
-            with reduction.adding_nothing() if is_nothing else NOTHING:
-                if stats is None:
-                    loss.backward(seed)  # type: ignore[no-untyped-call]
-                else:
-                    reduction.last_backward(loss, seed, stats)
+            if one.rows and self.loss.result.is_nothing:  # of weight 0: 0 times its gradient may be NaN
+                with reduction.adding_nothing():
+                    backward()
+            else:
+                backward()
         except (Exception, SystemExit) as error:
             where = f"step {step}" if one.shard is None else location(one.shard)
             hint = "" if one.shard is None else batch_hint(error, one.batch)
@@ -368,7 +369,7 @@ class Pass:
         first = [next(loaded_shards) for _ in loaded.shards[:1]]
         if self.placement.counts_flops and first and first[0].shard.rows:
             with self._trial():
-                run = functools.partial(self._try, trained.loss, first[0])
+                run = partial(self._try, trained.loss, first[0])
                 self.flops = counted_flops(run, first[0].shard.rows, job, self._world.device)
         unused = job.find_unused_parameters
         if not self.placement.is_sharded and self._world.world_size > 1:

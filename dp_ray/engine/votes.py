@@ -53,7 +53,7 @@ class Stats:
         if not self._is_on_gpu:
             self._cells[shard, :VOTES] = row
             return
-        for cell, number in zip(self.numbers[shard], row, strict=False):
+        for cell, number in zip(self.numbers[shard].unbind(), row, strict=False):
             if isinstance(number, torch.Tensor):
                 cell.copy_(number.detach())
             else:

@@ -61,10 +61,10 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "train resnet": Limit(290, 190, 20),
-    "train Gpt": Limit(270, 190, 10),
-    "predict resnet": Limit(140, 80, 10),
-    "predict Gpt": Limit(140, 80, 10),
+    "train resnet": Limit(290, 175, 20),
+    "train Gpt": Limit(270, 175, 10),
+    "predict resnet": Limit(140, 75, 10),
+    "predict Gpt": Limit(140, 75, 10),
 }
 
 
