@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dp_ray.engine.sharded.state import Round, TreeScatter
+from dp_ray.engine.sharded.state import FsdpRound, TreeScatter
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.plan.order import Order
@@ -173,7 +173,7 @@ def test_samples_that_are_set_aside_change_no_bit_between_workers(tmp_path: Path
 def test_a_shard_that_leaves_a_parameter_unused_changes_no_sign() -> None:
     """FSDP fills in +0, and -0 + 0 is 0."""
     parameter = torch.zeros(2)
-    current = Round(number=1, is_last=False, shards=[0], used={id(parameter)})
+    current = FsdpRound(number=1, is_last=False, shards=[0], used={id(parameter)})
     unit = SimpleNamespace(sharded_param=parameter, padded_sharded_param_size=parameter.shape)
     scatter = TreeScatter(current, "block", [unit], shards=2)
     scatter.alone(-torch.zeros(2))

@@ -225,15 +225,15 @@ def evaluating(model: nn.Module, beside: Mapping[str, nn.Module] = NONE) -> Iter
     """Put the model in eval mode while the block runs; then each module returns to its own mode.
 
     Undoes what forwards write too, and what modules `beside` the model do: after the block, and inside it by
-    `restore` of the buffers that it gives.
+    `restore` of the state that it gives.
     """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = EvalState(model, beside)
+    state = EvalState(model, beside)
     model.eval()
     try:
-        yield buffers
+        yield state
     finally:
-        buffers.put_back()
+        state.put_back()
         model.train(modes[0][1])
         for module, mode in modes:
             module.training = mode

@@ -160,7 +160,7 @@ class Trained:
     parameters: dict[str, nn.Parameter]
     sparse: list[nn.Parameter]
     sums: ShardSums | None
-    buffers: ForwardState
+    state: ForwardState
     clock: StepClock
     ahead: OverlappedRead | None = None
     aligns: bool = False
@@ -318,7 +318,7 @@ class DdpReduction(Reduction):
     def _send(self, stats: torch.Tensor) -> None:
         """Start to sum the stats over the workers, unless they go with the gradients, and to share the buffers."""
         self._work = None if self._sends_stats_along else begin_sum(stats)
-        self.trained.buffers.share()
+        self.trained.state.share()
 
     def summed(self, stats: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """Yield the parameters of each bucket in turn; then unload the stats' bucket, and sum sparse gradients."""

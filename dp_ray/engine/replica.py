@@ -148,8 +148,8 @@ class Replica:
     """A model on one worker, with the `state` that its forwards write.
 
     `work` is what the worker runs; None if no other worker waits for it. `of` stands before a shard's place in
-    errors. `after` computes from a shard's outputs, and may draw random numbers too. `running` is the batch that
-    runs, or that an error has ended, with its rows; the caller sets it.
+    errors. `after` computes from a shard's outputs, and may draw random numbers too. `running_batch` is
+    the batch that runs, or that an error has ended, with its rows; the caller sets it.
     """
 
     job: Job
@@ -165,7 +165,7 @@ class Replica:
     def __post_init__(self) -> None:
         self._seeds = ForwardSeeds(self.job.seed, self.model, self.device, self.after)
         self._ran: Shard | None = None  # the last shard, until the state is that of before
-        self.running: tuple[Any, int] | None = None
+        self.running_batch: tuple[Any, int] | None = None
 
     def dummies(self, step: int, ran: int) -> list[DummyBatch]:
         """Return what this worker, with `ran` shards to run, runs in a step beside these, since others need it."""
@@ -184,8 +184,9 @@ class Replica:
     def run(self, shard: Shard | None, call: Callable[..., T], *args: Any, number: int = 0) -> T:
         """Run a shard's forward, `call(*args)`, in the step's pass of this `number`; return what it returns.
 
-        What a forward before it has written is undone, but by the first one after `begin`. Without a shard, as of a
-        round that others wait for, the state is not looked at. Raises ModelError, which names the shard.
+        What the forward before it has written is undone first, unless `begin` or `leave_state` was called since.
+        Without a shard, as of a round that others wait for, nobody looks at the state. Raises ModelError, which names
+        the shard.
         """
         if shard is None:
             return call(*args)
@@ -204,7 +205,7 @@ class Replica:
         self._ran = None
         self.state.begin(num_runs)
 
-    def goes_on(self) -> None:
+    def leave_state(self) -> None:
         """Let the next run go on from the state as it is: its forward has run already."""
         self._ran = None
 

@@ -164,7 +164,7 @@ class Trainer:
 
     def _shards_that_fit(self) -> int | None:
         """Estimate, after an out-of-memory error, the fewest shards that fit; None where there is no estimate."""
-        world, running = self.placement.world, self.gradient.replica.running
+        world, running = self.placement.world, self.gradient.replica.running_batch
         is_on_one_gpu = world.device.type == "cuda" and len(world.devices) == 1
         if self.placement.is_sharded or running is None or not is_on_one_gpu:
             return None
@@ -266,7 +266,7 @@ class Pass:
         earlier = self._set_apart() if adds else None
         if replica.forwards.are_collective:
             loaded = replica.forwards.begin(loaded)
-        # The loss goes first: in the first step a shard, with its outputs' gradients, shows what DDP must expect.
+        # Before the reduction is built, in the first step: for that a shard runs with its outputs' gradients.
         is_built = self._reduction is not None
         loaded, has_run = self.loss.prepare(replica, loaded, self.optimizer_step.seed, number, is_built)
         reduction, loaded = (self._reduction, loaded) if self._reduction is not None else self._built(loaded, stats)
@@ -295,7 +295,7 @@ class Pass:
                 seed = self.optimizer_step.seed(loss, whole)
                 self._backward(reduction, one, loss, seed, None if left else stats.numbers, loaded.step)
             del loss  # and its graph, before the next batch is read
-        replica.running = None
+        replica.running_batch = None
         for parameters in reduction.summed(stats.numbers):
             self.optimizer_step.take_norms(parameters)
         if self.state.finish():  # in early steps
@@ -314,7 +314,7 @@ class Pass:
         if shard is None:
             zero = replica.run(None, reduction.called, one.batch, one.rows)
             return zero * 0.0 if one.rows else zero
-        replica.running = one.batch, one.rows
+        replica.running_batch = one.batch, one.rows
         loss = replica.run(shard, reduction.called, one.batch, one.rows, shard.shard, number=number)
         row = self.loss.result.row
         assert row is not None

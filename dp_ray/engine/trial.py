@@ -129,7 +129,7 @@ def _train(placement: Placement, data: Data) -> None:
 
 def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer_step: OptimizerStep) -> None:
     trained, world = list(optimizer_step.trained.values()), placement.world
-    replica = Replica(placement.job, placement.model, world.device, reduction.trained.buffers)
+    replica = Replica(placement.job, placement.model, world.device, reduction.trained.state)
     for most in (1, None):  # the first pass makes the optimizer's state
         (planned,) = (shards[:most] for _, shards in _shards(world, data))
         # DDP's buckets: they hold the gradients themselves if the worker runs a single shard.
@@ -151,7 +151,7 @@ def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer
                     loss.backward()  # type: ignore[no-untyped-call]
         if not placement.is_sharded:
             list(reduction.summed(torch.empty(0)))
-        reduction.trained.buffers.finish()
+        reduction.trained.state.finish()
         optimizer_step.rehearse()
         del buckets
     optimizer_step.hooks.put_back()

@@ -511,18 +511,18 @@ class BatchLoss(ShardLoss):
         own: list[ShardOutput] = []
         for one in replica.rounds(loaded, dummies):
             if one.shard is not None:
-                replica.running = one.batch, one.rows
+                replica.running_batch = one.batch, one.rows
             output = replica.run(one.shard, run, one.batch if is_kept else copied(one.batch), number=number)
             if one.shard is not None:
                 own.append(detached(output, one.shard, not is_kept))
             if is_kept:
                 self._kept = output
             del output  # and its graph
-        replica.running = None
+        replica.running_batch = None
         if tried is not None:
             own[tried] = self._tried(replica, filled[tried], own[tried], number)
         if is_kept:
-            replica.goes_on()
+            replica.leave_state()
         else:
             replica.restore()
         replica.run_batch(loaded.step, self.take, loaded.whole, own, seed, number)

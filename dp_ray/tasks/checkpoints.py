@@ -1,8 +1,8 @@
 """Write a training's checkpoints and its weights, and load the state where a training starts.
 
 Begin at `Checkpointer`: on rank 0 it writes the history and the checkpoints, and tracks the best one.
-`CheckpointPace` decides how often: as the job sets, by default as often as costs 1 % of its time. `restore` loads the
-newest checkpoint, else the one that `init_from` names; without both, a training starts at step 0.
+`CheckpointPace` decides how often: as the job sets, by default as often as costs 1 % of its time. `restored` loads
+the newest checkpoint, else the one that `init_from` names; without both, a training starts at step 0.
 
 A checkpoint fits a job if its steps hold the job's samples (`TrainingLayout`), and if its optimizer and scheduler are
 the job's (`Updates`): their state is the checkpoint's. At the end `keep_weights` writes the last weights, their

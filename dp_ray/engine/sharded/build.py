@@ -23,7 +23,7 @@ from dp_ray.engine.random import seed_all
 from dp_ray.engine.recompute import choose_blocks, recompute_blocks
 from dp_ray.engine.reduce import make_gradients_dense
 from dp_ray.engine.sharded.deferred import CannotDefer, Recording, Ref, record, replay
-from dp_ray.engine.sharded.state import Gather, Round, Sharded, SumScatter, TreeScatter
+from dp_ray.engine.sharded.state import FsdpRound, Gather, Sharded, SumScatter, TreeScatter
 from dp_ray.engine.world import CPU, World, everyone, is_gpu, new_group
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
@@ -70,7 +70,7 @@ def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharde
     return Sharded(model, root, kept_whole, current, world, recasts(job))
 
 
-def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[FSDPModule, Round, dict[str, nn.Parameter]]:
+def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[FSDPModule, FsdpRound, dict[str, nn.Parameter]]:
     """Shard a model over the workers; return its root, its rounds, and what stays whole, by name."""
     make_gradients_dense(model)
     replicated = _kept_whole(model)
@@ -274,7 +274,7 @@ def _kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -> tuple[FSDPModule, Round]:
+def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -> tuple[FSDPModule, FsdpRound]:
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise JobError(f"strategy: fsdp needs torch 2.13 or later, got {torch.__version__}")
     group = everyone()
@@ -296,7 +296,7 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
         # The model's own inputs: its parameters are gathered in this dtype.
         model.register_forward_pre_hook(functools.partial(_cast_floats, dtypes[0]), with_kwargs=True)
     # Of the CPUs: to ask over GPUs would wait for the whole forward.
-    current = Round(group=new_group("gloo") if is_gpu(world.device) else group)
+    current = FsdpRound(group=new_group("gloo") if is_gpu(world.device) else group)
     for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
             _set_collectives(module, job, current, name.removeprefix("model."))
@@ -317,7 +317,7 @@ class Root(nn.Module):
         return run(*args)
 
 
-def _set_collectives(module: FSDPModule, job: Job, current: Round, name: str) -> None:
+def _set_collectives(module: FSDPModule, job: Job, current: FsdpRound, name: str) -> None:
     """Set how a block is gathered, and how its gradients are summed."""
     group: Any = module._get_fsdp_state()._fsdp_param_group
     module.set_gradient_divide_factor(1.0)
@@ -332,7 +332,7 @@ def _set_collectives(module: FSDPModule, job: Job, current: Round, name: str) ->
         module.set_all_reduce_hook(scatter.alone)
 
 
-def _note_block(current: Round, number: int, *_: Any) -> None:
+def _note_block(current: FsdpRound, number: int, *_: Any) -> None:
     current.runs(number)
 
 

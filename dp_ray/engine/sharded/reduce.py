@@ -69,7 +69,7 @@ class ShardedReduction(Reduction):
 
     def _send(self, stats: torch.Tensor) -> None:
         self._work = dist.all_reduce(stats, group=everyone(), async_op=True)
-        self.trained.buffers.share()
+        self.trained.state.share()
 
     def summed(self, stats: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """Wait for the stats' sums; sum gradients of replicated parameters, and drop those of unused ones."""

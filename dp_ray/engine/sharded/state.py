@@ -28,7 +28,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 @dataclass
-class Round:
+class FsdpRound:
     """The round that the workers run: in each, every worker runs one shard, or a dummy batch.
 
     `shards` are those of the ranks, None for one with a dummy batch. `used` are the ids of the parameters that this
@@ -75,7 +75,7 @@ class Round:
 class Collective:
     """A collective of FSDP's; it names what this worker waits for."""
 
-    def __init__(self, current: Round, block: str) -> None:
+    def __init__(self, current: FsdpRound, block: str) -> None:
         self._round = current
         self._block = block or "the parameters outside the blocks"
 
@@ -142,7 +142,7 @@ class TreeScatter(SumScatter):
     and keeps the other sums. The last round gives the sum of all; what earlier rounds give means nothing.
     """
 
-    def __init__(self, current: Round, block: str, units: Sequence[Any], shards: int) -> None:
+    def __init__(self, current: FsdpRound, block: str, units: Sequence[Any], shards: int) -> None:
         super().__init__(current, block)
         self._units = units
         self._root: Node = (0, shards)
@@ -237,7 +237,7 @@ class Sharded:
     model: nn.Module
     root: Any
     replicated: dict[str, nn.Parameter]
-    round: Round
+    round: FsdpRound
     world: World
     recasts: bool
 
