@@ -125,6 +125,33 @@ def test_a_prediction_that_cannot_undo_a_write_names_it() -> None:
         predictions_of(made, initial(WritesInEval, HUGE), work, batches)
 
 
+class WritesOnce(nn.Module):
+    """A model whose forward of one number writes a parameter that is not small, and may raise an error then."""
+
+    def __init__(self, at: int, raises: bool) -> None:
+        super().__init__()
+        self.body, self.frozen = nn.Linear(6, 3), nn.Linear(HUGE, HUGE).requires_grad_(False)
+        self.runs, self.at, self.raises = 0, at, raises
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        if self.runs == self.at:
+            self.frozen.weight.mul_(1.5)
+            if self.raises:
+                raise ValueError("not so few")
+        outputs: torch.Tensor = self.body(inputs) + self.frozen.weight[0, :3]
+        return outputs
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_the_trial_of_rows_writes_is_an_error_too(tmp_path: Path, raises: bool) -> None:
+    """It is the third forward, after that which counts operations: later ones are not compared."""
+    model = {"target": "tests.test_forward_writes:WritesOnce", "args": {"at": 3, "raises": raises}}
+    keys = {"model": model, "dataset": DATA, "batch_size": 10, "shards": 2, "flops": True}
+    with pytest.raises(ProcessExit, match=r"step 0, shard 0: the forward wrote frozen.weight"):
+        run_group(Job.make(keys, "job"), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -720,6 +720,7 @@ class EvalState(_Writable):
         )
         self._copies = _Copies(self, taken.tensors, taken.values, self._large.tensors)
         self._before: _Before | None = None  # in early runs
+        self._lost: dict[str, None] = {}  # written so that it cannot be undone; of a trial, that is no error
 
     def forward(self) -> AbstractContextManager[None]:
         """Return the context of a forward; after early ones, the content of all parameters is compared.
@@ -737,6 +738,7 @@ class EvalState(_Writable):
             yield
         finally:
             lost = self._see({*self._before.written(self._plain), *self._watched.written()}, self._before)
+            self._lost.update(dict.fromkeys(lost))
         if lost:
             raise ModelError(f"the forward wrote {listed(map(shown, lost))} {LOST}")
         seen = _seen_in_eval.setdefault(self._model, {})
@@ -763,6 +765,8 @@ class EvalState(_Writable):
         if not self._has_checked:
             self._check_parameters()
         self._has_checked = True
+        if self._lost:
+            raise ModelError(f"the forward wrote {listed(map(shown, self._lost))} {LOST}")
         if written := [name for name in self._watched.written() if name not in self._followed]:
             raise ModelError(
                 f"the forward wrote {listed(map(shown, written))}, and not in its first {EARLY} runs, so it cannot "
