@@ -157,6 +157,30 @@ def in_process(folder: Path | str, **keys: Any) -> str:
     return result.location
 
 
+class WritesLargeData(nn.Module):
+    """A model whose forwards write a buffer that is not small through `.data`, and go by it."""
+
+    bank: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("bank", torch.ones(70_000))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.bank.data.mul_(0.9)
+        outputs: torch.Tensor = self.layer(inputs) * self.bank[:3]
+        return outputs
+
+
+def test_rows_are_those_of_the_state_before_the_step_whatever_forwards_write(tmp_path: Path) -> None:
+    model = {"target": "tests.test_replay:WritesLargeData"}
+    job = job_of(model, "Pairs", workers=1, shards=1, checkpoint={"every_steps": 3})
+    found = again(trained(job, tmp_path, (1, None)), 4)
+    assert found.compared == "bitwise equal"
+    assert sum(row.loss or 0.0 for row in found.rows) / len(found.rows) == pytest.approx(found.loss, rel=1e-6)
+
+
 class Outliers(Broken):
     """Pairs of which one is far from the others, and of a wrong class."""
 

@@ -699,9 +699,10 @@ class EvalState(_Writable):
 
     Some modules change buffers in eval mode too, as the observers of quantization do, and `nn.Embedding` with
     `max_norm` its weight. Forwards run in `forward`, which compares all parameters after the EARLY ones of a model.
+    A large buffer is put back once its stamps show a write; if none is trusted to, always.
     """
 
-    def __init__(self, model: nn.Module, beside: Roots = NONE) -> None:
+    def __init__(self, model: nn.Module, beside: Roots = NONE, trusts_stamps: bool = True) -> None:
         super().__init__(model, beside)
         self._num_runs, written = _seen_in_eval.get(model, {}).get(tuple(beside), (0, frozenset()))
         self._has_checked = False
@@ -715,7 +716,7 @@ class EvalState(_Writable):
             {
                 name: one
                 for name, one in taken.tensors.items()
-                if one is not None and one.nbytes > SMALL and name not in self._followed
+                if trusts_stamps and one is not None and one.nbytes > SMALL and name not in self._followed
             }
         )
         self._copies = _Copies(self, taken.tensors, taken.values, self._large.tensors)
