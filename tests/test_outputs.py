@@ -242,6 +242,13 @@ def test_outputs_of_a_known_form_are_kept_among_others(tmp_path: Path, rows: int
     assert [row.tolist() for row in read["some"]] == [row.tolist() for piece in some for row in piece]
 
 
+def test_scalars_of_shards_of_one_row_are_vectors(tmp_path: Path) -> None:
+    """As of a model that squeezes its outputs, in every shard of the worker."""
+    run, split, order = Storage(str(tmp_path)), Split(6, 2, 2), Order(6, shuffle=False)
+    run_workers(run, split, order, 1, lambda samples: {"doubled": (samples * 2).squeeze(), "wide": WIDE[samples]})
+    assert merge(run, split, order).read()["doubled"].tolist() == [0, 2, 4, 6, 8, 10]
+
+
 def pair(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return WIDE[samples], samples * 2
 

@@ -130,7 +130,7 @@ class PartWriter:
                 rows.append(columns.rows_first(tensor, self.parts.batch_dim, copies))
         else:
             rows = self._lay_out(shard, outputs, beside, copies)
-            if tensors:
+            if tensors and all(one.ndim for one in tensors):  # of one row, a scalar is kept as a vector
                 self._forms.add(form)
         nbytes = TENSOR_BYTES * len(rows)
         for leaf in rows:
