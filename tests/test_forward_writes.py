@@ -29,6 +29,7 @@ from tests.support import training
 from tests.support.builders import predictions_of, run_dir_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.large import peak_of
+from tests.support.merging import merged
 from tests.support.trainings import ADAMW, assert_close, initial, job_of
 from tests.support.writing import (
     ChangesForms,
@@ -150,6 +151,40 @@ def test_what_the_trial_of_rows_writes_is_an_error_too(tmp_path: Path, raises: b
     keys = {"model": model, "dataset": DATA, "batch_size": 10, "shards": 2, "flops": True}
     with pytest.raises(ProcessExit, match=r"step 0, shard 0: the forward wrote frozen.weight"):
         run_group(Job.make(keys, "job"), tmp_path)
+
+
+class Block(nn.Linear):
+    """A block that `strategy: fsdp` shards."""
+
+
+class TakesTurns(nn.Module):
+    """A model whose forwards run one block or the other, by a buffer in which they count."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.even, self.head = Block(6, 6), Block(6, 6), nn.Linear(6, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        outputs: torch.Tensor = self.head((self.odd if self.count % 2 else self.even)(inputs))
+        return outputs
+
+
+@pytest.mark.parametrize("task", ["evaluate", "predict"])
+def test_a_worker_without_rows_runs_the_blocks_of_the_others(tmp_path: Path, task: str) -> None:
+    """Of three shards in each step, two workers run two and one: the other gathers the parts of a block with it."""
+    keys = {"model": {"target": "tests.test_forward_writes:TakesTurns"}, "dataset": DATA, "batch_size": 6}
+    keys |= {"task": task, "shards": 3, **({"loss": "torch.nn:CrossEntropyLoss"} if task == "evaluate" else {})}
+    found = []
+    for workers, more in ((1, {}), (2, {"strategy": "fsdp", "fsdp": {"blocks": ["Block"]}})):
+        folder = tmp_path / str(workers)
+        job = Job.make({**keys, "workers": workers, **more}, "job")
+        messages = run_group(job, folder)
+        found.append(measured(messages) if task == "evaluate" else merged(job, folder, 30).read().tolist())
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ class Evaluation:
                 own: list[ShardOutput] = []
                 for shard, _, batch, num_rows in replica.rounds(loaded):
                     if shard is None:
+                        replica.restore()  # all workers run the same blocks: it begins as their shards do
                         with torch.no_grad():
                             replica.run(None, run_shard, batch, 0)
                         continue

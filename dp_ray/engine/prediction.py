@@ -356,7 +356,8 @@ class _Runner:
         self.precision = autocast(self.prediction.job.precision, self.prediction.device, keeps=False)
 
     def run_dummy(self, inputs: Any) -> None:
-        """Run the model beside other workers that need this one."""
+        """Run the model beside other workers that need this one, from the same state as their shards."""
+        self.replica.restore()
         with self.no_grad, self.precision, reraise_as("model", gradients_hint):
             call = self.replica.forwards.gathering(call_model)
             self.replica.run(None, call, self.model, inputs, self.prediction.job.call)
