@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.measure import grown
-from benchmarks.training import as_a_worker
+from benchmarks.training import joined
 from benchmarks.turns import take_turns
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
@@ -137,15 +137,9 @@ def _async_save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str)
     return async_save(state, checkpoint_id=shared[0])
 
 
-def _joined(rank: int, port: int, world_size: int) -> World:
-    as_a_worker()
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    return World(rank, world_size)
-
-
 def turns(rank: int, port: int, world_size: int, keys: dict[str, Any], told: Any) -> None:
     """One of the processes in which both sides take turns; rank 0 puts the costs of their steps into `told`."""
-    world = _joined(rank, port, world_size)
+    world = joined(rank, port, world_size)
     pairs = take_turns(
         lambda control: ours(keys, STEPS, world, control),
         lambda control: plain(STEPS, False, world, control),
@@ -160,7 +154,7 @@ def turns(rank: int, port: int, world_size: int, keys: dict[str, Any], told: Any
 
 def peak(rank: int, port: int, world_size: int, is_ours: bool, keys: dict[str, Any], told: Any) -> None:
     """One of the processes of one side; rank 0 puts by how many bytes its memory grew into `told`."""
-    world = _joined(rank, port, world_size)
+    world = joined(rank, port, world_size)
     steps, control = 4, StepControl()
     size = grown(lambda: ours(keys, steps, world, control) if is_ours else plain(steps, True, world, control))
     if rank == 0:
@@ -171,7 +165,7 @@ def peak(rank: int, port: int, world_size: int, is_ours: bool, keys: dict[str, A
 
 def blocked(rank: int, port: int, world_size: int, folder: str, repeats: int, told: Any) -> None:
     """Rank 0 puts the seconds for which the loop waits for a checkpoint: dp_ray's, and `async_save`, in turns."""
-    world = _joined(rank, port, world_size)
+    world = joined(rank, port, world_size)
     model, optimizer = by_hand()
     inputs, targets = next(_batches(world))
     nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from benchmarks.turns import Baton, Loop, Turns, take_turns
 from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import CPU, World
+from dp_ray.engine.world import CPU, World, form_group
 from dp_ray.job.job import Job
 from dp_ray.messages import Send
 from dp_ray.rundir.checkpoint import CheckpointWriter
@@ -188,11 +188,19 @@ def as_a_worker(keeps_memory: bool = True) -> None:
         keep_freed_memory()
 
 
-def worker(rank: int, port: int, world_size: int, mine: WorldLoop, theirs: WorldLoop, told: Any) -> None:
-    """One of the processes in which both sides take turns; rank 0 puts the seconds of their steps into `told`."""
+def joined(rank: int, port: int, world_size: int) -> World:
+    """Join the other processes: by torch's default group for plain loops, and by a group beside it for dp_ray's."""
     as_a_worker()
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     world = World(rank, world_size)
+    with mock.patch("dp_ray.engine.world.show_alone"):  # the plain loops need all of them
+        form_group("gloo", dist.distributed_c10d._get_default_store(), world)
+    return world
+
+
+def worker(rank: int, port: int, world_size: int, mine: WorldLoop, theirs: WorldLoop, told: Any) -> None:
+    """One of the processes in which both sides take turns; rank 0 puts the seconds of their steps into `told`."""
+    world = joined(rank, port, world_size)
     costs = take_turns(
         lambda control: mine(world, control), lambda control: theirs(world, control), BLOCK, dist.barrier
     )
