@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_ray.errors import Error, ModelError, StorageError
-from dp_ray.outputs.columns import Column, Layout, from_arrow, raw_bytes, rebuild, rows_of, to_arrow
+from dp_ray.outputs.columns import Column, Layout, form_of, from_arrow, raw_bytes, rebuild, rows_of, to_arrow
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -331,3 +331,9 @@ def test_a_file_of_something_else_is_an_error(metadata: dict[bytes, bytes] | Non
 def test_an_unknown_dtype_is_an_error(dtype: str) -> None:
     with pytest.raises(StorageError, match=f"'x' is of the unknown dtype '{dtype}'"):
         _ = Column("x", dtype, ()).torch_dtype
+
+
+def test_dicts_of_other_keys_that_are_equal_have_other_forms() -> None:
+    tensor = torch.ones(2, 3)
+    one, other = ({key: tensor} for key in (1, True))
+    assert form_of(one, [tensor], 2, {}) != form_of(other, [tensor], 2, {})

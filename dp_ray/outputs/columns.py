@@ -296,7 +296,8 @@ Form = tuple[Any, ...]
 
 def form_of(outputs: Any, tensors: Sequence[torch.Tensor], rows: int, carried: Mapping[str, pa.Array]) -> Form:
     """Return what decides the layout of outputs of bare `tensors`, of so many rows."""
-    form: list[Any] = [rows, type(outputs), tuple(outputs) if type(outputs) is dict else ()]
+    keys = tuple((type(key), key) for key in outputs) if type(outputs) is dict else ()  # 1 and True are equal
+    form: list[Any] = [rows, type(outputs), keys]
     for tensor in tensors:
         form += tensor.dtype, tensor.shape
     for key, array in carried.items():
