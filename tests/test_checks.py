@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import dp_ray
-from dp_ray.driver import run as driver
+from dp_ray.driver.in_process import InProcess
 from dp_ray.driver.planning import plan_job
 from dp_ray.engine.step import build_loss
 from dp_ray.errors import Error, JobError, StorageError
@@ -88,7 +88,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: Any) -> None:
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(driver, "run_in_process", run)
+    monkeypatch.setattr(InProcess, "run", run)
 
 
 @pytest.mark.usefixtures("nothing_runs")

@@ -25,8 +25,7 @@ from tensorboardX.proto.event_pb2 import Event
 import dp_ray
 from dp_ray.cli.runs import report
 from dp_ray.driver import run as driver
-from dp_ray.driver.in_process import run_in_process
-from dp_ray.driver.run import Prepared
+from dp_ray.driver.in_process import InProcess
 from dp_ray.errors import DataError, JobError, RunInterrupted, StorageError
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
@@ -340,16 +339,19 @@ def test_what_the_page_needs_is_imported_while_the_workers_run(
     monkeypatch.delitem(sys.modules, page, raising=False)
     there: list[bool] = []
 
-    def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor) -> None:
-        time.sleep(0.1)
-        there.append(page in sys.modules)
-        run_in_process(prepared.job, claimed, monitor, prepared.plan.rows)
-        for _ in range(500):
-            time.sleep(0 if page in sys.modules else 0.02)
-        there.append(page in sys.modules)
+    class Elsewhere(InProcess):
+        is_here = False
+
+        def run(self, job: Job, claimed: RunDir, rows: Any, monitor: Monitor, faults: Any = ()) -> None:
+            time.sleep(0.1)
+            there.append(page in sys.modules)
+            super().run(job, claimed, rows, monitor)
+            for _ in range(500):
+                time.sleep(0 if page in sys.modules else 0.02)
+            there.append(page in sys.modules)
 
     job = job_from(None, keys(tmp_path, workers=1))
-    result = driver.execute(job, driver.Options(quiet=True), on_ray)
+    result = driver.execute(job, driver.Options(quiet=True), Elsewhere())
     assert there == [False, True]
     assert (Path(result.run_dir) / "report.html").exists()
     assert not [one for one in threading.enumerate() if one.name == "page"]

@@ -1,5 +1,6 @@
 """The parts of a worker's steps, against models and datasets that sleep, and against plain arithmetic."""
 
+import contextlib
 import math
 import time
 from functools import partial
@@ -15,14 +16,12 @@ from torch import nn
 
 import dp_ray
 from dp_ray.driver import run as driver
-from dp_ray.driver.in_process import run_in_process
-from dp_ray.driver.run import Options, Prepared
+from dp_ray.driver.in_process import InProcess
+from dp_ray.driver.run import Options
 from dp_ray.engine.clock import PARTS, DeviceClock, DevicePlace, Part, SilentClock, StepClock, TimedStep
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.messages import TimedSteps
-from dp_ray.monitor.monitor import Monitor
-from dp_ray.rundir.claim import RunDir
 from dp_ray.steps import times as step_time_files
 from dp_ray.steps.times import SCHEMA, STEP_PARTS, TIMES, StepTimeWriter, packed, read_step_times
 from dp_ray.storage import Storage
@@ -112,9 +111,17 @@ class SlowlyBuilt(SlowReads):
         time.sleep(STEPS * 6 * SECONDS)
 
 
-def in_a_session(prepared: Prepared, claimed: RunDir, monitor: Monitor) -> None:
-    """Runs a job as workers do that are there already."""
-    run_in_process(prepared.job, claimed, monitor, prepared.plan.rows)
+class Own(InProcess):
+    """Runs a job here, and says that its workers start with it."""
+
+    starts_workers = True
+    is_here = False
+
+
+class Shared(InProcess):
+    """Runs a job here, as workers do that are there already."""
+
+    is_here = False
 
 
 @pytest.mark.slow
@@ -133,9 +140,9 @@ def test_a_start_up_is_advised_only_where_it_could_be_saved(tmp_path: Path, monk
     given = {"model": SlowModel, "dataset": SlowlyBuilt, "inputs": "first", "batch_size": 4, "workers": 1}
     monkeypatch.setattr("dp_ray.steps.times.JUDGED_FROM", 0.0)
     job = Job.make({**given, "task": "predict", "storage": str(tmp_path)}, "job")
-    monkeypatch.setattr(driver, "_on_own_workers", lambda *_: in_a_session)
+    monkeypatch.setattr(driver, "own_workers", lambda *_: contextlib.nullcontext(Own()))
     own = driver.execute(job, Options(quiet=True))
-    shared = driver.execute(job, Options(quiet=True, overwrite=True), in_a_session)
+    shared = driver.execute(job, Options(quiet=True, overwrite=True), Shared())
     assert "start-up is the limit" in str(own.verdict)
     assert str(shared.verdict).startswith("loaders are the limit"), "its workers are there already"
 
@@ -145,7 +152,7 @@ def test_a_start_up_is_not_the_limit_of_what_several_drivers_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dp_ray.steps.times.JUDGED_FROM", 0.0)
-    monkeypatch.setattr(driver, "_on_own_workers", lambda *_: in_a_session)
+    monkeypatch.setattr(driver, "own_workers", lambda *_: contextlib.nullcontext(Own()))
     given = {"model": SlowModel, "dataset": SlowlyBuilt, "batch_size": 4, "workers": 1, "storage": str(tmp_path)}
     given |= {"task": "train", "loss": nn.CrossEntropyLoss, "optimizer": torch.optim.SGD}
     first = driver.execute(Job.make(given, "job"), Options(quiet=True))

@@ -170,7 +170,7 @@ def test_facts_come_from_a_described_job() -> None:
     )
     outside = Outside(3.0, 1.0, 1.0)
     assert facts_of({"workers": {"min": 1, "max": 2}}, outside) == Facts("train", 0, True, outside)
-    assert not facts_of({"workers": 2}, outside, is_in_session=True).starts_workers
+    assert not facts_of({"workers": 2}, outside, starts_workers=False).starts_workers
 
 
 def test_shares_add_up() -> None:

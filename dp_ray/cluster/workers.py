@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.util.metrics import Gauge
@@ -46,7 +46,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import WorkerReady, error_of
 from dp_ray.monitor.attempts import NodeControl
-from dp_ray.monitor.console import Progress
+from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.monitor import Monitor, listening
 from dp_ray.rundir.claim import RunDir
@@ -269,12 +269,14 @@ class Workers:
 class OwnWorkers:
     """The workers of a single run: they start with its first job, and end with its last one, or with the block.
 
-    Before a run with `shards: auto` goes a job that finds its shards.
+    They are what `driver.run.JobWorkers` asks for. Before a run with `shards: auto` goes a job that finds its shards.
     """
 
+    starts_workers: ClassVar[bool] = True
+    is_here: ClassVar[bool] = False
     address: str | None
     verbose: bool
-    say: Say
+    console: Console
     _open: ExitStack = field(default_factory=ExitStack)
     _is_own: bool | None = None  # whether the connection is; None before there is one
     _workers: Workers | None = None
@@ -300,7 +302,7 @@ class OwnWorkers:
         with ExitStack() as until_end:
             until_end.callback(self._open.close)
             if self._workers is None:
-                if self._is_own is None:  # else `check` has done it
+                if self._is_own is None:  # else `accept` has done it
                     check_can_be_shipped(job)
                 self._workers = self._start(job, monitor)
             else:
@@ -309,17 +311,23 @@ class OwnWorkers:
             if job.finds_shards:
                 until_end.pop_all()
 
-    def check(self, job: Job) -> None:
-        """Connect; raises an Error if no Ray answers, or if the job can never run there."""
-        check_can_be_shipped(job)
-        self._connect(job)
-        check_can_run(job, worker_resources(job))
+    def accept(self, job: Job, replaces: bool) -> Job:
+        """Return the job. One that replaces a run, or asks for GPUs, connects first.
+
+        Raises an Error if no Ray answers to it, or if it can never run there.
+        """
+        if replaces or job.asks_for_gpus:
+            with self.console.if_slow("looking for the cluster"):
+                check_can_be_shipped(job)
+                self._connect(job)
+                check_can_run(job, worker_resources(job))
+        return job
 
     def _connect(self, job: Job) -> bool:
         """Connect, if that is not done; return whether the connection ends with these workers."""
         if self._is_own is None:
             self._is_own = not is_connected()
-            with if_longer(AWAIT_SECONDS, lambda: self.say(what_is_awaited(self.address))):
+            with if_longer(AWAIT_SECONDS, lambda: self.console.say(what_is_awaited(self.address))):
                 self._open.enter_context(connected(job, self.address, self.verbose))
         return self._is_own
 
@@ -328,7 +336,7 @@ class OwnWorkers:
             monitor.begin(what_begins(self.address))
         is_own = self._connect(job)
         folder = self._open.enter_context(own_folder())
-        workers = start_workers(job, folder, is_own, self.verbose, self.say)
+        workers = start_workers(job, folder, is_own, self.verbose, self.console.say)
         self._open.callback(workers.close, 0 if is_own else CLOSE_SECONDS)  # an own connection ends them
         monitor.begin("starting Ray Train")
         return workers

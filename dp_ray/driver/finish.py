@@ -39,11 +39,12 @@ def result_of(
     monitor: Monitor | None,
     started: float,
     error: BaseException | None,
-    is_in_session: bool,
+    starts_workers: bool,
 ) -> Result:
     """Build the result of a run from its directory and its monitor; `started` is a time.monotonic().
 
-    `error` is what the run failed with, RunInterrupted if it was stopped, or None if it is done.
+    `error` is what the run failed with, RunInterrupted if it was stopped, or None if it is done. `starts_workers`
+    says that the seconds before its first step hold the start of its workers.
     """
     status = "done" if error is None else "interrupted" if isinstance(error, RunInterrupted) else "failed"
     attempts = monitor.attempts.begun if monitor else []
@@ -75,7 +76,7 @@ def result_of(
         metrics=summary(storage) if trained else monitor.metrics if monitor else {},
         quarantined=count_quarantined(storage),
         seconds=seconds,
-        **_time_values(job, claimed, outside, is_in_session, monitor),
+        **_time_values(job, claimed, outside, starts_workers, monitor),
         outputs_path=outputs_path(storage) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,
         weights_path=weights_path(storage) if trained else None,
@@ -120,7 +121,7 @@ def _outside(started: float, seconds: float, progress: Progress) -> step_times.O
 
 
 def _time_values(
-    job: Job, claimed: RunDir, outside: step_times.Outside | None, is_in_session: bool, monitor: Monitor | None
+    job: Job, claimed: RunDir, outside: step_times.Outside | None, starts_workers: bool, monitor: Monitor | None
 ) -> dict[str, Any]:
     """Return the values of the run's times; none of files that cannot be read, since they only inform."""
     values: dict[str, Any] = {}
@@ -128,7 +129,7 @@ def _time_values(
         values = {"seconds_before_steps": outside.before, "seconds_after_steps": outside.after}
     with contextlib.suppress(StorageError):
         table = step_times.read_step_times(claimed.storage, NEWEST_TIMES)
-        facts = step_times.facts_of(job.describe(), None if claimed.is_resumed else outside, is_in_session)
+        facts = step_times.facts_of(job.describe(), None if claimed.is_resumed else outside, starts_workers)
         verdict = step_times.verdict_of(table, facts)
         after_start = step_times.steady(table)
         # The split is of the same steps as the verdict.

@@ -6,8 +6,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from dp_ray.engine.model import devices_here
 from dp_ray.engine.objects import copied, reached, refused
@@ -16,6 +17,7 @@ from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.messages import HERE, Message, Started, WorkerReady
+from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.process import environment
@@ -27,28 +29,49 @@ from dp_ray.tasks.task import run_task
 ONE_AT_A_TIME = threading.RLock()
 
 
-def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int]) -> None:
-    """Run the task in this process, as one worker; `rows` are the lengths of the datasets, by their keys.
+class InProcess:
+    """This process as the only worker of jobs: what `driver.run.JobWorkers` asks for."""
 
-    It waits until no other thread runs a task.
-    """
-    devices = devices_here(job)
-    world = World(device=devices[0], all_devices=devices)
-    monitor.take(WorkerReady(HERE, world, os.getpid(), ()))
+    starts_workers: ClassVar[bool] = False
+    is_here: ClassVar[bool] = True
 
-    control = DriverStepControl(monitor)
+    def accept(self, job: Job, replaces: bool) -> Job:
+        """Return the job with a copy of its model object, as each worker on Ray has one: the caller's stays as it is.
 
-    def send(message: Message) -> None:
-        with control.one_at_a_time:
-            monitor.take(message)
-            monitor.tick()
+        So do the args of targets: a model may take a tensor as its weights, a scheduler writes into a rate. And so do
+        a loss, a step and metrics that may keep a state. Other objects are copied with these if they share with them
+        what can change, as a step does that reads what a hook keeps. A dataset is only read. Raises JobError if what
+        has to be copied cannot be.
+        """
+        return _copied(job, all_objects=False)
 
-    def ask_to_stop(by: str) -> bool:
-        control.wants_stop = monitor.ask_to_stop(by)
-        return control.wants_stop
+    def run(
+        self, job: Job, claimed: RunDir, rows: Mapping[str, int], monitor: Monitor, faults: tuple[Fault, ...] = ()
+    ) -> None:
+        """Run a job to its end; waits until no other thread runs a task. There is no worker that `faults` could hit.
 
-    with ONE_AT_A_TIME, planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
-        run_task(job, world, claimed.storage, send, control, rows)
+        What finds the number of shards leaves all objects from Python as they are for the job that follows. But a
+        dataset, which is only read and may be large, is not copied, nor what cannot be.
+        """
+        if job.finds_shards:
+            job = _copied(job, all_objects=True)
+        devices = devices_here(job)
+        world = World(device=devices[0], all_devices=devices)
+        monitor.take(WorkerReady(HERE, world, os.getpid(), ()))
+
+        control = DriverStepControl(monitor)
+
+        def send(message: Message) -> None:
+            with control.one_at_a_time:
+                monitor.take(message)
+                monitor.tick()
+
+        def ask_to_stop(by: str) -> bool:
+            control.wants_stop = monitor.ask_to_stop(by)
+            return control.wants_stop
+
+        with ONE_AT_A_TIME, planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
+            run_task(job, world, claimed.storage, send, control, rows)
 
 
 REPORT_SECONDS = 0.1  # between two reports of a step that begins
@@ -72,25 +95,6 @@ class DriverStepControl(StepControl):
         self._reported = now
         with self.one_at_a_time:
             self.monitor.take(Started(HERE, 0, step))
-
-
-def with_own_model(job: Job) -> Job:
-    """Return the job with a copy of its model object, as each worker on Ray has one: the caller's stays as it is.
-
-    So do the args of targets: a model may take a tensor as its weights, a scheduler writes into a rate. And so do a
-    loss, a step and metrics that may keep a state. Other objects are copied with these if they share with them what
-    can change, as a step does that reads what a hook keeps. A dataset is only read. Raises JobError if what has to be
-    copied cannot be.
-    """
-    return _copied(job, all_objects=False)
-
-
-def with_own_objects(job: Job) -> Job:
-    """Return the job with copies of its objects from Python, for a task that must leave them as they are.
-
-    A dataset is only read, and may be large: it is not copied. What cannot be copied is taken itself.
-    """
-    return _copied(job, all_objects=True)
 
 
 def _copied(job: Job, all_objects: bool) -> Job:

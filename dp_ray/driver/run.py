@@ -10,22 +10,22 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dp_ray.driver.checks import check_targets, lacking_here
 from dp_ray.driver.finish import result_of, save_unfinished, summary_of, time_lines
-from dp_ray.driver.in_process import ONE_AT_A_TIME, run_in_process, with_own_model, with_own_objects
+from dp_ray.driver.in_process import ONE_AT_A_TIME, InProcess
 from dp_ray.driver.planning import dataset_rows, make_plan, taken_over
 from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import World
-from dp_ray.errors import ClusterError, Error, JobError, RunInterrupted, StorageError, WorkerError, shorten
+from dp_ray.errors import ClusterError, Error, RunInterrupted, StorageError, WorkerError, shorten
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.messages import ShardSpan, Sizes
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.faults import Fault, parse_faults
+from dp_ray.monitor.faults import Fault, faults_for
 from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
 from dp_ray.outputs.files import prove_outputs
 from dp_ray.plan.costs import Plan, table
@@ -125,20 +125,54 @@ class Prepared:
         return Prepared(job, make_plan(job, self.plan.rows), self.faults)
 
 
-# Runs a prepared job on workers, which the monitor follows.
-RunOnWorkers = Callable[[Prepared, RunDir, Monitor], None]
+class JobWorkers(Protocol):
+    """Who runs a prepared job: workers of the run's own, those of a session, or this process.
+
+    `starts_workers` says that the seconds before the first step hold their start. With `is_here` the job's own code
+    runs in this process, which it may fork.
+    """
+
+    starts_workers: ClassVar[bool]
+    is_here: ClassVar[bool]
+
+    def accept(self, job: Job, replaces: bool) -> Job:
+        """Return the job as these workers run it; `replaces` says that another run is deleted for it.
+
+        Raises an Error if they cannot run it, as far as that is known before anything is deleted or written.
+        """
+
+    def run(
+        self, job: Job, claimed: RunDir, rows: Mapping[str, int], monitor: Monitor, faults: tuple[Fault, ...]
+    ) -> None:
+        """Run an accepted job to its end, which the monitor follows; `rows` are the lengths of its datasets.
+
+        A job with `shards: auto` only finds its number of shards; with that number, another one follows it.
+        Raises StopRequested if the user stopped the job, else the error that ended it.
+        """
+
+
+@contextmanager
+def own_workers(job: Job, options: Options, console: Console) -> Iterator[JobWorkers]:
+    """Open what runs this job alone, until the block ends: its own workers, or this process with `workers: 0`."""
+    if job.max_workers == 0:
+        yield InProcess()
+        return
+    from dp_ray.cluster.workers import OwnWorkers  # imports Ray, which `workers: 0` does not need
+
+    with OwnWorkers(options.address, options.verbose, console) as own:
+        yield own
 
 
 def execute(
     job: Job,
     options: Options,
-    workers: RunOnWorkers | None = None,
+    workers: JobWorkers | None = None,
     reopen: Callable[[Split, Storage], None] | None = None,
 ) -> Result:
     """Run a job to its end and return its result; the run directory keeps the result, also after a failure.
 
-    `workers` are those of a session; by default the run starts its own. `reopen` makes a finished prediction one that
-    is to be resumed.
+    By default the `workers` are the run's own, and end with it. `reopen` makes a finished prediction one that is to
+    be resumed.
     """
     raise_put_off()
     started = time.monotonic()
@@ -152,10 +186,11 @@ def execute(
         prepared, killed = prepare(job, console, options.overwrite, options.inject), None
     if prepared.job.finds_shards and not options.overwrite:  # the driver before may have found the number meanwhile
         prepared = prepared.cut_as(claim.with_shards_of_run(prepared.job, base))
-    job, plan = prepared.job, prepared.plan
-    again = reopen and functools.partial(reopen, plan.split)
-    with contextlib.ExitStack() as after_workers, contextlib.ExitStack() as until_end:
-        runner = workers or _on_own_workers(job, options, console, until_end)
+    opened = own_workers(prepared.job, options, console) if workers is None else contextlib.nullcontext(workers)
+    with contextlib.ExitStack() as after_workers, opened as workers:
+        prepared = dataclasses.replace(prepared, job=workers.accept(prepared.job, options.overwrite))
+        job, plan = prepared.job, prepared.plan
+        again = reopen and functools.partial(reopen, plan.split)
         claimed = claim.claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, again)
         name_ray_job(job.run_name)
         if claimed.replaces:
@@ -164,21 +199,19 @@ def execute(
             console.say(f"continues to step {plan.split.total_steps} ({claimed.lengths})")
         if claimed.is_resumed and (end := claim.last_end(job, plan.split, claimed.storage, killed)):
             console.say(f"the last driver was {end.what}")
-        execution = Execution(prepared, claimed, options, console, started, runner, workers is not None)
+        execution = Execution(prepared, claimed, options, console, started, workers)
         after_workers.callback(execution.end_replaced)
-        until_end.enter_context(claim.held(claimed, lambda: execution.steps_done))
-        try:
-            return execution.run()
-        finally:
-            execution.write_page()
+        with claim.held(claimed, lambda: execution.steps_done):
+            try:
+                return execution.run()
+            finally:
+                execution.write_page()
 
 
 def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
     """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
     job = job.for_task()
-    faults = parse_faults(inject)
-    if faults and job.max_workers == 0:
-        raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
+    faults = faults_for(job, inject)
     asked = claim.with_full_init_from(job)
     job = asked if overwrite else claim.with_shards_of_run(asked, claim.located(asked.storage))
     building = console.if_slow("building the dataset")
@@ -187,32 +220,7 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
         for error in lacking_here(job):
             raise error
         plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
-    if job.max_workers == 0:
-        job = with_own_model(job)
     return Prepared(job, plan, faults)
-
-
-def _on_own_workers(job: Job, options: Options, console: Console, until_end: contextlib.ExitStack) -> RunOnWorkers:
-    """Return a function that runs jobs on workers of its own, which the first job starts.
-
-    Raises an Error if a job that replaces another run, or asks for GPUs, has no Ray on which it could run: before
-    anything is deleted or written.
-    """
-
-    @functools.cache
-    def workers() -> Any:
-        from dp_ray.cluster.workers import OwnWorkers  # imports Ray, which `workers: 0` does not need
-
-        return until_end.enter_context(OwnWorkers(options.address, options.verbose, console.say))
-
-    def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor) -> None:
-        job, rows = prepared.job, prepared.plan.rows
-        workers().run(job, claimed, rows, monitor, prepared.faults)
-
-    if (options.overwrite or job.asks_for_gpus) and job.max_workers > 0:
-        with console.if_slow("looking for the cluster"):
-            workers().check(job)
-    return on_ray
 
 
 def name_ray_job(name: str) -> None:
@@ -238,8 +246,7 @@ class Execution:
     options: Options
     console: Console
     started: float
-    workers: RunOnWorkers
-    is_in_session: bool
+    workers: JobWorkers
     monitor: Monitor | None = None
     trackers: "RunTrackers | None" = None
     asked: list[str] = dataclasses.field(default_factory=list)  # who has asked to stop before there was a monitor
@@ -263,7 +270,7 @@ class Execution:
                     self._find_shards()
                 with (
                     # Within this block only: what removes unfinished files would remove the one that it writes.
-                    recorded_about(storage, table(self.prepared.plan), self.prepared.job.max_workers == 0),
+                    recorded_about(storage, table(self.prepared.plan), self.workers.is_here),
                     repeated("stop requests", look_seconds, lambda: self._look(stop)),
                 ):
                     self._follow_workers()
@@ -290,10 +297,7 @@ class Execution:
         monitor = Monitor(job, split, ReportFile(io.BytesIO()), (), self.console, shapes=False)
         try:
             with self.console.live(monitor.progress):
-                if job.max_workers == 0:
-                    run_in_process(with_own_objects(job), self.claimed, monitor, prepared.plan.rows)
-                else:
-                    self.workers(prepared, self.claimed, monitor)
+                self.workers.run(job, self.claimed, prepared.plan.rows, monitor, prepared.faults)
         finally:
             monitor.close()
             self.asked += monitor.planned_stop.by
@@ -306,18 +310,16 @@ class Execution:
 
     def _follow_workers(self) -> None:
         """Run the workers to their end, followed by a monitor."""
-        job = self.prepared.job
+        prepared, job = self.prepared, self.prepared.job
         if job.trackers:
             from dp_ray.trackers.feed import RunTrackers
 
             self.trackers = RunTrackers(job, self.claimed.storage, self.console.say)
-        with follow(self.prepared, self.claimed, self.console, self.options.shapes, self.trackers) as monitor:
+        # Where the job's own code runs, an import would take its time.
+        page = contextlib.nullcontext() if self.workers.is_here else repeated("page", PAGE_SECONDS, self._import_page)
+        with follow(prepared, self.claimed, self.console, self.options.shapes, self.trackers) as monitor, page:
             self.monitor = monitor
-            if job.max_workers == 0:
-                run_in_process(job, self.claimed, monitor, self.prepared.plan.rows)
-            else:
-                with repeated("page", PAGE_SECONDS, self._import_page):
-                    self.workers(self.prepared, self.claimed, monitor)
+            self.workers.run(job, self.claimed, prepared.plan.rows, monitor, prepared.faults)
 
     def _ask_to_stop(self, by: str) -> bool:
         if self.monitor is None:
@@ -385,7 +387,7 @@ class Execution:
 
     def _result(self, error: BaseException | None = None) -> Result:
         job, split = self.prepared.job, self.prepared.plan.split
-        return result_of(job, split, self.claimed, self.monitor, self.started, error, self.is_in_session)
+        return result_of(job, split, self.claimed, self.monitor, self.started, error, self.workers.starts_workers)
 
     def _keep_unfinished(self, error: BaseException) -> None:
         claim.check_ours(self.claimed)  # raises if another driver has claimed the run meanwhile: its files must stay

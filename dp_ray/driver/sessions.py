@@ -5,10 +5,11 @@
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ValidationError
 from torch import nn
@@ -17,13 +18,15 @@ from dp_ray.cluster import connect
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers
-from dp_ray.driver.run import Options, Prepared, ShortErrors, execute, options_of
+from dp_ray.cluster.workers import Workers as StartedWorkers
+from dp_ray.driver.run import Options, ShortErrors, execute, options_of
 from dp_ray.errors import ClusterError, JobError, RunInterrupted
 from dp_ray.job.errors import explain
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.console import Console
+from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.parallel.exchange import Workers
 from dp_ray.parallel.module import DataParallel
@@ -136,7 +139,7 @@ class Session:
             check_can_be_shipped(job)
             job = job.model_copy(update={"env": {**self._keys.env, **job.env}})  # in the driver too
             self._renew(Console(job.run_name, options.quiet))
-            return execute(job, options, self._run_on_workers)
+            return execute(job, options, SessionWorkers(self._workers, self._sources))
         except RunInterrupted:
             if self._workers.is_interrupted_twice:
                 self._end("it was interrupted")
@@ -173,14 +176,6 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _run_on_workers(self, prepared: Prepared, claimed: RunDir, monitor: Monitor) -> None:
-        self._sources.note()
-        monitor.begin("waiting for the workers")
-        try:
-            self._workers.run(prepared.job, claimed, prepared.plan.rows, monitor, prepared.faults)
-        finally:
-            self._sources.note_imported(self._workers.imported)
 
     def abort(self) -> None:
         """End the workers at once, and so the job that another thread runs on them."""
@@ -269,6 +264,31 @@ class Session:
         if not self._ended:
             self._ended = why
             self._open.close()
+
+
+@dataclass(frozen=True)
+class SessionWorkers:
+    """The workers of a session, which stay when a job ends: what `driver.run.JobWorkers` asks for."""
+
+    starts_workers: ClassVar[bool] = False
+    is_here: ClassVar[bool] = False
+    workers: StartedWorkers
+    sources: Sources
+
+    def accept(self, job: Job, replaces: bool) -> Job:
+        """Return the job: the session has checked it already, so that its workers start while it is prepared."""
+        return job
+
+    def run(
+        self, job: Job, claimed: RunDir, rows: Mapping[str, int], monitor: Monitor, faults: tuple[Fault, ...]
+    ) -> None:
+        """Run a job to its end; the files of user code that it imports count as the session's from now on."""
+        self.sources.note()
+        monitor.begin("waiting for the workers")
+        try:
+            self.workers.run(job, claimed, rows, monitor, faults)
+        finally:
+            self.sources.note_imported(self.workers.imported)
 
 
 def worker_keys(keys: dict[str, Any]) -> WorkerKeys:

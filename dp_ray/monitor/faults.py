@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError
+from dp_ray.job.job import Job
 
 _FAULT = re.compile(
     r"(?P<action>kill|pause|drain) (?P<what>worker|node|driver)(?: (?P<which>[\w.:]+?))?"
@@ -50,6 +51,14 @@ class Fault:
         if self.what == "node":
             return world.local_rank == 0 and self.which in (str(world.node_rank), world.node)
         return world.rank == 0
+
+
+def faults_for(job: Job, text: str) -> tuple[Fault, ...]:
+    """Parse the faults of `--inject`; also raises JobError if the job has no worker that one could hit."""
+    faults = parse_faults(text)
+    if faults and job.max_workers == 0:
+        raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
+    return faults
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:

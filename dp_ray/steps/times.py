@@ -306,10 +306,10 @@ LIMITS = {
 OF_RANK_0 = "checkpoint"  # it alone writes checkpoints, so that its share counts, and not that of all workers
 
 
-def facts_of(job: Mapping[str, Any], outside: Outside | None = None, is_in_session: bool = False) -> Facts:
+def facts_of(job: Mapping[str, Any], outside: Outside | None = None, starts_workers: bool = True) -> Facts:
     """Return the facts of a described job, as in `run.json`."""
     processes = (job.get("loader") or {}).get("processes", 0)
-    return Facts(job.get("task", "train"), processes, job.get("workers") != 0 and not is_in_session, outside)
+    return Facts(job.get("task", "train"), processes, job.get("workers") != 0 and starts_workers, outside)
 
 
 def verdict_of(table: pa.Table, facts: Facts) -> Verdict | None:
