@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from dp_ray.cli import main
-from dp_ray.cluster import connect
-from dp_ray.cluster.connect import EarlyConnection, connected, connected_early, is_connected
+from dp_ray.cluster import connect, workers
+from dp_ray.cluster.connect import EarlyConnection, connected_early
+from dp_ray.cluster.internals.quick_start import ForkServer
+from dp_ray.cluster.workers import OwnWorkers
 from dp_ray.errors import ClusterError, JobError
+from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
+from dp_ray.monitor.console import Console
 from tests.support.cli import status_of
 
 KEYS = WorkerKeys(workers=2)
@@ -24,7 +28,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
 
     @contextmanager
-    def fake(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
+    def fake(keys: WorkerKeys, address: str | None, verbose: bool, server: ForkServer | None) -> Iterator[None]:
         thread = threading.current_thread()
         said.append(f"begins to connect to {address}")
         if address == "nowhere":
@@ -37,24 +41,32 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def test_the_first_connected_takes_it_over_and_ends_it(said: list[str]) -> None:
+def own_workers(early: EarlyConnection | None) -> OwnWorkers:
+    return OwnWorkers("again", False, Console("job", quiet=True), early)
+
+
+def test_own_workers_take_it_over_and_end_it(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others, which were not given it, connect by themselves."""
+    monkeypatch.setattr(workers, "worker_resources", lambda _: {})
+    monkeypatch.setattr(workers, "check_can_run", lambda *_: said.append("can run"))
+    job = Job.make({"model": "a:b", "dataset": "a:b", "batch_size": 2, "workers": 2}, "job")
     with connected_early(KEYS, "there", False) as early:
         early.wait()
-        assert not is_connected(), "it is not the caller's own ray.init"
-        with connected(KEYS, "there", False):
-            said.append("runs")
+        with own_workers(early) as own:
+            assert own.accept(job, replaces=False) is job
+            assert said == ["begins to connect to there"], "a job that replaces nothing need not know whether it fits"
+            own.accept(job, replaces=True)
         said.append("merges")
-        with connected(KEYS, "again", False):
-            said.append("runs")
-    first = ["begins to connect to there", "runs", "disconnected", "merges"]
-    assert said == [*first, "begins to connect to again", "runs", "disconnected"]
+        with own_workers(None) as own:
+            own.accept(job, replaces=True)
+    first = ["begins to connect to there", "can run", "disconnected", "merges"]
+    assert said == [*first, "begins to connect to again", "can run", "disconnected"]
 
 
 def test_an_error_before_it_is_taken_over_leaves_nothing(said: list[str]) -> None:
     with pytest.raises(ZeroDivisionError), connected_early(KEYS, "there", False):
         _ = 1 / 0
     assert said == ["begins to connect to there", "disconnected"]
-    assert EarlyConnection.begun is None
     assert "connection to Ray" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -62,14 +74,9 @@ def test_its_failure_is_raised_where_it_is_taken_over(said: list[str]) -> None:
     with connected_early(KEYS, "nowhere", False) as early:
         early.wait()
         said.append("the job is checked")
-        with pytest.raises(ClusterError, match="no Ray answers at nowhere"):
-            take_over()
+        with pytest.raises(ClusterError, match="no Ray answers at nowhere"), early:
+            pass
     assert said == ["begins to connect to nowhere", "the job is checked"]
-
-
-def take_over() -> None:
-    with connected(KEYS, "nowhere", False):
-        pass
 
 
 def test_nobody_is_kept_waiting_by_one_that_has_failed() -> None:
@@ -100,7 +107,7 @@ def test_a_model_that_cannot_be_imported_is_told_before_the_connection_ends(
     first, told, last = said
     assert (first, last) == ("begins to connect to None", "disconnected")
     assert "nowhere.at_all" in told
-    assert EarlyConnection.begun is None
+    assert "connection to Ray" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize(

@@ -204,26 +204,30 @@ def test_env_has_to_be_set_before_torch_is_imported_so_nothing_is_forked() -> No
 
 def test_without_the_quick_start_nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(quick_start.SWITCH, "0")
-    with no_address(monkeypatch), quick_start.forking_early(KEYS, None), quick_start.forking(KEYS) as server:
-        assert server is None
-        assert not quick_start._early
+    with no_address(monkeypatch), quick_start.forking_early(KEYS, None) as early:
+        assert early is None
+        with quick_start.forking(KEYS) as server:
+            assert server is None
 
 
 def test_the_early_server_is_taken_over_and_ends_with_its_block(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with no_address(monkeypatch):
         with (
-            quick_start.forking_early(KEYS, None),
-            quick_start.forking(KEYS) as server,
-            quick_start.forking(KEYS) as again,
+            quick_start.forking_early(KEYS, None) as early,
+            quick_start.forking(KEYS, early) as server,
+            quick_start.forking(KEYS, early) as again,
+            quick_start.forking(WorkerKeys(workers=2, cpus_per_worker=2), early) as other,
         ):
             assert server is not None
             assert server == again
             assert server.exists()
+            assert other != server, "its torch has another number of threads"
         assert not server.exists()
-        with quick_start.forking_early(KEYS, "there:1"):
-            assert not quick_start._early, "that Ray starts its workers itself"
+        with quick_start.forking_early(KEYS, "there:1") as early:
+            assert early is None, "that Ray starts its workers itself"
 
 
 @pytest.mark.parametrize(("cpus", "threads"), [(0, "1"), (0.5, "1"), (1, "1"), (2.5, "2")])

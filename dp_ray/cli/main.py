@@ -93,12 +93,12 @@ def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: s
         keys = replace(keys, settings=(*keys.settings, *take_settings(env_from)))
     jobs = [load_job(job_file, keys.overrides()) for job_file in job_files]
     # Before the imports below, which take seconds: Ray and what workers are forked from start meanwhile.
-    _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
+    early = _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver.run import Options
     from dp_ray.driver.several import running
 
     failures: list[int] = []
-    with running(jobs, Options(**flags)) as execute:
+    with running(jobs, Options(**flags, fork_server=early.fork_server, connection=early.connection)) as execute:
         for job in jobs:
             try:
                 result = execute(job)
@@ -156,13 +156,13 @@ def verify(job_file: str, workers: str, tolerance: float | None, as_json: bool, 
     counts = parse_counts(workers)
     job = load_job(job_file, replace(take(KeyOptions, flags), workers=str(counts[0])).overrides())
     say_import(job.run_name, flags["quiet"])
-    if max(counts) > 0:
-        _at_end.enter_context(forked_early(job, flags["address"]))
+    server = _at_end.enter_context(forked_early(job, flags["address"])) if max(counts) > 0 else None
     with collector_paused():
         from dp_ray.driver.run import Options
         from dp_ray.driver.verify import verify as run_verify
 
-    verdict = run_verify(job, counts, Options(**flags, overwrite=True, brief=True), tolerance)
+    of_each = Options(**flags, overwrite=True, brief=True, fork_server=server)
+    verdict = run_verify(job, counts, of_each, tolerance)
     click.echo(verdict.to_json() if as_json else harmless(str(verdict)))
     sys.exit(0 if verdict.same else 1)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -21,6 +21,10 @@ from dp_ray.job.job import Job
 from dp_ray.system.imports import collector_paused
 from dp_ray.system.threads import if_longer, raise_put_off
 from dp_ray.text import harmless
+
+if TYPE_CHECKING:
+    from dp_ray.cluster.connect import EarlyConnection
+    from dp_ray.cluster.internals.quick_start import ForkServer
 
 T = TypeVar("T")
 
@@ -131,50 +135,59 @@ def take(kind: type[T], options: dict[str, Any]) -> T:
     return kind(**{name: options.pop(name) for name in signature(kind).parameters if name in options})
 
 
+class Begun(NamedTuple):
+    """What starts while torch is imported, for the workers of one job or of several; None is what they do without."""
+
+    fork_server: "ForkServer | None" = None
+    connection: "EarlyConnection | None" = None
+
+
 @contextmanager
-def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> Iterator[None]:
+def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> Iterator[Begun]:
     """Say what begins, and begin to connect to Ray if a single job needs it; what is left of it ends with the block.
 
     The block begins when Ray is there, or has failed to: the job's own code may change the environment, which a Ray
     that starts takes over.
     """
     name = jobs[0].run_name
-    with workers_begun(name, jobs, address, is_quiet):
+    with workers_begun(name, jobs, address, is_quiet) as server:
         if len(jobs) > 1 or jobs[0].max_workers == 0:
-            yield  # a session connects with the keys of all jobs
+            yield Begun(server)  # a session connects with the keys of all jobs
             return
         from dp_ray.cluster.connect import AWAIT_SECONDS, connected_early, what_begins, what_is_awaited
 
         say_unless_quiet(f"{name}: {what_begins(address)}", is_quiet)
-        with connected_early(jobs[0], address, is_verbose) as connection:
+        with connected_early(jobs[0], address, is_verbose, server) as connection:
             with collector_paused():
                 from dp_ray.cluster import workers  # noqa: F401
             raise_put_off()
             with if_longer(AWAIT_SECONDS, lambda: say_unless_quiet(f"{name}: {what_is_awaited(address)}", is_quiet)):
                 connection.wait()
-            yield
+            yield Begun(server, connection)
 
 
 @contextmanager
-def workers_begun(name: str, jobs: Sequence[Job], address: str | None, is_quiet: bool) -> Iterator[None]:
+def workers_begun(
+    name: str, jobs: Sequence[Job], address: str | None, is_quiet: bool
+) -> "Iterator[ForkServer | None]":
     """Say what begins, and have what workers are forked from begin if jobs need it; it ends with the block."""
     if all(job.max_workers == 0 for job in jobs):
         say_unless_quiet(f"{name}: importing torch", is_quiet)
-        yield
+        yield None
         return
     say_import(name, is_quiet)
-    with forked_early(jobs[0], address):
-        yield
+    with forked_early(jobs[0], address) as server:
+        yield server
 
 
 @contextmanager
-def forked_early(job: Job, address: str | None) -> Iterator[None]:
+def forked_early(job: Job, address: str | None) -> "Iterator[ForkServer | None]":
     """Have the process begin from which the workers of a Ray of its own are forked; it ends with the block."""
     check_ray()
     from dp_ray.cluster.internals.quick_start import forking_early
 
-    with forking_early(job, address):
-        yield
+    with forking_early(job, address) as server:
+        yield server
 
 
 def say_import(name: str, is_quiet: bool) -> None:

@@ -62,10 +62,12 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
 
     base = located(jobs[0].storage)
     record = open_record(definition, base, is_new)
+    server = None
     with ExitStack() as until_said:
         # A sweep that is over is only shown: it needs neither torch nor Ray.
         if not dry_run and not record.is_over:
-            until_said.enter_context(workers_begun(definition.name, jobs, flags["address"], flags["quiet"]))
+            begins = workers_begun(definition.name, jobs, flags["address"], flags["quiet"])
+            server = until_said.enter_context(begins)
         if not record.is_over:
             with collector_paused():
                 from dp_ray.driver.run import Options
@@ -74,7 +76,8 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
             if not is_new:
                 run.check_places(record, base)
         if not dry_run and not record.is_over:
-            run.run_sweep(record, base, Options(**flags), parallel, fail_fast, is_new)
+            of_each = Options(**flags, fork_server=server)
+            run.run_sweep(record, base, of_each, parallel, fail_fast, is_new)
         _show(record, base, dry_run, as_json)
 
 

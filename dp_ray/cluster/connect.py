@@ -9,14 +9,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 import dp_ray
 from dp_ray.cluster.internals import core
-from dp_ray.cluster.internals.quick_start import forking, start_local
+from dp_ray.cluster.internals.quick_start import ForkServer, forking, start_local
 from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
 from dp_ray.cluster.resources import Resources, addable, capacity_for, free_for, gpus_by_default, text_of, times
 from dp_ray.errors import ClusterError, Error, JobError
@@ -35,20 +35,12 @@ class EarlyConnection(threading.Thread):
     The thread lives as long as the connection: the kernel ends an embedded Ray with the thread that started it.
     """
 
-    begun: ClassVar["EarlyConnection | None"] = None  # until somebody takes it over
-
     def __init__(self, connect: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__(name="connection to Ray")
         self._connect = connect
         self._is_there = threading.Event()
         self._ends = threading.Event()
         self._failure: BaseException | None = None
-
-    @classmethod
-    def take(cls) -> "EarlyConnection | None":
-        """Return the connection that has begun and that nobody has taken over yet; it is the caller's from now on."""
-        taken, cls.begun = cls.begun, None
-        return taken
 
     def run(self) -> None:
         """Connect, and hold the connection until it is to end."""
@@ -82,23 +74,22 @@ class EarlyConnection(threading.Thread):
 
 
 @contextmanager
-def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
+def connected(
+    keys: WorkerKeys, address: str | None, verbose: bool, fork_server: ForkServer | None = None
+) -> Iterator[None]:
     """Connect to Ray while the block runs: the caller's own, the one at an address, or an embedded one.
 
-    A connection that `connected_early` has begun is taken over. The address is `address`, in a job that of its
-    cluster, else RAY_ADDRESS. Raises ClusterError if no Ray answers.
+    The address is `address`, in a job that of its cluster, else RAY_ADDRESS. An embedded Ray has its workers forked
+    by `fork_server`, if that serves such workers. Raises ClusterError if no Ray answers.
     """
-    if early := EarlyConnection.take():
-        with early:
-            yield
-    elif ray.is_initialized():
+    if ray.is_initialized():
         if _holders:
             why = f"this process has started its Ray for {_holders[0]}, which is open: close that first"
             raise ClusterError(why)
         _check_heard()
         yield
     else:
-        with _connected(keys, address, verbose):
+        with _connected(keys, address, verbose, fork_server):
             yield
 
 
@@ -116,12 +107,12 @@ def held_for(who: str) -> Iterator[None]:
 
 
 @contextmanager
-def _connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
+def _connected(keys: WorkerKeys, address: str | None, verbose: bool, early: ForkServer | None) -> Iterator[None]:
     # An embedded Ray gets a folder of its own. The default folder holds the address of the Ray that was started last,
     # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.
     found = address_of(address)
     with (
-        nullcontext() if found else forking(keys) as fork_server,
+        nullcontext() if found else forking(keys, early) as fork_server,
         _environment_kept(),
         own_folder(short_folder()) as folder,
         core.raylets_hushed(verbose),
@@ -150,22 +141,23 @@ def _check_heard() -> None:
 
 
 def is_connected() -> bool:
-    """Return whether this process is connected to a Ray, by the caller's own ray.init or by a session."""
-    return bool(ray.is_initialized()) and EarlyConnection.begun is None
+    """Return whether this process is connected to a Ray, whoever has connected it."""
+    return bool(ray.is_initialized())
 
 
 @contextmanager
-def connected_early(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[EarlyConnection]:
-    """Begin to connect in a thread; the first `connected` within the block takes the connection over.
+def connected_early(
+    keys: WorkerKeys, address: str | None, verbose: bool, fork_server: ForkServer | None = None
+) -> Iterator[EarlyConnection]:
+    """Begin to connect in a thread; who is given the connection waits for it by entering it, and ends it.
 
-    After the block the connection has ended.
+    After the block it has ended in any case.
     """
-    early = EarlyConnection.begun = EarlyConnection(lambda: _connected(keys, address, verbose))
+    early = EarlyConnection(lambda: _connected(keys, address, verbose, fork_server))
     early.start()
     try:
         yield early
     finally:
-        EarlyConnection.begun = None
         early.end()
 
 

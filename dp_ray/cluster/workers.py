@@ -277,6 +277,7 @@ class OwnWorkers:
     address: str | None
     verbose: bool
     console: Console
+    early: EarlyConnection | None = None  # a connection that has begun for this run alone
     _open: ExitStack = field(default_factory=ExitStack)
     _is_own: bool | None = None  # whether the connection is; None before there is one
     _workers: Workers | None = None
@@ -326,13 +327,13 @@ class OwnWorkers:
     def _connect(self, job: Job) -> bool:
         """Connect, if that is not done; return whether the connection ends with these workers."""
         if self._is_own is None:
-            self._is_own = not is_connected()
+            self._is_own = self.early is not None or not is_connected()
             with if_longer(AWAIT_SECONDS, lambda: self.console.say(what_is_awaited(self.address))):
-                self._open.enter_context(connected(job, self.address, self.verbose))
+                self._open.enter_context(self.early or connected(job, self.address, self.verbose))
         return self._is_own
 
     def _start(self, job: Job, monitor: Monitor) -> Workers:
-        if EarlyConnection.begun is None and self._is_own is None:  # else there is nothing to wait for
+        if self.early is None and self._is_own is None:  # else there is nothing to wait for
             monitor.begin(what_begins(self.address))
         is_own = self._connect(job)
         folder = self._open.enter_context(own_folder())

@@ -1,6 +1,7 @@
 """Run a job: prepare it, claim its run directory, start and follow its workers, prove that their files are whole.
 
 `run` is the public function, `execute` what all ways to run a job share, and an `Execution` one run, step by step.
+`JobWorkers` are who runs it: `own_workers` opens those of a single job, a session has others.
 """
 
 import contextlib
@@ -50,6 +51,8 @@ from dp_ray.tables import reading
 from dp_ray.text import relative
 
 if TYPE_CHECKING:
+    from dp_ray.cluster.connect import EarlyConnection
+    from dp_ray.cluster.internals.quick_start import ForkServer
     from dp_ray.trackers.feed import RunTrackers
 
 
@@ -64,7 +67,10 @@ class Options:
     quiet: bool = False
     verbose: bool = False
     resume: bool = False  # the caller says that the Python objects are those of the run
-    brief: bool = False  # the run is but a means to an end, so that its epochs need few lines; no flag
+    # No flags:
+    brief: bool = False  # the run is but a means to an end, so that its epochs need few lines
+    fork_server: "ForkServer | None" = None  # what the command line starts while it imports torch
+    connection: "EarlyConnection | None" = None  # the same, for the own workers of a single job
 
 
 def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Result:
@@ -84,7 +90,7 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
 
 def options_of(keys: dict[str, Any]) -> Options:
     """Take the options out of the keywords of `run`, and leave the job's keys."""
-    names = {field.name for field in dataclasses.fields(Options)} - {"brief"}
+    names = {field.name for field in dataclasses.fields(Options)} - {"brief", "fork_server", "connection"}
     if not isinstance(keys.get("resume", False), bool):
         names.remove("resume")  # a path, as in other libraries: the job rejects that key with a hint
     return Options(**{name: keys.pop(name) for name in names & keys.keys()})
@@ -159,7 +165,7 @@ def own_workers(job: Job, options: Options, console: Console) -> Iterator[JobWor
         return
     from dp_ray.cluster.workers import OwnWorkers  # imports Ray, which `workers: 0` does not need
 
-    with OwnWorkers(options.address, options.verbose, console) as own:
+    with OwnWorkers(options.address, options.verbose, console, options.connection) as own:
         yield own
 
 
@@ -187,6 +193,7 @@ def execute(
     if prepared.job.finds_shards and not options.overwrite:  # the driver before may have found the number meanwhile
         prepared = prepared.cut_as(claim.with_shards_of_run(prepared.job, base))
     opened = own_workers(prepared.job, options, console) if workers is None else contextlib.nullcontext(workers)
+    # What this run replaces is put back or removed last: until its workers have ended, they may still write.
     with contextlib.ExitStack() as after_workers, opened as workers:
         prepared = dataclasses.replace(prepared, job=workers.accept(prepared.job, options.overwrite))
         job, plan = prepared.job, prepared.plan

@@ -58,7 +58,7 @@ def session(
 class Session:
     """Workers that stay, with torch imported and their resources held, and run one job after another.
 
-    Of the `options`, the address of Ray, quiet and verbose are the session's.
+    Of the `options`, the address of Ray, quiet, verbose and the fork server are the session's.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Session:
             all_workers = self._keys.max_workers * (self.at_a_time or 1)
             of_all = self._keys.model_copy(update={"workers": all_workers})
             with if_longer(connect.AWAIT_SECONDS, lambda: say(connect.what_is_awaited(address))):
-                opening.enter_context(connect.connected(of_all, address, verbose))
+                opening.enter_context(connect.connected(of_all, address, verbose, self._options.fork_server))
             if self.at_a_time != 1:
                 self.at_a_time = connect.sessions_that_fit(self._keys, self.at_a_time)
                 # If several sessions run at a time, the others use this connection, which then stays.

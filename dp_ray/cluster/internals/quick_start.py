@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dp_ray.cluster import fork_server
 from dp_ray.cluster.internals import forked_worker
@@ -59,7 +59,12 @@ DEFAULT_WORKER = "workers/default_worker.py"  # in Ray's private package
 WITHOUT_SPARE_WORKERS = {"prestart_worker_first_driver": False}
 AGENTS = [sys.executable, "-S", "-E", str(Path(__file__).with_name("agents.py"))]
 
-_early: dict[str, Path] = {}  # the socket of a server that was started before Ray is imported, by its threads
+
+class ForkServer(NamedTuple):
+    """A fork server that was started before Ray is imported: its socket, and the threads of torch in its forks."""
+
+    socket: Path
+    threads: str
 
 
 def is_quick() -> bool:
@@ -68,31 +73,26 @@ def is_quick() -> bool:
 
 
 @contextmanager
-def forking_early(keys: WorkerKeys, address: str | None) -> Iterator[None]:
+def forking_early(keys: WorkerKeys, address: str | None) -> Iterator[ForkServer | None]:
     """Start a fork server before Ray is imported, if the job will get a Ray of its own; it ends with the block."""
     if address or ADDRESS in os.environ or JOB_CONFIG in os.environ:
-        yield
+        yield None
         return
     with forking(keys) as server:
-        if server is not None:
-            _early[threads_of(keys)] = server
-        try:
-            yield
-        finally:
-            _early.clear()
+        yield ForkServer(server, threads_of(keys)) if server is not None else None
 
 
 @contextmanager
-def forking(keys: WorkerKeys) -> Iterator[Path | None]:
-    """Start a fork server, or take the early one; gives the path of its socket. It ends with the block.
+def forking(keys: WorkerKeys, early: ForkServer | None = None) -> Iterator[Path | None]:
+    """Start a fork server, or take an early one; gives the path of its socket. What it starts ends with the block.
 
     None with `env`, which has to be set in a worker before torch is imported there.
     """
     threads = threads_of(keys)
     if keys.env or not is_quick():
         yield None
-    elif threads in _early:
-        yield _early[threads]
+    elif early is not None and early.threads == threads:
+        yield early.socket
     else:
         with own_folder(short_folder()) as folder, socket.socket(socket.AF_UNIX) as listener:
             path = Path(folder) / "fork-server"
