@@ -30,12 +30,13 @@ from dp_ray.errors import DataError, ModelError
 from dp_ray.job.samples import ReadRequest
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir import checkpoint
-from dp_ray.rundir.checkpoint import CheckpointWriter, TrainState
+from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.steps import times
 from dp_ray.steps.times import History
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waits_for
 from dp_ray.tasks import task
+from dp_ray.tasks.checkpoints import TrainState
 from tests.support import training
 from tests.support.builders import loader_of, optimizer_step_of
 from tests.support.group import ProcessExit, run_group, weights_of

@@ -261,7 +261,7 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
     """
     inputs_of, checks, dim = ModelInputs(job), job.step is None and job.collate is None, job.batch_dim
     for one in loaded:
-        shard, _, batch = one
+        shard, indices, batch = one
         if not shard.rows:
             yield one._replace(batch=None)
             continue
@@ -272,7 +272,7 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
             if type(inputs) is not torch.Tensor or dim or not inputs.ndim or inputs.shape[0] != shard.rows:
                 check_rows(job, inputs, shard)
         taken = picked if items is batch else batch._replace(batch=picked)
-        yield one if taken is batch else one._replace(batch=taken)
+        yield one if taken is batch else LoadedShard(shard, indices, taken)
 
 
 def check_rows(job: Job, inputs: Any, piece: Shard) -> None:
@@ -338,27 +338,21 @@ def _steps(
     try:
         for step, planned, _ in walk:
             # A name would keep a batch's memory while the next one is read: the first one is handed on in a list.
-            first = [_next(source, split, loaded, planned[0])] if planned else []
+            read: list[LoadedShard] = []
+            in_turn = functools.partial(_next, source, split, loaded, read)
+            read += map(in_turn, planned[:1])
             whole = split.whole(step) if skipping is None else skipping(split.whole(step))
-            yield LoadedStep(step, good.pop(step, planned), _in_turn(source, split, loaded, first, planned), whole)
+            yield LoadedStep(step, good.pop(step, planned), map(in_turn, planned), whole)
     finally:
         loaded.close()
 
 
-def _in_turn(
-    source: Source, split: Split, loaded: Iterator[LoadedShard], first: list[LoadedShard], planned: list[Shard]
-) -> Iterator[LoadedShard]:
-    """Yield a step's shards, of which the first one is read, and the others are read as they are asked for."""
-    if first:
-        yield first.pop()
-    for shard in planned[1:]:
-        yield _next(source, split, loaded, shard)
-
-
-def _next(source: Source, split: Split, loaded: Iterator[LoadedShard], shard: Shard) -> LoadedShard:
-    """Return the next shard; an error says its location, like `step 3, shard 1`."""
+def _next(
+    source: Source, split: Split, loaded: Iterator[LoadedShard], read: list[LoadedShard], shard: Shard
+) -> LoadedShard:
+    """Return the next shard, which may be `read` already; an error says its location, like `step 3, shard 1`."""
     try:
-        return next(loaded)
+        return read.pop() if read else next(loaded)
     except (Exception, SystemExit):
         where = f"evaluation {location(shard)}" if source.is_evaluation else location(shard)
         key = "eval.batch_size" if source.is_evaluation and source.job.task == "train" else "batch_size"
@@ -421,7 +415,17 @@ class Samples(Dataset[Any]):
         """Return the samples of a request; in a loader process, an error in place of them."""
         began = time.perf_counter()
         try:
-            items = self._read_request(wanted)
+            if self._tells and self.told.get(id(self.dataset)) != wanted.epoch:
+                self._tell(wanted.epoch)
+            items: Any = None if self.columns is None else self.columns.cut(wanted.indices)
+            if items is None and not self._draws:
+                self._quiet.begin()
+                items = self._whole(wanted.indices) if self._is_bare else self._read(wanted, wanted.indices)
+                self._draws = self._quiet.is_broken()
+                if self._draws:
+                    items = None
+            if items is None:
+                items = self._seeded(wanted)
             if wanted.ahead:  # after what is needed now
                 self.dataset.read_ahead(wanted.ahead)
         except Error as error:
@@ -429,19 +433,9 @@ class Samples(Dataset[Any]):
         in_background = getattr(self.dataset, "take_seconds_ahead", None)
         return Read(wanted, items, time.perf_counter() - began + (in_background() if in_background else 0.0))
 
-    def _read_request(self, wanted: ReadRequest) -> Any:
-        if self._tells and self.told.get(id(self.dataset)) != wanted.epoch:
-            self._tell(wanted.epoch)
-        batch = None if self.columns is None else self.columns.cut(wanted.indices)
-        if batch is not None:
-            return batch
-        if not self._draws:
-            self._quiet.begin()
-            items = self._whole(wanted.indices) if self._is_bare else self._read(wanted, wanted.indices)
-            self._draws = self._quiet.is_broken()
-            if not self._draws:
-                return items
-        items = []
+    def _seeded(self, wanted: ReadRequest) -> list[Any]:
+        """Return the samples of a request, each with random numbers of its own."""
+        items: list[Any] = []
         for index in wanted.indices:
             number = derive_seed(self.seed, "sample", wanted.epoch, index)
             seed_all(number)

@@ -234,7 +234,11 @@ class Metrics:
 
     def loss(self, step_output: StepOutput, rows: int) -> Weighted:
         """Return the sum and weight of the loss of a shard of `rows` rows; raises what `weighted_sum` raises."""
-        return self._weighted_sum("the loss", step_output.compare, step_output.loss, step_output, rows)
+        value, function = step_output.loss, step_output.compare
+        weighed = weighted_sum(value, rows, "the loss", OWN_MEAN if function is None else "")
+        if function is not None and weighed is not value:  # else the loss has told its weight itself
+            self._check_rows("the loss", function, value, step_output, rows)
+        return weighed
 
     def __call__(self, step_output: StepOutput, rows: int) -> list[Weighted]:
         """Return the sum and weight of each metric of a shard of `rows` rows.
@@ -249,21 +253,19 @@ class Metrics:
                 )
             with reraise_as(f"metrics.{name}", lambda _: describe_compared(step_output.outputs, step_output.target)):
                 value = function(step_output.outputs, step_output.target)
-            measured.append(self._weighted_sum(f"metrics.{name}", function, value, step_output, rows))
+            measured.append(weighted_sum(value, rows, f"metrics.{name}"))
+            self._check_rows(f"metrics.{name}", function, value, step_output, rows)
         return measured
 
-    def _weighted_sum(
-        self, what: str, function: Compare | None, value: Any, step_output: StepOutput, rows: int
-    ) -> Weighted:
-        """Return a value's sum and weight; if its size may not come from its rows, a trial tells, once."""
-        weighed = weighted_sum(value, rows, what, OWN_MEAN if function is None else "")
-        if function is None or what in self._tried or weighed is value:
-            return weighed
+    def _check_rows(self, what: str, function: Compare, value: Any, step_output: StepOutput, rows: int) -> None:
+        """Raise ModelError if a value is not of single rows; where its size may deceive, a trial tells, once."""
+        if what in self._tried:
+            return
         outputs, target = step_output.outputs, step_output.target
         are_tensors = type(value) is type(outputs) is type(target) is torch.Tensor
         sizes = (rows, value.shape, outputs.shape, target.shape) if are_tensors else None
         if sizes in self._of_rows:
-            return weighed
+            return
         if not _may_not_be_of_rows(value, rows, outputs, target, self._batch_dim):
             if sizes is not None:
                 self._of_rows.add(sizes)
@@ -273,7 +275,6 @@ class Metrics:
             if counts is not None:
                 size = f"{what} returned a tensor of size {list(value.shape)} for a shard of {rows} rows"
                 _check_numbers(size, *counts, describe_compared(outputs, target))
-        return weighed
 
 
 def _check_numbers(says: str, one: int, two: int, hint: str) -> None:

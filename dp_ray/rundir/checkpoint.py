@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,47 +46,6 @@ from dp_ray.tensors.files import (
 PIECES = "pieces"
 NO_PIECES: dict[str, Any] = {"step": 0, "sha256": [], "shapes": {}}
 PIECE_NAME = re.compile(r"step-(\d+)\.\d+-of-\d+\.safetensors")
-
-
-@dataclass
-class TrainState:
-    """The running values of a training: `step` steps are done; `measured` holds the last evaluation."""
-
-    step: int = 0
-    epoch_loss: list[float] = field(default_factory=lambda: [0.0, 0.0])  # sum and weight since the epoch's start
-    measured: dict[str, float] = field(default_factory=dict)
-    _unread: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
-    best: float | None = None
-    best_step: int | None = None
-    best_by: list[str] = field(default_factory=list)  # the metric and the mode that `best` refers to
-    stopping: dict[str, Any] = field(default_factory=dict)  # what early stopping counts; empty without it
-
-    def add(self, sums: torch.Tensor) -> None:
-        """Add a step's loss, whose sum and weight come first in `sums`, without waiting for the device."""
-        self._unread.append(sums)
-        if len(self._unread) >= 256:
-            self._read()
-
-    def end_epoch(self) -> float:
-        """Return the epoch's mean loss and begin the next epoch."""
-        self._read()
-        (total, weight), self.epoch_loss = self.epoch_loss, [0.0, 0.0]
-        return total / weight if weight else float("nan")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values as a checkpoint holds them."""
-        self._read()
-        values = {name.name: getattr(self, name.name) for name in fields(self) if name.init}
-        if not self.stopping:
-            del values["stopping"]  # earlier versions do not know it
-        return values
-
-    def _read(self) -> None:
-        with waiting(ON_GPU):
-            unread = torch.stack(self._unread)[:, :2].tolist() if self._unread else ()
-        for total, weight in unread:
-            self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
-        self._unread = []
 
 
 def name_of(step: int) -> str:

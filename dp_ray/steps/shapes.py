@@ -79,8 +79,23 @@ class Probe:
 
         They are those of a shard of `rows` rows.
         """
-        seen, self._seen = self._seen, None
-        return None if seen is None else self._sizes(*seen, rows), self._milliseconds
+        if self._seen is None:
+            return None, self._milliseconds
+        (args, kwargs, output), self._seen = self._seen, None
+        # Writing sizes as JSON takes longer than all else here, and most models map one tensor to one.
+        are_tensors = len(args) == 1 and not kwargs and type(args[0]) is type(output) is torch.Size
+        key = (args[0], output, rows) if are_tensors else None
+        if key in self._cache:
+            return self._cache[key], self._milliseconds
+        args = tuple(_in_common(one, rows, self.batch_dim) for one in args)
+        inputs: Any = args[0] if len(args) == 1 else args  # the call's inputs as one tree: a lone argument as itself
+        if kwargs:
+            kwargs = {name: _in_common(one, rows, self.batch_dim) for name, one in kwargs.items()}
+            inputs = kwargs if not args else {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
+        found = Sizes(encode_sizes(inputs), encode_sizes(_in_common(output, rows, self.batch_dim)), rows)
+        if key is not None:
+            self._cache[key] = found
+        return found, self._milliseconds
 
     def take(self, rows: int) -> tuple[Sizes, float]:
         """Return what `last` does; raise ModelError if the module was not called."""
@@ -110,22 +125,6 @@ class Probe:
             _sizes_of(output),
         )
 
-    def _sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, rows: int) -> Sizes:
-        # Writing sizes as JSON takes longer than all else here, and most models map one tensor to one.
-        are_tensors = len(args) == 1 and not kwargs and type(args[0]) is type(output) is torch.Size
-        key = (args[0], output, rows) if are_tensors else None
-        if key in self._cache:
-            return self._cache[key]
-        args = tuple(_in_common(one, rows, self.batch_dim) for one in args)
-        inputs: Any = args[0] if len(args) == 1 else args  # the call's inputs as one tree: a lone argument as itself
-        if kwargs:
-            kwargs = {name: _in_common(one, rows, self.batch_dim) for name, one in kwargs.items()}
-            inputs = kwargs if not args else {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
-        seen = Sizes(encode_sizes(inputs), encode_sizes(_in_common(output, rows, self.batch_dim)), rows)
-        if key is not None:
-            self._cache[key] = seen
-        return seen
-
 
 def _sizes_of(value: Any) -> Any:
     """Return what `sizes` does, of most values at once."""
@@ -146,7 +145,7 @@ class Recorder:
         self._unsent: dict[int, Sizes] = {}  # sizes that the driver does not know yet, by number
         self._open: dict[int, tuple[int, int, list[float]]] = {}  # by shard: first step, number of its sizes, times
         self._spans: list[ShardSpan] = []
-        self._rows = 0
+        self.rows = 0  # of the shards recorded since somebody has set it to 0
         self._times: list[TimedStep] = []
         self._through = -1
         self._sent_through = -1
@@ -157,7 +156,7 @@ class Recorder:
 
     def on_shard(self, shard: Shard, seen: Sizes, milliseconds: float) -> None:
         """Record a shard's sizes and the milliseconds of its forward."""
-        self._rows += shard.rows
+        self.rows += shard.rows
         with self._lock:
             number = self._numbers.get(seen)
             if number is None:
@@ -173,11 +172,6 @@ class Recorder:
     def on_step(self, step: int) -> None:
         """Record that this worker has finished `step`, with or without rows in it."""
         self._through = step
-
-    def take_rows(self) -> int:
-        """Return the rows of the shards recorded since the last call."""
-        rows, self._rows = self._rows, 0
-        return rows
 
     def on_times(self, timed: list[TimedStep]) -> None:
         """Record how long the parts of steps took."""

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dp_ray.engine.clock import Part
+from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.loading import Source
 from dp_ray.engine.model import advice_on, tensors_of
 from dp_ray.engine.timed_loader import StepTimes
@@ -35,7 +36,6 @@ from dp_ray.rundir.checkpoint import (
     CHECKPOINTS,
     Checkpoint,
     CheckpointWriter,
-    TrainState,
     newest,
     pack,
     steps_of,
@@ -55,6 +55,7 @@ from dp_ray.rundir.start import (
     write_weights,
 )
 from dp_ray.steps.times import History
+from dp_ray.system.threads import waiting
 from dp_ray.tasks.setup import Context
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
 
@@ -63,6 +64,48 @@ LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any 
 EXPECTED = 0.005, 200e6  # the first checkpoint's cost: fixed seconds, and bytes a second
 TrainingLayout: TypeAlias = dict[str, Any]  # all that decides which samples a step holds
 Updates: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
+
+
+@dataclasses.dataclass
+class TrainState:
+    """The running values of a training: `step` steps are done; `measured` holds the last evaluation."""
+
+    step: int = 0
+    # Sum and weight since the epoch's start.
+    epoch_loss: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
+    measured: dict[str, float] = dataclasses.field(default_factory=dict)
+    _unread: list[torch.Tensor] = dataclasses.field(default_factory=list, init=False, repr=False)
+    best: float | None = None
+    best_step: int | None = None
+    best_by: list[str] = dataclasses.field(default_factory=list)  # the metric and the mode that `best` refers to
+    stopping: dict[str, Any] = dataclasses.field(default_factory=dict)  # what early stopping counts; empty without it
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Add a step's loss, whose sum and weight come first in `sums`, without waiting for the device."""
+        self._unread.append(sums)
+        if len(self._unread) >= 256:
+            self._read()
+
+    def end_epoch(self) -> float:
+        """Return the epoch's mean loss and begin the next epoch."""
+        self._read()
+        (total, weight), self.epoch_loss = self.epoch_loss, [0.0, 0.0]
+        return total / weight if weight else float("nan")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values as a checkpoint holds them."""
+        self._read()
+        values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self) if name.init}
+        if not self.stopping:
+            del values["stopping"]  # earlier versions do not know it
+        return values
+
+    def _read(self) -> None:
+        with waiting(ON_GPU):
+            unread = torch.stack(self._unread)[:, :2].tolist() if self._unread else ()
+        for total, weight in unread:
+            self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
+        self._unread = []
 
 
 @dataclasses.dataclass(frozen=True)

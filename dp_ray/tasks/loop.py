@@ -75,7 +75,7 @@ class Run:
                 self.stops = True
                 return
             yield step
-            rows = recorder.take_rows()
+            rows, recorder.rows = recorder.rows, 0
             timed = clock.end_step(step, rows) if rows or goes_on is None else []
             if timed:
                 recorder.on_times(timed)
