@@ -76,11 +76,11 @@ def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch:
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
 
-    def move(batch: LoadedShard, device: torch.device) -> LoadedShard:
+    def move(batch: Any, device: torch.device) -> Any:
         stream.copies.append(batch)
         return batch
 
-    monkeypatch.setattr(loading, "_move", move)
+    monkeypatch.setattr(loading, "moved_batch", move)
     shards = (LoadedShard(Shard(0, 0, 0, 1), np.arange(1), np.arange(number)) for number in range(1, 5))
     given = [len(one.batch) for one in loading.on_device(shards, GPU)]
     assert given == [1, 2, 3, 4]

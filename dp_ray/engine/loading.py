@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from dp_ray.engine.alignment import aligned_batch, must_align
 from dp_ray.engine.bad_samples import (
@@ -66,7 +65,7 @@ from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.tensors.files import moved_batch
 from dp_ray.tensors.scatter import cut, num_rows, scatter
-from dp_ray.tensors.tree import bare_tensors, flatten, holds_objects, map_leaves, sizes, with_tensors
+from dp_ray.tensors.tree import bare_tensors, flatten, holds_objects, map_leaves, sizes, unflatten, with_tensors
 from dp_ray.text import listed
 
 
@@ -633,12 +632,18 @@ class Collated(NamedTuple):
     def pin_memory(self) -> "Collated":
         """Return it in pinned memory; torch's loader, which would walk all tuples around the batch, calls this."""
         indices, batch = self.read
-        bare = bare_tensors(batch)
-        if bare is None:
-            pinned: Any = pin_memory(batch)  # type: ignore[no-untyped-call]
-        else:
-            pinned = with_tensors(batch, [one.pin_memory() for one in bare])
+        if type(batch) is torch.Tensor:  # as most of a prediction
+            return Collated(self.seconds, (indices, batch.pin_memory()))
+        if (bare := bare_tensors(batch)) is not None:
+            return Collated(self.seconds, (indices, with_tensors(batch, [one.pin_memory() for one in bare])))
+        parts, spec = flatten(batch, is_whole=_can_pin)
+        pinned = unflatten(spec, [one.pin_memory() if _can_pin(one) else one for one in parts])
         return Collated(self.seconds, (indices, pinned))
+
+
+def _can_pin(node: Any) -> bool:
+    """Return whether it is a tensor, or an object that puts its tensors into pinned memory itself."""
+    return hasattr(node, "pin_memory") and not isinstance(node, type)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -732,7 +737,7 @@ def on_device(
     if device.type == "cpu":
         return loaded
     if device.type != "cuda":
-        return (_move(one, device) for one in loaded)
+        return (one._replace(batch=moved_batch(one.batch, device)) for one in loaded)
     return _copied_ahead(loaded, device, clock or SilentClock())
 
 
@@ -745,9 +750,10 @@ def _copied_ahead(
         before = clock.enter(Part.HOST_TO_DEVICE)
         current = None if ready is None else _wait_for(ready, copied, device)  # before the next batch's copy
         # Of an object's tensors it cannot be told torch that another stream uses them: these are copied by that one.
-        stream = torch.accelerator.current_stream(device.index) if holds_objects(one.batch) else copies
+        has_objects = type(one.batch) is not torch.Tensor and holds_objects(one.batch)
+        stream = torch.accelerator.current_stream(device.index) if has_objects else copies
         with stream:
-            ready = _move(one, device)
+            ready = LoadedShard(one.shard, one.indices, moved_batch(one.batch, device))
         copied.record(stream)
         if current is None:
             clock.enter(before)
@@ -768,10 +774,6 @@ def _aligned(loaded: Generator[LoadedShard, None, None]) -> Generator[LoadedShar
         current = [one._replace(batch=aligned_batch(one.batch))]
         del one  # a name would keep the batch's memory while the next one is copied
         yield current.pop()
-
-
-def _move(one: LoadedShard, device: torch.device) -> LoadedShard:
-    return LoadedShard(one.shard, one.indices, moved_batch(one.batch, device))
 
 
 def _wait_for(one: LoadedShard, copied: torch.Event, device: torch.device) -> LoadedShard:

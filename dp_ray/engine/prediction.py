@@ -128,7 +128,7 @@ class OutputSelector:
 
         With `outputs.ragged`, lists with an entry for each row have become leaves.
         """
-        outputs = self.picked(outputs, inputs, location(shard), shard.rows)
+        outputs = self.picked(outputs, inputs, shard, shard.rows)
         if self._dtype is None:
             return outputs
         leaves, spec = flatten(outputs)
@@ -143,26 +143,26 @@ class OutputSelector:
             self._notes.look(shard, path or WHOLE, numbers, made)
         return unflatten(spec, converted)
 
-    def picked(self, outputs: Any, inputs: Any, where: str, rows: int | None) -> Any:
+    def picked(self, outputs: Any, inputs: Any, shard: Shard, rows: int | None) -> Any:
         """Return what is kept of the outputs of so many rows, in its own dtypes; with None, lists have any length."""
         if self.after is not None:
-            got = describe_input(outputs)
+            where, got = location(shard), describe_input(outputs)
             with reraise_as(f"{where}: {AFTER}", lambda error: gradients_hint(error) + got):
                 outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
             if not self._is_ragged and not flatten(without_texts(outputs))[0]:
                 raise ModelError(f"{where}: {AFTER} must return tensors, arrays or texts, got {outputs!r:.60}")
         if self._is_ragged:
-            with locating(where):
+            with locating(location(shard)):
                 outputs = without_lists(outputs, rows)
         if self._keep is not None:
-            outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, where))
+            outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, location(shard)))
         if (tensors := bare_tensors(outputs)) and not any(map(why_no_rows, tensors)):
             return outputs
         leaves, spec = flatten(outputs)
         for number, leaf in enumerate(leaves):
             if (why := why_no_rows(leaf)) is not None:
                 path = quoted(leaf_keys(spec)[number])
-                raise ModelError(f"{where}: output{path} is {why}; or leave it out: see outputs.keep")
+                raise ModelError(f"{location(shard)}: output{path} is {why}; or leave it out: see outputs.keep")
         return outputs
 
 
@@ -288,15 +288,16 @@ def predict(
     with evaluating(model) as state, autocast(job.precision, prediction.device, enabled=False):
         replica = Replica(job, model, prediction.device, state, work, forwards, prediction.clock, after=select.after)
         runner = _Runner(prediction, model, replica, select)
+        dummies = None if forwards.are_collective else ()  # which need not be asked for in each step
         for loaded in map(forwards.begin, steps):
-            for shard, indices, batch, _ in replica.rounds(loaded):
+            for shard, indices, batch, _ in replica.rounds(loaded, dummies):
                 if shard is None:  # the other workers need this one to gather parameters
                     runner.run_dummy(batch)
                 else:
                     # The outputs get no name: those that are not kept are freed before the next shard.
                     yield runner.run(shard, indices, batch, counts_flops)
                     counts_flops = False
-                    prediction.clock.enter(Part.OTHER)
+            prediction.clock.enter(Part.OTHER)
             replica.restore()
             yield StepEnd(loaded.step)
         with runner.no_grad, runner.precision:
@@ -357,6 +358,7 @@ class _Runner:
 
     def run_dummy(self, inputs: Any) -> None:
         """Run the model beside other workers that need this one, from the same state as their shards."""
+        self.prediction.clock.enter(Part.OTHER)
         self.replica.restore()
         with self.no_grad, self.precision, reraise_as("model", gradients_hint):
             call = self.replica.forwards.gathering(call_model)
@@ -375,21 +377,24 @@ class _Runner:
     def _run(self, inputs: Any, shard: Shard, counts_flops: bool) -> tuple[Any, Flops | None]:
         clock, trial = self.prediction.clock, self.prediction.trial
         flops = self._flops(inputs, shard) if counts_flops else None
-        is_tried = trial is not None and trial.is_due(shard.rows)
-        less = trial.one_less(inputs, shard.rows) if trial is not None and is_tried else None
-        is_single = trial is not None and trial.is_single_due(shard.rows)
-        twice = trial.row_twice(inputs) if trial is not None and is_single else None
+        tries_rows = trial is not None and trial.is_open and trial.is_due(shard.rows)
+        tries_texts = trial is not None and trial.is_open and trial.is_single_due(shard.rows)
+        other = None  # of one row less or more; made before the model may change its inputs
+        if trial is not None and (tries_rows or tries_texts):
+            other = trial.one_less(inputs, shard.rows) if tries_rows else trial.row_twice(inputs)
         clock.enter(Part.FORWARD)
         outputs = self.replica.run(shard, self._forward, inputs)
         clock.enter(Part.OUTPUTS)
         selected = self.select(outputs, inputs, shard)
-        if trial is not None and is_tried:
+        if trial is not None and tries_rows:
             del outputs  # what is not kept: the trial may need its memory
             with suppress(Error):  # of a class that cannot be made again
                 selected = apart(selected)
-            self._try_rows(trial, less, selected, shard)
-        elif trial is not None and is_single:
-            self._try_texts(trial, twice, selected, shard)
+            self._try_rows(trial, other, selected, shard)
+        elif trial is not None and tries_texts:
+            self._try_texts(trial, other, selected, shard)
+        if type(selected) is torch.Tensor:  # the usual case, without texts
+            return selected, flops
 
         def is_column(path: str, length: int) -> bool:
             return length == shard.rows if trial is None else trial.is_column(path, length, shard.rows)
@@ -423,11 +428,11 @@ class _Runner:
     def _tried(self, trial: RowTrial, other: Any, selected: Any, shard: Shard) -> Tried:
         """Run the `other` batch, of one row less or more than a shard; return how the outputs differ."""
         before = self.prediction.clock.enter(Part.OTHER)
-        job, where = self.prediction.job, location(shard)
+        job = self.prediction.job
 
         def run(inputs: Any) -> Any:
             outputs = self.replica.run(shard, call_model, self.model, inputs, job.call)
-            return without_texts(self.select.picked(outputs, inputs, where, None))
+            return without_texts(self.select.picked(outputs, inputs, shard, None))
 
         self.replica.restore()  # its errors are no trial's
         tried = trial.run(run, other, selected, shard.rows)

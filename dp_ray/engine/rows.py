@@ -86,16 +86,16 @@ class RowTrial:
         self._device = device
         self._cannot = cannot
         self._note = note
-        self._is_due = self._is_single_due = True
+        self.is_open = self._is_single_due = True  # `is_open` until a shard of more rows has been tried
         self._tried: Tried = ""
 
     def is_due(self, rows: int) -> bool:
         """Return whether to try a shard of so many rows."""
-        return self._is_due and rows > 1
+        return self.is_open and rows > 1
 
     def is_single_due(self, rows: int) -> bool:
         """Return whether to try a shard of one row, for the lists of one text in its outputs."""
-        return self._is_due and self._is_single_due and rows == 1
+        return self.is_open and self._is_single_due and rows == 1
 
     def one_less(self, batch: Any, rows: int) -> Any | None:
         """Return a copy of a shard's batch without its last row; None if it cannot be tried."""
@@ -129,7 +129,7 @@ class RowTrial:
 
     def end(self, tried: Tried) -> None:
         """Take in what a trial has shown: there is no other one."""
-        self._is_due = False
+        self.is_open = False
         self._tried = tried
         if isinstance(tried, str):
             self._note(

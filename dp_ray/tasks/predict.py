@@ -142,7 +142,6 @@ class OutputKeeper:
         shard = done.shard
         if done.flops is not None:
             self.context.send(FlopsCounted(done.flops))
-        self.send_notes()
         self.run.recorder.on_shard(shard, *self.run.probe.take(shard.rows))
         try:
             self.writer.on_shard(shard, done.indices, done.outputs, done.carried)
@@ -156,6 +155,7 @@ class OutputKeeper:
 
     def end(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""
+        self.send_notes()
         self.run.recorder.on_step(step)  # first: the writer keeps what is recorded when it commits the step
         self.writer.on_step(step)
         self.merger.on_step(step)

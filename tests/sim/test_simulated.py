@@ -62,10 +62,10 @@ class Limit(NamedTuple):
 
 # A busy machine adds some: what has come from the GPU by then is taken in sooner or later.
 LIMITS = {
-    "train resnet": Limit(300, 200, 30),
-    "train Gpt": Limit(300, 200, 30),
-    "predict resnet": Limit(150, 90, 20),
-    "predict Gpt": Limit(150, 90, 20),
+    "train resnet": Limit(300, 170, 10),
+    "train Gpt": Limit(300, 170, 10),
+    "predict resnet": Limit(140, 55, 10),
+    "predict Gpt": Limit(140, 55, 10),
 }
 
 
