@@ -143,7 +143,7 @@ def test_what_cannot_be_restored_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     with isolated() as remains:
         os.chdir(tmp_path)
         gone.rmdir()
-    assert remains == ["its working directory"]
+    assert remains == ["its process's settings: working directory"]
 
 
 def test_a_thread_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

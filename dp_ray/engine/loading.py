@@ -64,7 +64,7 @@ from dp_ray.job.targets import bound, build_dataset, dataset_seed, resolve
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.tensors.files import moved_batch
-from dp_ray.tensors.scatter import cut, num_rows, scatter
+from dp_ray.tensors.scatter import cut, num_rows
 from dp_ray.tensors.tree import bare_tensors, flatten, holds_objects, map_leaves, sizes, unflatten, with_tensors
 from dp_ray.text import listed
 
@@ -311,12 +311,6 @@ def _scattered(
         whole, indices, batch = next(loaded)
         if batch is not None:
             check_rows(job, batch, whole)
-        if not whole.missing:
-            parts = scatter(batch, job.num_shards, job.batch_dim)
-            for shard in shards:
-                mine = indices[shard.start - whole.start : shard.stop - whole.start]
-                yield LoadedShard(shard, mine, parts[shard.shard])
-            continue
         positions = whole.positions
         for shard in shards if good is None else good[step]:
             first = bisect_left(positions, shard.start)

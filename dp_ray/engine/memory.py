@@ -7,7 +7,7 @@ those that live are counted.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -39,7 +39,7 @@ from dp_ray.engine.optimizer import build_optimizer
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved, seed_all
 from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.reduce import Trained
+from dp_ray.engine.reduce import Reduction, Trained
 from dp_ray.engine.sharded.build import recasts, shard_in_place
 from dp_ray.engine.sharded.deferred import CannotDefer, record
 from dp_ray.engine.sharded.reduce import ShardedReduction
@@ -60,6 +60,7 @@ from dp_ray.tensors.files import is_sharded, local, moved_batch
 from dp_ray.tensors.tree import holds_objects, map_leaves
 
 Bytes: TypeAlias = Counter[str]  # by device
+Run: TypeAlias = Callable[[bool], None]  # of a shard, which may be the last of its step
 OF_NCCL = "memory: of what is left of a GPU NCCL takes 0.3 to 0.6 GB"  # for the channels of a group
 
 
@@ -225,49 +226,6 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage
 
 
-@dataclass(eq=False)
-class Runner:
-    """A worker's shard, run as its task does."""
-
-    job: Job
-    model: nn.Module
-    world: World
-    batch: Any
-    rows: int
-    sharded: Sharded | None
-
-    def __post_init__(self) -> None:
-        self._step = build_step(self.job, self.world)
-        self._loss = shard_loss(self.model, self._step, build_metrics(self.job)[0], self.job, self.world.device)
-        trained = Trained(self._loss, {}, [], None, ForwardState(self.model), SilentClock())
-        self._reduction = None if self.sharded is None else ShardedReduction(trained, self.sharded, False)
-
-    def __call__(self, is_last: bool) -> None:
-        """Run a forward and, in a training, a backward; `is_last` of a step's shards exchanges gradients."""
-        if self.job.task != "train":
-            self._infer()
-            return
-        loss: Callable[..., torch.Tensor] = self._loss
-        exchanging: AbstractContextManager[Any] = nullcontext()
-        if self._reduction is not None:
-            self._reduction.begin(0, [0], 1)
-            loss, exchanging = self._reduction.called, self._reduction.shard(0, is_last)
-        if not self.model.training:
-            self.model.train()
-        with exchanging:
-            loss(self.batch, self.rows).backward()  # type: ignore[no-untyped-call]
-
-    def _infer(self) -> None:
-        self.model.eval()
-        run = (lambda function, *args: function(*args)) if self.sharded is None else self.sharded.run
-        keeps = self.job.task != "predict"  # autocast, copies of weights
-        with torch.no_grad(), autocast(self.job.precision, self.world.device, keeps=keeps):
-            if self.job.task == "predict":
-                run(call_model, self.model, self.batch, self.job.call)
-            else:
-                run(run_step, self._step, self.model, self.batch)
-
-
 @dataclass(frozen=True)
 class FakeShard:
     """A job's largest shard: its batch, as the worker gets it, and its rows. `on_gpu` says where it is to run."""
@@ -301,15 +259,38 @@ class FakeShard:
 
     def _runner(
         self, model: nn.Module, devices: Sequence[torch.device], mode: FakeTensorMode, sharded: Sharded | None = None
-    ) -> "Runner":
-        """Make what runs the shard: a training's loss, or the model alone."""
-        world = World(device=input_device(self.job, model, devices), all_devices=tuple(devices))
+    ) -> Run:
+        """Return a function that runs the shard as the job's task does; the last of a step's exchanges gradients."""
+        job, rows = self.job, self.rows
+        world = World(device=input_device(job, model, devices), all_devices=tuple(devices))
         if holds_objects(self.batch):
             says = "the collate makes objects whose tensors cannot be replaced by ones without memory"
             raise JobError(f"collate: {says}, so memory is not planned")
         fake = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.batch)
-        batch = moved_batch(fake, world.device)
-        return Runner(self.job, model, world, batch, self.rows, sharded)
+        batch, step = moved_batch(fake, world.device), build_step(job, world)
+        if job.task == "train":
+            if not model.training:
+                model.train()
+            loss = shard_loss(model, step, build_metrics(job)[0], job, world.device)
+            trained = Trained(loss, {}, [], None, ForwardState(model), SilentClock())
+            reduction = Reduction(trained) if sharded is None else ShardedReduction(trained, sharded, False)
+
+            def train(is_last: bool) -> None:
+                reduction.begin(0, [0], 1)
+                with reduction.shard(0, is_last):
+                    reduction.called(batch, rows).backward()  # type: ignore[no-untyped-call]
+
+            return train
+        model.eval()
+        predicts = job.task == "predict"
+        call: tuple[Any, ...] = (call_model, model, batch, job.call) if predicts else (run_step, step, model, batch)
+        run: Callable[..., Any] = partial(*call) if sharded is None else partial(sharded.run, *call)
+
+        def infer(_: bool) -> None:
+            with torch.no_grad(), autocast(job.precision, world.device, keeps=not predicts):  # copies of weights
+                run()
+
+        return infer
 
     def _with_optimizer(self, model: nn.Module, live: LiveMemory, held: Held) -> Held:
         """Run the optimizer's step on the gradients that there are, to see its state and what it needs."""
@@ -413,7 +394,7 @@ def _part(job: Job, held: Held, whole: Held, seen: int, workers: int, on_gpu: bo
 
 
 def _forward_backward(
-    model: nn.Module, live: LiveMemory, runs: Sequence[Runner], sharded: Sharded | None = None
+    model: nn.Module, live: LiveMemory, runs: Sequence[Run], sharded: Sharded | None = None
 ) -> Held:
     """Run the shards of a step one after another, and count."""
     parameters, buffers = [local(one) for one in model.parameters()], [local(one) for one in model.buffers()]

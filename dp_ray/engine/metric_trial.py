@@ -96,7 +96,8 @@ def _apart(metric: Any, seen: Any, batch_dim: int) -> str | None:
         single = _updated(metric, scatter(seen, rows, batch_dim), devices[0])
         if whole is None or single is None:
             return None
-        differ = _differing(_state(whole), _state(single), room)
+        states, others = _state(whole), _state(single)
+        differ = [name for name, one in states.items() if not _are_near(one, others[name], room)]
         if not differ:
             return None
         is_told = any(_tells(getattr(whole, name), getattr(single, name), rows) for name in differ)
@@ -130,10 +131,6 @@ def _state(metric: Any) -> dict[str, torch.Tensor]:
         pieces = value if isinstance(value, list) else [value]
         states[name] = torch.cat([torch.as_tensor(one).reshape(-1).double() for one in pieces])
     return states
-
-
-def _differing(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], room: float) -> list[str]:
-    return [name for name, one in left.items() if not _are_near(one, right[name], room)]
 
 
 def _tells(at_once: Any, one_by_one: Any, rows: int) -> bool:

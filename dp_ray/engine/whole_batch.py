@@ -641,21 +641,16 @@ def detached(output: StepOutput, shard: Shard, runs_again: bool = True) -> Shard
     If the model `runs_again` before they are used, those without a graph are copies: it may write what it has
     returned, as a buffer, and its buffers are put back.
     """
-    seen = output.outputs, output.target
-    outputs, target = (map_leaves(_apart, one) if runs_again else one for one in seen)
-    return ShardOutput(shard, map_leaves(_detached, outputs), map_leaves(_without_graph, target))
 
+    def kept(leaf: Any) -> Any:
+        has_graph = isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        own = apart(leaf) if runs_again and not has_graph else leaf
+        return own.detach() if isinstance(own, torch.Tensor) else own
 
-def _apart(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, torch.Tensor) and leaf.requires_grad else apart(leaf)
+    def marked(leaf: Any) -> Any:
+        return kept(leaf).requires_grad_() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else kept(leaf)
 
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _without_graph(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+    return ShardOutput(shard, map_leaves(marked, output.outputs), map_leaves(kept, output.target))
 
 
 def shard_loss(

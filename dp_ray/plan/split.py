@@ -70,9 +70,10 @@ class Shard:
         object.__setattr__(self, "rows", self.stop - self.start - len(self.missing))
 
     @property
-    def positions(self) -> list[int]:
+    def positions(self) -> Sequence[int]:
         """The positions of its rows in the order of its epoch."""
-        return [at for at in range(self.start, self.stop) if at not in self.missing]
+        every = range(self.start, self.stop)
+        return [at for at in every if at not in self.missing] if self.missing else every
 
 
 @dataclass(frozen=True)

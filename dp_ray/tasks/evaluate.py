@@ -20,7 +20,6 @@ from dp_ray.tasks.setup import (
     check_unchanged,
     load_dataset,
     model_to_run,
-    quarantine_of,
     set_aside,
 )
 
@@ -80,7 +79,7 @@ class Evaluator:
         check_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
         check_unchanged(context, "eval.dataset", self._dataset)
         self._planned = evaluations_of(job, len(self._dataset))
-        self._set_aside = set_aside(replace(context, job=self._job), "eval.dataset", self._dataset)
+        self._quarantine, self._files = set_aside(replace(context, job=self._job), "eval.dataset", self._dataset)
 
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate after `step`."""
@@ -89,20 +88,19 @@ class Evaluator:
     def measure(self, step: int) -> dict[str, float]:
         """Evaluate after `step`; return the metrics by their names in the history."""
         work = Work(self._planned.split, self._world.world_size, self._world.rank)
-        if self._set_aside is not None:
-            self._set_aside.files.after = step
-        quarantine = quarantine_of(self._set_aside)
+        if self._files is not None:
+            self._files.after = step
         source = Source(self._job, self._dataset, "eval.dataset", is_evaluation=True, told=self._told)
         with (
             self._in_place(),
-            closing(load_steps(source, work, self._world.device, quarantine)) as steps,
+            closing(load_steps(source, work, self._world.device, self._quarantine)) as steps,
             closing(self._evaluation.run(self._model, work, steps)) as evaluated,
         ):
             for done in evaluated:
                 if isinstance(done, StepEnd):
                     self._control.touch()
         assert isinstance(done, Evaluated)
-        metrics = done.metrics if quarantine is None else {**done.metrics, "rows": done.rows}
+        metrics = done.metrics if self._quarantine is None else {**done.metrics, "rows": done.rows}
         measured = {f"eval_{name}": value for name, value in metrics.items()}
         for where, name in self._job.watched.items():
             if name not in measured:

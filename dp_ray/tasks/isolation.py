@@ -46,7 +46,8 @@ from dp_ray.system.linux import SYSTEM_FOLDERS, cores, run_on
 
 _C: Any = torch._C
 _overrides: Any = torch.overrides
-UNKNOWN = "(unknown)"  # this torch has no such setting, or does not tell: user code has mixed its two interfaces
+# This torch has no such setting, or does not tell, as user code has mixed its two interfaces; or a folder is gone.
+UNKNOWN = "(unknown)"
 # Settings X of torch._C, with _get_X or _is_X, and _set_X.
 PAIRS = (
     *("autograd_fallback_mode", "backcompat_broadcast_warn", "backcompat_keepdim_warn", "blas_preferred_backend"),
@@ -173,12 +174,6 @@ def _environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-def _working_directory() -> Iterator[None]:
-    before = os.getcwd()
-    yield
-    os.chdir(before)
-
-
 def _lists() -> Iterator[None]:
     """Restore the lists of the interpreter and of torch that user code may add to."""
     lists: tuple[list[Any], ...] = (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)
@@ -193,12 +188,6 @@ def _warnings() -> Iterator[None]:
         yield
 
 
-def _log_level() -> Iterator[None]:
-    before = logging.getLogger().level
-    yield
-    logging.getLogger().setLevel(before)
-
-
 def _hooks() -> Iterator[None]:
     """Restore the hooks of all modules and of all optimizers."""
     owners = (nn.modules.module, sys.modules[torch.optim.Optimizer.__module__])
@@ -210,45 +199,6 @@ def _hooks() -> Iterator[None]:
         one.update(before)
 
 
-def _calculation() -> Iterator[None]:
-    """Restore how numpy calculates, and what torch's distributions check."""
-    numpy_errors, validates = np.geterr(), torch.distributions.Distribution._validate_args
-    yield
-    np.seterr(**numpy_errors)
-    torch.distributions.Distribution.set_default_validate_args(validates)
-
-
-def _interpreter() -> Iterator[None]:
-    collects, recursion, timeout = gc.isenabled(), sys.getrecursionlimit(), socket.getdefaulttimeout()
-    os.umask(umask := os.umask(0))  # the only way to read it
-    starts = multiprocessing.get_start_method(allow_none=True)
-    disabled, hook = logging.root.manager.disable, sys.excepthook
-    yield
-    (gc.enable if collects else gc.disable)()
-    os.umask(umask)
-    sys.setrecursionlimit(recursion)
-    socket.setdefaulttimeout(timeout)
-    multiprocessing.set_start_method(starts, force=True)
-    logging.disable(disabled)
-    sys.excepthook = hook
-
-
-def _process() -> Iterator[None]:
-    """Restore what the system or Python keeps of a process: limits, cores, signals, how threads and memory share."""
-    limits, had_cores, blocked = resource.getrlimit(resource.RLIMIT_NOFILE), cores(), signal.pthread_sigmask(0, ())
-    thresholds, interval, temporary = gc.get_threshold(), sys.getswitchinterval(), tempfile.tempdir
-    yield
-    gc.set_threshold(*thresholds)
-    sys.setswitchinterval(interval)
-    tempfile.tempdir = temporary
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    if resource.getrlimit(resource.RLIMIT_NOFILE) != limits:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    if had_cores and cores() != had_cores:
-        for thread in psutil.Process().threads():  # those that the job has started have its cores too
-            run_on(thread.id, had_cores)
-
-
 class Setting(NamedTuple):
     """A setting of torch: its name, and how to read and to set it; None if it can only be read."""
 
@@ -257,20 +207,28 @@ class Setting(NamedTuple):
     set: Callable[[Any], object] | None
 
     def read(self) -> Any:
-        """Read its value; UNKNOWN if torch does not have it."""
+        """Read its value; UNKNOWN if there is none, as of a setting that this torch does not have."""
         try:
             return self.get()
-        except (RuntimeError, AttributeError):
+        except (RuntimeError, AttributeError, OSError):
             return UNKNOWN
 
 
 def torch_settings() -> Iterator[None]:
     """Restore torch's settings; raises NotRestored, which names the settings that stay otherwise."""
-    before = [(setting, setting.read()) for setting in settings_of_torch()]
     torch._tensor_str.PRINT_OPTS = copy.copy(torch._tensor_str.PRINT_OPTS)  # which user code changes in place
     configs = {name: sys.modules[name].get_config_copy() for name in CONFIGS if name in sys.modules}
+    restored = _restored(settings_of_torch)
+    next(restored)
     yield
     _restore_configs(configs)
+    next(restored, None)
+
+
+def _restored(settings: Callable[[], Iterator[Setting]]) -> Iterator[None]:
+    """Restore settings, in their order; raises NotRestored, which names those that stay otherwise."""
+    before = [(setting, setting.read()) for setting in settings()]
+    yield
     for setting, value in before:
         if value != UNKNOWN and setting.set is not None and setting.read() != value:
             with suppress(Exception):  # what it leaves is named below
@@ -278,6 +236,42 @@ def torch_settings() -> Iterator[None]:
     left = [setting.name for setting, value in before if setting.read() != value]
     if left:
         raise NotRestored(", ".join(left))
+
+
+def settings_of_process() -> Iterator[Setting]:
+    """Yield what the system, Python and numpy keep of a process."""
+    root, distribution = logging.getLogger(), torch.distributions.Distribution
+    yield Setting("working directory", os.getcwd, os.chdir)
+    yield Setting("log level", lambda: root.level, root.setLevel)
+    yield Setting("disabled logs", lambda: root.manager.disable, logging.disable)
+    yield Setting("numpy's errors", np.geterr, lambda one: np.seterr(**one))
+    get, put = partial(getattr, distribution, "_validate_args"), distribution.set_default_validate_args
+    yield Setting("checks of distributions", get, put)
+    yield Setting("garbage collection", gc.isenabled, lambda one: (gc.enable if one else gc.disable)())
+    yield Setting("its thresholds", gc.get_threshold, lambda one: gc.set_threshold(*one))
+    yield Setting("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
+    yield Setting("switch interval", sys.getswitchinterval, sys.setswitchinterval)
+    yield Setting("timeout of sockets", socket.getdefaulttimeout, socket.setdefaulttimeout)
+    yield Setting("umask", _umask, os.umask)
+    starts = partial(multiprocessing.set_start_method, force=True)
+    yield Setting("start of processes", partial(multiprocessing.get_start_method, allow_none=True), starts)
+    for owner, name in ((sys, "excepthook"), (tempfile, "tempdir")):
+        yield Setting(name, partial(getattr, owner, name), partial(setattr, owner, name))
+    blocked = partial(signal.pthread_sigmask, signal.SIG_SETMASK)
+    yield Setting("blocked signals", partial(signal.pthread_sigmask, signal.SIG_BLOCK, ()), blocked)
+    files = partial(resource.setrlimit, resource.RLIMIT_NOFILE)
+    yield Setting("limit of files", partial(resource.getrlimit, resource.RLIMIT_NOFILE), files)
+    yield Setting("cores", cores, _run_all_on)
+
+
+def _umask() -> int:
+    os.umask(umask := os.umask(0))  # the only way to read it
+    return umask
+
+
+def _run_all_on(had: Any) -> None:
+    for thread in psutil.Process().threads():  # those that the job has started have the process's cores too
+        run_on(thread.id, had)
 
 
 def settings_of_torch() -> Iterator[Setting]:
@@ -426,13 +420,9 @@ def _restore_configs(before: dict[str, dict[str, Any]]) -> None:
 
 RESTORED: dict[str, Callable[[], Iterator[None]]] = {
     "its environment": _environment,
-    "its working directory": _working_directory,
     "its module paths": _lists,
     "its warnings": _warnings,
-    "its log level": _log_level,
     "hooks of all modules": _hooks,
     "torch's settings": torch_settings,
-    "settings of calculation": _calculation,
-    "the interpreter's settings": _interpreter,
-    "its process's settings": _process,
+    "its process's settings": partial(_restored, settings_of_process),
 }

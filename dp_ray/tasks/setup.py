@@ -152,27 +152,22 @@ def begin_quarantine(context: Context, dataset: Any, is_kept: Callable[[int, str
     Of what earlier attempts had set aside, that of the steps and shards (by name) which this one runs again goes.
     """
     forget_from(context.run, is_kept)  # first: from here on the workers set aside anew
-    return quarantine_of(set_aside(context, "dataset", dataset))
+    return set_aside(context, "dataset", dataset)[0]
 
 
-@dataclass(frozen=True)
-class SetAside:
-    """The samples of a dataset that a task sets aside: the quarantine, and the files that keep it."""
+def set_aside(context: Context, key: str, dataset: Any) -> tuple[Quarantine | None, QuarantineFiles | None]:
+    """Return the quarantine of the dataset of `key`, and its files; twice None if the job sets no samples aside.
 
-    quarantine: Quarantine
-    files: QuarantineFiles
-
-
-def set_aside(context: Context, key: str, dataset: Any) -> SetAside | None:
-    """Begin to set bad samples of the dataset of `key` aside; None if the job does not. Every rank calls this."""
+    Every rank calls this.
+    """
     job, run = context.job, context.run
     if job.on_error is None:
-        return None
+        return None, None
     reference = _reference(job, key, dataset, run)
     files = QuarantineFiles(
         run, key, job.on_error.quarantine, context.attempt or None, lambda text: context.send(Note(text))
     )
-    return SetAside(Quarantine(reference, files.keep), files)
+    return Quarantine(reference, files.keep), files
 
 
 def unkept_quarantine(job: Job, key: str, dataset: Any, run: Storage) -> Quarantine | None:
@@ -180,11 +175,6 @@ def unkept_quarantine(job: Job, key: str, dataset: Any, run: Storage) -> Quarant
     if job.on_error is None:
         return None
     return Quarantine(_reference(job, key, dataset, run), lambda *_: None)
-
-
-def quarantine_of(samples: SetAside | None) -> Quarantine | None:
-    """Return the quarantine, if there is one."""
-    return None if samples is None else samples.quarantine
 
 
 def _reference(job: Job, key: str, dataset: Any, run: Storage) -> Reference:
