@@ -283,8 +283,9 @@ class FakeShard:
             return train
         model.eval()
         predicts = job.task == "predict"
-        call: tuple[Any, ...] = (call_model, model, batch, job.call) if predicts else (run_step, step, model, batch)
-        run: Callable[..., Any] = partial(*call) if sharded is None else partial(sharded.run, *call)
+        function: Callable[..., Any] = call_model if predicts else run_step
+        args = (model, batch, job.call) if predicts else (step, model, batch)
+        run = partial(function, *args) if sharded is None else partial(sharded.run, function, *args)
 
         def infer(_: bool) -> None:
             with torch.no_grad(), autocast(job.precision, world.device, keeps=not predicts):  # copies of weights
