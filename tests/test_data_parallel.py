@@ -25,7 +25,7 @@ from torch import nn
 import dp_ray
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, cause_of
 from dp_ray.parallel.exchange import Workers
-from dp_ray.parallel.wire import Forward
+from dp_ray.tasks.wire import Forward
 from tests.support import parallel_models as models
 from tests.support.cluster import ROOT, Cluster
 

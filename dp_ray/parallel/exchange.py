@@ -24,7 +24,10 @@ from dp_ray.errors import ClusterError, JobError, ModelError, WorkerError
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.parallel.gradients import gradients_of
 from dp_ray.parallel.weights import Version
-from dp_ray.parallel.wire import (
+from dp_ray.plan.order import derive_seed
+from dp_ray.plan.split import worker_shards
+from dp_ray.plan.tree import transfers
+from dp_ray.tasks.wire import (
     Backward,
     Forward,
     Modes,
@@ -36,9 +39,6 @@ from dp_ray.parallel.wire import (
     Sync,
     packed,
 )
-from dp_ray.plan.order import derive_seed
-from dp_ray.plan.split import worker_shards
-from dp_ray.plan.tree import transfers
 from dp_ray.text import counted
 
 TARGET = "dp_ray.parallel.replica:Replicas"

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from dp_ray.engine.world import everyone
-from dp_ray.parallel.wire import Packed, PackedSum, SparseParts, owned, packed
 from dp_ray.plan.tree import Node, fold
+from dp_ray.tasks.wire import Packed, PackedSum, SparseParts, owned, packed
 
 ADDS_NOTHING = -0.0  # added to any number, it changes no bit
 

@@ -20,8 +20,8 @@ from dp_ray.job.errors import explain
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.parallel.exchange import Call, Exchange, Ticket, Workers, on_device
 from dp_ray.parallel.weights import ModuleWatch
-from dp_ray.parallel.wire import Modes, Packed, ShardOutput, unpacked
 from dp_ray.plan.split import chunk_bounds, num_filled
+from dp_ray.tasks.wire import Modes, Packed, ShardOutput, unpacked
 from dp_ray.tensors.scatter import gather, num_rows, rows_dim
 from dp_ray.tensors.tree import TreeSpec, flatten, leaf_keys, unflatten
 

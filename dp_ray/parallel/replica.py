@@ -40,7 +40,9 @@ from dp_ray.engine.world import (
 )
 from dp_ray.errors import Error, ModelError, frames_of
 from dp_ray.parallel.gradients import Sum, fold_of
-from dp_ray.parallel.wire import (
+from dp_ray.plan.tree import Node, climb, parents
+from dp_ray.system.threads import waiting
+from dp_ray.tasks.wire import (
     Backward,
     Forward,
     Gradients,
@@ -58,8 +60,6 @@ from dp_ray.parallel.wire import (
     packed,
     unpacked,
 )
-from dp_ray.plan.tree import Node, climb, parents
-from dp_ray.system.threads import waiting
 from dp_ray.tensors.flat import as_bytes, room, views
 from dp_ray.tensors.tree import TreeSpec, flatten, sizes, unflatten
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from dp_ray.engine.objects import what_fails
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
-from dp_ray.parallel.wire import NewBuffer, Structure, TensorForm, packed, unpacked
+from dp_ray.tasks.wire import NewBuffer, Structure, TensorForm, packed, unpacked
 from dp_ray.tensors.flat import flat
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
