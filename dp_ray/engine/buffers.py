@@ -18,9 +18,9 @@ nn.DataParallel (`ForwardState`). An evaluation or a prediction leaves no change
 import functools
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -302,6 +302,20 @@ class _Writable:
             names.append(name)
         return names
 
+    def _twins(self) -> list[str]:
+        """Return the names of the frozen parameters that may be a momentum encoder's: each is as one that is trained.
+
+        So their copies are no larger than the gradients.
+        """
+        is_trained = {name: one.requires_grad and not name.startswith(OUTSIDE) for name, one in self._plain.items()}
+        trained = Counter(_layout(one) for name, one in self._plain.items() if is_trained[name])
+        names = []
+        for name, one in self._watched.tensors.items():
+            if not is_trained[name] and trained[_layout(one)]:
+                trained[_layout(one)] -= 1
+                names.append(name)
+        return names
+
 
 class ForwardState(_Writable):
     """The state that the forwards of a training write, during a step.
@@ -362,20 +376,6 @@ class ForwardState(_Writable):
             self._before = _Before(self._watched.tensors, {*self._smallest(), *self._twins()})
         if self._sharded:
             self._versions = self._versions_of_sharded()
-
-    def _twins(self) -> list[str]:
-        """Return the names of the frozen parameters that may be a momentum encoder's: each is as one that is trained.
-
-        So their copies are no larger than the gradients.
-        """
-        is_trained = {name: one.requires_grad and not name.startswith(OUTSIDE) for name, one in self._plain.items()}
-        trained = Counter(_layout(one) for name, one in self._plain.items() if is_trained[name])
-        names = []
-        for name, one in self._watched.tensors.items():
-            if not is_trained[name] and trained[_layout(one)]:
-                trained[_layout(one)] -= 1
-                names.append(name)
-        return names
 
     def _versions_of_sharded(self) -> list[int]:
         whole = [getattr(unit, "_unsharded_param", None) for _, units in self._blocks for unit in units]
@@ -785,6 +785,204 @@ class EvalState(_Writable):
         self._put(self._copies, written)
         if written:
             self._large.note()
+
+
+class Written(NamedTuple):
+    """A tensor that a forward has written: what stands at its name now.
+
+    `first` is the first name of the same tensor, which may be this one; "" if the forward has removed the buffer. A
+    `value` of None is a buffer that is None.
+    """
+
+    name: str
+    first: str
+    value: torch.Tensor | None
+    is_persistent: bool = True
+
+
+class CallState(_Writable):
+    """The state that the forwards of a parallel module write: the forward of each shard starts from the caller's.
+
+    A graph that waits for its backward may need a tensor as its forward has left it. So values come back in tensors
+    of their own: `tensors` are those that the model holds now, in the caller's order. Those `apart`, by their
+    numbers, stand elsewhere than in modules too, as in a list, and are written in place. A call begins with `load`,
+    `restore` and `begin`; then `restore` comes before each forward but the first, and `written` after shard 0's.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Sequence[torch.Tensor], apart: Collection[int] = ()) -> None:
+        super().__init__(model, NONE)
+        self.tensors = list(tensors)
+        self._apart = apart
+        numbers = {id(one): number for number, one in enumerate(tensors)}
+        self._modules = {name for name, _ in _named_modules(self._roots)}
+        self._held = [module._buffers for _, module in _named_modules(self._roots)]
+        self._lengths = list(map(len, self._held))
+        self._holders: list[list[tuple[nn.Module, str]]] = [[] for _ in tensors]
+        for _, module in _named_modules(self._roots):
+            for key, one in [*module._parameters.items(), *module._buffers.items()]:
+                if one is not None:
+                    self._holders[numbers[id(one)]].append((module, key))
+        buffers = {name: one for name, place in self._places.items() if (one := _get(*place)) is not None}
+        self._numbers = {name: numbers[id(one)] for name, one in {**buffers, **self._plain}.items()}
+        self._empty = [place for name, place in self._places.items() if name not in buffers]
+        self._kept = {self._numbers[name] for name in {**buffers, **self._followed}}
+        self._values = {number: self.tensors[number].detach().clone() for number in self._kept}
+        self._before: _Before | None = None  # in early calls
+        self._lost: dict[int, str] = {}  # written in place, and no value of before is known
+        self._num_calls = 0
+
+    def goes_on_as(self, other: "CallState") -> None:
+        """Follow what another state of the same model follows, and count its calls on."""
+        self._num_calls = other._num_calls
+        for name in other._followed.keys() - self._followed.keys():
+            self._keep(name, self._plain[name].detach().clone())
+
+    def _keep(self, name: str, value: torch.Tensor) -> None:
+        """Follow a parameter from now on, whose forward starts from this value."""
+        self._follow([name])
+        self._kept.add(self._numbers[name])
+        self._values[self._numbers[name]] = value
+
+    def load(self, numbers: Sequence[int], values: Sequence[torch.Tensor], anew: bool) -> None:
+        """Take the caller's new values of these tensors, with `anew` in new tensors."""
+        for number, value in zip(numbers, values, strict=True):
+            one = self.tensors[number]
+            if anew:
+                self._set(number, _like(one, value))
+            else:
+                with torch.no_grad():
+                    one.copy_(value)
+            self._lost.pop(number, None)
+            if number in self._kept:
+                self._values[number] = self.tensors[number].detach().clone()
+        if numbers:
+            self._before = None
+            self._follow(())
+
+    def _set(self, number: int, tensor: torch.Tensor) -> None:
+        self.tensors[number] = tensor
+        for module, key in self._holders[number]:
+            if isinstance(tensor, nn.Parameter) or key in module._buffers:
+                setattr(module, key, tensor)  # as an RNN wants it, which holds its weights in a list too
+            else:
+                module._buffers[key] = tensor  # a forward has removed it
+        if isinstance(tensor, nn.Parameter):
+            self._known.add(id(tensor))
+            for name, one in self._numbers.items():
+                if one == number:
+                    self._parameters[name] = self._plain[name] = tensor
+                    if name in self._followed:
+                        self._followed[name] = tensor
+
+    def restore(self) -> None:
+        """Undo what forwards have written; raises ModelError if a value of before is lost."""
+        if self._lost:
+            names = listed(map(shown, self._lost.values()))
+            raise ModelError(f"the forward wrote {names} {LOST}")
+        if list(map(len, self._held)) != self._lengths:
+            for name, (held, key) in _places(self._roots).items():
+                if name not in self._places:
+                    del held[key]
+        for held, key in self._empty:
+            held[key] = None
+        for number in sorted(self._differing(and_others=True)):
+            one, value = self.tensors[number], self._values[number]
+            if number in self._apart and _layout(one) == _layout(value):
+                with torch.no_grad():
+                    one.copy_(value)
+                self._set(number, one)
+            else:
+                self._set(number, _like(one, value))
+
+    def begin(self, num_runs: int) -> None:
+        """Begin a call of which this worker runs so many shards."""
+        self._num_calls += 1
+        if self._num_calls > EARLY:
+            self._before = None
+        self._watched.note()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Look at what the forward in the block writes; raises ModelError if that is a new parameter."""
+        is_early = self._num_calls <= EARLY
+        if is_early and self._before is None:
+            self._before = _Before(self._watched.tensors, {*self._smallest(), *self._twins()})
+        try:
+            yield
+        finally:
+            found = [] if self._before is None else self._before.written(self._plain)
+            for name in dict.fromkeys([*found, *self._watched.written()]):
+                if name in self._followed:
+                    continue
+                value = None if self._before is None else self._before.value(name)
+                if value is None:
+                    self._lost[self._numbers[name]] = name
+                    value = self._plain[name].detach().clone()
+                self._keep(name, value)
+        if is_early:
+            self._check_parameters()
+
+    running = forward  # what sees a whole batch: a call has none
+
+    def _differing(self, and_others: bool = False) -> set[int]:
+        """Return the numbers of what is not as the caller has it; `and_others`: or is in another tensor."""
+        found = set(self._lost)
+        pairs = []
+        for number, value in self._values.items():
+            now = {id(one): one for one in (_standing(*place) for place in self._holders[number])}
+            for one in now.values():
+                if one is None or _layout(one) != _layout(value) or (and_others and one is not self.tensors[number]):
+                    found.add(number)
+                else:
+                    pairs.append((number, one, value))
+        differ = differing([(one, value) for _, one, value in pairs])
+        return found | {number for (number, *_), differs in zip(pairs, differ, strict=True) if differs}
+
+    def written(self) -> list[Written]:
+        """Return what the last forward has written of the caller's values; raises ModelError for a new module."""
+        changed = self._differing()
+        has_made = list(map(len, self._held)) != self._lengths
+        has_set = any(_get(*place) is not None for place in self._empty)
+        has_modules = any(name not in self._modules for name, _ in _named_modules(self._roots))
+        if not (changed or has_made or has_set or has_modules):
+            return []
+        lasting, now = _non_persistent(self._roots), _held_in(_places(self._roots))
+        firsts: dict[int, str] = {}
+        found = []
+        for name, one in {**now, **self._followed}.items():
+            number = self._numbers.get(name)
+            if number not in changed if number is not None else (one is None and name in self._places):
+                continue
+            if name.rpartition(".")[0] not in self._modules:
+                raise ModelError(
+                    f"the forward made the module {name.rpartition('.')[0]}, with buffers: make it in the "
+                    "constructor, or run one forward of the bare module before it is wrapped"
+                )
+            first = name if one is None else firsts.setdefault(id(one), name)
+            found.append(Written(name, first, one, name not in lasting))
+        return found + [Written(name, "", None) for name in self._places if name not in now]
+
+
+def _standing(module: nn.Module, key: str) -> torch.Tensor | None:
+    return module._parameters[key] if key in module._parameters else _get(module._buffers, key)
+
+
+def _like(one: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a value, as another one is: in its layout, and a parameter if that is one."""
+    has_layout = _layout(one) == _layout(value)
+    fresh = torch.empty_like(one, requires_grad=False).copy_(value) if has_layout else value.clone()
+    return (
+        nn.Parameter(fresh, one.requires_grad)
+        if isinstance(one, nn.Parameter)
+        else fresh.requires_grad_(one.requires_grad)
+    )
+
+
+def differing(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Return whether the bits of two tensors of one form differ, for each pair; waits for a GPU once."""
+    if pairs and pairs[0][0].device.type != "cpu":
+        return torch.stack([(as_bytes(one) != as_bytes(two)).any() for one, two in pairs]).tolist()
+    return [not torch.equal(as_bytes(one), as_bytes(two)) for one, two in pairs]
 
 
 @contextmanager

@@ -130,7 +130,9 @@ class Evaluation:
             self._trial = None  # a single update sees all rows
         rows = 0
         with evaluating(model, self.beside) as state:
-            replica = Replica(self.job, model, self.device, state, work, self.forwards, self.clock, "evaluation ")
+            replica = Replica(
+                self.job.seed, model, self.device, state, work, self.forwards, self.clock, "evaluation "
+            )
             run_shard = partial(self.forwards.gathering(self._shard), model)
             for loaded in map(self.forwards.begin, steps):
                 own: list[ShardOutput] = []
@@ -151,7 +153,7 @@ class Evaluation:
                             if self._over_batch:
                                 own.append(detached(step_output, shard))
                     except (RuntimeError, ModelError) as error:
-                        replica.raise_advised(error, shard)
+                        replica.raise_advised(error, shard, self.job)
                     if row is not None:
                         sums[shard.shard, self._of_shards] += row
                     if is_tried:

@@ -214,7 +214,7 @@ class StepInspection:
         """Give a replica without other workers; after it, the model has its values of before, and no gradients."""
         state = EvalState(self.model, self._beside, trusts_stamps=False)  # a training step may write `.data`
         try:
-            yield Replica(self._job, self.model, self._device, state)
+            yield Replica(self._job.seed, self.model, self._device, state)
             state.restore()
         finally:
             state.put_back()

@@ -286,7 +286,9 @@ def predict(
     select = OutputSelector(job, prediction.device, prediction.notes)
     # The autocast around all shards is off: it keeps converted parameters from one shard to the next.
     with evaluating(model) as state, autocast(job.precision, prediction.device, enabled=False):
-        replica = Replica(job, model, prediction.device, state, work, forwards, prediction.clock, after=select.after)
+        replica = Replica(
+            job.seed, model, prediction.device, state, work, forwards, prediction.clock, after=select.after
+        )
         runner = _Runner(prediction, model, replica, select)
         dummies = None if forwards.are_collective else ()  # which need not be asked for in each step
         for loaded in map(forwards.begin, steps):
@@ -372,7 +374,7 @@ class _Runner:
                 selected, flops = self._run(inputs, shard, counts_flops)
             return PredictedShard(shard, indices, selected, carried, flops)
         except (RuntimeError, ModelError) as error:
-            self.replica.raise_advised(error, shard)
+            self.replica.raise_advised(error, shard, self.prediction.job)
 
     def _run(self, inputs: Any, shard: Shard, counts_flops: bool) -> tuple[Any, Flops | None]:
         clock, trial = self.prediction.clock, self.prediction.trial

@@ -75,7 +75,10 @@ class ForwardSeeds:
     def begin(self, shard: Shard, of_pass: int = 0) -> None:
         """Seed the generators for the forward of `shard`, in the step's first pass or another one."""
         more = (of_pass,) if of_pass else ()
-        number = derive_seed(self._seed, "forward", shard.epoch, shard.step, shard.shard, *more)
+        self.set(derive_seed(self._seed, "forward", shard.epoch, shard.step, shard.shard, *more))
+
+    def set(self, number: int) -> None:
+        """Seed the generators from a number."""
         seed_all(number, self._device)
         if self._own:
             seed_own(self._own, number)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.engine.buffers import EvalState, ForwardState
+from dp_ray.engine.buffers import CallState, EvalState, ForwardState
 from dp_ray.engine.clock import SilentClock, StepClock
 from dp_ray.engine.items import PassthroughBatch
 from dp_ray.engine.loading import LoadedStep
@@ -147,15 +147,15 @@ def _moved(one: DummyBatch | None, device: torch.device) -> DummyBatch | None:
 class Replica:
     """A model on one worker, with the `state` that its forwards write.
 
-    `work` is what the worker runs; None if no other worker waits for it. `of` stands before a shard's place in
-    errors. `after` computes from a shard's outputs, and may draw random numbers too. `running_batch` is
-    the batch that runs, or that an error has ended, with its rows; the caller sets it.
+    `seed` is the job's. `work` is what the worker runs; None if no other worker waits for it. `of` stands before a
+    shard's place in errors. `after` computes from a shard's outputs, and may draw random numbers too. `running_batch`
+    is the batch that runs, or that an error has ended, with its rows; the caller sets it.
     """
 
-    job: Job
+    seed: int
     model: nn.Module
     device: torch.device
-    state: ForwardState | EvalState
+    state: ForwardState | EvalState | CallState
     work: Work | None = None
     forwards: Forwards = field(default_factory=Forwards)
     clock: StepClock = field(default_factory=SilentClock)
@@ -163,7 +163,7 @@ class Replica:
     after: Any = None
 
     def __post_init__(self) -> None:
-        self._seeds = ForwardSeeds(self.job.seed, self.model, self.device, self.after)
+        self._seeds = ForwardSeeds(self.seed, self.model, self.device, self.after)
         self._ran: Shard | None = None  # the last shard, until the state is that of before
         self.running_batch: tuple[Any, int] | None = None
 
@@ -181,10 +181,13 @@ class Replica:
         for batch, rows in dummies:
             yield Round(None, None, copied(batch), rows)  # a model may change its inputs in place
 
-    def run(self, shard: Shard | None, call: Callable[..., T], *args: Any, number: int = 0) -> T:
+    def run(
+        self, shard: Shard | None, call: Callable[..., T], *args: Any, number: int = 0, seed: int | None = None
+    ) -> T:
         """Run a shard's forward, `call(*args)`, in the step's pass of this `number`; return what it returns.
 
-        What the forward before it has written is undone first, unless `begin` or `leave_state` was called since.
+        Its random numbers are those of `seed`, by default of the job's seed, the shard and the pass. What the forward
+        before it has written is undone first, unless `begin` or `leave_state` was called since.
         Without a shard, as of a round that others wait for, nobody looks at the state. Raises ModelError, which names
         the shard.
         """
@@ -193,7 +196,10 @@ class Replica:
         if self._ran is not None:
             self.restore()
         self._ran = shard
-        self._seeds.begin(shard, number)
+        if seed is None:
+            self._seeds.begin(shard, number)
+        else:
+            self._seeds.set(seed)
         try:
             with self.state.forward():
                 return call(*args)
@@ -222,13 +228,13 @@ class Replica:
                 raise
             raise_located(error, self.of + location(ran))
 
-    def raise_advised(self, error: RuntimeError | ModelError, shard: Shard) -> NoReturn:
+    def raise_advised(self, error: RuntimeError | ModelError, shard: Shard, job: Job) -> NoReturn:
         """Raise an error of a shard again; one of memory says what to change."""
         assert self.work is not None
         split = self.work.split
-        key = "eval.batch_size" if self.of and self.job.task == "train" else "batch_size"
+        key = "eval.batch_size" if self.of and job.task == "train" else "batch_size"
         size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards, key)
-        raise_advised(error, self.job, self.of + location(shard), size)
+        raise_advised(error, job, self.of + location(shard), size)
 
     def run_batch(self, step: int, call: Callable[..., T], *args: Any) -> T:
         """Run what sees a whole batch, `call(*args)`, which all workers call alike; an error names the step."""

@@ -129,7 +129,7 @@ def _train(placement: Placement, data: Data) -> None:
 
 def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer_step: OptimizerStep) -> None:
     trained, world = list(optimizer_step.trained.values()), placement.world
-    replica = Replica(placement.job, placement.model, world.device, reduction.trained.state)
+    replica = Replica(placement.job.seed, placement.model, world.device, reduction.trained.state)
     for most in (1, None):  # the first pass makes the optimizer's state
         (planned,) = (shards[:most] for _, shards in _shards(world, data))
         # DDP's buckets: they hold the gradients themselves if the worker runs a single shard.
@@ -191,7 +191,7 @@ def _evaluate(job: Job, world: World, model: nn.Module, called: nn.Module, forwa
         torch.no_grad(),
         autocast(job.precision, world.device),
     ):
-        replica = Replica(job, model, world.device, state)
+        replica = Replica(job.seed, model, world.device, state)
         for one in replica.rounds(next(steps)):
             measures(replica.run(one.shard, run, step, called, one.batch), one.rows)
     forwards.end()
