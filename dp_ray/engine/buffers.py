@@ -894,6 +894,11 @@ class CallState(_Writable):
             else:
                 self._set(number, _like(one, value))
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the caller's value of a parameter is not known here."""
+        return bool(self._lost)
+
     def begin(self, num_runs: int) -> None:
         """Begin a call of which this worker runs so many shards."""
         self._num_calls += 1

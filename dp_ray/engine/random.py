@@ -72,13 +72,12 @@ class ForwardSeeds:
         self._device = device
         self._own = own_generators(model) + own_generators(after)
 
-    def begin(self, shard: Shard, of_pass: int = 0) -> None:
-        """Seed the generators for the forward of `shard`, in the step's first pass or another one."""
+    def begin(self, shard: Shard, of_pass: int = 0, seed: int | None = None) -> None:
+        """Seed the generators for the forward of `shard`, in the step's first pass or another one; or from `seed`."""
         more = (of_pass,) if of_pass else ()
-        self.set(derive_seed(self._seed, "forward", shard.epoch, shard.step, shard.shard, *more))
-
-    def set(self, number: int) -> None:
-        """Seed the generators from a number."""
+        number = (
+            derive_seed(self._seed, "forward", shard.epoch, shard.step, shard.shard, *more) if seed is None else seed
+        )
         seed_all(number, self._device)
         if self._own:
             seed_own(self._own, number)

@@ -196,10 +196,7 @@ class Replica:
         if self._ran is not None:
             self.restore()
         self._ran = shard
-        if seed is None:
-            self._seeds.begin(shard, number)
-        else:
-            self._seeds.set(seed)
+        self._seeds.begin(shard, number, seed)
         try:
             with self.state.forward():
                 return call(*args)

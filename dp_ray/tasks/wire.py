@@ -1,22 +1,54 @@
-"""The messages between a parallel module and its workers. They hold tensors as bytes, which Ray ships without a copy.
+"""The messages between a parallel module and its workers. They hold tensors as bytes, which travel without a copy.
 
 >>> unpacked(packed(torch.ones(2, dtype=torch.bfloat16)))
 tensor([1., 1.], dtype=torch.bfloat16)
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import io
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from dp_ray.engine.host_copy import HostCopy
 from dp_ray.engine.world import is_gpu
-from dp_ray.plan.tree import Node, Transfer
-from dp_ray.tensors.flat import as_bytes
+from dp_ray.tensors.flat import Form, as_bytes, room, views
 
 Bytes: TypeAlias = np.typing.NDArray[np.uint8]
+ADDS_NOTHING = -0.0  # added to any number, it changes no bit
+
+
+class Place(NamedTuple):
+    """Where a worker runs."""
+
+    node: str  # its address
+    node_id: str
+    pid: int
+    device: str
+    computes: Mapping[str, str]  # by which workers give the same bits, or not
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker, by its slot among the others."""
+
+    slot: int
+    place: Place
+    loaded: dict[int, Any] = field(default_factory=dict)  # what it has of each module: the exchange's notes
+
+    def __str__(self) -> str:
+        return f"process {self.place.pid} on {self.place.node}"
+
+
+class Lost(NamedTuple):
+    """The answer of a worker that is gone."""
+
+    why: str
 
 
 class Packed(NamedTuple):
@@ -63,6 +95,66 @@ def owned(given: Packed, device: torch.device) -> Any:
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.clone()
 
 
+def pickled(value: Any, apart: Mapping[int, int] | None = None, here: bool = False) -> bytes:
+    """Pickle a value, but objects with the ids in `apart` by their numbers, as `Unpickler` reads them.
+
+    As Ray does it: classes of `__main__` and local functions by value. If it is to be read `here`, in this very
+    process, they are the objects that they are, and nothing of Ray is imported.
+    """
+    with io.BytesIO() as file:
+        if here:
+            _Here(file, apart or {}).dump(value)
+            return file.getvalue()
+        from ray import cloudpickle
+
+        class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+            def persistent_id(self, one: Any) -> int | None:
+                return None if apart is None else apart.get(id(one))
+
+        Pickler(file).dump(value)
+        return file.getvalue()
+
+
+class _Here(pickle.Pickler):
+    """Pickles functions and classes that no import gives by their ids."""
+
+    def __init__(self, file: io.BytesIO, apart: Mapping[int, int]) -> None:
+        super().__init__(file, 5)
+        self._apart = apart
+
+    def persistent_id(self, one: Any) -> int | None:
+        """Return the number of what stands apart."""
+        return self._apart.get(id(one))
+
+    def reducer_override(self, one: Any) -> Any:
+        """Reduce what is of `__main__`, or local, to its id."""
+        if isinstance(one, type | FunctionType) and (one.__module__ == "__main__" or "<" in one.__qualname__):
+            _known[id(one)] = one
+            return _known_by, (id(one),)
+        return NotImplemented
+
+
+_known: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
+
+
+def _known_by(number: int) -> Any:
+    return _known[number]
+
+
+class Unpickler(pickle.Unpickler):
+    """Unpickles a module whose tensors are apart; `counts` tells how often each stood there."""
+
+    def __init__(self, pickled: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors = tensors
+        self.counts = [0] * len(tensors)
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        """Return the tensor with a number."""
+        self.counts[number] += 1
+        return self._tensors[number]
+
+
 class TensorForm(NamedTuple):
     """A parameter or buffer of a module without its elements; `strides` are those of its layout in memory."""
 
@@ -104,7 +196,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Modes:
-    """The settings of the caller's thread and module under which a forward runs.
+    """The settings of the caller's thread, process and module under which a call runs: see `serve.modes_of`.
 
     `training` is that of each submodule, in order. `autocast` maps device types to their dtypes, where it is on.
     """
@@ -115,6 +207,7 @@ class Modes:
     is_inference: bool
     autocast: Mapping[str, torch.dtype]
     default_dtype: torch.dtype
+    precision: tuple[Any, ...]  # of matrix products and convolutions: values of `serve.PRECISION`
     threads: int | None  # torch's, with `bitwise`
 
 
@@ -129,7 +222,10 @@ class ShardInput:
 
 @dataclass(frozen=True)
 class Forward:
-    """Run these shards of call `call`; their graphs stay if `modes` enable gradients and an output has one."""
+    """Run these shards of call `call`; their graphs stay if `modes` enable gradients and an output has one.
+
+    The answer is a list of ShardOutput, Raised or PeerLost.
+    """
 
     call: int
     sync: Sync
@@ -139,12 +235,18 @@ class Forward:
     shards: tuple[ShardInput, ...]
 
 
-class NewBuffer(NamedTuple):
-    """A buffer that a call has changed: its tensor's number, and which of that tensor's places hold the new one."""
+class Written(NamedTuple):
+    """A tensor of the caller's module that the forward of shard 0 has written, by its name there.
 
-    number: int
-    places: tuple[int, ...]
-    elements: Packed
+    The name is one of `named_parameters` or `named_buffers` with `remove_duplicate=False`; a new buffer has a new
+    one. `first` is the first of the written names that stand for the same tensor, which has its `value`: else
+    `value` is None, as it is of a buffer that is None now. Of a buffer that the forward has removed, `first` is "".
+    """
+
+    name: str
+    first: str
+    value: Packed | None
+    is_persistent: bool
 
 
 @dataclass(frozen=True)
@@ -152,6 +254,7 @@ class ShardOutput:
     """The output of a shard, and which of its leaves have a graph; `text` is what user code printed.
 
     `tree` is pickled, since user classes may be in it: the output's spec, and the sizes of inputs and outputs.
+    `sparse` are the numbers, among the trained parameters, of those with sparse gradients.
     """
 
     shard: int
@@ -160,34 +263,35 @@ class ShardOutput:
     requires_grad: tuple[bool, ...]
     seconds: float
     text: str
-    buffers: tuple[NewBuffer, ...]  # of shard 0
+    sparse: frozenset[int]
+    written: tuple[Written, ...]  # of shard 0
 
 
 @dataclass(frozen=True)
 class Backward:
-    """Run these shards' backwards of a module's call, and sum the parameters' gradients by `transfers`.
+    """Run these shards' backwards of a module's call, and sum the parameters' gradients.
 
-    `gradients` holds for each shard that of each output leaf, None for one without. The worker of rank `root` returns
-    the sum.
+    `gradients` holds for each shard that of each output leaf, None for one without. All workers take part in the
+    sum: `owners` are the ranks that ran the shards, and `lengths` those of the vectors by dtype, of `Layout`.
+    The answer is Gradients, Raised or PeerLost.
     """
 
     module: int
     call: int
     keep_graph: bool
     gradients: Mapping[int, tuple[Packed | None, ...]]
-    nodes: Mapping[int, Node]  # the leaf of the tree to which each shard belongs
-    transfers: tuple[Transfer, ...]
-    top: Node
-    root: int
-    threads: int | None
+    owners: Mapping[int, int]
+    shards: int  # of the call, with those that have no rows
+    lengths: Mapping[torch.dtype, int]
+    has_sparse: bool
+    threads: int | None  # with `bitwise`: then each shard is a leaf of the tree, else each worker's sum
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """A worker's part of a backward's result: its shards' gradients of input leaves, and of rank `root` the sum."""
+class HeldBytes:
+    """Tell how many bytes the graphs of a module hold."""
 
-    inputs: Mapping[int, Mapping[int, Packed | None]]  # by shard, and by the leaf's number
-    sum: "PackedSum | None"
+    module: int
 
 
 class SparseParts(NamedTuple):
@@ -199,23 +303,33 @@ class SparseParts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackedSum:
-    """The sum of gradients: a vector for each dtype, as `gradients.Sum` lays them out, and the sparse ones."""
+class Gradients:
+    """A worker's part of a backward's result: its shards' gradients of input leaves, and its slice of each sum.
 
-    flats: tuple[Packed, ...]
-    sparse: Mapping[int, SparseParts | Packed | None]
+    Rank 0 has the sums of the sparse ones, by the parameter's number.
+    """
+
+    inputs: Mapping[int, Mapping[int, Packed | None]]  # by shard, and by the leaf's number
+    slices: tuple[Packed, ...]
+    sparse: Mapping[int, SparseParts | Packed]
+    text: str  # what user code printed
 
 
 @dataclass(frozen=True)
 class Raised:
-    """User code raised for a shard; the exception is None if it cannot be pickled."""
+    """User code raised for a shard; the exception is None if it cannot be pickled.
+
+    The worker still has the module as it was sent, if it `has_module`. `text` is what user code printed until then.
+    """
 
     shard: int | None
     what: str  # where: the model, its backward, or the making of the module
-    text: str  # the exception's type and text
+    error: str  # the exception's type and text
     got: str  # dtypes and sizes of the shard's inputs
     frames: str
     exception: bytes | None
+    has_module: bool
+    text: str
 
 
 @dataclass(frozen=True)
@@ -223,3 +337,52 @@ class PeerLost:
     """A collective failed, since another worker is gone; this worker has left the group."""
 
     line: str
+
+
+class Layout:
+    """Where gradients stand in flat vectors, one for each dtype, so that few messages carry their sum.
+
+    Complex ones stand as pairs of real numbers. At the end of the first vector stands of how many shards each
+    parameter has a gradient. `sparse` ones stand nowhere. A vector's length is a multiple of `parts`.
+    """
+
+    def __init__(self, forms: Sequence[Form], sparse: frozenset[int], parts: int) -> None:
+        self._numbers: dict[torch.dtype, list[int]] = {}
+        for number, form in enumerate(forms):
+            if number not in sparse:
+                real = form.dtype.to_real() if form.dtype.is_complex else form.dtype
+                self._numbers.setdefault(real, []).append(number)
+        self._numbers = self._numbers or {torch.float32: []}
+        first = next(iter(self._numbers))
+        self._forms = {dtype: [forms[number] for number in numbers] for dtype, numbers in self._numbers.items()}
+        self._forms[first].append(Form(torch.Size((len(forms),)), first))
+        self.lengths = {
+            dtype: -(-sum(map(room, own)) // (dtype.itemsize * parts)) * parts for dtype, own in self._forms.items()
+        }
+
+    def views(self, vectors: Iterable[torch.Tensor]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+        """Return a view of each gradient in the vectors, by its number, and of the counts."""
+        found: dict[int, torch.Tensor] = {}
+        counts: torch.Tensor | None = None
+        for vector, (dtype, forms) in zip(vectors, self._forms.items(), strict=True):
+            parts = list(views(vector.view(torch.uint8), forms))
+            found.update(zip(self._numbers[dtype], parts, strict=False))
+            counts = parts[-1] if counts is None else counts
+        assert counts is not None
+        return found, counts
+
+
+def parts_of(one: torch.Tensor) -> SparseParts | Packed:
+    """Pack a coalesced sparse gradient; it may be dense on some worker."""
+    if not one.is_sparse:
+        return packed(one)
+    return SparseParts(packed(one.indices()), packed(one.values()), tuple(one.shape))
+
+
+def of_parts(parts: SparseParts | Packed, device: torch.device) -> torch.Tensor:
+    """Return a gradient that `parts_of` has packed."""
+    if not isinstance(parts, SparseParts):
+        dense: torch.Tensor = owned(parts, device)
+        return dense
+    indices, values = owned(parts.indices, device), owned(parts.values, device)
+    return torch.sparse_coo_tensor(indices, values, parts.shape, is_coalesced=True, check_invariants=False)

@@ -1,0 +1,596 @@
+"""A worker's side of parallel modules: it holds their copies, runs shards and keeps graphs. Begin at `Served.answer`.
+
+A worker takes part in a collective in two places: where the modules' new elements come from rank 0, and where all
+sum their gradients by the tree of `engine.tree_sum`. `Here` is the worker of `workers: 0`, in the caller's process.
+"""
+
+import contextlib
+import functools
+import io
+import os
+import pickle
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from dp_ray.engine.buffers import CallState
+from dp_ray.engine.determinism import deterministic, of_cublas
+from dp_ray.engine.random import preserved
+from dp_ray.engine.reduce import sparse_parameters
+from dp_ray.engine.replica import Replica
+from dp_ray.engine.tree_sum import add_to, exchanged
+from dp_ray.engine.user_code import dtypes_and_sizes
+from dp_ray.engine.world import everyone, failed_in_group, gathered, has_peers, is_gpu, leave_group, own_rank, text_of
+from dp_ray.errors import Error, JobError, ModelError, frames_of
+from dp_ray.job.keys import WorkerKeys
+from dp_ray.plan.split import Shard
+from dp_ray.plan.tree import Node, climb, fold, parents
+from dp_ray.system.threads import waiting
+from dp_ray.tasks import wire
+from dp_ray.tasks.isolation import Setting, settings_of_torch
+from dp_ray.tasks.wire import (
+    ADDS_NOTHING,
+    Backward,
+    Forward,
+    Gradients,
+    HeldBytes,
+    Layout,
+    Member,
+    Modes,
+    Packed,
+    PeerLost,
+    Place,
+    Raised,
+    ShardInput,
+    ShardOutput,
+    Structure,
+    Sync,
+    TensorForm,
+    Unpickler,
+    of_parts,
+    owned,
+    packed,
+    parts_of,
+    pickled,
+    unpacked,
+)
+from dp_ray.tensors.flat import Form, room, views
+from dp_ray.tensors.tree import flatten, sizes, unflatten
+
+
+class Copy:
+    """A module's copy on this worker; its `state` has the tensors, in the caller's order."""
+
+    def __init__(self, structure: Structure, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        reader = Unpickler(structure.pickled, tensors)
+        self.structure = structure
+        self.module: nn.Module = reader.load()
+        in_modules = Counter(
+            id(one) for each in self.module.modules() for one in (*each._parameters.values(), *each._buffers.values())
+        )
+        apart = {n for n, one in enumerate(tensors) if reader.counts[n] != in_modules[id(one)]}
+        self.has_apart = bool(apart)
+        self.state = CallState(self.module, tensors, apart)
+        self.replica = Replica(0, self.module, device, self.state)
+
+    def set_modes(self, modes: Modes, graphs: "Sequence[Graph]") -> None:
+        """Set what the caller may have set on its module: training or not, and what requires a gradient."""
+        for one, training in zip(self.module.modules(), modes.training, strict=True):
+            one.training = training
+        pairs = list(zip(self.state.tensors, modes.requires_grad, strict=True))
+        if any(tensor.requires_grad != wants for tensor, wants in pairs):
+            for graph in graphs:
+                graph.keep_edges()
+            for tensor, wants in pairs:
+                tensor.requires_grad_(wants)
+
+
+@dataclass(eq=False)
+class Graph:
+    """A shard's graph that waits for its backward: its ends, and how its call runs."""
+
+    inputs: dict[int, torch.Tensor]  # leaves that want a gradient, by number
+    outputs: list[torch.Tensor | None]  # None where a leaf has no graph
+    trained: "list[torch.Tensor | GradientEdge]"
+    forms: list[Form]  # of `trained`
+    sparse: frozenset[int]  # which of `trained` have sparse gradients
+    got: str
+    modes: Modes
+    copy: Copy
+
+    def keep_edges(self) -> None:
+        """Have the backward reach the parameters of the call, also if these require no gradient any more."""
+        self.trained = [get_gradient_edge(one) if isinstance(one, torch.Tensor) else one for one in self.trained]
+
+    def backward(self, given: Sequence[torch.Tensor | None], keep_graph: bool) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of the inputs, then of the trained parameters, from those of the outputs."""
+        wanted: Any = [*self.inputs.values(), *self.trained]
+        pairs = [
+            (end, seed) for end, seed in zip(self.outputs, given, strict=True) if end is not None and seed is not None
+        ]
+        if not pairs:
+            return [None] * len(wanted)
+        found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            [end for end, _ in pairs],
+            wanted,
+            [seed for _, seed in pairs],
+            retain_graph=keep_graph,
+            allow_unused=True,
+        )
+        return found
+
+
+class Sum:
+    """The sum of some shards' gradients, in the vectors of a layout; sparse gradients stay sparse."""
+
+    def __init__(self, lengths: Mapping[torch.dtype, int], device: torch.device) -> None:
+        self.vectors = [torch.full((n,), ADDS_NOTHING, dtype=dtype, device=device) for dtype, n in lengths.items()]
+        self.sparse: dict[int, torch.Tensor] = {}
+
+    def take(self, layout: Layout, sparse: frozenset[int], gradients: Sequence[torch.Tensor | None]) -> "Sum":
+        """Take in a shard's gradients; a parameter that the shard has not used adds nothing."""
+        own, counts = layout.views(self.vectors)
+        counts.zero_()
+        for number, one in enumerate(gradients):
+            if one is not None:
+                counts[number] = 1
+                if number in sparse:
+                    self.sparse[number] = one.coalesce() if one.is_sparse else one
+                else:
+                    own[number].copy_(one.to_dense() if one.is_sparse else one)
+        return self
+
+    def add(self, other: "Sum") -> "Sum":
+        """Add another sum into this one's memory, and return it."""
+        for mine, theirs in zip(self.vectors, other.vectors, strict=True):
+            mine.add_(theirs)
+        self.sparse = _added(self.sparse, other.sparse)
+        return self
+
+
+def _added(left: dict[int, torch.Tensor], right: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the sums of sparse gradients, of which some may be dense."""
+    found = {**left, **right}
+    for number in left.keys() & right.keys():
+        one, two = sorted((left[number], right[number]), key=lambda each: each.is_sparse)  # torch adds to a dense one
+        total = one + two
+        found[number] = total.coalesce() if total.is_sparse else total
+    return found
+
+
+def nodes_of(asked: Backward, ranks: int) -> tuple[list[list[Node]], Node]:
+    """Return the nodes of the tree whose sums each rank holds once its backwards have run, and the root.
+
+    With `bitwise` each shard is a leaf; else all shards of a worker are.
+    """
+    if asked.threads is None:
+        used = sorted(set(asked.owners.values()))
+        leaves = {rank: (at, at + 1) for at, rank in enumerate(used)}
+        return [[leaves[rank]] if rank in leaves else [] for rank in range(ranks)], (0, len(used))
+    root = (0, asked.shards)
+    held: list[dict[Node, int]] = [{} for _ in range(ranks)]
+    for shard in sorted(asked.owners):
+        climb(held[asked.owners[shard]], (shard, shard + 1), 0, parents(root), lambda *_: 0)
+    return [list(one) for one in held], root
+
+
+class Served:
+    """The copies of all parallel modules on a worker, and the graphs that wait for their backward.
+
+    If the process is not a worker's own, it has no peers.
+    """
+
+    def __init__(self, device: str, is_worker: bool = True) -> None:
+        self._device = torch.device(device)
+        self._is_worker = is_worker
+        self._copies: dict[int, Copy] = {}
+        self._graphs: dict[tuple[int, int], dict[int, Graph]] = {}  # by module and call, by shard
+        if is_worker:
+            os.environ.update(of_cublas())
+
+    def answer(self, message: Any) -> Any:
+        """Do what a message asks for, and return the answer that its class names."""
+        match message:
+            case Forward():
+                return self._forward(message)
+            case Backward():
+                return self._backward(message)
+            case HeldBytes():
+                return self._held_bytes(message.module)
+        raise TypeError(f"a worker of parallel modules knows no {type(message).__name__}")
+
+    def _forward(self, asked: Forward) -> list[ShardOutput] | Raised | PeerLost:
+        """Take in what is new, then run the shards in order, and keep their graphs."""
+        number, at, got, what = asked.sync.module, None, "", "the module cannot be made on a worker:"
+        outputs: list[ShardOutput] = []
+        text = io.StringIO()
+        try:
+            self._sync(asked.sync, asked.modes)
+            if asked.spec is None:
+                return []
+            copy, what = self._copies[number], "the model"
+            copy.set_modes(asked.modes, self._graphs_of(number))
+            with_sparse = {id(one) for one in sparse_parameters(copy.module)}
+            copy.replica.begin(len(asked.shards))
+            graphs = {}
+            for given in asked.shards:
+                at, text = given.shard, io.StringIO()
+                leaves = [self._argument(leaf, asked.modes.is_grad_enabled) for leaf in given.leaves]
+                args, kwargs = unflatten(pickle.loads(asked.spec), leaves)
+                got = _described(args, kwargs)
+                output, graphs[at] = self._run(copy, asked, given, leaves, with_sparse, got, text)
+                outputs.append(output)
+            if asked.modes.is_grad_enabled and any(any(one.requires_grad) for one in outputs):
+                self._graphs.setdefault((number, asked.call), {}).update(graphs)
+            return outputs
+        except PeerIsLost as lost:
+            return PeerLost(str(lost))
+        except (Exception, SystemExit) as error:
+            if at is None or self._copies[number].state.is_lost:
+                self._copies.pop(number, None)
+            printed = "".join(one.text for one in outputs) + text.getvalue()
+            return self._raised(error, at, what, got, number in self._copies, printed)
+
+    def _graphs_of(self, module: int) -> list[Graph]:
+        return [one for (owner, _), graphs in self._graphs.items() if owner == module for one in graphs.values()]
+
+    def _argument(self, leaf: Packed, may_stay: bool) -> Any:
+        """Return a leaf of the inputs; a graph may keep it, and must not keep the room that it has in Ray's store.
+
+        There it is for this call alone, so a model may write to it; in the caller's process it is the caller's.
+        """
+        is_here = leaf.dtype is not None and not is_gpu(self._device) and self._is_worker
+        return unpacked(leaf) if is_here and not may_stay else owned(leaf, self._device)
+
+    def _run(
+        self,
+        copy: Copy,
+        asked: Forward,
+        given: ShardInput,
+        leaves: list[Any],
+        with_sparse: set[int],
+        got: str,
+        text: io.StringIO,
+    ) -> tuple[ShardOutput, Graph]:
+        assert asked.spec is not None
+        modes, state = asked.modes, copy.state
+        inputs = {number: leaves[number].requires_grad_() for number in sorted(asked.requires_grad)}
+        # A model may write into its inputs, but not into a leaf of a graph.
+        own = [one.clone() if at in inputs else one for at, one in enumerate(leaves)]
+        args, kwargs = unflatten(pickle.loads(asked.spec), own)
+
+        def run() -> Any:
+            with _as_on_caller(modes), contextlib.redirect_stdout(text):
+                return copy.module(*args, **kwargs)
+
+        shard = Shard(asked.call, given.shard, 0, 0)
+        started = time.perf_counter()
+        result = copy.replica.run(shard, run, seed=given.seed)
+        ends, of_result = flatten(result)
+        if is_gpu(self._device):
+            torch.cuda.synchronize(self._device)
+        seconds = time.perf_counter() - started
+        has_graph = [isinstance(one, torch.Tensor) and one.requires_grad for one in ends]
+        trained = [one for one, wants in zip(state.tensors, modes.requires_grad, strict=True) if wants]
+        sparse = frozenset(at for at, one in enumerate(trained) if id(one) in with_sparse)
+        kept = [one if has else None for one, has in zip(ends, has_graph, strict=True)]
+        forms = [Form(one.shape, one.dtype) for one in trained]
+        graph = Graph(inputs, kept, list(trained), forms, sparse, got, modes, copy)
+        output = ShardOutput(
+            given.shard,
+            pickled((of_result, sizes((args, kwargs)), sizes(result)), here=not self._is_worker),
+            tuple(packed(one) for one in ends),
+            tuple(has_graph),
+            seconds,
+            text.getvalue(),
+            sparse,
+            self._written(state) if given.shard == 0 else (),
+        )
+        return output, graph
+
+    def _written(self, state: CallState) -> tuple[wire.Written, ...]:
+        return tuple(
+            wire.Written(
+                one.name,
+                one.first,
+                packed(one.value) if one.value is not None and one.first == one.name else None,
+                one.is_persistent,
+            )
+            for one in state.written()
+        )
+
+    def _sync(self, sync: Sync, modes: Modes) -> None:
+        """Drop what nobody waits for; take the module's structure, if it is new, and changed elements."""
+        for call in sync.dropped:
+            self._graphs.pop((sync.module, call), None)
+        for module in sync.closed:
+            self._copies.pop(module, None)
+        self._graphs = {key: graphs for key, graphs in self._graphs.items() if key[0] not in sync.closed}
+        copy = self._copies.get(sync.module)
+        structure = sync.structure or (copy.structure if copy is not None else None)
+        assert structure is not None, "the caller knows what a worker has"
+        pieces: list[torch.Tensor] = []
+        if sync.changed:  # before anything that may fail: the other workers wait for this one all the same
+            pieces = self._received([structure.forms[number] for number in sync.changed], sync.data)
+        if sync.structure is not None or copy is None:
+            pairs = zip(structure.forms, pieces, modes.requires_grad, strict=True)
+            self._copies[sync.module] = Copy(structure, [_made(*one) for one in pairs], self._device)
+            return
+        has_graphs = bool(self._graphs_of(sync.module))
+        copy.state.load(sync.changed, pieces, has_graphs)
+        copy.replica.restore()
+        if has_graphs and copy.has_apart and sync.changed:
+            # What stands elsewhere than in modules too, as in a list, cannot be set there: the module is made anew.
+            made = self._copies[sync.module] = Copy(structure, copy.state.tensors, self._device)
+            made.state.goes_on_as(copy.state)
+
+    def _received(self, forms: Sequence[TensorForm], data: Any) -> list[torch.Tensor]:
+        """Return new elements on this worker's device: rank 0 has them from the caller, the others from rank 0."""
+        size = sum(map(room, forms))
+        if data is not None:
+            buffer = owned(Packed(torch.uint8, (size,), data), self._device)
+        else:
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if self._is_worker and has_peers():
+            with _collective():
+                dist.broadcast(buffer, src=0, group=everyone())
+        return list(views(buffer, forms))
+
+    def _backward(self, asked: Backward) -> Gradients | Raised | PeerLost:
+        """Run the shards' backwards, and sum the gradients over the workers, of which each returns its slice."""
+        has_group = self._is_worker and has_peers()
+        group = everyone() if has_group else None
+        rank, ranks = (own_rank(), group.size()) if group is not None else (0, 1)
+        nodes, root = nodes_of(asked, ranks)
+        held: dict[Node, Sum] = {}
+        of_inputs: dict[int, dict[int, Packed | None]] = {}
+        raised: Raised | None = None
+        at, got, text = None, "", io.StringIO()
+        try:
+            graphs = self._graphs.get((asked.module, asked.call), {})
+            above = parents(root)
+            for shard, given in asked.gradients.items():
+                at, graph = shard, graphs[shard] if asked.keep_graph else graphs.pop(shard)
+                got = graph.got
+                seeds = [None if one is None else owned(one, self._device) for one in given]
+                # A backward may run forwards again, as of a checkpoint.
+                graph.copy.set_modes(graph.modes, self._graphs_of(asked.module))
+                with _with_settings(graph.modes), contextlib.redirect_stdout(text):
+                    found = graph.backward(seeds, asked.keep_graph)
+                inputs, trained = found[: len(graph.inputs)], found[len(graph.inputs) :]
+                of_inputs[shard] = {
+                    number: None if one is None else packed(one)
+                    for number, one in zip(graph.inputs, inputs, strict=True)
+                }
+                layout = Layout(graph.forms, graph.sparse, ranks)
+                own = Sum(asked.lengths, self._device).take(layout, graph.sparse, trained)
+                if asked.threads is not None:
+                    climb(held, (shard, shard + 1), own, above, Sum.add)
+                else:  # a worker adds its own shards as they come
+                    (node,) = nodes[rank]
+                    held[node] = held[node].add(own) if node in held else own
+        except (Exception, SystemExit) as error:
+            raised = self._raised(error, at, "its backward", got, True, text.getvalue())
+        if raised is not None:  # it takes part all the same: the others wait for its sums
+            held = {node: Sum(asked.lengths, self._device) for node in nodes[rank]}
+        if not asked.keep_graph:
+            self._graphs.pop((asked.module, asked.call), None)
+        try:
+            slices, sparse = self._summed(asked, [held[node] for node in nodes[rank]], nodes, root, group)
+        except PeerIsLost as lost:
+            return raised or PeerLost(str(lost))
+        if raised is not None:
+            return raised
+        return Gradients(of_inputs, tuple(map(packed, slices)), sparse, text.getvalue())
+
+    def _summed(
+        self,
+        asked: Backward,
+        own: Sequence[Sum],
+        nodes: Sequence[Sequence[Node]],
+        root: Node,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[list[torch.Tensor], dict[int, Any]]:
+        """Return this worker's slice of each vector's sum; on rank 0 also the sparse ones, packed."""
+        ranks, rank = len(nodes), own_rank() if group is not None else 0
+        pairs = zip(nodes[rank], own, strict=True)
+        sparse = {node: {number: parts_of(g) for number, g in one.sparse.items()} for node, one in pairs}
+        slices = []
+        with _collective() if group is not None else nullcontext():
+            for at, (dtype, length) in enumerate(asked.lengths.items()):
+                rows = [one.vectors[at] for one in own]
+                by_node = dict(zip(nodes[rank], rows, strict=True))
+                if group is not None:
+                    empty = torch.empty(0, length, dtype=dtype, device=self._device)
+                    sent = torch.stack(rows) if rows else empty
+                    by_node = exchanged(sent.view(len(rows), ranks, length // ranks), nodes, group)
+                total = fold(by_node, root, add_to)
+                assert total is not None, "some worker has run a shard"
+                slices.append(total)
+            of_ranks = gathered(sparse) if asked.has_sparse and group is not None else [sparse]
+        if rank or not asked.has_sparse:
+            return slices, {}
+        found = {
+            node: {number: of_parts(one, self._device) for number, one in gradients.items()}
+            for of_rank in of_ranks
+            for node, gradients in of_rank.items()
+        }
+        return slices, {number: parts_of(one) for number, one in (fold(found, root, _added) or {}).items()}
+
+    def _raised(
+        self, error: BaseException, shard: int | None, what: str, got: str, has_module: bool, text: str
+    ) -> Raised:
+        if isinstance(error, Error) and not isinstance(error, JobError):
+            error = error.__cause__ or error  # the replica has put its words before the text
+        try:
+            exception = pickled(error, here=not self._is_worker)
+            pickle.loads(exception)
+        except Exception:  # an exception of the user's may refuse both
+            exception = None
+        raising = ModelError("")
+        raising.__cause__ = error
+        frames = frames_of(raising) or "".join(traceback.format_exception(error))
+        told = str(error) if isinstance(error, Error) else text_of(error)
+        told = type(error).__name__ + (f": {told}" if told else "")
+        return Raised(shard, what, told, got, frames, exception, has_module, text)
+
+    def _held_bytes(self, module: int) -> int:
+        """Return how many bytes the graphs of a module hold, as far as they can be seen: each storage once."""
+        roots = [end.grad_fn for graph in self._graphs_of(module) for end in graph.outputs if end is not None]
+        copy = self._copies.get(module)
+        own = set() if copy is None else {one.untyped_storage().data_ptr() for one in copy.state.tensors}
+        seen, found = set(), dict[int, int]()
+        while roots:
+            node = roots.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            roots += [after for after, _ in node.next_functions]
+            for name in dir(node):
+                if name.startswith("_saved_") or name == "saved_tensors":
+                    with contextlib.suppress(RuntimeError):  # freed, or written to since
+                        saved = getattr(node, name)
+                        for one in saved if isinstance(saved, tuple) else (saved,):
+                            if isinstance(one, torch.Tensor):
+                                storage = one.untyped_storage()
+                                found[storage.data_ptr()] = storage.nbytes()
+        return sum(size for at, size in found.items() if at not in own)
+
+
+def _made(form: TensorForm, elements: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Return a tensor of a module in memory of its own."""
+    made = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=elements.device).copy_(elements)
+    return nn.Parameter(made, requires_grad) if form.is_parameter else made.requires_grad_(requires_grad)
+
+
+class PeerIsLost(Exception):
+    """A collective failed since a peer is gone."""
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    """Leave the group if a collective of the block fails: peers that wait for this worker then hear of it."""
+    try:
+        with waiting("the other workers"):
+            yield
+    except RuntimeError as error:
+        if failed_in_group(error) is None:
+            raise
+        leave_group()
+        raise PeerIsLost(text_of(error)) from error
+
+
+@functools.cache
+def precision() -> tuple[Setting, ...]:
+    """Return torch's settings of how precisely products and convolutions are computed, and whether kernels are timed.
+
+    `Modes.precision` has their values, in this order, which is that in which they are to be set.
+    """
+    named = ("float32_matmul_precision", "fp32_precision", "cudnn_benchmark")
+    return tuple(one for one in settings_of_torch() if one.name.startswith(named) and one.set is not None)
+
+
+def modes_of(module: nn.Module, tensors: Sequence[torch.Tensor], threads: int | None) -> Modes:
+    """Return the settings of this thread and process, and of a module of these tensors, for a call on the workers."""
+    is_inference = torch.is_inference_mode_enabled()
+    autocast = {
+        device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    }
+    if "cpu" in autocast and not torch.cuda.is_available():
+        autocast["cuda"] = autocast["cpu"]  # of a worker with a GPU: without one, torch refuses it here
+    return Modes(
+        tuple(one.training for one in module.modules()),
+        tuple(one.requires_grad for one in tensors),
+        torch.is_grad_enabled() and not is_inference,
+        is_inference,
+        autocast,
+        torch.get_default_dtype(),
+        tuple(one.read() for one in precision()),
+        threads,
+    )
+
+
+@contextmanager
+def _as_on_caller(modes: Modes) -> Iterator[None]:
+    """Run a forward in the block under the caller's settings of torch: what `modes_of` has found."""
+    with ExitStack() as within:
+        within.enter_context(_with_settings(modes))
+        within.enter_context(torch.inference_mode(modes.is_inference))
+        if not modes.is_inference:
+            within.enter_context(torch.set_grad_enabled(modes.is_grad_enabled))
+        for device, dtype in modes.autocast.items():
+            if device == "cpu" or torch.cuda.is_available():
+                within.enter_context(torch.autocast(device, dtype=dtype))
+        yield
+
+
+@contextmanager
+def _with_settings(modes: Modes) -> Iterator[None]:
+    """Run the block under the settings that concern a backward too."""
+    dtype, precisely = torch.get_default_dtype(), tuple(one.read() for one in precision())
+    try:
+        torch.set_default_dtype(modes.default_dtype)
+        _set_precision(precisely, modes.precision)
+        with nullcontext() if modes.threads is None else deterministic(modes.threads):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        _set_precision(modes.precision, precisely)
+
+
+def _set_precision(before: Sequence[Any], values: Sequence[Any]) -> None:
+    if before != values:
+        for one, value in zip(precision(), values, strict=True):
+            if one.set is not None and one.read() != value:
+                with contextlib.suppress(RuntimeError):  # this build of torch may not know the caller's
+                    one.set(value)
+
+
+def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the dtypes and sizes of a forward's arguments, for messages."""
+    told = [dtypes_and_sizes(one) for one in args] + [f"{key}={dtypes_and_sizes(kwargs[key])}" for key in kwargs]
+    return ", ".join(told)
+
+
+class Here:
+    """The worker of `workers: 0`: this process, without Ray. Random states and settings stay as they are."""
+
+    def __init__(self, keys: WorkerKeys) -> None:
+        self.keys = keys
+        self.each: Mapping[str, float] = {}
+        has_gpu = torch.cuda.is_available() and keys.gpus_per_worker != 0
+        device = keys.devices[0] if keys.devices else "cuda:0" if has_gpu else "cpu"
+        self._served = Served(device, is_worker=False)
+        self._member = Member(0, Place("localhost", "", os.getpid(), device, {}))
+
+    def ready(self) -> list[Member]:
+        """Return this process."""
+        return [self._member]
+
+    def call(self, messages: Mapping[Member, Any]) -> dict[Member, Any]:
+        """Return the answers to the messages."""
+        answers = {}
+        for member, message in messages.items():
+            # A worker has no mode of the caller's but those of the message.
+            with preserved(torch.device(self._member.place.device)), torch.inference_mode(False), torch.enable_grad():
+                answers[member] = self._served.answer(message)
+        return answers
+
+    def regroup(self) -> None:
+        """There is no group."""
+
+    def keep_one_kind(self) -> None:
+        """There is one kind."""
+
+    def close(self) -> None:
+        """Forget all modules."""
+        self._served = Served(self._member.place.device, is_worker=False)
