@@ -8,95 +8,149 @@ of its shards can be run again: the same inputs, seed, buffers and weights give 
 import atexit
 import gc
 import pickle
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 
-from dp_ray.cluster.pool import Lost, Member, Pool
 from dp_ray.cluster.resources import text_of
-from dp_ray.engine.world import World, is_gpu
+from dp_ray.engine.world import is_gpu
 from dp_ray.errors import ClusterError, JobError, ModelError, WorkerError
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.parallel.gradients import gradients_of
 from dp_ray.parallel.weights import Version
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import worker_shards
-from dp_ray.plan.tree import transfers
+from dp_ray.tasks.serve import Here
 from dp_ray.tasks.wire import (
     Backward,
     Forward,
+    Gradients,
+    HeldBytes,
+    Layout,
+    Lost,
     Modes,
     Packed,
     PeerLost,
+    Place,
     Raised,
     ShardInput,
     ShardOutput,
     Sync,
+    of_parts,
+    owned,
     packed,
+    pickler,
 )
+from dp_ray.tensors.flat import Form
 from dp_ray.text import counted
 
-TARGET = "dp_ray.parallel.replica:Replicas"
-GROUPS = 8  # that may fail to form, one after the other
 TRIES = 4  # of one call, each after a worker was lost
+SHARED = (
+    "cpus_per_worker",
+    "gpus_per_worker",
+    "resources_per_worker",
+    "accelerator_type",
+    "placement",
+    "devices",
+    "env",
+)
+
+
+class Member(Protocol):
+    """A worker."""
+
+    place: Place
+    loaded: dict[int, Any]  # the last version of each module that it has taken in: the exchange's notes
+
+
+class Serving(Protocol):
+    """Workers that serve parallel modules: `cluster.serving.Serving`, or `tasks.serve.Here`."""
+
+    keys: WorkerKeys
+    each: Mapping[str, float]  # what a worker takes
+
+    def ready(self) -> list[Member]:
+        """Return the workers that are there, in the order of their ranks in one process group."""
+
+    def call(self, messages: Mapping[Member, Any]) -> dict[Member, Any]:
+        """Return the answers to messages; that of a member that is gone is `Lost`."""
+
+    def regroup(self) -> None:
+        """Have the next `ready` form the group anew."""
+
+    def keep_one_kind(self) -> None:
+        """Take no worker from now on that computes otherwise than those that are there."""
+
+    def close(self) -> None:
+        """End the workers if they are its own, else only their serving."""
+
+
+Start = Callable[[WorkerKeys], Serving]
 
 
 class Workers:
-    """The one set of workers of this process, and who uses it."""
+    """The one set of workers of this process, and who uses it; those in the process itself are a set too."""
 
-    current: ClassVar["Workers | None"] = None
+    sets: ClassVar[dict[bool, "Workers"]] = {}  # by whether they are Here
     lock: ClassVar[threading.RLock] = threading.RLock()
 
-    def __init__(self, keys: WorkerKeys, address: str | None, quiet: bool) -> None:
-        self.pool = Pool(keys, TARGET, address, quiet)
+    def __init__(self, keys: WorkerKeys, start: Start) -> None:
+        self.serving = start(keys)
+        self.start = start
         self.users: set[int] = set()  # numbers of the modules that are open
         self.closed: deque[int] = deque()  # of those that the workers may forget
         self._numbers = 0
         atexit.register(self.close)
 
     @classmethod
-    def taken(cls, keys: WorkerKeys, address: str | None, quiet: bool) -> "Workers":
+    def taken(cls, keys: WorkerKeys, start: Start, say: Callable[[str], object] = print) -> "Workers":
         """Return the process's workers, started if there are none.
 
-        Those that no module uses any more end if they are not what `keys` ask for. Raises JobError if those that run
-        are fewer, or take less each.
+        If `keys` ask for more of them, all start anew, which it will `say`; modules that are open go on. Those that
+        no module uses any more end if they are not what `keys` ask for. Raises JobError if those that run take
+        otherwise.
         """
+        is_here = keys.max_workers == 0
         with cls.lock:
-            if cls.current is not None:
+            has = cls.sets.get(is_here)
+            if has is not None:
                 try:
-                    cls.current.check_covers(keys)
-                    return cls.current
+                    has._cover(keys, start, say)
+                    return has
                 except JobError:
                     gc.collect()  # a module in a circle of references is gone only then
-                    if cls.current.users:
+                    if has.users:
                         raise
-                    cls.current.close()
-            cls.current = cls(keys, address, quiet)
-            return cls.current
+                    has.close()
+            made = cls.sets[is_here] = cls(keys, start)
+            return made
 
-    def check_covers(self, keys: WorkerKeys) -> None:
-        """Raise JobError if these workers are not what `keys` ask for."""
-        has = self.pool.keys.max_workers
-        if keys.max_workers > has:
-            raise JobError(
-                f"workers: this module asks for {keys.max_workers}, and this process's parallel modules share "
-                f"{counted(has, 'worker')}: close them first, or give the first of them the most workers"
-            )
-        own = {"cpus_per_worker", "gpus_per_worker", "resources_per_worker", "accelerator_type", "placement"}
-        own |= {"devices", "env"}
-        for key in sorted(own & keys.model_fields_set):
-            mine, theirs = getattr(self.pool.keys, key), getattr(keys, key)
+    def _cover(self, keys: WorkerKeys, start: Start, say: Callable[[str], object]) -> None:
+        """Have as many workers as `keys` ask for; raises JobError if they take something else than these."""
+        before = self.serving.keys
+        for key in sorted(set(SHARED) & keys.model_fields_set):
+            mine, theirs = getattr(before, key), getattr(keys, key)
             if mine != theirs:
                 shown = "another value" if key == "env" else f"{theirs!r}, not {mine!r}"
                 raise JobError(
                     f"{key}: this module asks for {shown}, and this process's parallel modules share their workers, "
-                    f"of {text_of(self.pool.each)} each: close them first"
+                    f"of {text_of(self.serving.each)} each: close them first"
                 )
+        if keys.max_workers <= before.max_workers:
+            return
+        say(f"{counted(keys.max_workers, 'worker')} start in place of {before.max_workers}: a module asks for more")
+        self.serving.close()
+        try:
+            self.serving = start(before.model_copy(update={"workers": keys.workers}))
+        except BaseException:
+            self.serving = self.start(before)  # for the modules that are open
+            raise
+        self.start = start
 
     def enter(self) -> int:
         """Return the number of a module that begins to use the workers."""
@@ -104,64 +158,32 @@ class Workers:
         self.users.add(self._numbers)
         return self._numbers
 
+    def forget(self, number: int) -> None:
+        """Note that nobody holds a module any more; this runs in the garbage collector."""
+        self.users.discard(number)
+        self.closed.append(number)
+
     def leave(self, number: int) -> None:
         """Note that a module uses them no longer; the last one ends them."""
         with self.lock:
-            self.users.discard(number)
-            self.closed.append(number)
+            self.forget(number)
             if not self.users:
                 self.close()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether these workers still run."""
+        return any(one is self for one in Workers.sets.values())
+
     def close(self) -> None:
-        """End the workers, and the connection to Ray if it is theirs."""
+        """End the workers."""
         with self.lock:
             atexit.unregister(self.close)
-            if Workers.current is self:
-                Workers.current = None
-                self.users.clear()
-                self.pool.close()
-
-    def members(self) -> list[Member]:
-        """Return the workers that are there, in the order of their ranks in one process group.
-
-        Raises ClusterError if they cannot form one.
-        """
-        why = "workers are lost again and again"
-        for _ in range(GROUPS):
-            if not self.pool.renew():
-                return self.pool.members
-            members = list(self.pool.members)
-            nodes = list(dict.fromkeys(one.place.node_id for one in members))
-            if len(members) == 1:
-                port = 0
-            else:
-                opened = self.pool.call({members[0]: ("open_store", members[0].place.node)})
-                port = opened[members[0]]
-            joined: Mapping[Member, Any] = {}
-            if not isinstance(port, Lost):
-                backend = self._backend(members)
-                calls: dict[Member, tuple[Any, ...]] = {}
-                for rank, one in enumerate(members):
-                    before = [other.place.node_id for other in members[:rank]]
-                    world = World(
-                        rank=rank,
-                        world_size=len(members),
-                        local_rank=before.count(one.place.node_id),
-                        node_rank=nodes.index(one.place.node_id),
-                        node=members[0].place.node,
-                        device=torch.device(one.place.device),
-                    )
-                    calls[one] = ("join", world, backend, port)
-                joined = self.pool.call(calls)
-            if failed := [one for one in joined.values() if isinstance(one, PeerLost)]:
-                why = failed[0].line
-            if not joined or any(answer is not None for answer in joined.values()):
-                self.pool.regroup()
-        raise ClusterError(f"the workers cannot form a process group: {why}")
-
-    def _backend(self, members: Sequence[Member]) -> str:
-        shares = 0 < self.pool.each.get("GPU", 0) < 1
-        return "cpu:gloo,cuda:nccl" if all("cuda" in one.place.device for one in members) and not shares else "gloo"
+            for is_here, one in list(Workers.sets.items()):
+                if one is self:
+                    del Workers.sets[is_here]
+                    self.users.clear()
+                    self.serving.close()
 
 
 @dataclass(eq=False)
@@ -177,6 +199,7 @@ class Call:
     requires_grad: frozenset[int]  # numbers of leaves
     seed: int
     owners: dict[int, Member] = field(default_factory=dict)  # of the shards' graphs
+    sparse: frozenset[int] = frozenset()  # which of the trained parameters have sparse gradients
     versions: list[int] = field(default_factory=list)  # of the leaves, which tell whether they were written to
 
     @property
@@ -184,42 +207,58 @@ class Call:
         """The shards that run."""
         return range(len(self.inputs))
 
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """Tensors like those of the module that require a gradient: their sizes, dtypes and device."""
+        pairs = zip(self.version.tensors, self.modes.requires_grad, strict=True)
+        return [one for one, wants in pairs if wants]
+
 
 class Exchange:
-    """One module's calls on the workers of this process."""
+    """One module's calls on the workers of this process, of which at most `max_workers` run its shards."""
 
-    def __init__(self, workers: Workers, bitwise: bool, max_waiting: int) -> None:
+    def __init__(self, workers: Workers, bitwise: bool, max_waiting: int, max_workers: int) -> None:
         self.workers = workers
-        self.bitwise = bitwise
-        self.threads = max(1, int(workers.pool.keys.cpus_per_worker)) if bitwise else None  # torch's, on each worker
+        self.threads = (
+            max(1, int(workers.serving.keys.cpus_per_worker)) if bitwise else None
+        )  # torch's, on each worker
         if bitwise:
-            workers.pool.keep_one_kind()
+            workers.serving.keep_one_kind()
         self.number = workers.enter()
+        self.pickler = pickler(here=isinstance(workers.serving, Here))
         self.max_waiting = max_waiting
+        self.max_workers = max(1, max_workers)
         self.waiting: dict[int, int] = {}  # calls that wait for their backward, with the bytes that are kept here
         self._dropped: deque[int] = deque()  # calls whose graphs nobody waits for any more
-        self._is_closed = False
+        self._is_closed = False  # by its user
+        self._is_forgotten = False  # nobody holds the module; calls may wait
 
     def check_open(self) -> None:
         """Raise ClusterError if the workers have ended."""
-        if self._is_closed or Workers.current is not self.workers:
-            raise ClusterError(
-                "the module's workers have ended: it was closed; make another dp_ray.DataParallel of it"
-            )
+        if self._is_closed:
+            raise ClusterError("the module was closed: make another dp_ray.DataParallel of it")
+        if not self.workers.is_open:
+            raise ClusterError("the module's workers have ended: make another dp_ray.DataParallel of it")
 
     def close(self) -> None:
         """Leave the workers; the last module that does ends them."""
-        if not self._is_closed:
+        if not (self._is_closed or self._is_forgotten):
             self._is_closed = True
-            if Workers.current is self.workers:
+            if self.workers.is_open:
                 self.workers.leave(self.number)
 
     def forget(self) -> None:
-        """Have the workers forget the module, which nobody holds any more; this runs in the garbage collector."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.workers.users.discard(self.number)
-            self.workers.closed.append(self.number)
+        """Have the workers forget the module, which nobody holds any more, once no call waits for its backward.
+
+        This runs in the garbage collector.
+        """
+        if not (self._is_closed or self._is_forgotten):
+            self._is_forgotten = True
+            self._forget_if_done()
+
+    def _forget_if_done(self) -> None:
+        if self._is_forgotten and not self.waiting and self.number in self.workers.users:
+            self.workers.forget(self.number)
 
     def keep(self, call: Call) -> "Ticket":
         """Have a call wait for its backward, until the ticket is gone or done with."""
@@ -232,6 +271,12 @@ class Exchange:
         """Have the workers drop a call's graphs; the message goes with the next call."""
         if self.waiting.pop(number, None) is not None:
             self._dropped.append(number)
+            self._forget_if_done()
+
+    def done(self, number: int) -> None:
+        """Note that a call's backward has run, and does not run again."""
+        self.waiting.pop(number, None)
+        self._forget_if_done()
 
     def check_waiting(self) -> None:
         """Raise ModelError, naming calls and bytes, if too many calls wait for their backward."""
@@ -241,8 +286,8 @@ class Exchange:
         if len(self.waiting) < self.max_waiting:
             return
         with self.workers.lock:
-            members = self.workers.members()
-            held = self.workers.pool.call(dict.fromkeys(members, ("held_bytes", self.number)))
+            members = self.workers.serving.ready()
+            held = self.workers.serving.call(dict.fromkeys(members, HeldBytes(self.number)))
         most = max((size, rank) for rank, size in enumerate(held.values()) if isinstance(size, int))
         raise ModelError(
             f"{len(self.waiting)} calls of this module wait for their backward, as many as max_waiting allows; they "
@@ -259,50 +304,49 @@ class Exchange:
             self.check_open()
             outputs: dict[int, ShardOutput] = {}
             for _ in range(TRIES):
-                members = self.workers.members()
-                todo = [shard for shard in call.filled if shard not in outputs]
-                for member, answer in self._run(call, todo, members).items():
-                    for one in answer if isinstance(answer, list) else []:
-                        outputs[one.shard] = one
-                        call.owners[one.shard] = member
+                members = self.workers.serving.ready()
+                self._run(call, members, outputs)
                 if len(outputs) == len(call.inputs):
                     return [outputs[shard] for shard in call.filled], members
             raise WorkerError(f"call {call.number}: workers were lost in each of {TRIES} tries")
 
-    def _run(self, call: Call, todo: Sequence[int], members: list[Member]) -> dict[Member, Any]:
-        """Have the workers run the shards `todo`, with what they lack of the module; note what they have then."""
-        pool = self.workers.pool
-        messages: dict[Member, tuple[Any, ...]] = {}
+    def _run(self, call: Call, members: list[Member], outputs: dict[int, ShardOutput]) -> None:
+        """Have the workers run the shards without output, with what they lack of the module; note what they have."""
+        messages: dict[Member, Forward] = {}
         syncs = self._syncs(call.version, members)
+        running = min(self.max_workers, len(members))
         for rank, member in enumerate(members):
-            own = [shard for shard in worker_shards(call.shards, len(members), rank) if shard in todo]
-            sync = syncs[member]
-            if not (own or sync.structure or sync.changed or sync.dropped or sync.closed):
-                continue
+            own = worker_shards(call.shards, running, rank) if rank < running else range(0)
             shards = tuple(
-                ShardInput(
-                    shard,
-                    derive_seed(call.seed, "parallel", call.number, shard),
-                    tuple(packed(leaf) for leaf in call.inputs[shard]),
-                )
+                ShardInput(shard, self._seed(call, shard), tuple(packed(leaf) for leaf in call.inputs[shard]))
                 for shard in own
+                if shard in call.filled and shard not in outputs
             )
-            spec = call.spec if own else None
-            asked = Forward(call.number, sync, call.modes, spec, call.requires_grad, shards)
-            messages[member] = ("forward", asked)
-        answers = pool.call(messages)
-        raised = []
-        for member, answer in answers.items():
-            if isinstance(answer, PeerLost | Lost) or (isinstance(answer, Raised) and answer.shard is None):
-                member.loaded.pop(self.number, None)
-                pool.regroup()
-            else:
+            sync = syncs[member]
+            if shards or sync.structure or sync.changed or sync.dropped or sync.closed:
+                spec = call.spec if shards else None
+                messages[member] = Forward(call.number, sync, call.modes, spec, call.requires_grad, shards)
+        raised: list[tuple[Raised, Member]] = []
+        for member, answer in self.workers.serving.call(messages).items():
+            if isinstance(answer, PeerLost | Lost):
+                self.workers.serving.regroup()
+            if isinstance(answer, list) or (isinstance(answer, Raised) and answer.has_module):
                 member.loaded[self.number] = call.version
+            else:
+                member.loaded.pop(self.number, None)
             if isinstance(answer, Raised):
                 raised.append((answer, member))
+            for one in answer if isinstance(answer, list) else []:
+                outputs[one.shard] = one
+                call.owners[one.shard] = member
+                call.sparse = one.sparse
         if raised:
-            self._raise(call, members, min(raised, key=lambda one: one[0].shard or 0))
-        return answers
+            self._raise(call, members, raised, {shard: one.text for shard, one in outputs.items()})
+
+    def _seed(self, call: Call, shard: int) -> int:
+        """Return the number from which a shard's random numbers come: no two modules draw the same."""
+        of_module = (self.number,) if self.number > 1 else ()
+        return derive_seed(call.seed, "parallel", call.number, shard, *of_module)
 
     def _syncs(self, version: Version, members: Sequence[Member]) -> dict[Member, Sync]:
         """Return what each worker lacks of this version of the module.
@@ -325,19 +369,20 @@ class Exchange:
             syncs[member] = Sync(self.number, structure, changed, data, dropped, closed)
         return syncs
 
-    def _raise(self, call: Call, members: Sequence[Member], raised: tuple[Raised, Member]) -> None:
-        """Raise the error of user code on a worker as a ModelError that names the shard."""
-        answer, member = raised
-        where = f"rank {members.index(member) if member in members else '?'} on {member.place.node}"
+    def _raise(
+        self, call: Call, members: Sequence[Member], raised: Sequence[tuple[Raised, Member]], texts: Mapping[int, str]
+    ) -> NoReturn:
+        """Print what user code has printed, then raise the first shard's error as a ModelError that names it."""
+        printed = {**texts, **{one.shard or 0: one.text for one, _ in raised}}
+        sys.stdout.write("".join(printed[shard] for shard in sorted(printed)))
+        answer, member = min(raised, key=lambda one: one[0].shard or 0)
+        where = f"rank {members.index(member)} on {member.place.node}"
         if answer.shard is not None:
             where = f"call {call.number}, shard {answer.shard} of {len(call.inputs)} ({where})"
         got = f"; it got {answer.got}" if answer.got else ""
-        error = ModelError(f"{where}: {answer.what} raised {answer.text}{got}")
+        error = ModelError(f"{where}: {answer.what} raised {answer.error}{got}")
         error.add_note(answer.frames)
-        cause = None
-        if answer.exception is not None:
-            cause = pickle.loads(answer.exception)
-        raise error from cause
+        raise error from (None if answer.exception is None else pickle.loads(answer.exception))
 
     def backward(
         self, call: Call, gradients: Mapping[int, Sequence[torch.Tensor | None]], keep_graph: bool
@@ -349,18 +394,24 @@ class Exchange:
         with self.workers.lock:
             self.check_open()
             for _ in range(TRIES):
-                members = self.workers.members()
+                members = self.workers.serving.ready()
                 if any(call.owners.get(shard) not in members for shard in call.filled):
                     self._run_again(call)
-                    members = self.workers.members()
-                answers = self._backward(call, gradients, keep_graph, members)
-                lost = [one for one in answers.values() if isinstance(one, PeerLost | Lost)]
-                if not lost:
-                    root = next(one for one in answers.values() if one.sum is not None)
-                    inputs = {shard: found for one in answers.values() for shard, found in one.inputs.items()}
-                    return inputs, gradients_of(root.sum, self._trained(call))
-                self.workers.pool.regroup()
+                    members = self.workers.serving.ready()
+                layout = Layout([Form(one.shape, one.dtype) for one in call.trained], call.sparse, len(members))
+                answers = self._backward(call, gradients, keep_graph, members, layout)
+                raised = [(one, member) for member, one in answers.items() if isinstance(one, Raised)]
+                if len(answers) == len([one for one in answers.values() if isinstance(one, Gradients)]):
+                    parts: list[Gradients] = list(answers.values())
+                    sys.stdout.write("".join(one.text for one in parts))
+                    inputs = {shard: found for one in parts for shard, found in one.inputs.items()}
+                    return inputs, self._sums(call, layout, parts)
                 call.owners.clear()  # some have dropped their graphs
+                if any(isinstance(one, PeerLost | Lost) for one in answers.values()):
+                    self.workers.serving.regroup()
+                if raised:
+                    texts = [one.text for one in answers.values() if isinstance(one, Gradients)]
+                    self._raise(call, members, raised, {-1: "".join(texts)})
             raise WorkerError(f"the backward of call {call.number}: workers were lost in each of {TRIES} tries")
 
     def _run_again(self, call: Call) -> None:
@@ -381,40 +432,43 @@ class Exchange:
         gradients: Mapping[int, Sequence[torch.Tensor | None]],
         keep_graph: bool,
         members: list[Member],
+        layout: Layout,
     ) -> dict[Member, Any]:
+        """Have the workers run the shards' backwards, and sum; those without a shard too."""
         ranks = {member: rank for rank, member in enumerate(members)}
         owners = {shard: ranks[call.owners[shard]] for shard in call.filled}
-        if self.bitwise:
-            nodes, top = {shard: (shard, shard + 1) for shard in owners}, (0, call.shards)
-            leaves = owners
-        else:  # a worker adds its own shards as they come
-            used = sorted(set(owners.values()))
-            nodes = {shard: (used.index(rank), used.index(rank) + 1) for shard, rank in owners.items()}
-            leaves, top = dict(enumerate(used)), (0, len(used))
-        plan = tuple(transfers(leaves, top))
-        messages: dict[Member, tuple[Any, ...]] = {}
-        for member, rank in ranks.items():
-            own = {
-                shard: tuple(None if one is None else packed(one) for one in gradients[shard])
-                for shard, owner in owners.items()
-                if owner == rank
-            }
-            if own:
-                root = leaves[min(leaves)]
-                asked = Backward(self.number, call.number, keep_graph, own, nodes, plan, top, root, self.threads)
-                messages[member] = ("backward", asked)
-        answers = self.workers.pool.call(messages)
-        raised = [(one, member) for member, one in answers.items() if isinstance(one, Raised)]
-        if raised:
-            if plan:
-                self.workers.pool.regroup()
-            self._raise(call, members, raised[0])
-        return answers
+        messages = {
+            member: Backward(
+                self.number,
+                call.number,
+                keep_graph,
+                {
+                    shard: tuple(None if one is None else packed(one) for one in gradients[shard])
+                    for shard, owner in owners.items()
+                    if owner == rank
+                },
+                owners,
+                call.shards,
+                layout.lengths,
+                bool(call.sparse),
+                self.threads,
+            )
+            for member, rank in ranks.items()
+        }
+        return self.workers.serving.call(messages)
 
-    def _trained(self, call: Call) -> list[torch.Tensor]:
-        """Return tensors like those of the module that require a gradient: their sizes, dtypes and device."""
-        pairs = zip(call.version.tensors, call.modes.requires_grad, strict=True)
-        return [one for one, wants in pairs if wants]
+    def _sums(self, call: Call, layout: Layout, parts: Sequence[Gradients]) -> list[torch.Tensor | None]:
+        """Return the gradient of each trained parameter, on its device; None for one that no shard has used."""
+        trained = call.trained
+        device = trained[0].device if trained else torch.device("cpu")
+        slices = zip(*(one.slices for one in parts), strict=True)
+        vectors = [torch.cat([owned(piece, device) for piece in pieces]) for pieces in slices]
+        views, counts = layout.views(vectors)
+        sparse = {number: of_parts(one, device) for part in parts for number, one in part.sparse.items()}
+        return [
+            (sparse[number] if number in sparse else views[number]) if count else None
+            for number, count in enumerate(counts.tolist())
+        ]
 
 
 class Ticket:
@@ -430,7 +484,7 @@ class Ticket:
         """The call's backward has run, and does not run again."""
         self._end.detach()
         if self.call is not None:
-            self.exchange.waiting.pop(self.call.number, None)
+            self.exchange.done(self.call.number)
         self.call = None
 
 

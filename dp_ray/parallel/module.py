@@ -14,14 +14,14 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from dp_ray.cluster.pool import pickled, pickled_apart
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.parallel.exchange import Call, Exchange, Ticket, Workers, on_device
+from dp_ray.parallel.exchange import Call, Exchange, Serving, Ticket, Workers, on_device
 from dp_ray.parallel.weights import ModuleWatch
 from dp_ray.plan.split import chunk_bounds, num_filled
-from dp_ray.tasks.wire import Modes, Packed, ShardOutput, unpacked
+from dp_ray.tasks.serve import Here, modes_of
+from dp_ray.tasks.wire import Packed, ShardOutput, pickled, unpacked
 from dp_ray.tensors.scatter import gather, num_rows, rows_dim
 from dp_ray.tensors.tree import TreeSpec, flatten, leaf_keys, unflatten
 
@@ -69,15 +69,15 @@ class DataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise JobError(f"module: must be a torch.nn.Module, got a {type(module).__qualname__}")
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise JobError(f"workers: must be a number of 1 or more, got {workers!r}")
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+            raise JobError(f"workers: must be a number of 0 or more, got {workers!r}")
         if of_torch := [key for key in ("device_ids", "output_device") if key in keys]:
             raise JobError(
                 f"{of_torch[0]}: is nn.DataParallel's; here Ray gives each worker its device: say workers=N"
             )
         self.module = module
         self.dim = dim
-        self.shards = workers if shards is None else shards
+        self.shards = max(1, workers) if shards is None else shards
         self.bitwise = bitwise
         self.seed = torch.initial_seed() % 2**63 if seed is None else seed
         self.shapes: list[ShardShape] = []
@@ -92,9 +92,10 @@ class DataParallel(nn.Module):
 
     def _begin(self) -> None:
         """Take part in the process's workers; start them if there are none."""
-        workers = Workers.taken(self._keys, self._address, self._quiet)
-        self._exchange = Exchange(workers, self.bitwise, self._max_waiting)
-        self._watch = ModuleWatch(self.module, pickled_apart)
+        workers = Workers.taken(self._keys, self._started, lambda line: self._quiet or print(line))
+        self._exchange = Exchange(workers, self.bitwise, self._max_waiting, self._keys.max_workers)
+        base = self._exchange.pickler
+        self._watch = ModuleWatch(self.module, lambda value, apart: pickled(value, base, apart))
         try:
             self._watch.look()  # raises what is wrong with the module before its first call
         except BaseException:
@@ -102,6 +103,13 @@ class DataParallel(nn.Module):
             raise
         end = weakref.finalize(self, self._exchange.forget)
         end.atexit = False
+
+    def _started(self, keys: WorkerKeys) -> Serving:
+        if keys.max_workers == 0:
+            return Here(keys)
+        from dp_ray.cluster.serving import started  # with workers: 0, nothing of Ray is imported
+
+        return started(keys, self._address, self._quiet)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the workers, and return its outputs as the bare module would.
@@ -111,14 +119,15 @@ class DataParallel(nn.Module):
         """
         batch = _Batch(args, kwargs, self.shards, self.dim)
         version = self._watch.look()
-        modes = self._modes()
+        modes = modes_of(self.module, self._watch.tensors, self._exchange.threads)
         wants = frozenset(
             number
             for number, one in enumerate(batch.leaves)
             if isinstance(one, torch.Tensor) and one.requires_grad and modes.is_grad_enabled
         )
         trained = [one for one in self._watch.tensors if one.requires_grad]
-        call = Call(self._calls, version, modes, pickled(batch.spec), self.shards, batch.shards, wants, self.seed)
+        pickled_spec = pickled(batch.spec, self._exchange.pickler)
+        call = Call(self._calls, version, modes, pickled_spec, self.shards, batch.shards, wants, self.seed)
         self._calls += 1
         ticket: Ticket | None = None
         if modes.is_grad_enabled and (wants or trained):
@@ -136,23 +145,6 @@ class DataParallel(nn.Module):
             made = iter(_Function.apply(node, with_graph, *inputs, *trained))  # type: ignore[no-untyped-call]
             ends = [next(made) if has else one for one, has in zip(ends, has_graph, strict=True)]
         return unflatten(spec, ends)
-
-    def _modes(self) -> Modes:
-        is_inference = torch.is_inference_mode_enabled()
-        autocast = {
-            device: torch.get_autocast_dtype(device)
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
-        }
-        return Modes(
-            tuple(one.training for one in self.module.modules()),
-            tuple(one.requires_grad for one in self._watch.tensors),
-            torch.is_grad_enabled() and not is_inference,
-            is_inference,
-            autocast,
-            torch.get_default_dtype(),
-            self._exchange.threads,
-        )
 
     def _take(
         self, outputs: Sequence[ShardOutput], sizes: Sequence[Any], owners: Sequence[Any], members: Sequence[Any]
@@ -173,8 +165,8 @@ class DataParallel(nn.Module):
         for one in outputs:
             if one.text:
                 sys.stdout.write(one.text)
-        if outputs and outputs[0].buffers:
-            self._watch.take_buffers(outputs[0].buffers)
+        if outputs and outputs[0].written:
+            self._watch.take_written(outputs[0].written)
 
     def _merged(
         self, outputs: Sequence[ShardOutput], specs: Sequence[TreeSpec], batch: "_Batch"
@@ -255,8 +247,8 @@ def _worker_keys(keys: dict[str, Any]) -> WorkerKeys:
         checked = WorkerKeys.model_validate(keys)
     except ValidationError as error:
         raise JobError("\n".join(explain(error))) from None
-    if checked.max_workers < 1 or checked.min_workers != checked.max_workers:
-        raise JobError(f"workers: must be a number of 1 or more, got {keys['workers']!r}")
+    if checked.min_workers != checked.max_workers:
+        raise JobError(f"workers: must be a number of 0 or more, got {keys['workers']!r}")
     if len(checked.devices or ()) > 1 or (checked.gpus_per_worker != "auto" and checked.gpus_per_worker > 1):
         raise JobError("gpus_per_worker and devices: a worker of a parallel module has one device")
     return checked

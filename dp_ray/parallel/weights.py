@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from dp_ray.engine.objects import what_fails
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
-from dp_ray.tasks.wire import NewBuffer, Structure, TensorForm, packed, unpacked
+from dp_ray.tasks.wire import Structure, TensorForm, Written, packed, unpacked
 from dp_ray.tensors.flat import flat
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -88,23 +88,44 @@ class ModuleWatch:
         assert self._version is not None
         return self._version
 
-    def take_buffers(self, buffers: Sequence[NewBuffer]) -> None:
-        """Set buffers to what the forward of shard 0 has made of them."""
-        places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for owner in self.module.modules():
-            for name, one in owner._buffers.items():
-                if one is not None:
-                    places.setdefault(id(one), []).append((owner, name))
-        for number, at, elements in buffers:
-            old, new = self.tensors[number], unpacked(elements)
-            holders = places[id(old)]
-            if old.shape == new.shape and old.dtype == new.dtype and len(at) == len(holders):
+    def take_written(self, written: Sequence[Written]) -> None:
+        """Set buffers and parameters to what the forward of shard 0 has made of them; make and remove buffers too."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        modules = dict(self.module.named_modules())
+        values: dict[str, torch.Tensor] = {}  # tensors that were set, by the first of their names
+        groups: dict[int, set[str]] = {}  # names of what is one tensor now
+        for prefix, owner in modules.items():
+            for key, buffer in owner._buffers.items():
+                groups.setdefault(id(buffer), set()).add(f"{prefix}.{key}" if prefix else key)
+        firsts = {one.name: one.first for one in written}
+        for name, first, value, is_persistent in written:
+            new = None if value is None else unpacked(value)
+            prefix, _, key = name.rpartition(".")
+            owner = modules[prefix]
+            if name in parameters and new is not None:
+                with torch.no_grad():
+                    parameters[name].copy_(new)
+                continue
+            if not first:
+                del owner._buffers[key]
+                continue
+            old = owner._buffers.get(key)
+            if new is None:
+                owner.register_buffer(key, values.get(first), is_persistent)
+                continue
+            stays = old is not None and old.shape == new.shape and old.dtype == new.dtype
+            if old is not None and stays and all(firsts.get(other) == first for other in groups[id(old)]):
                 with torch.no_grad():
                     old.copy_(new)
-                continue
-            new = new.to(old.device, copy=True)
-            for owner, name in (holders[place] for place in at):
-                owner._buffers[name] = new
+                values[name] = old
+            else:
+                values[name] = new.to(self.device if old is None else old.device, copy=True)
+                owner.register_buffer(key, values[name], is_persistent)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module's first tensor."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     def _pickle(self) -> bytes:
         numbers = {id(one): number for number, one in enumerate(self.tensors)}

@@ -14,7 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,7 +44,6 @@ from dp_ray.tasks.wire import (
     Gradients,
     HeldBytes,
     Layout,
-    Member,
     Modes,
     Packed,
     PeerLost,
@@ -61,6 +60,7 @@ from dp_ray.tasks.wire import (
     packed,
     parts_of,
     pickled,
+    pickler,
     unpacked,
 )
 from dp_ray.tensors.flat import Form, room, views
@@ -192,6 +192,7 @@ class Served:
     def __init__(self, device: str, is_worker: bool = True) -> None:
         self._device = torch.device(device)
         self._is_worker = is_worker
+        self._pickler = pickler(here=not is_worker)
         self._copies: dict[int, Copy] = {}
         self._graphs: dict[tuple[int, int], dict[int, Graph]] = {}  # by module and call, by shard
         if is_worker:
@@ -287,7 +288,7 @@ class Served:
         graph = Graph(inputs, kept, list(trained), forms, sparse, got, modes, copy)
         output = ShardOutput(
             given.shard,
-            pickled((of_result, sizes((args, kwargs)), sizes(result)), here=not self._is_worker),
+            pickled((of_result, sizes((args, kwargs)), sizes(result)), self._pickler),
             tuple(packed(one) for one in ends),
             tuple(has_graph),
             seconds,
@@ -432,7 +433,7 @@ class Served:
         if isinstance(error, Error) and not isinstance(error, JobError):
             error = error.__cause__ or error  # the replica has put its words before the text
         try:
-            exception = pickled(error, here=not self._is_worker)
+            exception = pickled(error, self._pickler)
             pickle.loads(exception)
         except Exception:  # an exception of the user's may refuse both
             exception = None
@@ -561,6 +562,14 @@ def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return ", ".join(told)
 
 
+@dataclass(eq=False)
+class Process:
+    """The caller's process, as a member of its workers."""
+
+    place: Place
+    loaded: dict[int, Any] = field(default_factory=dict)
+
+
 class Here:
     """The worker of `workers: 0`: this process, without Ray. Random states and settings stay as they are."""
 
@@ -570,13 +579,13 @@ class Here:
         has_gpu = torch.cuda.is_available() and keys.gpus_per_worker != 0
         device = keys.devices[0] if keys.devices else "cuda:0" if has_gpu else "cpu"
         self._served = Served(device, is_worker=False)
-        self._member = Member(0, Place("localhost", "", os.getpid(), device, {}))
+        self._member = Process(Place("localhost", "", os.getpid(), device, {}))
 
-    def ready(self) -> list[Member]:
+    def ready(self) -> list[Any]:
         """Return this process."""
         return [self._member]
 
-    def call(self, messages: Mapping[Member, Any]) -> dict[Member, Any]:
+    def call(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the answers to the messages."""
         answers = {}
         for member, message in messages.items():

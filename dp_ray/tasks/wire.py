@@ -7,7 +7,7 @@ tensor([1., 1.], dtype=torch.bfloat16)
 import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
@@ -31,18 +31,6 @@ class Place(NamedTuple):
     pid: int
     device: str
     computes: Mapping[str, str]  # by which workers give the same bits, or not
-
-
-@dataclass(eq=False)
-class Member:
-    """A worker, by its slot among the others."""
-
-    slot: int
-    place: Place
-    loaded: dict[int, Any] = field(default_factory=dict)  # what it has of each module: the exchange's notes
-
-    def __str__(self) -> str:
-        return f"process {self.place.pid} on {self.place.node}"
 
 
 class Lost(NamedTuple):
@@ -95,36 +83,33 @@ def owned(given: Packed, device: torch.device) -> Any:
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.clone()
 
 
-def pickled(value: Any, apart: Mapping[int, int] | None = None, here: bool = False) -> bytes:
-    """Pickle a value, but objects with the ids in `apart` by their numbers, as `Unpickler` reads them.
+def pickler(here: bool) -> type[pickle.Pickler]:
+    """Return the class that pickles for workers as Ray does it: what is of `__main__`, or local, goes by value.
 
-    As Ray does it: classes of `__main__` and local functions by value. If it is to be read `here`, in this very
-    process, they are the objects that they are, and nothing of Ray is imported.
+    If it is to be read `here`, in this very process, that stays the object that it is; nothing of Ray is imported.
     """
+    if here:
+        return PicklerHere
+    from ray.cloudpickle import CloudPickler
+
+    found: type[pickle.Pickler] = CloudPickler
+    return found
+
+
+def pickled(value: Any, base: type[pickle.Pickler], apart: Mapping[int, int] | None = None) -> bytes:
+    """Pickle a value, but objects with the ids in `apart` by their numbers, as `Unpickler` reads them."""
+
+    class Pickler(base):  # type: ignore[misc,valid-type]
+        def persistent_id(self, one: Any) -> int | None:
+            return None if apart is None else apart.get(id(one))
+
     with io.BytesIO() as file:
-        if here:
-            _Here(file, apart or {}).dump(value)
-            return file.getvalue()
-        from ray import cloudpickle
-
-        class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-            def persistent_id(self, one: Any) -> int | None:
-                return None if apart is None else apart.get(id(one))
-
-        Pickler(file).dump(value)
+        Pickler(file, 5).dump(value)
         return file.getvalue()
 
 
-class _Here(pickle.Pickler):
+class PicklerHere(pickle.Pickler):
     """Pickles functions and classes that no import gives by their ids."""
-
-    def __init__(self, file: io.BytesIO, apart: Mapping[int, int]) -> None:
-        super().__init__(file, 5)
-        self._apart = apart
-
-    def persistent_id(self, one: Any) -> int | None:
-        """Return the number of what stands apart."""
-        return self._apart.get(id(one))
 
     def reducer_override(self, one: Any) -> Any:
         """Reduce what is of `__main__`, or local, to its id."""

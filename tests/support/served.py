@@ -1,0 +1,143 @@
+"""Workers of parallel modules as real processes in a gloo group, without Ray; a lost one is replaced."""
+
+import os
+import signal
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from dp_ray.engine.world import World, form_group, leave_group, show_alone
+from dp_ray.job.keys import WorkerKeys
+from dp_ray.tasks.serve import Served
+from dp_ray.tasks.wire import Lost, Place
+from tests.support.forked import new_process
+from tests.support.forked_python import FORKED
+
+LOCALHOST = "127.0.0.1"
+
+
+class Join(NamedTuple):
+    """Form a group."""
+
+    rank: int
+    size: int
+    port: int
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker's process, and the pipe to it."""
+
+    process: Any
+    pipe: Connection
+    place: Place
+    loaded: dict[int, Any] = field(default_factory=dict)
+
+    def kill(self) -> None:
+        """End it at once."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(60)
+
+    def end(self) -> None:
+        """End it, and forget it."""
+        self.kill()
+        self.pipe.close()
+        self.process.close()
+
+
+class GlooWorkers:
+    """Workers that serve in processes of their own: what `cluster.serving` has on Ray."""
+
+    def __init__(self, keys: WorkerKeys) -> None:
+        self.keys = keys
+        self.each: Mapping[str, float] = {"CPU": keys.cpus_per_worker}
+        self.members: list[Member] = []
+        self.told: list[dict[Member, Any]] = []  # the messages of all calls
+        self._has_changed = True
+
+    def ready(self) -> list[Member]:
+        """Return the members, each lost one replaced, in one group."""
+        while len(self.members) < self.keys.max_workers:
+            here, there = FORKED.Pipe()
+            process = new_process(_serve, there)
+            process.start()
+            there.close()
+            self.members.append(Member(process, here, Place(LOCALHOST, "node", process.pid, "cpu", {})))
+            self._has_changed = True
+        if self._has_changed:
+            store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+            joins = {one: Join(rank, len(self.members), store.port) for rank, one in enumerate(self.members)}
+            self._has_changed = False
+            if any(answer is not None for answer in self._call(joins).values()):
+                self._has_changed = True
+                return self.ready()
+        return list(self.members)
+
+    def call(self, messages: Mapping[Member, Any]) -> dict[Member, Any]:
+        """Return the answers; raises what is no answer."""
+        self.told.append(dict(messages))
+        return self._call(messages)
+
+    def _call(self, messages: Mapping[Member, Any]) -> dict[Member, Any]:
+        answers: dict[Member, Any] = {}
+        for member, message in messages.items():
+            with suppress(BrokenPipeError):
+                member.pipe.send(message)
+        for member in messages:
+            try:
+                answers[member] = member.pipe.recv()
+            except (EOFError, ConnectionResetError):
+                answers[member] = Lost("it has ended")
+                self.members.remove(member)
+                member.end()
+                self._has_changed = True
+        for answer in answers.values():
+            if isinstance(answer, AssertionError):
+                raise answer
+        return answers
+
+    def regroup(self) -> None:
+        """Have the next `ready` form the group anew."""
+        self._has_changed = True
+
+    def keep_one_kind(self) -> None:
+        """They are of one machine."""
+
+    def close(self) -> None:
+        """End the processes."""
+        for one in self.members:
+            one.end()
+        self.members = []
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    served = Served("cpu")
+    while True:
+        try:
+            asked = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            pipe.send(_join(asked) if isinstance(asked, Join) else served.answer(asked))
+        except BaseException:
+            pipe.send(AssertionError(traceback.format_exc()))
+
+
+def _join(asked: Join) -> str | None:
+    leave_group()
+    if asked.size == 1:
+        show_alone("gloo")
+        return None
+    try:
+        store = TCPStore(LOCALHOST, asked.port, is_master=False, wait_for_workers=False)
+        form_group("gloo", store, World(asked.rank, asked.size), step_seconds=None)
+    except RuntimeError as error:
+        return str(error)
+    return None
