@@ -31,6 +31,7 @@ class WorkerConfig:
     number: int = 0
     kind: str = ""
     node_id: str = ""
+    is_for_modules: bool = False  # it will run no job
 
 
 class Ask(StrEnum):
@@ -68,7 +69,8 @@ STOP = Request(Ask.STOP, Why.USER, Why.USER.value)
 class Terms:
     """A job as it is known without unpickling it; `number` counts a session's jobs from 1, 0: none runs.
 
-    `can_stop` says whether the job keeps work to resume from, `is_last` whether the session ends with it. `kind` is
+    `can_stop` says whether the job keeps work to resume from, `is_last` whether the session ends with it. `serves`
+    says that it is no job: the workers take calls of parallel modules. `kind` is
     what a bitwise job's workers of its last attempt computed on, "" before there is one; `avoided` are the ids of the
     nodes whose workers would compute differently, `broken` those of nodes with a broken GPU.
     """
@@ -78,6 +80,7 @@ class Terms:
     retries: int = 3
     can_stop: bool = True
     is_last: bool = False
+    serves: bool = False
     kind: str = ""
     avoided: tuple[str, ...] = ()
     broken: tuple[str, ...] = ()
@@ -106,6 +109,7 @@ class Channel:
         self._ended: dict[str, set[int]] = {}  # the ranks that have ended, by attempt
         self._stores: dict[str, tuple[str, int]] = {}  # host and port, by attempt
         self._changed = asyncio.Condition()
+        self._losses = 0  # since a worker has last begun to serve
 
     async def put(self, message: bytes, number: int = 0) -> Ask:
         """Take in a message about job `number`, 0: about any; the answer is what the workers are asked to do now.
@@ -136,6 +140,7 @@ class Channel:
         async with self._changed:
             self._messages = [*self._phase]  # what else there is concerns no job, such as workers lost while idle
             self._fired, self._ended, self._stores = set(), {}, {}
+            self._losses = 0
             self._terms, self._job = terms, job
             self._changed.notify_all()
 
@@ -157,6 +162,7 @@ class Channel:
             if self._request.ask is Ask.STOP:  # which was for this job
                 self._request = NOTHING
             self._changed.notify_all()
+            self._arrived.set()
 
     async def close(self) -> None:
         """Have the workers leave."""
@@ -181,6 +187,21 @@ class Channel:
                         return Ask.RESTART
                 await self._changed.wait()
             return Ask.STOP
+
+    async def serves(self, message: bytes, number: int) -> None:
+        """Take in that a worker serves the modules of `number`."""
+        self._losses = 0
+        await self.put(message, number)
+
+    async def count_loss(self) -> int:
+        """Count a failure of workers that serve; return how many there were since one has begun to."""
+        self._losses += 1
+        return self._losses
+
+    async def ended(self, number: int) -> None:
+        """Return once job `number` has ended, or the workers are to leave."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_closed or self._terms.number != number)
 
     async def request(self, request: Request, number: int = 0) -> None:
         """Replace the current request; Ask.STOP is final while the job lasts, and no other replaces it.

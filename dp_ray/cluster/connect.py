@@ -75,12 +75,17 @@ class EarlyConnection(threading.Thread):
 
 @contextmanager
 def connected(
-    keys: WorkerKeys, address: str | None, verbose: bool, fork_server: ForkServer | None = None
+    keys: WorkerKeys,
+    address: str | None,
+    verbose: bool,
+    fork_server: ForkServer | None = None,
+    serves: bool = False,
 ) -> Iterator[None]:
     """Connect to Ray while the block runs: the caller's own, the one at an address, or an embedded one.
 
     The address is `address`, in a job that of its cluster, else RAY_ADDRESS. An embedded Ray has its workers forked
-    by `fork_server`, if that serves such workers. Raises ClusterError if no Ray answers.
+    by `fork_server`, if that serves such workers. With `serves`, it is for workers that serve parallel modules alone.
+    Raises ClusterError if no Ray answers.
     """
     if ray.is_initialized():
         if _holders:
@@ -89,7 +94,7 @@ def connected(
         _check_heard()
         yield
     else:
-        with _connected(keys, address, verbose, fork_server):
+        with _connected(keys, address, verbose, fork_server, serves):
             yield
 
 
@@ -107,12 +112,14 @@ def held_for(who: str) -> Iterator[None]:
 
 
 @contextmanager
-def _connected(keys: WorkerKeys, address: str | None, verbose: bool, early: ForkServer | None) -> Iterator[None]:
+def _connected(
+    keys: WorkerKeys, address: str | None, verbose: bool, early: ForkServer | None, serves: bool
+) -> Iterator[None]:
     # An embedded Ray gets a folder of its own. The default folder holds the address of the Ray that was started last,
     # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.
     found = address_of(address)
     with (
-        nullcontext() if found else forking(keys, early) as fork_server,
+        nullcontext() if found else forking(keys, early, serves) as fork_server,
         _environment_kept(),
         own_folder(short_folder()) as folder,
         core.raylets_hushed(verbose),

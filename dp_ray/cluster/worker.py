@@ -1,6 +1,6 @@
-"""The function that Ray Train runs on every worker: it runs one job of the session after another.
+"""A job on a worker: begin at `run_job`, which the loop of `cluster/loop.py` calls.
 
-Begin at `train_loop_per_worker` and `run_job`. Three things stand around a job's task. The process group is formed
+Three things stand around a job's task. The process group is formed
 anew for each job. A heartbeat reports that the worker lives, and brings requests. A stream sends to the driver what
 user code prints. The heartbeat also injects faults: real signals to real processes at given steps.
 """
@@ -16,43 +16,35 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from types import FrameType
 from typing import Any, TextIO
 
 import psutil
 import ray
 import torch
-from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d
 
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, encoded, send
-from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
+from dp_ray.cluster.group import place, process_group, report, with_devices
+from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
 from dp_ray.engine.clock import StepClock
-from dp_ray.engine.model import check_machine, free_memory, is_out_of_memory
+from dp_ray.engine.model import free_memory, is_out_of_memory
 from dp_ray.engine.votes import NotFinite, StepControl, StopRequested
 from dp_ray.engine.world import (
-    CPU,
     TIMEOUT,
-    Cause,
     Collective,
     Trouble,
     World,
-    error_of,
-    failed_collective,
-    form_group,
     leave_group,
     recorded_collectives,
-    text_of,
     trouble_of,
 )
-from dp_ray.errors import ClusterError, JobError, StorageError, WorkerError, frames_of
+from dp_ray.errors import ClusterError, JobError, StorageError, WorkerError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import gpu_number
 from dp_ray.messages import (
     Beat,
     Ending,
-    Failed,
     FaultInjected,
     Finished,
     Logged,
@@ -62,15 +54,13 @@ from dp_ray.messages import (
     WorkerExit,
     WorkerReady,
     beat_interval,
-    kind_of,
 )
 from dp_ray.monitor.faults import Fault
 from dp_ray.rundir.claim import check_shared
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
 from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
-from dp_ray.system.imports import end_imports, imported_files
-from dp_ray.system.linux import keep_freed_memory
+from dp_ray.system.imports import imported_files
 from dp_ray.system.process import environment
 from dp_ray.system.threads import waits_for
 from dp_ray.tasks.isolation import isolated
@@ -88,26 +78,6 @@ class Assignment:
     backend: str
     faults: tuple[Fault, ...] = ()
     rows: Mapping[str, int] = field(default_factory=dict)
-
-
-def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
-    """Run the session's jobs, one after another, until the session ends."""
-    worker = config["worker"]
-    end_imports()
-    keep_freed_memory()
-    with suppress(JobError):  # a job may be told to run on the CPU nevertheless; another one raises it again
-        first = assigned_devices()[0]
-        if first.type == "cuda" and torch.cuda.is_available():
-            with suppress(RuntimeError):  # of a GPU that is busy or broken: a job that needs it meets that
-                torch.cuda.set_device(first)
-    rank, number = place_of_this_worker().get_world_rank(), 0
-    while (answer := ray.get(worker.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.STOP:
-        if answer is Ask.RESTART:
-            raise WorkerExit(Ending.STOPPED, "asked to leave while no job runs", False)
-        terms, (packed, env) = answer
-        number = terms.number
-        if rank < terms.workers:
-            run_job(worker, terms, packed, env)
 
 
 def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]) -> None:
@@ -129,7 +99,8 @@ def run_packed(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> 
     """Run the job; return whether it stopped as the user asked. When this returns, nobody holds the job's objects."""
     with reported_errors(worker, attempt, here, lambda: False):
         assigned: Assignment = ray.get(packed).load()
-        world, run = with_devices(here, assigned.job), Storage(assigned.run_dir)
+        world = with_devices(here, assigned.job, assigned.job.num_devices)
+        run = Storage(assigned.run_dir)
     limit, faults = assigned.job.timeouts.step, assigned.faults
     heartbeat = Heartbeat(worker, attempt, world, run, limit, faults)
     with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed):
@@ -162,7 +133,12 @@ def run_assigned(
     on_node = min(world.world_size - first, place_of_this_worker().get_local_world_size())
     flight = run.child(FLIGHT_RECORDER)
     recorder = recorder_variables(assigned.backend, flight, attempt)
-    with environment(recorder), process_group(channel, attempt, world, assigned, on_node):
+    step_seconds = job.timeouts.step
+    with (
+        environment(recorder),
+        process_group(channel, attempt, world, assigned.backend, step_seconds, on_node),
+        left_together(channel, attempt, world),
+    ):
         check_shared(run, assigned.token, str(world))
         if DUMP_FILE in recorder:
             with suppress(StorageError):
@@ -208,51 +184,6 @@ def recorder_variables(backend: str, folder: Storage, attempt: str) -> dict[str,
     }
 
 
-def place(workers: int) -> World:
-    """Return this worker's rank and node among the first `workers` of those that were started."""
-    context = place_of_this_worker()
-    return World(
-        rank=context.get_world_rank(),
-        world_size=min(workers, context.get_world_size()),
-        local_rank=context.get_local_rank(),
-        node_rank=context.get_node_rank(),
-        node=ray.util.get_node_ip_address(),
-    )
-
-
-def with_devices(world: World, job: Job) -> World:
-    """Return the world with the devices that the job names, else with as many GPUs as it takes, else with the CPU.
-
-    Raises JobError if the machine has no such device, or the worker too few GPUs of its own.
-    """
-    if job.devices:
-        check_machine("devices", () if job.own_gpus else job.devices)
-        devices = named_devices(job.devices, assigned_devices() if job.own_gpus else None)
-    elif job.gpus_per_worker == 0:
-        devices = [CPU]
-    else:
-        devices = assigned_devices()[: job.num_devices]
-    return replace(world, device=devices[0], all_devices=tuple(devices))
-
-
-def named_devices(names: Sequence[str], own: Sequence[torch.device] | None) -> list[torch.device]:
-    """Return the devices with these names; with a worker's `own` GPUs, `cuda:i` is the i-th of them.
-
-    All workers of a node see the GPUs of all, and `cuda:0` is the same one to each. Raises JobError if the worker has
-    fewer.
-    """
-    if own is None:
-        return [torch.device(name) for name in names]
-    gpus = [one for one in own if one.type == "cuda"]
-    devices = []
-    for name in names:
-        number = gpu_number(name)
-        if number is not None and number >= len(gpus):
-            raise JobError(f"devices: {name} is of the worker's own GPUs, of which it has {len(gpus)}")
-        devices.append(torch.device(name) if number is None else gpus[number])
-    return devices
-
-
 @contextmanager
 def reported_errors(
     worker: WorkerConfig, attempt: str, world: World, has_progressed: Callable[[], bool]
@@ -266,10 +197,7 @@ def reported_errors(
     except StopRequested as stopped:
         raise WorkerExit(Ending.STOPPED, str(stopped), True) from None
     except BaseException as error:
-        kind = kind_of(error)
-        text = str(error) if kind else f"{type(error).__name__}: {text_of(error)}"
-        failed = Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error))
-        send(worker.channel, failed, worker.number)
+        text = report(worker.channel, worker.number, attempt, world, error)
         raise WorkerExit(_ending_of(error), text, has_progressed()) from None
 
 
@@ -289,73 +217,27 @@ def _ending_of(error: BaseException) -> Ending:
     return Ending.MISTAKEN if is_final or isinstance(error, JobError) else Ending.RAISED
 
 
-STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed
-
-_stores: list[TCPStore] = []  # rank 0 holds the last group's store until the next: others may still read from it
-
-
 @contextmanager
-def process_group(
-    channel: Any, attempt: str, world: World, assigned: Assignment, local_world_size: int
-) -> Iterator[None]:
-    """Form the default process group of the job's workers while the block runs.
+def left_together(channel: Any, attempt: str, world: World) -> Iterator[None]:
+    """Leave the process group at the block's end, once no peer reads from it any more: that would end the process.
 
-    Rank 0 holds the store. If the block raises, but for StopRequested, the group stays: peers may wait in it, and the
-    process is about to end. Raises WorkerError if the group cannot be formed, and JobError if a mistake in
-    the job is why.
+    If the block raises, but for StopRequested, the group stays: peers may wait in it, and the process is about to
+    end.
     """
-    with _group_errors():
-        if world.rank == 0:
-            store = TCPStore(world.node, 0, world.world_size, True, STORE_TIMEOUT, wait_for_workers=False)
-            ray.get(channel.set_store.remote(attempt, world.node, store.port))
-            _stores[:] = [store]
-        else:
-            host, port = ray.get(channel.store.remote(attempt))
-            store = TCPStore(host, port, world.world_size, False, STORE_TIMEOUT, wait_for_workers=False)
-    places = {
-        "RANK": 0,
-        "WORLD_SIZE": 1,
-        "LOCAL_RANK": world.local_rank,
-        "LOCAL_WORLD_SIZE": local_world_size,
-        "NODE_RANK": world.node_rank,
-        "MASTER_ADDR": store.host,
-        "MASTER_PORT": store.port,
-        "ACCELERATE_TORCH_DEVICE": world.device,
-    }
-    with environment({name: str(value) for name, value in places.items()}):
-        with _group_errors():
-            form_group(assigned.backend, store, world, assigned.job.timeouts.step)
-        try:
-            yield
-        except StopRequested:
-            _leave(channel, attempt, world)
-            raise
-        # DDP's part in C++ must not be the last to hold the group: if the collector frees that, it waits for the
-        # group's threads, and they may wait for the interpreter, which the collector holds.
-        free_memory()
-        _leave(channel, attempt, world)
 
+    def leave() -> None:
+        ray.get(channel.end.remote(f"{attempt} group", world.rank, world.world_size, True))
+        leave_group()
 
-def _leave(channel: Any, attempt: str, world: World) -> None:
-    """Destroy the process group once no peer reads from it any more: that would end the process."""
-    ray.get(channel.end.remote(f"{attempt} group", world.rank, world.world_size, True))
-    leave_group()
-
-
-@contextmanager
-def _group_errors() -> Iterator[None]:
-    """Say of an error of the block that the process group could not be formed, or name the key that is wrong."""
     try:
         yield
-    except ValueError as error:  # of `device_id`
-        raise JobError(f"devices: {error}") from error
-    except RuntimeError as error:
-        failed = failed_collective(error)
-        if failed is None:  # of CUDA, as where the GPU is in use
-            raise
-        may_be_lost = failed.cause in (Cause.LOST_PEER, Cause.UNKNOWN)
-        cause = WorkerError(failed.line) if may_be_lost else error_of(failed)
-        raise type(cause)(f"the process group could not be formed: {cause}") from error
+    except StopRequested:
+        leave()
+        raise
+    # DDP's part in C++ must not be the last to hold the group: if the collector frees that, it waits for the
+    # group's threads, and they may wait for the interpreter, which the collector holds.
+    free_memory()
+    leave()
 
 
 def bring_about(fault: Fault, driver_node: str) -> None:

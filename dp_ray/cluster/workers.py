@@ -21,7 +21,7 @@ import ray
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.channel import STOP, Terms, WorkerConfig, open_channel, receive
+from dp_ray.cluster.channel import STOP, Terms, WorkerConfig, encoded, open_channel, receive
 from dp_ray.cluster.connect import (
     AWAIT_SECONDS,
     EarlyConnection,
@@ -44,7 +44,7 @@ from dp_ray.engine.votes import StopRequested
 from dp_ray.errors import ClusterLost, Error, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.messages import WorkerReady, error_of
+from dp_ray.messages import Failed, GaveUp, WorkerReady, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.faults import Fault
@@ -62,8 +62,9 @@ with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever
     from dp_ray.cluster.internals.train import why_failed
     from dp_ray.cluster.internals.train_worker import WorkerBackendConfig
     from dp_ray.cluster.internals.trainer import ControlledTrainer
+    from dp_ray.cluster.loop import train_loop_per_worker
     from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports, answers_at
-    from dp_ray.cluster.worker import Assignment, train_loop_per_worker
+    from dp_ray.cluster.worker import Assignment
 
 
 CLOSE_SECONDS = 5.0
@@ -151,6 +152,7 @@ class Workers:
     imported: tuple[str, ...] = ()  # the source files of user code that they have imported
     is_aborted: bool = False
     is_interrupted_twice: bool = False
+    is_mended: bool = False  # workers were replaced alone, which Ray Train does not count among those of their node
     _number: int = 0
 
     def run(
@@ -191,6 +193,14 @@ class Workers:
             raise
         self._check_end(monitor)
 
+    def begin_serving(self, keys: WorkerKeys, is_last: bool) -> int:
+        """Have all workers take calls of parallel modules, and return the number by which that ends."""
+        self._number += 1
+        terms = Terms(self._number, keys.max_workers, can_stop=False, is_last=is_last, serves=True)
+        with self.reached.kept():
+            ray.get(self.channel.begin.remote(terms, [encoded(keys)]))
+        return self._number
+
     def _packed(self, job: Job, claimed: RunDir, rows: Mapping[str, int], faults: tuple[Fault, ...]) -> list[Any]:
         """Return a reference to the job's Assignment, and its `env`, which Ray might write to a disk with it."""
         assigned = Assignment(
@@ -212,9 +222,9 @@ class Workers:
             return
         if monitor.planned_stop.is_asked and (monitor.failed is None or monitor.failed.is_lost_peer):
             raise StopRequested("stopped as it was asked")
-        raise self._cause(monitor) from None
+        raise self.cause(monitor.failed, monitor.end.gave_up) from None
 
-    def _cause(self, monitor: Monitor) -> Error:
+    def cause(self, failed: Failed | None, gave_up: GaveUp | None = None) -> Error:
         """Return the error that ended the job: the controller's, else lost workers, else a worker's first one."""
         failure = self.trainer.failure() if self.trainer.has_ended else None
         cause = getattr(failure, "controller_failure", None)
@@ -222,11 +232,11 @@ class Workers:
             return cause
         if isinstance(failure, ray.exceptions.RayError):
             return self.reached.lost(failure)
-        if monitor.end.gave_up is not None and (died := monitor.end.gave_up.died):
+        if gave_up is not None and (died := gave_up.died):
             says = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(died.items()))
             return WorkerError(f"workers were lost, more often than retries allows: {says}")
-        if monitor.failed:
-            return error_of(monitor.failed, self.verbose)
+        if failed:
+            return error_of(failed, self.verbose)
         if cause is not None:
             return WorkerError(f"the workers could not be started: {why_failed(cause)}")
         return Error(str(failure or "the workers have ended"))
@@ -343,8 +353,10 @@ class OwnWorkers:
         return workers
 
 
-def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, say: Say) -> Workers:
-    """Start workers on the Ray that is connected; does not wait for them.
+def start_workers(
+    keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, say: Say, serves: bool = False
+) -> Workers:
+    """Start workers on the Ray that is connected; does not wait for them. With `serves`, they will run no job.
 
     `say` gets lines on an unknown Ray, on what they must wait for, and if they take no GPU where an autoscaler might
     add some.
@@ -358,7 +370,8 @@ def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, sa
             if told:
                 say(told)
         channel = open_channel(keys.max_workers)
-        config = WorkerConfig(channel, is_own and not verbose, ray.get_runtime_context().get_node_id())
+        node_id = ray.get_runtime_context().get_node_id()
+        config = WorkerConfig(channel, is_own and not verbose, node_id, is_for_modules=serves)
         return Workers(launch(keys, each, config, folder, is_own, verbose), channel, each, verbose, reached)
 
 

@@ -30,12 +30,12 @@ from dp_ray.system.process import environment, own_folder, patched, short_folder
 
 SWITCH = "DP_RAY_QUICK_START"
 
-# What a worker imports, but for Ray itself and what imports Ray: first our own, then what Ray needs of others.
+# What a worker imports, but for Ray itself and what imports Ray: first our own, for a job or for parallel modules,
+# then what Ray needs of others.
+OF_JOBS = ("dp_ray.tasks.task", "dp_ray.monitor.faults", "dp_ray.rundir.claim")
+OF_MODULES = ("dp_ray.tasks.serve", "dp_ray.tasks.numerics")
 MODULES = (
-    "dp_ray.tasks.task",
     "dp_ray.messages",
-    "dp_ray.monitor.faults",
-    "dp_ray.rundir.claim",
     "dp_ray.system.imports",
     "filelock",
     "fsspec.implementations.local",
@@ -83,7 +83,7 @@ def forking_early(keys: WorkerKeys, address: str | None) -> Iterator[ForkServer 
 
 
 @contextmanager
-def forking(keys: WorkerKeys, early: ForkServer | None = None) -> Iterator[Path | None]:
+def forking(keys: WorkerKeys, early: ForkServer | None = None, serves: bool = False) -> Iterator[Path | None]:
     """Start a fork server, or take an early one; gives the path of its socket. What it starts ends with the block.
 
     None with `env`, which has to be set in a worker before torch is imported there.
@@ -98,7 +98,7 @@ def forking(keys: WorkerKeys, early: ForkServer | None = None) -> Iterator[Path 
             path = Path(folder) / "fork-server"
             listener.bind(str(path))
             listener.listen(WAITING)
-            with _started(listener, threads, modules_of(keys)):
+            with _started(listener, threads, modules_of(keys, serves)):
                 listener.close()  # so that nobody waits for an answer once the server has ended
                 yield path
 
@@ -108,9 +108,14 @@ def threads_of(keys: WorkerKeys) -> str:
     return os.environ.get(THREADS, str(max(int(keys.cpus_per_worker), 1)))
 
 
-def modules_of(keys: WorkerKeys) -> Sequence[str]:
-    """Return the modules to import for a job; a session does not know yet whether it trains."""
-    return MODULES + OF_TRAINING if isinstance(keys, Job) and keys.task == "train" else MODULES
+def modules_of(keys: WorkerKeys, serves: bool = False) -> Sequence[str]:
+    """Return the modules to import for a job or, with `serves`, for parallel modules.
+
+    A session does not know yet whether it trains.
+    """
+    if serves:
+        return OF_MODULES + MODULES
+    return OF_JOBS + MODULES + (OF_TRAINING if isinstance(keys, Job) and keys.task == "train" else ())
 
 
 @contextmanager

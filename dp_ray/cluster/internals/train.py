@@ -13,10 +13,9 @@ import ray
 from dp_ray.cluster.decisions import Restart, StartFailed, StartTrouble, WorkersFailed
 from dp_ray.cluster.internals.controller import NoSynchronization
 from dp_ray.cluster.internals.core import autoscales, label_of
-from dp_ray.cluster.internals.train_worker import RayTrainWorker
+from dp_ray.cluster.internals.train_worker import CALLS, RayTrainWorker, enter_process
 from dp_ray.messages import WorkerExit
 from dp_ray.system.imports import postponed
-from dp_ray.system.process import set_environment
 
 with postponed("ray.data", "pandas"):
     import ray.train
@@ -75,6 +74,7 @@ with postponed("ray.data", "pandas"):
     from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
     from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
     from ray.train.v2._internal.execution.worker_group import WorkerGroup
+    from ray.train.v2._internal.util import bundle_to_remote_args
 
 if TYPE_CHECKING:
     from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports
@@ -99,7 +99,7 @@ class WorkersStart(WorkerGroupCallback):  # type: ignore[misc]
         def call(do: Callable[..., Any], *args: Any) -> list[Any]:
             return list(ray.get([worker.execute_async(do, *args) for worker in workers]))
 
-        call(set_environment, get_env_vars_to_propagate())
+        call(enter_process, get_env_vars_to_propagate())
         self._reports.on_processes(len(workers), call)
         return {}
 
@@ -195,6 +195,11 @@ def _kill_unless_missing(actor: Any) -> None:
         ray.kill(actor)
 
 
+def _with_calls(resources: dict[str, float]) -> dict[str, Any]:
+    """Return the options of the workers' actors, which take calls in a thread of their own."""
+    return {**bundle_to_remote_args(resources), "concurrency_groups": {CALLS: 1}}
+
+
 class OwnController(TrainController):  # type: ignore[misc]
     """Ray Train's controller, which starts no needless process."""
 
@@ -204,6 +209,7 @@ class OwnController(TrainController):  # type: ignore[misc]
         CleanWorkerGroup.idle_starts = idle_starts
         package = ray.train.v2._internal.execution.worker_group  # in this process, which is the controller's own
         package.worker_group.SynchronizationActor = NoSynchronization
+        package.worker_group.bundle_to_remote_args = _with_calls
         package.state._shutdown_sync_actor = _kill_unless_missing
         super().__init__(**given)
 

@@ -3,39 +3,50 @@
 Public: none; `import ray.train` imports both, which takes a quarter of the time of a worker's start.
 """
 
+import queue
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from dp_ray.system.imports import postponed
-from dp_ray.system.process import bind_to
+from dp_ray.system.process import bind_to, set_environment
 
 with postponed("ray.data", "pandas"):
     from ray.train.backend import Backend, BackendConfig
     from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker as RaysOwn
 
 
+CALLS = "calls"  # the concurrency group of `RayTrainWorker.call`
+calls: queue.SimpleQueue[tuple[Any, Future[Any]] | None] = queue.SimpleQueue()  # of this worker, each with its answer
+
+
 class RayTrainWorker(RaysOwn):  # type: ignore[misc]
-    """Ray Train's own, in a module that imports less."""
+    """Ray Train's own, in a module that imports less; a worker that serves modules takes calls too."""
+
+    @ray.method(concurrency_group=CALLS)  # type: ignore[untyped-decorator]
+    def call(self, asked: Any) -> Any:
+        """Have the train function's thread answer; Ray Train's own thread stays free for its polls."""
+        answer: Future[Any] = Future()
+        calls.put((asked, answer))
+        return answer.result()
 
 
-def bind_to_ray_address() -> None:
-    """Have gloo and NCCL use the interface with the node's Ray address, unless the user set one."""
+def enter_process(variables: dict[str, str]) -> None:
+    """Set environment variables, and have gloo and NCCL use the interface with the node's Ray address.
+
+    A host with several addresses may resolve its own name to any of them, and gloo would listen there. The user's own
+    choice stays.
+    """
+    set_environment(variables)
     bind_to(ray.util.get_node_ip_address())
 
 
 class _WorkerBackend(Backend):  # type: ignore[misc]
-    """The workers choose their interface when they start; each job forms a process group.
-
-    A host with several addresses may resolve its own name to any of them, and gloo would listen there.
-    """
+    """Does nothing: each job forms a process group, and each module's workers do."""
 
     share_cuda_visible_devices = True  # as of Ray Train's torch backend: NCCL needs it
-
-    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Called by Ray Train when the workers' processes run."""
-        worker_group.execute(bind_to_ray_address)
 
 
 @dataclass

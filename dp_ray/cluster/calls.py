@@ -1,0 +1,61 @@
+"""The calls of parallel modules on workers, as they go between driver and worker: directly, not by the channel.
+
+Both sides import this, but it imports nothing of Ray.
+"""
+
+import pickle
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dp_ray.engine.world import World
+from dp_ray.tasks.wire import Place
+
+IN_LINE_BYTES = 1 << 15  # of an array that is copied into a message
+
+
+class Serves(NamedTuple):
+    """A worker says that it takes calls, by its actor's handle; `num_workers` do, or are about to."""
+
+    rank: int
+    num_workers: int
+    place: Place
+    handle: Any
+
+
+class Leave(NamedTuple):
+    """A call: leave the process group. So it is known, before another one is formed, who is there."""
+
+
+class Join(NamedTuple):
+    """A call: form a process group; the answer is why it could not be formed, None if it was."""
+
+    attempt: str
+    world: World
+    backend: str
+    local_world_size: int
+
+
+def encoded(value: Any) -> Any:
+    """Return a value as bytes, or as a list of bytes and large arrays, which Ray ships in little time.
+
+    Its classes must be ones that can be imported.
+    """
+    large: list[Any] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < IN_LINE_BYTES:
+            return True
+        large.append(np.frombuffer(raw, np.uint8))
+        return False
+
+    head = pickle.dumps(value, 5, buffer_callback=is_small)
+    return [head, *large] if large else head
+
+
+def decoded(given: Any) -> Any:
+    """Return the value that was encoded; its large arrays must not be written to."""
+    if isinstance(given, bytes):
+        return pickle.loads(given)
+    return pickle.loads(given[0], buffers=given[1:])

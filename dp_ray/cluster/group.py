@@ -1,0 +1,147 @@
+"""A worker's place and devices, and the process group of those that work together: on a job, or for modules."""
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from dp_ray.cluster.channel import send
+from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
+from dp_ray.engine.model import check_machine
+from dp_ray.engine.world import (
+    CPU,
+    STATES,
+    Cause,
+    World,
+    error_of,
+    failed_collective,
+    form_group,
+    recorded_collectives,
+    text_of,
+)
+from dp_ray.errors import JobError, WorkerError, frames_of
+from dp_ray.job.keys import WorkerKeys, gpu_number
+from dp_ray.messages import Failed, kind_of
+from dp_ray.system.process import environment
+from dp_ray.system.threads import waits_for
+
+
+def place(workers: int) -> World:
+    """Return this worker's rank and node among the first `workers` of those that were started."""
+    context = place_of_this_worker()
+    return World(
+        rank=context.get_world_rank(),
+        world_size=min(workers, context.get_world_size()),
+        local_rank=context.get_local_rank(),
+        node_rank=context.get_node_rank(),
+        node=ray.util.get_node_ip_address(),
+    )
+
+
+def with_devices(world: World, keys: WorkerKeys, num_devices: int) -> World:
+    """Return the world with the devices that `keys` name, else with `num_devices` of its GPUs, else with the CPU.
+
+    Raises JobError if the machine has no such device, or the worker too few GPUs of its own.
+    """
+    if keys.devices:
+        check_machine("devices", () if keys.own_gpus else keys.devices)
+        devices = named_devices(keys.devices, assigned_devices() if keys.own_gpus else None)
+    elif keys.gpus_per_worker == 0:
+        devices = [CPU]
+    else:
+        devices = assigned_devices()[:num_devices]
+    return replace(world, device=devices[0], all_devices=tuple(devices))
+
+
+def named_devices(names: Sequence[str], own: Sequence[torch.device] | None) -> list[torch.device]:
+    """Return the devices with these names; with a worker's `own` GPUs, `cuda:i` is the i-th of them.
+
+    All workers of a node see the GPUs of all, and `cuda:0` is the same one to each. Raises JobError if the worker has
+    fewer.
+    """
+    if own is None:
+        return [torch.device(name) for name in names]
+    gpus = [one for one in own if one.type == "cuda"]
+    devices = []
+    for name in names:
+        number = gpu_number(name)
+        if number is not None and number >= len(gpus):
+            raise JobError(f"devices: {name} is of the worker's own GPUs, of which it has {len(gpus)}")
+        devices.append(torch.device(name) if number is None else gpus[number])
+    return devices
+
+
+STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed
+
+_stores: list[TCPStore] = []  # rank 0 holds the last group's store until the next: others may still read from it
+
+
+@contextmanager
+def process_group(
+    channel: Any, attempt: str, world: World, backend: str, step_seconds: float | None, local_world_size: int
+) -> Iterator[None]:
+    """Form the process group of an attempt's workers, and have the environment tell of it while the block runs.
+
+    Rank 0 holds the store. The caller leaves the group. Raises WorkerError if it cannot be formed, and JobError if a
+    mistake in the keys is why.
+    """
+    with _group_errors():
+        if world.rank == 0:
+            store = TCPStore(world.node, 0, world.world_size, True, STORE_TIMEOUT, wait_for_workers=False)
+            ray.get(channel.set_store.remote(attempt, world.node, store.port))
+            _stores[:] = [store]
+        else:
+            host, port = ray.get(channel.store.remote(attempt))
+            store = TCPStore(host, port, world.world_size, False, STORE_TIMEOUT, wait_for_workers=False)
+    places = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "NODE_RANK": world.node_rank,
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": store.port,
+        "ACCELERATE_TORCH_DEVICE": world.device,
+    }
+    with environment({name: str(value) for name, value in places.items()}):
+        with _group_errors():
+            form_group(backend, store, world, step_seconds)
+        yield
+
+
+@contextmanager
+def _group_errors() -> Iterator[None]:
+    """Say of an error of the block that the process group could not be formed, or name the key that is wrong."""
+    try:
+        yield
+    except ValueError as error:  # of `device_id`
+        raise JobError(f"devices: {error}") from error
+    except RuntimeError as error:
+        failed = failed_collective(error)
+        if failed is None:  # of CUDA, as where the GPU is in use
+            raise
+        may_be_lost = failed.cause in (Cause.LOST_PEER, Cause.UNKNOWN)
+        cause = WorkerError(failed.line) if may_be_lost else error_of(failed)
+        raise type(cause)(f"the process group could not be formed: {cause}") from error
+
+
+def report(channel: Any, number: int, attempt: str, world: World, error: BaseException) -> str:
+    """Report a worker's error to the driver, and return its text."""
+    kind = kind_of(error)
+    text = str(error) if kind else f"{type(error).__name__}: {text_of(error)}"
+    send(channel, Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error)), number)
+    return text
+
+
+def is_stuck() -> bool:
+    """Return whether this worker waits in a collective, or its GPU does.
+
+    The host does not wait in one of NCCL, but later, for the GPU, anywhere.
+    """
+    return bool(waits_for()) or any(one.state != STATES[-1] for one in recorded_collectives()[1])

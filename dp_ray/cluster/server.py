@@ -1,0 +1,100 @@
+"""A worker that serves parallel modules: begin at `serve`, which the loop of `cluster/loop.py` calls.
+
+The train function's thread answers one call after another. The driver says by the calls themselves with whom the
+worker forms a process group; the channel says only when the modules are closed.
+"""
+
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import ray
+
+from dp_ray.cluster.calls import Join, Leave, Serves, decoded, encoded
+from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, send
+from dp_ray.cluster.channel import encoded as encoded_message
+from dp_ray.cluster.group import place, process_group, report, with_devices
+from dp_ray.cluster.internals.context import place_of_this_worker
+from dp_ray.cluster.internals.train_worker import calls
+from dp_ray.engine.world import World, leave_group
+from dp_ray.errors import WorkerError
+from dp_ray.messages import Ending, Finished, WorkerExit
+from dp_ray.system.imports import imported_files
+from dp_ray.system.threads import waiting
+from dp_ray.tasks.numerics import computes_on
+from dp_ray.tasks.serve import Served
+from dp_ray.tasks.wire import Place
+
+
+def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
+    """Answer the calls of a process's parallel modules until they are closed; `packed` are the workers' keys."""
+    attempt, here = f"{os.environ[GROUP]}-{terms.number}", place(terms.workers)
+    with _restored(terms) as remains:
+        try:
+            world = with_devices(here, pickle.loads(packed), 1)
+            served = Served(str(world.device))
+            said = encoded_message(_said(world))
+        except Exception as error:
+            raise WorkerExit(
+                Ending.MISTAKEN, report(worker.channel, terms.number, attempt, here, error), False
+            ) from None
+        ray.get(worker.channel.serves.remote(said, terms.number))
+        threading.Thread(target=_await_end, args=(worker.channel, terms.number), name="end", daemon=True).start()
+        with ExitStack() as group:
+            while (call := calls.get()) is not None:
+                asked, answer = call
+                try:
+                    answer.set_result(encoded(_answer(decoded(asked), served, worker.channel, group)))
+                except Exception as error:
+                    answer.set_exception(error)
+            leave_group()
+        del served
+    imported = imported_files() if here.rank == 0 and not terms.is_last else ()
+    send(worker.channel, Finished(attempt, here.rank, False, tuple(remains), imported), terms.number)
+
+
+@contextmanager
+def _restored(terms: Terms) -> Iterator[list[str]]:
+    """Restore the process after the block for what comes then, if anything does; yields what remains."""
+    if terms.is_last:
+        yield []
+        return
+    from dp_ray.tasks.isolation import isolated  # here: it is for workers that go on
+
+    with isolated() as remains:
+        yield remains
+
+
+def _said(world: World) -> Serves:
+    context = ray.get_runtime_context()
+    device = str(world.device)
+    where = Place(world.node, context.get_node_id(), os.getpid(), device, computes_on(device))
+    num_workers = place_of_this_worker().get_world_size()
+    return Serves(world.rank, num_workers, where, context.current_actor)
+
+
+def _await_end(channel: Any, number: int) -> None:
+    """Have the loop end once the channel has ended what it serves, or is gone."""
+    with suppress(ray.exceptions.RayError):  # the driver is gone, and Ray will end this worker soon
+        ray.get(channel.ended.remote(number))
+    calls.put(None)
+
+
+def _answer(asked: Any, served: Served, channel: Any, group: ExitStack) -> Any:
+    match asked:
+        case Leave():
+            leave_group()
+            group.close()
+            return None
+        case Join(attempt=attempt, world=world, backend=backend, local_world_size=local):
+            try:
+                with waiting("the group to form"):
+                    group.enter_context(process_group(channel, attempt, world, backend, None, local))
+            except WorkerError as error:
+                return str(error)
+            return None
+        case _:
+            return served.answer(asked)

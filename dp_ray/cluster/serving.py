@@ -1,0 +1,330 @@
+"""Workers that serve a process's parallel modules, as the driver sees them: members, their group, calls and losses.
+
+A `Serving` has the workers of a session serve; `started` starts some for this. Calls and answers go between the
+driver and a worker's actor directly. The channel brings what else happens: a worker begins to serve, one is lost, or
+the workers wait for room. Survivors of a loss stay: they form another group, and the newcomer joins it later.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from dp_ray.cluster.calls import Join, Leave, Serves, decoded, encoded
+from dp_ray.cluster.channel import receive
+from dp_ray.cluster.connect import AWAIT_SECONDS, address_of, connected, held_for, is_connected, what_is_awaited
+from dp_ray.cluster.group import is_stuck
+from dp_ray.cluster.resources import text_of
+from dp_ray.cluster.workers import CLOSE_SECONDS, Say, Workers, start_workers
+from dp_ray.engine.world import World
+from dp_ray.errors import ClusterError
+from dp_ray.job.keys import WorkerKeys
+from dp_ray.messages import Failed, Finished, Interrupted, Note, Starting, Waits, error_of
+from dp_ray.monitor.console import Console
+from dp_ray.rundir.numerics import Numerics, difference, kinds_of, refusal
+from dp_ray.system.process import own_folder
+from dp_ray.system.threads import if_longer
+from dp_ray.tasks.wire import Lost, Place
+from dp_ray.text import counted
+
+START_SECONDS = 300.0  # until a worker has imported what it needs, on a node that has it on a slow disk
+LOOK_SECONDS = 0.5  # between two looks at workers that may hang, once one is lost
+HANG_SECONDS = 5.0  # in a collective with a peer that is gone, after which a worker is given up too
+END_SECONDS = 10.0  # until workers have restored their processes for what comes next
+GROUPS = 8  # that may fail to form, one after the other
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker that serves."""
+
+    slot: int  # its rank among those that were started
+    handle: Any
+    place: Place
+    loaded: dict[int, Any] = field(default_factory=dict)  # what of each module it has: the exchange's notes
+
+    def __str__(self) -> str:
+        return f"process {self.place.pid} on {self.place.node}"
+
+
+class Serving:
+    """Workers that serve until `close`. With `started_for_this`, which that ends, no job follows on them.
+
+    Waits until all of them serve; raises an Error if they cannot be started.
+    """
+
+    def __init__(
+        self, workers: Workers, keys: WorkerKeys, say: Say, started_for_this: ExitStack | None = None
+    ) -> None:
+        self.keys = keys
+        self.each = workers.each
+        self._workers = workers
+        self._number = workers.begin_serving(keys, is_last=started_for_this is not None)
+        self._say = say
+        self._started = started_for_this or ExitStack()
+        self._members: list[Member] = []
+        self._unsettled: dict[Member, Any] = {}  # references to answers that nobody has waited for to the end
+        self._num_workers = 0  # that serve or are about to; 0 until one has said how many
+        self._has_changed = True
+        self._num_groups = 0
+        self._lost_since: float | None = None  # the first loss since the group has formed
+        self._computes: Mapping[str, str] = {}  # what all members do, if their bits have to be the same
+        self._began = time.monotonic()
+        # What the thread has heard, under the condition's lock.
+        self._heard = threading.Condition()
+        self._arrived: list[Serves] = []
+        self._placed_at: float | None = None  # when there was room for the workers
+        self._failed: Failed | None = None
+        self._finished: list[Finished] = []
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._listen, name="workers of modules", daemon=True)
+        self._thread.start()
+        workers.trainer.when_ended(self._wake)
+        with ExitStack() as opening:
+            opening.callback(self.close)
+            self._await(lambda: 0 < self._num_workers <= len(self._members))
+            opening.pop_all()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the workers serve no longer."""
+        return self._is_closed
+
+    # What the channel tells, in a thread of its own.
+
+    def _listen(self) -> None:
+        with suppress(RayError):  # whoever calls the workers finds out
+            while not self._is_closed:
+                for message in receive(self._workers.channel):
+                    with self._heard:
+                        self._hear(message)
+                        self._heard.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._heard:
+            self._heard.notify_all()
+
+    def _hear(self, message: Any) -> None:
+        match message:
+            case Serves():
+                self._arrived.append(message)
+            case Starting():
+                self._placed_at = self._placed_at or time.monotonic()
+            case Failed():
+                self._failed = self._failed or message
+            case Finished():
+                self._finished.append(message)
+            case Interrupted(what=what, ranks=ranks):
+                if ranks:
+                    self._workers.is_mended = True
+                which = f"rank {', '.join(map(str, ranks))}: " if ranks else ""
+                self._say(f"a worker is lost, and another one starts in its place ({which}{what})")
+            case Note(text=text) | Waits(what=text):
+                self._say(text)
+
+    # Members, and their group.
+
+    def ready(self) -> list[Member]:
+        """Return the workers that are there, in the order of their ranks in one process group.
+
+        Takes in those that have come, and waits for one if there is none. Raises ClusterError if none comes, or if
+        they cannot form a group.
+        """
+        why = "workers are lost again and again"
+        for _ in range(GROUPS):
+            self._settle()
+            self._await(lambda: bool(self._members))
+            if not self._has_changed:
+                return list(self._members)
+            self._has_changed = False
+            if any(isinstance(one, Lost) for one in self.call(dict.fromkeys(self._members, Leave())).values()):
+                continue
+            self._lost_since = None
+            failed = [one for one in self.call(self._joins()).values() if one is not None]
+            if failed:
+                why = next((one for one in failed if isinstance(one, str)), why)
+                self._has_changed = True
+        raise ClusterError(f"the workers cannot form a process group: {why}")
+
+    def _joins(self) -> dict[Member, Join]:
+        members = self._members
+        self._num_groups += 1
+        node_ids = [one.place.node_id for one in members]
+        nodes = list(dict.fromkeys(node_ids))
+        joins = {}
+        for rank, one in enumerate(members):
+            world = World(
+                rank=rank,
+                world_size=len(members),
+                local_rank=node_ids[:rank].count(one.place.node_id),
+                node_rank=nodes.index(one.place.node_id),
+                node=one.place.node,
+                device=torch.device(one.place.device),
+            )
+            attempt = f"{self._number}-{self._num_groups}"
+            joins[one] = Join(attempt, world, self._backend(members), node_ids.count(one.place.node_id))
+        return joins
+
+    def _backend(self, members: Sequence[Member]) -> str:
+        shares = 0 < self.each.get("GPU", 0) < 1
+        return "cpu:gloo,cuda:nccl" if all("cuda" in one.place.device for one in members) and not shares else "gloo"
+
+    def regroup(self) -> None:
+        """Have the next `ready` form the group anew."""
+        self._has_changed = True
+
+    def keep_one_kind(self) -> None:
+        """Take no worker from now on that computes differently; raises JobError if there is one already."""
+        members = enumerate(self._members)
+        kinds = kinds_of((rank, one.place.node, Numerics(one.place.computes, {})) for rank, one in members)
+        if len(kinds) > 1:
+            raise refusal(kinds)
+        self._computes = kinds[0].computes if kinds else {}
+
+    def _await(self, is_enough: Callable[[], bool]) -> None:
+        """Take in workers that have come, and wait until there are enough. Raises an Error if they do not come."""
+        began = time.monotonic()
+        with self._heard:
+            while True:
+                arrived, self._arrived = self._arrived, []
+                for one in arrived:
+                    self._take_in(one)
+                if is_enough():
+                    return
+                if self._is_closed:
+                    raise ClusterError("the workers serve no longer: they were closed")
+                if self._failed is not None:
+                    raise error_of(self._failed)
+                if self._workers.is_over:
+                    raise self._workers.cause(self._failed)
+                self._check_wait(began)
+                self._heard.wait(LOOK_SECONDS)
+
+    def _check_wait(self, began: float) -> None:
+        """Raise ClusterError if the workers have been waited for too long."""
+        now = time.monotonic()
+        if self._num_workers:
+            if now - began > START_SECONDS:
+                few = f"only {len(self._members)} of {counted(self._num_workers, 'worker')} have started"
+                raise ClusterError(few if self._members else "all workers are lost, and no other one has started")
+        elif self._placed_at is None:
+            seconds = self.keys.timeouts.capacity or math.inf
+            if now - self._began > seconds:
+                wanted = counted(self.keys.max_workers, "worker")
+                raise ClusterError(f"{wanted} with {text_of(self.each)} each found no room in {seconds:g} s")
+        elif now - self._placed_at > START_SECONDS:
+            raise ClusterError(f"no worker has started in {START_SECONDS:g} s")
+
+    def _take_in(self, one: Serves) -> None:
+        self._num_workers = one.num_workers
+        if self._computes and one.place.computes != self._computes:
+            there = [("the others", self._computes), (one.place.node, one.place.computes)]
+            self._say(f"no worker is taken on {one.place.node}, which would change the bits: {difference(there)}")
+            return
+        others = [other for other in self._members if other.slot != one.rank]  # one in its place is gone
+        self._members = sorted([*others, Member(one.rank, one.handle, one.place)], key=lambda member: member.slot)
+        self._has_changed = True
+
+    # Calls.
+
+    def call(self, messages: Mapping[Member, Any]) -> dict[Member, Any]:
+        """Have members answer a message each; return the answers, in order.
+
+        The answer of a member that is gone is `Lost`. Raises what answering has raised, once all have ended.
+        """
+        self._settle()
+        for member, asked in messages.items():
+            self._unsettled[member] = member.handle.call.remote(encoded(asked))
+        try:
+            answers = ray.get(list(self._unsettled.values()))
+            self._unsettled.clear()
+            return {member: decoded(answer) for member, answer in zip(messages, answers, strict=True)}
+        except RayError:  # each is looked at alone
+            found = self._settle()
+            return {member: found[member] for member in messages}
+
+    def _settle(self) -> dict[Member, Any]:
+        """Wait for the calls that are under way; give up workers that hang in a collective with one that is gone."""
+        answers: dict[Member, Any] = {}
+        failures: list[BaseException] = []
+        hangs_since: dict[Member, float] = {}
+        while waiting := self._unsettled:
+            references = list(waiting.values())
+            ready, _ = ray.wait(references, num_returns=len(references), timeout=LOOK_SECONDS)
+            for member, reference in list(waiting.items()):
+                if reference in ready:
+                    del waiting[member]
+                    try:
+                        answers[member] = decoded(ray.get(reference))
+                    except RayActorError as error:
+                        answers[member] = Lost(_first_lines(error))
+                        self._lose(member)
+                    except RayTaskError as error:
+                        failures.append(error.cause)
+                elif self._lost_since is not None and _hangs(member):
+                    since = hangs_since.setdefault(member, time.monotonic())
+                    if time.monotonic() - since > HANG_SECONDS:
+                        ray.kill(member.handle)
+                else:
+                    hangs_since.pop(member, None)
+        if failures:
+            self._has_changed = True  # one that has failed may have left the group
+            raise failures[0]
+        return answers
+
+    def _lose(self, member: Member) -> None:
+        """Go on without a member, in whose place Ray Train's controller starts another worker."""
+        with suppress(Exception):  # Ray's many types; it may be gone already
+            ray.kill(member.handle)
+        if member in self._members:
+            self._members.remove(member)
+        self._has_changed = True
+        self._lost_since = self._lost_since or time.monotonic()
+
+    def close(self) -> None:
+        """End the workers if they were started for this, else only their serving."""
+        if self._is_closed:
+            return
+        with suppress(RayError):  # the workers have ended, or the cluster has
+            ray.get(self._workers.channel.finish.remote(self._number))
+        self._is_closed = True
+        self._thread.join()
+        self._members = []
+        self._started.close()
+
+
+def _hangs(member: Member) -> bool:
+    with suppress(RayError):
+        return bool(ray.get(member.handle.execute.remote(is_stuck), timeout=LOOK_SECONDS))
+    return False
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])
+
+
+def started(keys: WorkerKeys, address: str | None, quiet: bool) -> Serving:
+    """Start workers of their own that serve, on the Ray that is connected, at the address, or a Ray of their own.
+
+    Raises JobError or ClusterError if they cannot be started.
+    """
+    say = Console("parallel", quiet).say
+    is_own = not is_connected()
+    is_embedded = is_own and address_of(address) is None
+    with ExitStack() as opening:
+        with if_longer(AWAIT_SECONDS, lambda: say(what_is_awaited(address))):
+            opening.enter_context(connected(keys, address, verbose=False, serves=True))
+        if is_embedded:
+            opening.enter_context(held_for("dp_ray.DataParallel"))
+        workers = start_workers(keys, opening.enter_context(own_folder()), is_own, False, say, serves=True)
+        opening.callback(workers.close, 0 if is_own else CLOSE_SECONDS)
+        return Serving(workers, keys, say, opening.pop_all())
