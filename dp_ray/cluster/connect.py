@@ -113,7 +113,7 @@ def held_for(who: str) -> Iterator[None]:
 
 @contextmanager
 def _connected(
-    keys: WorkerKeys, address: str | None, verbose: bool, early: ForkServer | None, serves: bool
+    keys: WorkerKeys, address: str | None, verbose: bool, early: ForkServer | None, serves: bool = False
 ) -> Iterator[None]:
     # An embedded Ray gets a folder of its own. The default folder holds the address of the Ray that was started last,
     # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.

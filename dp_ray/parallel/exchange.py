@@ -74,10 +74,10 @@ class Serving(Protocol):
     keys: WorkerKeys
     each: Mapping[str, float]  # what a worker takes
 
-    def ready(self) -> list[Member]:
-        """Return the workers that are there, in the order of their ranks in one process group."""
+    def ready(self) -> list[Any]:
+        """Return the workers that are there, each a Member, in the order of their ranks in one process group."""
 
-    def call(self, messages: Mapping[Member, Any]) -> dict[Member, Any]:
+    def call(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the answers to messages; that of a member that is gone is `Lost`."""
 
     def regroup(self) -> None:
