@@ -358,11 +358,11 @@ class WithSecretKeys(Broken):
 def test_the_reference_of_a_resumed_run_is_the_same_whatever_the_keys_are_called(tmp_path: Path) -> None:
     run, forms = Storage(str(tmp_path)), []
     for _ in range(2):
-        aside = begin_to_set_aside(
+        quarantine, _ = begin_to_set_aside(
             Context(prediction({}), World(), run, lambda note: None), "dataset", WithSecretKeys(5)
         )
-        assert aside is not None
-        forms.append(aside.quarantine.reference)
+        assert quarantine is not None
+        forms.append(quarantine.reference)
     assert forms[0] == forms[1] == Reference(0, form_of(WithSecretKeys(5)[0]))
     assert HUSH not in "".join(path.read_text() for path in tmp_path.iterdir())
 
@@ -413,9 +413,8 @@ def kept_of(errors: dict[int, Exception], names: list[Any], folder: Path) -> tup
     dataset, run = Failing(errors, names), Storage(str(folder))
     run.child("quarantine").create()
     notes: list[Any] = []
-    aside = begin_to_set_aside(Context(job, World(), run, notes.append), "dataset", dataset)
-    assert aside is not None
-    loaded = loader_of(job, dataset, quarantine=aside.quarantine)
+    quarantine, _ = begin_to_set_aside(Context(job, World(), run, notes.append), "dataset", dataset)
+    loaded = loader_of(job, dataset, quarantine=quarantine)
     used = [index for indices, _ in loaded for index in indices.tolist()]
     merge_quarantine(run, ["name"])
     return used, pq.read_table(folder / "quarantine.parquet").to_pylist(), [note.text for note in notes]

@@ -216,10 +216,10 @@ class Setting(NamedTuple):
 
 def torch_settings() -> Iterator[None]:
     """Restore torch's settings; raises NotRestored, which names the settings that stay otherwise."""
-    torch._tensor_str.PRINT_OPTS = copy.copy(torch._tensor_str.PRINT_OPTS)  # which user code changes in place
-    configs = {name: sys.modules[name].get_config_copy() for name in CONFIGS if name in sys.modules}
     restored = _restored(settings_of_torch)
     next(restored)
+    torch._tensor_str.PRINT_OPTS = copy.copy(torch._tensor_str.PRINT_OPTS)  # which user code changes in place
+    configs = {name: sys.modules[name].get_config_copy() for name in CONFIGS if name in sys.modules}
     yield
     _restore_configs(configs)
     next(restored, None)
