@@ -291,14 +291,9 @@ def _is_torchmetrics(metric: Any) -> bool:
     return owner is not None and (owner.__module__, owner.__qualname__) == ("torchmetrics.metric", "Metric")
 
 
-def _states(metric: Any) -> list[tuple[str, Any]]:
-    """Return the names of a metric's states, each with what torchmetrics reduces it by."""
-    return list(metric._reductions.items())
-
-
 def _put_together(first: Any, others: Sequence[Any]) -> None:
     """Reduce the states of all shards at once, as torchmetrics itself does those of several processes."""
-    for state, how in _states(first):
+    for state, how in first._reductions.items():
         values = [getattr(one, state) for one in (first, *others)]
         if isinstance(values[0], list):
             setattr(first, state, [inner for value in values for inner in value])
@@ -310,7 +305,7 @@ def _put_together(first: Any, others: Sequence[Any]) -> None:
 
 
 def _check_means(name: str, metrics: Sequence[Any]) -> None:
-    for state, how in _states(metrics[0]):
+    for state, how in metrics[0]._reductions.items():
         if getattr(how, "__name__", "") == "dim_zero_mean":
             values = [getattr(one, state) for one in metrics]
             if not all(torch.equal(values[0], value) for value in values[1:]):
@@ -333,9 +328,8 @@ def check_merges(name: str, metric: Any) -> None:
         return
     kinds = {f"{one.__module__}.{one.__qualname__}" for one in type(metric).__mro__}
     inner = [type(one).__qualname__ for one in metric.modules() if one is not metric and keeps_state(one)]
-    stacked = [
-        state for state, how in _states(metric) if how is None and not isinstance(getattr(metric, state), list)
-    ]
+    states = [state for state, how in metric._reductions.items() if how is None]
+    stacked = [state for state in states if not isinstance(getattr(metric, state), list)]
     if stacked and not kinds & STACKED:
         says = f"has a state, {stacked[0]!r}, that those of several shards do not tell; give another metric"
     elif inner:

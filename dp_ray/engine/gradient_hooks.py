@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from dp_ray.engine.user_code import reraise_as
 from dp_ray.engine.world import gathered
 from dp_ray.errors import ModelError
+from dp_ray.text import counted
 
 OF_GRADIENT, OF_PARAMETER = "_backward_hooks", "_post_accumulate_grad_hooks"  # torch's dicts of them, by number
 
@@ -101,7 +102,7 @@ class ParameterHooks:
                 here, there = counts[0].get(name, 0), theirs.get(name, 0)
                 if here != there:
                     raise ModelError(
-                        f"the gradient of {name} has {_number(here)} on rank 0 and {there} on rank {rank}: "
+                        f"the gradient of {name} has {counted(here, 'hook')} on rank 0 and {there} on rank {rank}: "
                         "set them where the model is made, so that all workers have the same"
                     )
 
@@ -136,10 +137,6 @@ def _dicts_of(parameter: torch.Tensor) -> Iterator[dict[int, Any]]:
 
 def _count(parameter: torch.Tensor) -> int:
     return sum(isinstance(hook, _OfBatch) for hooks in _dicts_of(parameter) for hook in hooks.values())
-
-
-def _number(count: int) -> str:
-    return f"{count} hook{'' if count == 1 else 's'}"
 
 
 def _take(given: Any, parameter: nn.Parameter, kind: str, what: str) -> None:

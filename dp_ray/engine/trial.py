@@ -6,7 +6,7 @@ the job. The numbers of the step mean nothing. The model is made for the trial, 
 
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from dp_ray.engine.model import autocast, evaluating, free_memory, is_out_of_mem
 from dp_ray.engine.placement import Placement, ShardedPlacement, place
 from dp_ray.engine.prediction import Prediction, predict
 from dp_ray.engine.reduce import Reduction, Trained, make_gradients_dense
-from dp_ray.engine.replica import Forwards, Replica, T
+from dp_ray.engine.replica import Forwards, Replica
 from dp_ray.engine.step import PredictInputs, build_step, run_step
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.whole_batch import shard_loss
@@ -72,7 +72,7 @@ def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
     if isinstance(placement, ShardedPlacement):
         placement.sharded.round.is_alone = True
     world, model, called = placement.world, placement.model, placement.called
-    forwards = LocalForwards(placement.forwards())
+    forwards = placement.forwards()
     kept_free = []
     for device in world.devices:
         if device.type == "cuda":
@@ -155,21 +155,6 @@ def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer
         optimizer_step.rehearse()
         del buckets
     optimizer_step.hooks.put_back()
-
-
-@dataclass(eq=False)
-class LocalForwards(Forwards):
-    """The forwards of a worker that is alone, whether its model is whole or sharded."""
-
-    of_all: Forwards
-
-    def gathering(self, call: Callable[..., T]) -> Callable[..., T]:
-        """Return a function that runs the model, so that it has the parameters that it needs."""
-        return self.of_all.gathering(call)
-
-    def end(self) -> bool:
-        """Free what the last forward has left gathered."""
-        return self.of_all.end()
 
 
 def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:

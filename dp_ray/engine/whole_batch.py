@@ -265,8 +265,10 @@ def merge(own: Sequence[ShardOutput], device: torch.device, batches: WholeBatche
     batches.take(sorted([form for theirs in everybodys for form in theirs], key=lambda form: form.shard))
     pieces: dict[int, _Piece] = {}
     for theirs, raw in zip(everybodys, _exchanged(here, everybodys, device), strict=True):
-        for piece, by_path in _unpacked(theirs, raw):
-            pieces[piece.shard] = piece, {path: leaf.to(place) for path, leaf in by_path.items()}
+        each = views(raw, (leaf.form for piece in theirs for leaf in piece.leaves))
+        for piece in theirs:
+            # Through `.data`: a loss may write one, and views of the same bytes would all count as written.
+            pieces[piece.shard] = piece, {leaf.path: next(each).data.to(place) for leaf in piece.leaves}
     return _joined([pieces[shard] for shard in sorted(pieces)], spec, batches)
 
 
@@ -319,14 +321,6 @@ def _exchanged(here: list[torch.Tensor], forms: list[list[_Form]], device: torch
     with waiting("the other workers' outputs"):
         all_gather(received.view(-1), row, group=everyone())
     yield from received
-
-
-def _unpacked(forms: list[_Form], raw: torch.Tensor) -> Iterator[tuple[_Form, dict[str, torch.Tensor]]]:
-    """Yield each shard's leaves, by their paths, as views of a rank's bytes."""
-    tensors = views(raw, (leaf.form for form in forms for leaf in form.leaves))
-    for form in forms:
-        # Through `.data`: a loss may write one, and views of the same bytes would all count as written.
-        yield form, {leaf.path: next(tensors).data for leaf in form.leaves}
 
 
 def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merged:
