@@ -4,6 +4,7 @@ A call is cut as torch.chunk cuts it, run by the workers, and merged in order. F
 inputs and of the module's own parameters: its backward hands the outputs' gradients to the workers.
 """
 
+import functools
 import pickle
 import sys
 import weakref
@@ -92,7 +93,8 @@ class DataParallel(nn.Module):
 
     def _begin(self) -> None:
         """Take part in the process's workers; start them if there are none."""
-        workers = Workers.taken(self._keys, self._started, lambda line: self._quiet or print(line))
+        start = functools.partial(serving, address=self._address, quiet=self._quiet)
+        workers = Workers.taken(self._keys, start, (lambda _: None) if self._quiet else print)
         self._exchange = Exchange(workers, self.bitwise, self._max_waiting, self._keys.max_workers)
         base = self._exchange.pickler
         self._watch = ModuleWatch(self.module, lambda value, apart: pickled(value, base, apart))
@@ -103,13 +105,6 @@ class DataParallel(nn.Module):
             raise
         end = weakref.finalize(self, self._exchange.forget)
         end.atexit = False
-
-    def _started(self, keys: WorkerKeys) -> Serving:
-        if keys.max_workers == 0:
-            return Here(keys)
-        from dp_ray.cluster.serving import started  # with workers: 0, nothing of Ray is imported
-
-        return started(keys, self._address, self._quiet)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the workers, and return its outputs as the bare module would.
@@ -239,6 +234,16 @@ class DataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._begin()
+
+
+def serving(keys: WorkerKeys, address: str | None, quiet: bool) -> Serving:
+    """Start workers for parallel modules; with `workers: 0`, this process is the worker."""
+    if keys.max_workers == 0:
+        return Here(keys)
+    from dp_ray.cluster.serving import started  # here: with `workers: 0` nothing of Ray is imported
+
+    found: Serving = started(keys, address, quiet)
+    return found
 
 
 def _worker_keys(keys: dict[str, Any]) -> WorkerKeys:

@@ -36,7 +36,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
 from dp_ray.tasks import wire
-from dp_ray.tasks.isolation import Setting, settings_of_torch
+from dp_ray.tasks.isolation import UNKNOWN, Setting, settings_of_torch
 from dp_ray.tasks.wire import (
     ADDS_NOTHING,
     Backward,
@@ -497,7 +497,10 @@ def precision() -> tuple[Setting, ...]:
     `Modes.precision` has their values, in this order, which is that in which they are to be set.
     """
     named = ("float32_matmul_precision", "fp32_precision", "cudnn_benchmark")
-    return tuple(one for one in settings_of_torch() if one.name.startswith(named) and one.set is not None)
+    _C: Any = torch._C
+    # The older interface comes before the newer one: what it sets, the newer one tells as well.
+    older = Setting("cudnn_allow_tf32", _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32)
+    return older, *(one for one in settings_of_torch() if one.name.startswith(named))
 
 
 def modes_of(module: nn.Module, tensors: Sequence[torch.Tensor], threads: int | None) -> Modes:
@@ -551,7 +554,7 @@ def _with_settings(modes: Modes) -> Iterator[None]:
 def _set_precision(before: Sequence[Any], values: Sequence[Any]) -> None:
     if before != values:
         for one, value in zip(precision(), values, strict=True):
-            if one.set is not None and one.read() != value:
+            if one.set is not None and value != UNKNOWN and one.read() != value:
                 with contextlib.suppress(RuntimeError):  # this build of torch may not know the caller's
                     one.set(value)
 

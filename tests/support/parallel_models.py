@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 
@@ -260,3 +261,155 @@ class SharesBuffers(nn.Module):
         for at, name in enumerate(self.anew):
             setattr(self, name, getattr(self, name) * 0.5 + at + inputs.detach().mean(0))
         return inputs * self.one + self.two
+
+
+class Momentum(nn.Module):
+    """A momentum encoder beside the trained one: its forward moves it, as `writes` says."""
+
+    def __init__(self, writes: str = "in place") -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 3)
+        self.key = nn.Linear(4, 3).requires_grad_(False)
+        self.writes = writes
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the product of both, once the second one has moved."""
+        with torch.no_grad():
+            for own, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                if self.writes == "in place":
+                    own.mul_(0.5).add_(other + inputs.mean())
+                else:
+                    own.data = own.data * 0.5 + other + inputs.mean()
+        product: torch.Tensor = self.query(inputs) * self.key(inputs)
+        return product
+
+
+class MaxNorm(nn.Module):
+    """An embedding whose forward writes its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4, max_norm=0.5)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the rows, mapped."""
+        found: torch.Tensor = self.last(self.embedding(inputs))
+        return found
+
+
+class MakesBuffers(nn.Module):
+    """Its first forward makes a buffer, gives one that is None a value, and sets a third one to None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("later", None)
+        self.register_buffer("once", torch.ones(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the inputs with what the buffers add."""
+        with torch.no_grad():
+            if not hasattr(self, "seen"):
+                self.register_buffer("seen", torch.zeros(4), persistent=False)
+            self.seen += inputs.mean(0)
+            self.later = inputs.mean(0) if self.later is None else self.later * 0.5
+        added = self.seen + self.later + (0 if self.once is None else self.once)
+        self.once = None
+        return inputs * self.scale + added
+
+
+class InList(nn.Module):
+    """Its forward reads a parameter from a list, where it stands beside its own place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.all = [self.weight]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return a function of both places."""
+        return (inputs * self.weight).sin() * self.all[0]
+
+
+class Says(nn.Module):
+    """Prints in each forward and backward, with the first number that it gets; raises as it is told to."""
+
+    def __init__(self, forward: float = torch.inf, backward: float = torch.inf) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.limits = forward, backward
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the inputs scaled."""
+        number = int(inputs.flatten()[0])
+        print(f"forward of {number}")
+        if number >= self.limits[0]:
+            raise LookupError("too large")
+        outputs = inputs * self.scale
+
+        def say(gradient: torch.Tensor) -> None:
+            print(f"backward of {number}")
+            if number >= self.limits[1]:
+                raise LookupError("too large")
+
+        outputs.register_hook(say)  # type: ignore[no-untyped-call]
+        return outputs
+
+
+class TellsPrecision(nn.Module):
+    """Returns, for each row, the numbers of torch's settings of precision here; the gradient is the backward's."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return them."""
+        found: torch.Tensor = _TellsPrecision.apply(rows)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _TellsPrecision(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        """Return those of the forward."""
+        return rows.new_tensor(_precision()).expand(rows.shape).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Return those of the backward."""
+        return gradients[0].new_tensor(_precision()).expand(gradients[0].shape).clone()
+
+
+def _precision() -> list[float]:
+    return [
+        ["highest", "high", "medium"].index(torch.get_float32_matmul_precision()),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+    ]
+
+
+class Checkpointed(nn.Module):
+    """Runs its layers again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the layers' output."""
+        found: torch.Tensor = torch.utils.checkpoint.checkpoint(self.layers, inputs, use_reentrant=False)
+        return found
+
+
+class WritesLate(nn.Module):
+    """Writes a large trained parameter in place once it gets a 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.ones(100_000))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the inputs scaled."""
+        if inputs.max() == 5:
+            with torch.no_grad():
+                self.large.mul_(2)
+        return inputs * self.large[0]
