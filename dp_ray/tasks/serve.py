@@ -403,20 +403,18 @@ class Served:
     ) -> tuple[list[torch.Tensor], dict[int, Any]]:
         """Return this worker's slice of each vector's sum; on rank 0 also the sparse ones, packed."""
         ranks, rank = len(nodes), own_rank() if group is not None else 0
-        pairs = zip(nodes[rank], own, strict=True)
-        sparse = {node: {number: parts_of(g) for number, g in one.sparse.items()} for node, one in pairs}
+        held = dict(zip(nodes[rank], own, strict=True))
+        sparse = {node: {number: parts_of(g) for number, g in one.sparse.items()} for node, one in held.items()}
         slices = []
         with _collective() if group is not None else nullcontext():
             for at, (dtype, length) in enumerate(asked.lengths.items()):
-                rows = [one.vectors[at] for one in own]
-                by_node = dict(zip(nodes[rank], rows, strict=True))
-                if group is not None:
-                    empty = torch.empty(0, length, dtype=dtype, device=self._device)
-                    sent = torch.stack(rows) if rows else empty
-                    by_node = exchanged(sent.view(len(rows), ranks, length // ranks), nodes, group)
-                total = fold(by_node, root, add_to)
-                assert total is not None, "some worker has run a shard"
-                slices.append(total)
+                vectors = {node: one.vectors[at] for node, one in held.items()}
+                if group is not None and length:
+                    nothing = torch.empty(0, length, dtype=dtype, device=self._device)
+                    sent = torch.stack(list(vectors.values())) if vectors else nothing
+                    vectors = exchanged(sent.view(len(vectors), ranks, length // ranks), nodes, group)
+                total = fold(vectors, root, add_to)
+                slices.append(torch.empty(0, dtype=dtype) if total is None else total)
             of_ranks = gathered(sparse) if asked.has_sparse and group is not None else [sparse]
         if rank or not asked.has_sparse:
             return slices, {}
@@ -484,9 +482,10 @@ def _collective() -> Iterator[None]:
         with waiting("the other workers"):
             yield
     except RuntimeError as error:
-        if failed_in_group(error) is None:
-            raise
+        is_groups = failed_in_group(error) is not None
         leave_group()
+        if not is_groups:
+            raise
         raise PeerIsLost(text_of(error)) from error
 
 

@@ -1,7 +1,5 @@
 """Workers of parallel modules as real processes in a gloo group, without Ray; a lost one is replaced."""
 
-import os
-import signal
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,7 +39,7 @@ class Member:
 
     def kill(self) -> None:
         """End it at once."""
-        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.join(60)
 
     def end(self) -> None:
