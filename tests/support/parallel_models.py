@@ -301,6 +301,10 @@ class MaxNorm(nn.Module):
 class MakesBuffers(nn.Module):
     """Its first forward makes a buffer, gives one that is None a value, and sets a third one to None."""
 
+    later: torch.Tensor | None
+    once: torch.Tensor | None
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(4))
