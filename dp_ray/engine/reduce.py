@@ -31,7 +31,7 @@ from dp_ray.engine.loading import LoadedStep, OverlappedRead
 from dp_ray.engine.model import autocast
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.step import Compare, Metrics, Row, Step, StepOutput, UsersPair, Weighted, row_of, run_step
-from dp_ray.engine.tree_sum import Gradients, ShardSums, add, tree_sum, zeros_that_add_nothing
+from dp_ray.engine.tree_sum import Gradients, ShardSums, add, sparse_modules, tree_sum, zeros_that_add_nothing
 from dp_ray.engine.world import World, begin_sum, everyone, is_gpu, new_group
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
@@ -638,15 +638,8 @@ _UNUSED, _DENSE = -1, -2
 
 def make_gradients_dense(model: nn.Module) -> None:
     """Set every embedding of the model to make dense gradients."""
-    for module in _sparse_modules(model):
+    for module in sparse_modules(model):
         module.sparse = False
-
-
-def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable weights whose gradients are sparse tensors, each once."""
-    weights = [module.weight for module in _sparse_modules(model)]
-    trained = {id(one): one for one in weights if isinstance(one, nn.Parameter) and one.requires_grad}
-    return list(trained.values())
 
 
 def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
@@ -680,10 +673,6 @@ def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
 def numbers_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a gradient that this worker holds, as a dense tensor that can be changed in place."""
     return local(gradient.values() if gradient.is_sparse else gradient)
-
-
-def _sparse_modules(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
-    return [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse]
 
 
 def _gathered(parameter: nn.Parameter, counts: Sequence[int]) -> torch.Tensor | None:

@@ -24,17 +24,11 @@ from dp_ray.engine.model import ShardSize, batch_hint, raise_advised, synchronis
 from dp_ray.engine.optimizer import EVALUATED, runs_users_code
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.random import seed_all
-from dp_ray.engine.reduce import (
-    Reduction,
-    ShardLoss,
-    Trained,
-    for_trial,
-    make_gradients_dense,
-    sparse_parameters,
-)
+from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, for_trial, make_gradients_dense
 from dp_ray.engine.replica import DummyBatch, Replica, Round
 from dp_ray.engine.sharded.state import whole_tensors
 from dp_ray.engine.step import Metrics, OnShard, Step
+from dp_ray.engine.tree_sum import sparse_parameters
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.user_code import location, raise_as, reraise_as
 from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, Stats

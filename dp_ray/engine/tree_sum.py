@@ -115,3 +115,15 @@ def exchanged(
 def add_to(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Add `left` to `right`, in place, and return it."""
     return right.add_(left)
+
+
+def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable weights whose gradients are sparse tensors, each once."""
+    weights = [module.weight for module in sparse_modules(model)]
+    trained = {id(one): one for one in weights if isinstance(one, nn.Parameter) and one.requires_grad}
+    return list(trained.values())
+
+
+def sparse_modules(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
+    """Return the embeddings whose gradients are sparse."""
+    return [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse]

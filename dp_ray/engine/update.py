@@ -29,7 +29,7 @@ from dp_ray.engine.optimizer import (
     total_norm,
     weights_of_average,
 )
-from dp_ray.engine.reduce import numbers_of, sparse_parameters
+from dp_ray.engine.reduce import numbers_of
 from dp_ray.engine.sharded.state import (
     ELEMENTWISE,
     AlignedParts,
@@ -39,6 +39,7 @@ from dp_ray.engine.sharded.state import (
     sharded_as,
     whole_tensors,
 )
+from dp_ray.engine.tree_sum import sparse_parameters
 from dp_ray.engine.user_code import raise_as, reraise_as, shards_hint
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job

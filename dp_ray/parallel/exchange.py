@@ -143,7 +143,9 @@ class Workers:
                 )
         if keys.max_workers <= before.max_workers:
             return
-        say(f"{counted(keys.max_workers, 'worker')} start in place of {before.max_workers}: a module asks for more")
+        if self.users:
+            more = counted(keys.max_workers, "worker")
+            say(f"{more} start in place of {before.max_workers}, since a module asks for more")
         self.serving.close()
         try:
             self.serving = start(before.model_copy(update={"workers": keys.workers}))
@@ -288,7 +290,7 @@ class Exchange:
         with self.workers.lock:
             members = self.workers.serving.ready()
             held = self.workers.serving.call(dict.fromkeys(members, HeldBytes(self.number)))
-        most = max((size, rank) for rank, size in enumerate(held.values()) if isinstance(size, int))
+        most = max(((size, rank) for rank, size in enumerate(held.values()) if isinstance(size, int)), default=(0, 0))
         raise ModelError(
             f"{len(self.waiting)} calls of this module wait for their backward, as many as max_waiting allows; they "
             f"hold {sum(self.waiting.values()):,} bytes of inputs here, and graphs of up to {most[0]:,} bytes on a "
@@ -328,12 +330,11 @@ class Exchange:
                 messages[member] = Forward(call.number, sync, call.modes, spec, call.requires_grad, shards)
         raised: list[tuple[Raised, Member]] = []
         for member, answer in self.workers.serving.call(messages).items():
-            if isinstance(answer, PeerLost | Lost):
-                self.workers.serving.regroup()
             if isinstance(answer, list) or (isinstance(answer, Raised) and answer.has_module):
                 member.loaded[self.number] = call.version
             else:
                 member.loaded.pop(self.number, None)
+                self.workers.serving.regroup()  # it may have left the group
             if isinstance(answer, Raised):
                 raised.append((answer, member))
             for one in answer if isinstance(answer, list) else []:

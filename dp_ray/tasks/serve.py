@@ -25,9 +25,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dp_ray.engine.buffers import CallState
 from dp_ray.engine.determinism import deterministic, of_cublas
 from dp_ray.engine.random import preserved
-from dp_ray.engine.reduce import sparse_parameters
 from dp_ray.engine.replica import Replica
-from dp_ray.engine.tree_sum import add_to, exchanged
+from dp_ray.engine.tree_sum import add_to, exchanged, sparse_parameters
 from dp_ray.engine.user_code import dtypes_and_sizes
 from dp_ray.engine.world import everyone, failed_in_group, gathered, has_peers, is_gpu, leave_group, own_rank, text_of
 from dp_ray.errors import Error, JobError, ModelError, frames_of
@@ -79,13 +78,15 @@ class Copy:
         )
         apart = {n for n, one in enumerate(tensors) if reader.counts[n] != in_modules[id(one)]}
         self.has_apart = bool(apart)
+        self._modules = list(self.module.modules())  # without those that a forward makes
         self.state = CallState(self.module, tensors, apart)
         self.replica = Replica(0, self.module, device, self.state)
 
     def set_modes(self, modes: Modes, graphs: "Sequence[Graph]") -> None:
         """Set what the caller may have set on its module: training or not, and what requires a gradient."""
-        for one, training in zip(self.module.modules(), modes.training, strict=True):
-            one.training = training
+        for one, training in zip(self._modules, modes.training, strict=True):
+            if one.training is not training:
+                one.training = training
         pairs = list(zip(self.state.tensors, modes.requires_grad, strict=True))
         if any(tensor.requires_grad != wants for tensor, wants in pairs):
             for graph in graphs:
@@ -219,12 +220,12 @@ class Served:
             if asked.spec is None:
                 return []
             copy, what = self._copies[number], "the model"
-            copy.set_modes(asked.modes, self._graphs_of(number))
             with_sparse = {id(one) for one in sparse_parameters(copy.module)}
             copy.replica.begin(len(asked.shards))
             graphs = {}
             for given in asked.shards:
                 at, text = given.shard, io.StringIO()
+                copy.set_modes(asked.modes, self._graphs_of(number))
                 leaves = [self._argument(leaf, asked.modes.is_grad_enabled) for leaf in given.leaves]
                 args, kwargs = unflatten(pickle.loads(asked.spec), leaves)
                 got = _described(args, kwargs)
@@ -269,17 +270,16 @@ class Served:
         own = [one.clone() if at in inputs else one for at, one in enumerate(leaves)]
         args, kwargs = unflatten(pickle.loads(asked.spec), own)
 
-        def run() -> Any:
+        def run() -> tuple[Any, float]:
+            started = time.perf_counter()
             with _as_on_caller(modes), contextlib.redirect_stdout(text):
-                return copy.module(*args, **kwargs)
+                result = copy.module(*args, **kwargs)
+            if is_gpu(self._device):
+                torch.cuda.synchronize(self._device)
+            return result, time.perf_counter() - started
 
-        shard = Shard(asked.call, given.shard, 0, 0)
-        started = time.perf_counter()
-        result = copy.replica.run(shard, run, seed=given.seed)
+        result, seconds = copy.replica.run(Shard(asked.call, given.shard, 0, 0), run, seed=given.seed)
         ends, of_result = flatten(result)
-        if is_gpu(self._device):
-            torch.cuda.synchronize(self._device)
-        seconds = time.perf_counter() - started
         has_graph = [isinstance(one, torch.Tensor) and one.requires_grad for one in ends]
         trained = [one for one, wants in zip(state.tensors, modes.requires_grad, strict=True) if wants]
         sparse = frozenset(at for at, one in enumerate(trained) if id(one) in with_sparse)
