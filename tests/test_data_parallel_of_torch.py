@@ -29,8 +29,8 @@ def workers(cluster: Cluster) -> Iterator[None]:
     """Two workers, which all modules of these tests share."""
     with contextlib.chdir(ROOT), dp_ray.DataParallel(nn.Identity(), 2, address=cluster.address, quiet=True):
         yield
-        if Workers.current is not None:
-            Workers.current.close()
+        for one in list(Workers.sets.values()):
+            one.close()
 
 
 def parallel(module: nn.Module, **keys: Any) -> dp_ray.DataParallel:

@@ -894,6 +894,15 @@ class CallState(_Writable):
             else:
                 self._set(number, _like(one, value))
 
+    def renew(self) -> None:
+        """Put buffers into new tensors, so that no forward writes what a graph may need.
+
+        Autograd finds most such writes and raises, but not that of a BatchNorm's statistics, which it needs in eval.
+        """
+        for number in self._kept - set(self._apart):
+            if not isinstance(self.tensors[number], nn.Parameter):
+                self._set(number, _like(self.tensors[number], self._values[number]))
+
     @property
     def is_lost(self) -> bool:
         """Whether the caller's value of a parameter is not known here."""

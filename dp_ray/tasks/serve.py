@@ -221,6 +221,8 @@ class Served:
                 return []
             copy, what = self._copies[number], "the model"
             with_sparse = {id(one) for one in sparse_parameters(copy.module)}
+            if any(one.modes.training != asked.modes.training for one in self._graphs_of(number)):
+                copy.state.renew()
             copy.replica.begin(len(asked.shards))
             graphs = {}
             for given in asked.shards:

@@ -5,7 +5,7 @@ import faulthandler
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,17 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.engine.model import free_memory
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World, form_group, leave_group
+from dp_ray.engine.world import World, form_group, gathered, leave_group
+from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Measured, Note
-from dp_ray.parallel.gradients import Sum, gradients_of
+from dp_ray.parallel import module as parallel
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
+from dp_ray.tasks.serve import Process, Served
 from dp_ray.tasks.task import run_task
+from dp_ray.tasks.wire import Place
 from tests.sim import calls, hanging, jobs, mutants
+from tests.support import parallel_models as models
 from tests.support import simgpu, training
 from tests.support.group import Stopped
 from tests.support.trainings import initial
@@ -74,12 +79,12 @@ def run_plan(plan: Plan, rank: int) -> None:
     with group("gloo", plan, rank):
         for name in plan.jobs:
             run(plan, rank, "cpu", name, ["cpu"] * jobs.num_devices(name))
+        call_a_module(plan, rank, "cpu", torch.device("cpu"))
     torch.cuda.set_device(own[0])
     with group("cpu:gloo,cuda:nccl", plan, rank):
         for name in plan.jobs:
             run(plan, rank, "gpu", name, [f"cuda:{one}" for one in own[: jobs.num_devices(name)]])
-        if plan.size > 1:
-            pass_on_sums(plan, rank, torch.device("cuda", own[0]))
+        call_a_module(plan, rank, "gpu", torch.device("cuda", own[0]))
         for name in plan.mutants:
             run(plan, rank, name, mutants.MUTANTS[name].job, [f"cuda:{own[0]}"], name)
     if plan.size == 1:
@@ -141,28 +146,50 @@ def run(
     Path(f"{where}.{rank}.json").write_text(json.dumps(report))
 
 
-def pass_on_sums(plan: Plan, rank: int, device: torch.device) -> None:
-    """Send the first worker a sum of gradients of each other one, as DataParallel does, and let it add them.
+class Everyone:
+    """All ranks of the set as the workers of parallel modules, and each rank as their caller too: all call alike."""
 
-    Once as dp_ray does, once without its wait for what it receives.
-    """
-    report = {}
-    for receive in (dist.recv, dist.irecv):
-        trained = [torch.zeros(5, device=device)]
-        simgpu.watch(True)
-        total = Sum(trained, frozenset(), [torch.arange(5.0).to(device) + rank])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "recv", receive)
-            if rank > 0:
-                total.send(0)
-            for other in range(1, plan.size if rank == 0 else 1):
-                total.add(total.receive(other))
-        races = simgpu.races()
-        simgpu.watch(False)
-        (gradient,) = gradients_of(total.packed(), trained)
-        report[receive.__name__] = {"races": races, "sum": gradient.tolist() if gradient is not None else None}
-        dist.barrier()
-    Path(plan.folder, f"gpu/sums.{rank}.json").write_text(json.dumps(report))
+    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+        self.keys = WorkerKeys(workers=plan.size)
+        self.each: dict[str, float] = {}
+        self._served = Served(str(device))
+        self._members = [Process(Place("localhost", "node", at, str(device), {})) for at in range(plan.size)]
+        self._own = self._members[rank]
+
+    def ready(self) -> list[Any]:
+        return self._members
+
+    def call(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
+        answers = gathered(self._served.answer(messages[self._own]) if self._own in messages else None)
+        return {one: answers[at] for at, one in enumerate(self._members) if one in messages}
+
+    def regroup(self) -> None:
+        raise AssertionError("no worker is lost")
+
+    def keep_one_kind(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def call_a_module(plan: Plan, rank: int, where: str, device: torch.device) -> None:
+    """Train a parallel module, whose caller is on the host, by the workers of the set."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 6), nn.BatchNorm1d(6), models.Momentum()
+    module = nn.Sequential(*layers[:2], nn.Linear(6, 4), layers[2])
+    simgpu.watch(True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "serving", lambda keys, **_: Everyone(plan, rank, device))
+        with parallel.DataParallel(module, plan.size, shards=5, bitwise=True, seed=1, quiet=True) as model:
+            for _ in range(3):
+                model.zero_grad()
+                model(torch.randn(11, 4)).square().sum().backward()
+                with torch.no_grad():
+                    for one in module.parameters():
+                        one.sub_(0.01 * one.grad if one.grad is not None else 0.0)
+    races = simgpu.races() if where == "gpu" else []
+    simgpu.watch(False)
+    values = [one.double().tolist() for one in module.state_dict().values()]
+    Path(plan.folder, f"{where}/module.{rank}.json").write_text(json.dumps({"races": races, "values": values}))
 
 
 def has_nan(path: Path) -> bool:

@@ -25,7 +25,7 @@ from dp_ray.monitor.watchdog import Watchdog
 from tests.sim.conftest import Set, begin
 from tests.sim.hanging import HUNG, STEP, told
 from tests.sim.jobs import JOBS, NOT_BITWISE, OTHER_KERNELS, RESUMED, num_devices
-from tests.sim.mutants import FUNCTIONS, METHODS, MUTANTS, NO_ORDER, RACE
+from tests.sim.mutants import FUNCTIONS, METHODS, MUTANTS, NO_ORDER
 from tests.support.cluster import ROOT
 from tests.support.group import history_of, weights_of
 
@@ -162,12 +162,12 @@ def test_a_process_that_reads_a_gpus_memory_without_a_copy_is_killed(set_of: Set
     assert report["killed by"] == "SIGSEGV"
 
 
-@pytest.mark.parametrize("size", SIZES[1:])
-def test_a_sum_that_another_worker_sends_is_added_once_it_is_there(set_of: Sets, size: int) -> None:
-    first, *others = set_of(size).reports("gpu", "sums")
-    assert first["recv"] == {"races": [], "sum": [float(number * size + sum(range(size))) for number in range(5)]}
-    assert all(report["recv"]["races"] == [] for report in others)
-    assert any("recv" in race and RACE in race for race in first["irecv"]["races"]), "dp_ray without a wait"
+@on_each_number
+def test_a_parallel_module_computes_as_on_cpus_and_without_races(set_of: Sets, size: int) -> None:
+    (alone,) = set_of(1).reports("cpu", "module")
+    for kind in ("cpu", "gpu"):
+        for report in set_of(size).reports(kind, "module"):
+            assert report == {"races": [], "values": alone["values"]}
 
 
 @pytest.mark.parametrize("name", SHARDS)
