@@ -198,13 +198,15 @@ class RestartPolicy:
         request, job = ray.get(self.channel.state.remote())
         if job.number != self._job.number:
             self._job, self._memory = job, Memory(job.retries, has_restarted=self._memory.has_restarted)
-        decision = decide_restart(Snapshot(failure, request, self._memory, job.workers or None), time.monotonic())
+        losses = ray.get(self.channel.count_loss.remote()) if job.serves else None
+        snapshot = Snapshot(failure, request, self._memory, job.workers or None, losses)
+        decision = decide_restart(snapshot, time.monotonic())
         self._memory = decision.memory
         if decision.do is not Restart.WAIT:  # a job that is given up leaves its memory to the next one's workers too
             self._memory = replace(self._memory, has_restarted=True)
         if decision.message is not None:
             send(self.channel, decision.message)
-        if decision.do is Restart.GIVE_UP and job.number and isinstance(failure, WorkersFailed):
+        if decision.do is Restart.GIVE_UP and job.number and not job.serves and isinstance(failure, WorkersFailed):
             ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(failure.died))))
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do

@@ -47,9 +47,9 @@ def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
             while (call := calls.get()) is not None:
                 asked, answer = call
                 try:
-                    answer.set_result(encoded(_answer(decoded(asked), served, worker.channel, group)))
+                    answer.put((encoded(_answer(decoded(asked), served, worker.channel, group)), None))
                 except Exception as error:
-                    answer.set_exception(error)
+                    answer.put((None, error))
             leave_group()
         del served
     imported = imported_files() if here.rank == 0 and not terms.is_last else ()

@@ -51,7 +51,21 @@ class NoSynchronization:
         """Start nothing."""
         return cls()
 
+    @property
+    def reset(self) -> type["_Nothing"]:
+        """Return a method that does nothing: Ray Train calls it where it replaces workers."""
+        return _Nothing
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise JobError("ray.train.report and its barriers are not for a job of dp_ray, which reports by itself")
+
+
+class _Nothing:
+    """A remote method that does nothing."""
+
+    @staticmethod
+    def remote() -> Any:
+        """Return a reference to its result."""
+        return ray.put(None)

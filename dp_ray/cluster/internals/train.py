@@ -70,7 +70,8 @@ with postponed("ray.data", "pandas"):
     from ray.train.v2._internal.constants import get_env_vars_to_propagate
     from ray.train.v2._internal.execution.callback import WorkerGroupCallback
     from ray.train.v2._internal.execution.controller import TrainController
-    from ray.train.v2._internal.execution.controller.state import ReschedulingState
+    from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult
+    from ray.train.v2._internal.execution.controller.state import ReschedulingState, RunningState, SchedulingState
     from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
     from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
     from ray.train.v2._internal.execution.worker_group import WorkerGroup
@@ -190,6 +191,9 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return WorkerGroup._get_worker_runtime_env(custom_runtime_env)
 
 
+POLL_SECONDS = 1.0  # for a worker's answer, before others are replaced
+
+
 def _kill_unless_missing(actor: Any) -> None:
     if not isinstance(actor, NoSynchronization):
         ray.kill(actor)
@@ -201,7 +205,11 @@ def _with_calls(resources: dict[str, float]) -> dict[str, Any]:
 
 
 class OwnController(TrainController):  # type: ignore[misc]
-    """Ray Train's controller, which starts no needless process."""
+    """Ray Train's controller, which starts no needless process, and can replace failed workers alone.
+
+    Ray Train replaces workers as its replica groups, each of one worker. A backend can have it do that always; then
+    each worker would have the local rank 0.
+    """
 
     worker_group_cls = CleanWorkerGroup
 
@@ -213,7 +221,41 @@ class OwnController(TrainController):  # type: ignore[misc]
         package.state._shutdown_sync_actor = _kill_unless_missing
         super().__init__(**given)
 
+    def _execute_failure_decision(self, failure_decision: Any, training_failed_error: Any, **keys: Any) -> Any:
+        self._manages_replica_groups = False
+        if failure_decision not in _WITH_SURVIVORS:
+            return super()._execute_failure_decision(failure_decision, training_failed_error, **keys)
+        group = self._worker_group
+        status = group and group.get_latest_poll_status()
+        if not status or status.failing_replica_group_indices == status.all_replica_group_indices:
+            instead = _WITH_SURVIVORS[failure_decision]
+            return super()._execute_failure_decision(instead, training_failed_error, **keys)
+        state = RunningState()
+        if failure_decision is Restart.REPLACE:
+            self._manages_replica_groups = True
+            each = group.get_worker_group_context().resources_per_worker
+            state = SchedulingState(ResizeDecision(num_workers=len(group), resources_per_worker=each))
+        return TrainControllerLoopIterationResult(
+            run_attempt_id=self._get_run_attempt_id(),
+            previous_state=self.get_state(),
+            next_state=state,
+            training_failed_error=training_failed_error,
+        )
 
+    def _execute_resize_decision(self, decision: Any) -> Any:
+        if self._manages_replica_groups:
+            self._worker_group.poll_status(timeout=POLL_SECONDS)  # more may have failed since the last one
+        return super()._execute_resize_decision(decision)
+
+    def _replace_bad_workers(self, poll_status: Any) -> None:
+        """Shut all failed workers down first: where Ray Train replaces one, it waits for an answer of all others."""
+        groups = self._worker_group.get_replica_groups()
+        for index in poll_status.failing_replica_group_indices:
+            groups[index].shutdown()
+        super()._replace_bad_workers(poll_status)
+
+
+_WITH_SURVIVORS = {Restart.REPLACE: FailureDecision.RETRY, Restart.LEAVE: FailureDecision.RAISE}  # else
 _DECISIONS = {
     Restart.RESTART: FailureDecision.RETRY,
     Restart.GIVE_UP: FailureDecision.RAISE,
@@ -230,4 +272,5 @@ class WorkerRestarts(FailurePolicy):  # type: ignore[misc]
 
     def make_decision(self, training_failed_error: Exception) -> Any:
         """Called by Ray Train's controller after a failure; after NOOP again soon, with the failures known then."""
-        return _DECISIONS[self._policy.on_failure(failure_of(training_failed_error))]
+        do = self._policy.on_failure(failure_of(training_failed_error))
+        return _DECISIONS.get(do, do)  # the rest is for OwnController

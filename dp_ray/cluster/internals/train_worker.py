@@ -4,7 +4,6 @@ Public: none; `import ray.train` imports both, which takes a quarter of the time
 """
 
 import queue
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,8 @@ with postponed("ray.data", "pandas"):
 
 
 CALLS = "calls"  # the concurrency group of `RayTrainWorker.call`
-calls: queue.SimpleQueue[tuple[Any, Future[Any]] | None] = queue.SimpleQueue()  # of this worker, each with its answer
+Answer = queue.SimpleQueue[tuple[Any, Exception | None]]  # which comes once: a value, or an error
+calls: queue.SimpleQueue[tuple[Any, Answer] | None] = queue.SimpleQueue()  # of this worker; None ends them
 
 
 class RayTrainWorker(RaysOwn):  # type: ignore[misc]
@@ -28,9 +28,12 @@ class RayTrainWorker(RaysOwn):  # type: ignore[misc]
     @ray.method(concurrency_group=CALLS)  # type: ignore[untyped-decorator]
     def call(self, asked: Any) -> Any:
         """Have the train function's thread answer; Ray Train's own thread stays free for its polls."""
-        answer: Future[Any] = Future()
+        answer: Answer = queue.SimpleQueue()
         calls.put((asked, answer))
-        return answer.result()
+        value, error = answer.get()
+        if error is not None:
+            raise error
+        return value
 
 
 def enter_process(variables: dict[str, str]) -> None:
