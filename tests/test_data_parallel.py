@@ -382,6 +382,25 @@ def test_the_shards_of_a_lost_worker_are_run_again(workers: Workers, tmp_path: P
     wait_until(lambda: len(workers.serving.ready()) == 3)
 
 
+@pytest.mark.parametrize("killed", [(1,), (0, 2), (1, 2), (0, 1, 2)])
+def test_survivors_stay_and_others_come_in_the_place_of_the_lost(workers: Workers, killed: tuple[int, ...]) -> None:
+    module, inputs = nn.Linear(2, 3), torch.randn(9, 2)
+    model = parallel(module, shards=3)
+    assert_close(model(inputs), module(inputs))
+    before = [one.place.pid for one in workers.members()]
+    for rank in killed:
+        os.kill(before[rank], signal.SIGKILL)
+    stay = [pid for rank, pid in enumerate(before) if rank not in killed]
+    assert_close(model(inputs), module(inputs))
+    there = [one.place.pid for one in workers.pool.members]
+    assert there == stay if stay else there, "the survivors do not wait for others"
+    wait_until(lambda: len(workers.members()) == 3)
+    after = [one.place.pid for one in workers.members()]
+    assert [after[rank] == pid for rank, pid in enumerate(before)] == [rank not in killed for rank in range(3)]
+    assert_close(model(inputs), module(inputs))
+    assert sorted({one.rank for one in model.shapes}) == [0, 1, 2]
+
+
 def test_graphs_are_dropped_with_their_outputs_and_with_their_backward(workers: Workers) -> None:
     model = parallel(nn.Sequential(nn.Linear(2, 100), nn.Tanh()))
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import dp_ray
+from dp_ray.cluster.calls import Serves
 from dp_ray.errors import JobError
 from dp_ray.parallel.exchange import Workers
 from tests.support import ray_forks
@@ -147,7 +148,7 @@ def test_an_elastic_job_goes_on_without_a_node_whose_gpu_is_broken(
 
 
 def test_a_parallel_module_takes_no_worker_of_another_kind(
-    cluster: Cluster, in_project: Path, capfd: pytest.CaptureFixture[str]
+    cluster: Cluster, in_project: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, inputs = nn.Linear(3, 2), torch.randn(4, 3)
     with dp_ray.DataParallel(module, 2, address=cluster.address):
@@ -155,14 +156,22 @@ def test_a_parallel_module_takes_no_worker_of_another_kind(
         workers, pool = Workers.current, Workers.current.pool
 
         def replace_second(env: dict[str, str]) -> None:
-            """The worker in the place of the second one gets this environment before it imports torch."""
-            pool.keys = pool.keys.model_copy(update={"env": env})
+            """The worker in the place of the second one says that it computes with this in its environment."""
+
+            def take_in(one: Serves) -> None:
+                came.append(one)
+                computes = {**one.place.computes, **env}
+                before(one._replace(place=one.place._replace(computes=computes)))
+
+            came = list[Serves]()
+            monkeypatch.setattr(pool, "_take_in", take_in)
             stays, lost = pool.members
             os.kill(lost.place.pid, signal.SIGKILL)
             pool.call({lost: ("held_bytes", 0)})  # it alone: the other one would wait for it in a collective
-            wait_until(lambda: bool(workers.members()) and not pool._coming)
+            wait_until(lambda: bool(workers.members()) and bool(came))
             assert pool.members[0] is stays and lost not in pool.members
 
+        before = pool._take_in
         replace_second(LOWEST)
         assert len(pool.members) == 2, "without bitwise it is taken"
         with pytest.raises(JobError, match=r"bitwise: the workers would not give the same bits: .*MKL_CBWR"):

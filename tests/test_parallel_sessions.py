@@ -1,18 +1,22 @@
 """`session.parallel`, and a Ray that a parallel module has started: jobs and parallel modules take turns."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import dp_ray
 from dp_ray.errors import ClusterError, JobError
 from tests.support.cluster import Cluster
+from tests.support.parallel_models import NotesProcess
+from tests.support.within import within
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-MORE_THAN_HALF = 5  # workers of the cluster's 8 CPUs: they find no place beside others
 SECONDS = 300.0  # the machine may be busy
 
 
@@ -34,17 +38,36 @@ def test_a_session_serves_a_module_or_runs_a_job(cluster: Cluster, tmp_path: Pat
         left(torch.ones(4, 2))
 
 
-def test_a_module_gets_the_place_of_workers_that_do_not_leave_in_time(
-    cluster: Cluster, tmp_path: Path, in_project: Path, monkeypatch: pytest.MonkeyPatch
+def pids_of(model: dp_ray.DataParallel) -> list[int]:
+    return [one.place.pid for one in model._exchange.workers.members()]
+
+
+def test_jobs_and_modules_take_turns_on_the_same_processes(
+    cluster: Cluster, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As on a busy machine, where they still start when they are to leave: Ray keeps the place of what it ends."""
-    monkeypatch.setattr("dp_ray.driver.sessions.LEAVE_SECONDS", 0.0)
-    monkeypatch.setattr("dp_ray.driver.sessions.CLOSE_SECONDS", 2.0)  # by then they have a place, and do not run yet
-    keys: dict[str, Any] = {"workers": MORE_THAN_HALF, "timeouts": {"capacity": SECONDS}}
-    with dp_ray.session(address=cluster.address, quiet=True, **keys) as session:
-        with session.parallel(nn.Linear(2, 3), workers=2) as model:
+    def run(name: str) -> list[int]:
+        """The processes of a job's workers."""
+        log = tmp_path / name
+        keys: dict[str, Any] = {"model": NotesProcess(str(log)), "dataset": TensorDataset(torch.ones(8, 2))}
+        session.run(task="predict", batch_size=4, workers=2, name=name, storage=str(tmp_path / "runs"), **keys)
+        return sorted({int(one) for one in log.read_text().split()})
+
+    with dp_ray.session(address=cluster.address, workers=2) as session:
+        first = run("first")
+        assert len(first) == 2
+        with session.parallel(nn.Linear(2, 3)) as model:
+            model(torch.ones(4, 2)).sum().backward()
+            assert sorted(pids_of(model)) == first
+        assert run("second") == first
+        with session.parallel(nn.Linear(2, 3), 1) as model:
             assert model(torch.ones(4, 2)).shape == (4, 3)
-        assert session.run("jobs/tutorial.yaml", workers=2, storage=str(tmp_path)).status == "done"
+            stays, lost = pids_of(model)
+            os.kill(lost, signal.SIGKILL)
+            assert within(SECONDS, lambda: model(torch.ones(4, 2)).shape == (4, 3) and len(pids_of(model)) == 2)
+            assert pids_of(model)[0] == stays
+        third = run("third")
+        assert not {stays, lost} & set(third) and len(third) == 2
+    assert "anew: one was replaced alone while they served" in capfd.readouterr().err
 
 
 def test_a_ray_of_a_modules_own_runs_no_job_and_ends_with_it(tmp_path: Path, in_project: Path) -> None:

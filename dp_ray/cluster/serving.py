@@ -55,21 +55,22 @@ class Member:
 
 
 class Serving:
-    """Workers that serve until `close`. With `started_for_this`, which that ends, no job follows on them.
+    """Workers that serve until `close`, which also closes `at_end`; with `is_last`, no job follows on them.
 
     Waits until all of them serve; raises an Error if they cannot be started.
     """
 
     def __init__(
-        self, workers: Workers, keys: WorkerKeys, say: Say, started_for_this: ExitStack | None = None
+        self, workers: Workers, keys: WorkerKeys, say: Say, at_end: ExitStack, is_last: bool = False
     ) -> None:
         self.keys = keys
         self.each = workers.each
         self._workers = workers
-        self._number = workers.begin_serving(keys, is_last=started_for_this is not None)
+        self._number = workers.begin_serving(keys, is_last)
         self._say = say
-        self._started = started_for_this or ExitStack()
-        self._members: list[Member] = []
+        self._at_end = at_end
+        self._is_last = is_last
+        self.members: list[Member] = []
         self._unsettled: dict[Member, Any] = {}  # references to answers that nobody has waited for to the end
         self._num_workers = 0  # that serve or are about to; 0 until one has said how many
         self._has_changed = True
@@ -89,7 +90,7 @@ class Serving:
         workers.trainer.when_ended(self._wake)
         with ExitStack() as opening:
             opening.callback(self.close)
-            self._await(lambda: 0 < self._num_workers <= len(self._members))
+            self._await(lambda: 0 < self._num_workers <= len(self.members))
             opening.pop_all()
 
     @property
@@ -141,11 +142,11 @@ class Serving:
         why = "workers are lost again and again"
         for _ in range(GROUPS):
             self._settle()
-            self._await(lambda: bool(self._members))
+            self._await(lambda: bool(self.members))
             if not self._has_changed:
-                return list(self._members)
+                return list(self.members)
             self._has_changed = False
-            if any(isinstance(one, Lost) for one in self.call(dict.fromkeys(self._members, Leave())).values()):
+            if any(isinstance(one, Lost) for one in self.call(dict.fromkeys(self.members, Leave())).values()):
                 continue
             self._lost_since = None
             failed = [one for one in self.call(self._joins()).values() if one is not None]
@@ -155,7 +156,7 @@ class Serving:
         raise ClusterError(f"the workers cannot form a process group: {why}")
 
     def _joins(self) -> dict[Member, Join]:
-        members = self._members
+        members = self.members
         self._num_groups += 1
         node_ids = [one.place.node_id for one in members]
         nodes = list(dict.fromkeys(node_ids))
@@ -183,7 +184,7 @@ class Serving:
 
     def keep_one_kind(self) -> None:
         """Take no worker from now on that computes differently; raises JobError if there is one already."""
-        members = enumerate(self._members)
+        members = enumerate(self.members)
         kinds = kinds_of((rank, one.place.node, Numerics(one.place.computes, {})) for rank, one in members)
         if len(kinds) > 1:
             raise refusal(kinds)
@@ -213,8 +214,8 @@ class Serving:
         now = time.monotonic()
         if self._num_workers:
             if now - began > START_SECONDS:
-                few = f"only {len(self._members)} of {counted(self._num_workers, 'worker')} have started"
-                raise ClusterError(few if self._members else "all workers are lost, and no other one has started")
+                few = f"only {len(self.members)} of {counted(self._num_workers, 'worker')} have started"
+                raise ClusterError(few if self.members else "all workers are lost, and no other one has started")
         elif self._placed_at is None:
             seconds = self.keys.timeouts.capacity or math.inf
             if now - self._began > seconds:
@@ -229,8 +230,8 @@ class Serving:
             there = [("the others", self._computes), (one.place.node, one.place.computes)]
             self._say(f"no worker is taken on {one.place.node}, which would change the bits: {difference(there)}")
             return
-        others = [other for other in self._members if other.slot != one.rank]  # one in its place is gone
-        self._members = sorted([*others, Member(one.rank, one.handle, one.place)], key=lambda member: member.slot)
+        others = [other for other in self.members if other.slot != one.rank]  # one in its place is gone
+        self.members = sorted([*others, Member(one.rank, one.handle, one.place)], key=lambda member: member.slot)
         self._has_changed = True
 
     # Calls.
@@ -284,8 +285,8 @@ class Serving:
         """Go on without a member, in whose place Ray Train's controller starts another worker."""
         with suppress(Exception):  # Ray's many types; it may be gone already
             ray.kill(member.handle)
-        if member in self._members:
-            self._members.remove(member)
+        if member in self.members:
+            self.members.remove(member)
         self._has_changed = True
         self._lost_since = self._lost_since or time.monotonic()
 
@@ -295,10 +296,20 @@ class Serving:
             return
         with suppress(RayError):  # the workers have ended, or the cluster has
             ray.get(self._workers.channel.finish.remote(self._number))
+            if not self._is_last:
+                self._await_end()
         self._is_closed = True
         self._thread.join()
-        self._members = []
-        self._started.close()
+        self.members = []
+        self._at_end.close()
+
+    def _await_end(self) -> None:
+        """Wait until the members have restored their processes, and note what they leave to what follows."""
+        until = time.monotonic() + END_SECONDS
+        with self._heard:
+            while len(self._finished) < len(self.members) and not self._workers.is_over and time.monotonic() < until:
+                self._heard.wait(LOOK_SECONDS)
+        self._workers.take_end(self._finished)
 
 
 def _hangs(member: Member) -> bool:
@@ -327,4 +338,4 @@ def started(keys: WorkerKeys, address: str | None, quiet: bool) -> Serving:
             opening.enter_context(held_for("dp_ray.DataParallel"))
         workers = start_workers(keys, opening.enter_context(own_folder()), is_own, False, say, serves=True)
         opening.callback(workers.close, 0 if is_own else CLOSE_SECONDS)
-        return Serving(workers, keys, say, opening.pop_all())
+        return Serving(workers, keys, say, opening.pop_all(), is_last=True)

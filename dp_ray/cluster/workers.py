@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -44,7 +44,7 @@ from dp_ray.engine.votes import StopRequested
 from dp_ray.errors import ClusterLost, Error, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.messages import Failed, GaveUp, WorkerReady, error_of
+from dp_ray.messages import Failed, Finished, GaveUp, WorkerReady, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.faults import Fault
@@ -215,14 +215,18 @@ class Workers:
 
     def _check_end(self, monitor: Monitor) -> None:
         if monitor.end.finished:
-            self.remains = tuple(sorted({one for worker in monitor.end.finished for one in worker.remains}))
-            self.imported = tuple({one for worker in monitor.end.finished for one in worker.imported})
+            self.take_end(monitor.end.finished)
             if any(worker.is_stopped for worker in monitor.end.finished):
                 raise StopRequested("stopped as it was asked")
             return
         if monitor.planned_stop.is_asked and (monitor.failed is None or monitor.failed.is_lost_peer):
             raise StopRequested("stopped as it was asked")
         raise self.cause(monitor.failed, monitor.end.gave_up) from None
+
+    def take_end(self, finished: Sequence[Finished]) -> None:
+        """Note what the workers say at the end of a job, or of what they served."""
+        self.remains = tuple(sorted({one for worker in finished for one in worker.remains}))
+        self.imported = tuple({one for worker in finished for one in worker.imported})
 
     def cause(self, failed: Failed | None, gave_up: GaveUp | None = None) -> Error:
         """Return the error that ended the job: the controller's, else lost workers, else a worker's first one."""

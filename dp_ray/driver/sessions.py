@@ -17,6 +17,7 @@ from torch import nn
 from dp_ray.cluster import connect
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, text_of
+from dp_ray.cluster.serving import Serving
 from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers
 from dp_ray.cluster.workers import Workers as StartedWorkers
 from dp_ray.driver.run import Options, ShortErrors, execute, options_of
@@ -71,7 +72,7 @@ class Session:
         self._sources = Sources(Path.cwd())
         self._runs = threading.Lock()  # held while a job runs
         self._runner: int | None = None  # the thread that runs it
-        self._parallel: Workers | None = None  # those of parallel modules, in the place of the session's
+        self._parallel: Workers | None = None  # the last that parallel modules have had of the session
         self._timer: threading.Timer | None = None
         self._ended = ""  # why, once it has ended
         self._open = ExitStack()
@@ -94,10 +95,10 @@ class Session:
             return self.execute(job_from(job, keys), options)
 
     def parallel(self, module: nn.Module, workers: int | None = None, **keys: Any) -> DataParallel:
-        """Return a `dp_ray.DataParallel` of the module, in the place of the session's workers; by default of all.
+        """Return a `dp_ray.DataParallel` of the module, on the session's workers; by default on all.
 
-        While such a module is open, the session runs no job. After it the workers of jobs are started anew. Raises
-        ClusterError if the session has ended or runs a job, and what `dp_ray.DataParallel` raises.
+        While such a module is open, the session runs no job. Raises ClusterError if the session has ended or runs a
+        job, and what `dp_ray.DataParallel` raises.
         """
         self._check_open()
         if not self._runs.acquire(blocking=False):
@@ -108,15 +109,21 @@ class Session:
             if workers is not None and workers > most:
                 raise JobError(f"workers: the module asks for {workers}, the session has {most}")
             if Workers.current is None:
-                if not self._workers.close(LEAVE_SECONDS) and self._is_own:
-                    self._reconnect(starts=False)  # others would be ended as they start, and then hold their place
+                self._renew(Console("session", self._options.quiet))
                 of_all = self._keys.model_copy(update={"workers": most})
-                self._parallel = Workers.taken(of_all, self._options.address, self._options.quiet)
+                self._parallel = Workers.taken(of_all, self._serving)
                 self._open.callback(self._parallel.close)
             return DataParallel(module, workers or most, quiet=self._options.quiet, **keys)
         finally:
             self._wait_idle()
             self._runs.release()
+
+    def _serving(self, keys: WorkerKeys) -> Serving:
+        """Have the session's workers serve parallel modules."""
+        self._sources.note()
+        at_end = ExitStack()
+        at_end.callback(lambda: self._sources.note_imported(self._workers.imported))
+        return Serving(self._workers, keys, Console("parallel", self._options.quiet).say, at_end)
 
     def execute(self, job: Job, options: Options) -> Result:
         """Run a job on the session's workers and return its result."""
@@ -181,8 +188,8 @@ class Session:
         """End the workers at once, and so the job that another thread runs on them."""
         self._workers.close(0)
 
-    def _connect(self, starts: bool = True) -> None:
-        """Connect to Ray and start the workers; without these, those of the last connection stay known as ended."""
+    def _connect(self) -> None:
+        """Connect to Ray and start the workers."""
         address, verbose = self._options.address, self._options.verbose
         say = Console("session", self._options.quiet).say
         say(connect.what_begins(address))
@@ -198,8 +205,7 @@ class Session:
                 # If several sessions run at a time, the others use this connection, which then stays.
                 self._is_own = self._is_own and self.at_a_time == 1
             self._folder = opening.enter_context(own_folder())
-            if starts:
-                self._workers = start_workers(self._keys, self._folder, self._is_own, verbose, say)
+            self._workers = start_workers(self._keys, self._folder, self._is_own, verbose, say)
             opening.callback(lambda: self._workers.close(0 if self._is_own else CLOSE_SECONDS))
             self._open = opening.pop_all()
 
@@ -212,7 +218,9 @@ class Session:
         elif self._workers.remains:
             why = f"the last job left {', '.join(self._workers.remains)} behind"
         elif self._workers.is_over:
-            why = "a parallel module had their place" if self._parallel else self._workers.why_over
+            why = self._workers.why_over
+        elif self._workers.is_mended:
+            why = "one was replaced alone while they served a parallel module"
         else:
             return
         if edited and not self._is_own and connect.ships_callers_code():
@@ -221,7 +229,6 @@ class Session:
                 "call ray.shutdown() and ray.init() again, or open the session without a ray.init of your own"
             )
         console.say(f"the workers are started anew: {why}")
-        self._parallel = None
         if edited:
             self._sources.forget()
         if (
@@ -233,10 +240,10 @@ class Session:
         else:  # the end of the connection frees what these workers hold
             self._reconnect()
 
-    def _reconnect(self, starts: bool = True) -> None:
+    def _reconnect(self) -> None:
         self._open.close()
         try:
-            self._connect(starts)
+            self._connect()
         except BaseException as error:
             self._end(str(error) or type(error).__name__)
             raise
