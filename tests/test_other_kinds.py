@@ -21,6 +21,7 @@ import dp_ray
 from dp_ray.cluster.calls import Serves
 from dp_ray.errors import JobError
 from dp_ray.parallel.exchange import Workers
+from dp_ray.tasks.wire import HeldBytes
 from tests.support import ray_forks
 from tests.support.cluster import Cluster, end, free_port
 from tests.support.kinds import LOWEST, lowest_kind
@@ -152,8 +153,7 @@ def test_a_parallel_module_takes_no_worker_of_another_kind(
 ) -> None:
     module, inputs = nn.Linear(3, 2), torch.randn(4, 3)
     with dp_ray.DataParallel(module, 2, address=cluster.address):
-        assert Workers.current is not None
-        workers, pool = Workers.current, Workers.current.pool
+        pool: Any = Workers.sets[False].serving
 
         def replace_second(env: dict[str, str]) -> None:
             """The worker in the place of the second one says that it computes with this in its environment."""
@@ -165,22 +165,22 @@ def test_a_parallel_module_takes_no_worker_of_another_kind(
 
             came = list[Serves]()
             monkeypatch.setattr(pool, "_take_in", take_in)
-            stays, lost = pool.members
+            stays, lost = pool._members
             os.kill(lost.place.pid, signal.SIGKILL)
-            pool.call({lost: ("held_bytes", 0)})  # it alone: the other one would wait for it in a collective
-            wait_until(lambda: bool(workers.members()) and bool(came))
-            assert pool.members[0] is stays and lost not in pool.members
+            pool.call({lost: HeldBytes(0)})  # it alone: the other one would wait for it in a collective
+            wait_until(lambda: bool(pool.ready()) and bool(came))
+            assert pool._members[0] is stays and lost not in pool._members
 
         before = pool._take_in
         replace_second(LOWEST)
-        assert len(pool.members) == 2, "without bitwise it is taken"
+        assert len(pool._members) == 2, "without bitwise it is taken"
         with pytest.raises(JobError, match=r"bitwise: the workers would not give the same bits: .*MKL_CBWR"):
             dp_ray.DataParallel(module, 2, bitwise=True)
         replace_second({})
         with dp_ray.DataParallel(module, 2, bitwise=True) as second:
-            assert len(pool.members) == 2
+            assert len(pool._members) == 2
             replace_second(LOWEST)
-            assert len(pool.members) == 1
+            assert len(pool._members) == 1
             assert torch.equal(second(inputs), torch.cat([module(inputs[:2]), module(inputs[2:])]))
     assert "no worker is taken on" in capfd.readouterr().err
     assert not ray.is_initialized()

@@ -39,7 +39,7 @@ def test_a_session_serves_a_module_or_runs_a_job(cluster: Cluster, tmp_path: Pat
 
 
 def pids_of(model: dp_ray.DataParallel) -> list[int]:
-    return [one.place.pid for one in model._exchange.workers.members()]
+    return [one.place.pid for one in model._exchange.workers.serving.ready()]
 
 
 def test_jobs_and_modules_take_turns_on_the_same_processes(

@@ -108,7 +108,7 @@ class Session:
             most = self._keys.max_workers
             if workers is not None and workers > most:
                 raise JobError(f"workers: the module asks for {workers}, the session has {most}")
-            if Workers.current is None:
+            if False not in Workers.sets:
                 self._renew(Console("session", self._options.quiet))
                 of_all = self._keys.model_copy(update={"workers": most})
                 self._parallel = Workers.taken(of_all, self._serving)
@@ -128,9 +128,9 @@ class Session:
     def execute(self, job: Job, options: Options) -> Result:
         """Run a job on the session's workers and return its result."""
         self._check_open()
-        if self._parallel is not None and self._parallel is Workers.current and not self._parallel.users:
+        if self._parallel is not None and self._parallel.is_open and not self._parallel.users:
             self._parallel.close()  # its modules are gone, without `close`
-        if self._parallel is not None and self._parallel is Workers.current:
+        if self._parallel is not None and self._parallel.is_open:
             raise ClusterError(
                 "the session's workers serve a dp_ray.DataParallel; close that first, and then run the job"
             )
@@ -262,7 +262,7 @@ class Session:
 
     def _end_idle(self) -> None:
         with self._runs:
-            if self._parallel is not None and self._parallel is Workers.current:
+            if self._parallel is not None and self._parallel.is_open:
                 self._wait_idle()  # it serves a module
             elif threading.current_thread() is self._timer:
                 self._end(f"it ran no job for {self._idle_seconds:g} s")
