@@ -392,7 +392,7 @@ def test_survivors_stay_and_others_come_in_the_place_of_the_lost(workers: Worker
         os.kill(before[rank], signal.SIGKILL)
     stay = [pid for rank, pid in enumerate(before) if rank not in killed]
     assert_close(model(inputs), module(inputs))
-    there = [one.place.pid for one in workers.serving._members]  # type: ignore[attr-defined]
+    there = [one.place.pid for one in workers.serving.members]  # type: ignore[attr-defined]
     assert there == stay if stay else there, "the survivors do not wait for others"
     wait_until(lambda: len(workers.serving.ready()) == 3)
     after = [one.place.pid for one in workers.serving.ready()]

@@ -165,22 +165,22 @@ def test_a_parallel_module_takes_no_worker_of_another_kind(
 
             came = list[Serves]()
             monkeypatch.setattr(pool, "_take_in", take_in)
-            stays, lost = pool._members
+            stays, lost = pool.members
             os.kill(lost.place.pid, signal.SIGKILL)
             pool.call({lost: HeldBytes(0)})  # it alone: the other one would wait for it in a collective
             wait_until(lambda: bool(pool.ready()) and bool(came))
-            assert pool._members[0] is stays and lost not in pool._members
+            assert pool.members[0] is stays and lost not in pool._members
 
         before = pool._take_in
         replace_second(LOWEST)
-        assert len(pool._members) == 2, "without bitwise it is taken"
+        assert len(pool.members) == 2, "without bitwise it is taken"
         with pytest.raises(JobError, match=r"bitwise: the workers would not give the same bits: .*MKL_CBWR"):
             dp_ray.DataParallel(module, 2, bitwise=True)
         replace_second({})
         with dp_ray.DataParallel(module, 2, bitwise=True) as second:
-            assert len(pool._members) == 2
+            assert len(pool.members) == 2
             replace_second(LOWEST)
-            assert len(pool._members) == 1
+            assert len(pool.members) == 1
             assert torch.equal(second(inputs), torch.cat([module(inputs[:2]), module(inputs[2:])]))
     assert "no worker is taken on" in capfd.readouterr().err
     assert not ray.is_initialized()
