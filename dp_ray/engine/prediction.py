@@ -377,24 +377,23 @@ class _Runner:
             self.replica.raise_advised(error, shard, self.prediction.job)
 
     def _run(self, inputs: Any, shard: Shard, counts_flops: bool) -> tuple[Any, Flops | None]:
-        clock, trial = self.prediction.clock, self.prediction.trial
+        clock, trial, rows = self.prediction.clock, self.prediction.trial, shard.rows
         flops = self._flops(inputs, shard) if counts_flops else None
-        tries_rows = trial is not None and trial.is_open and trial.is_due(shard.rows)
-        tries_texts = trial is not None and trial.is_open and trial.is_single_due(shard.rows)
-        other = None  # of one row less or more; made before the model may change its inputs
-        if trial is not None and (tries_rows or tries_texts):
-            other = trial.one_less(inputs, shard.rows) if tries_rows else trial.row_twice(inputs)
+        is_tried = trial is not None and trial.is_open and (trial.is_due(rows) or trial.is_single_due(rows))
+        # Before the model may change its inputs.
+        other = trial.other(inputs, rows) if trial is not None and is_tried else None
         clock.enter(Part.FORWARD)
         outputs = self.replica.run(shard, self._forward, inputs)
         clock.enter(Part.OUTPUTS)
         selected = self.select(outputs, inputs, shard)
-        if trial is not None and tries_rows:
+        if trial is not None and is_tried:
             del outputs  # what is not kept: the trial may need its memory
-            with suppress(Error):  # of a class that cannot be made again
-                selected = apart(selected)
-            self._try_rows(trial, other, selected, shard)
-        elif trial is not None and tries_texts:
-            self._try_texts(trial, other, selected, shard)
+            if rows == 1:
+                self._try_texts(trial, other, selected, shard)
+            else:
+                with suppress(Error):  # of a class that cannot be made again
+                    selected = apart(selected)
+                self._try_rows(trial, other, selected, shard)
         if type(selected) is torch.Tensor:  # the usual case, without texts
             return selected, flops
 

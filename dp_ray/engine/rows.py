@@ -97,17 +97,13 @@ class RowTrial:
         """Return whether to try a shard of one row, for the lists of one text in its outputs."""
         return self.is_open and self._is_single_due and rows == 1
 
-    def one_less(self, batch: Any, rows: int) -> Any | None:
-        """Return a copy of a shard's batch without its last row; None if it cannot be tried."""
+    def other(self, batch: Any, rows: int) -> Any | None:
+        """Return a copy of a batch without its last row, or with an only one twice; None if it cannot be tried."""
         if self._cannot or not _can_be_cut(self._job, batch, rows):
             return None
+        if rows == 1:
+            return gather([_with_texts(batch, 1, lambda one: [*one, *one])] * 2, dim=self._job.batch_dim)
         return copied(cut(_with_texts(batch, rows, lambda one: one[:-1]), 0, rows - 1, self._job.batch_dim))
-
-    def row_twice(self, batch: Any) -> Any | None:
-        """Return a copy of the batch of a shard of one row, with that row twice; None if it cannot be tried."""
-        if self._cannot or not _can_be_cut(self._job, batch, 1):
-            return None
-        return gather([_with_texts(batch, 1, lambda one: [*one, *one])] * 2, dim=self._job.batch_dim)
 
     def run(self, forward: Callable[[Any], Any], less: Any | None, outputs: Any, rows: int) -> Tried:
         """Run `forward` on a batch of one row `less`, and compare what it returns with the `outputs` of all `rows`.

@@ -132,7 +132,7 @@ class WholeBatches:
 
     def one_less(self, batch: Any, rows: int) -> Any | None:
         """Return a copy of a shard's batch for `tried`; None if it cannot be tried."""
-        return None if self._trial is None else self._trial.one_less(batch, rows)
+        return None if self._trial is None else self._trial.other(batch, rows)
 
     def tried(self, run: Callable[[Any], StepOutput], less: Any | None, output: ShardOutput) -> ShardOutput:
         """Return the output of a shard with what a trial has shown of it, which `run` runs on one row `less`."""
