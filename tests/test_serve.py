@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -51,37 +51,53 @@ def served() -> GlooWorkers:
     return found
 
 
+class Run(NamedTuple):
+    """A call as the oracle has run it: each shard's output, and the copy of the module that made it."""
+
+    outputs: list[torch.Tensor]
+    copies: list[nn.Module]
+
+    @property
+    def output(self) -> torch.Tensor:
+        return torch.cat(self.outputs).detach()
+
+
 class Oracle:
     """The bare module, run shard by shard."""
 
     def __init__(self, bare: nn.Module, shards: int, seed: int) -> None:
         self.bare, self.shards, self.seed, self.calls = bare, shards, seed, 0
 
-    def step(self, inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Outputs, and the sums of the gradients of the squared outputs; the state is then that of shard 0."""
-        outputs, gradients, first = [], [], copy.deepcopy(self.bare)
+    def run(self, inputs: torch.Tensor) -> Run:
+        """Run all shards from the same state; the state is then that of shard 0."""
+        found = Run([], [])
         for shard, rows in enumerate(inputs.chunk(self.shards)):
             number = derive_seed(self.seed, "parallel", self.calls, shard)
             random.seed(number)
             np.random.seed(number % 2**32)
             torch.manual_seed(number)
-            one = copy.deepcopy(self.bare)
-            output = one(rows)
-            trained = [each for each in one.parameters() if each.requires_grad]
-            gradients.append(torch.autograd.grad(output, trained, 2 * output, allow_unused=True))
-            outputs.append(output.detach())
-            first = one if shard == 0 else first
+            found.copies.append(copy.deepcopy(self.bare))
+            found.outputs.append(found.copies[-1](rows))
         self.calls += 1
-        for name, owner in first.named_modules():
+        for name, owner in found.copies[0].named_modules():
             for key, buffer in owner._buffers.items():
                 self.bare.get_submodule(name).register_buffer(
-                    key, buffer, key not in owner._non_persistent_buffers_set
+                    key, copy.deepcopy(buffer), key not in owner._non_persistent_buffers_set
                 )
         with torch.no_grad():
-            for parameter, new in zip(self.bare.parameters(), first.parameters(), strict=True):
+            for parameter, new in zip(self.bare.parameters(), found.copies[0].parameters(), strict=True):
                 parameter.copy_(new)
-        sums = [self._sum([one[at] for one in gradients], (0, self.shards)) for at in range(len(gradients[0]))]
-        return torch.cat(outputs), sums
+        return found
+
+    def gradients(self, run: Run, given: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """The sums over the shards of the gradients of what was trained, by the tree."""
+        of_shards = []
+        pieces = torch.split(given, [len(one) for one in run.outputs])
+        names = [name for name, one in run.copies[0].named_parameters() if one.requires_grad]
+        for output, piece, one in zip(run.outputs, pieces, run.copies, strict=True):
+            trained = [each for each in one.parameters() if each.requires_grad]
+            of_shards.append(torch.autograd.grad(output, trained, piece, retain_graph=True, allow_unused=True))
+        return {name: self._sum([one[at] for one in of_shards], (0, self.shards)) for at, name in enumerate(names)}
 
     def _sum(self, of_shards: list[torch.Tensor], node: tuple[int, int]) -> torch.Tensor | None:
         start, stop = node
@@ -93,11 +109,21 @@ class Oracle:
         return right if left is None else left if right is None else left + right
 
 
-def descend(module: nn.Module, gradients: list[Any]) -> None:
-    with torch.no_grad():
-        for one, gradient in zip([one for one in module.parameters() if one.requires_grad], gradients, strict=True):
-            if gradient is not None:
-                one.sub_(0.1 * (gradient.to_dense() if gradient.is_sparse else gradient))
+@torch.no_grad()
+def descend(module: nn.Module) -> None:
+    for one in module.parameters():
+        if one.grad is not None:
+            one.sub_(0.1 * (one.grad.to_dense() if one.grad.is_sparse else one.grad))
+
+
+def assert_same_modules(got: nn.Module, wanted: nn.Module) -> None:
+    """Parameters, their gradients, and buffers have the same bits."""
+    assert_same(dict(got.named_parameters()), dict(wanted.named_parameters()))
+    assert_same(dict(got.named_buffers()), dict(wanted.named_buffers()))
+    for ours, theirs in zip(got.parameters(), wanted.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None and theirs.grad is not None:
+            assert_same(ours.grad.coalesce() if ours.grad.is_sparse else ours.grad, theirs.grad)
 
 
 def assert_same(got: Any, wanted: Any) -> None:
@@ -145,21 +171,96 @@ def test_steps_are_the_bare_modules_shard_by_shard(name: str, workers: int) -> N
     with DataParallel(bare, workers, shards=7, bitwise=True, seed=3, quiet=True) as model:
         for _ in range(4):
             batch = inputs()
-            output = model(batch)
+            output, run = model(batch), oracle.run(batch)
+            assert_same(output.detach(), run.output)
             model.zero_grad()
             output.square().sum().backward()
-            wanted, sums = oracle.step(batch)
-            assert_same(output.detach(), wanted)
-            found = [one.grad for one in bare.parameters() if one.requires_grad]
-            for got, total in zip(found, sums, strict=True):
-                assert (got is None) == (total is None)
-                if got is not None and total is not None:
-                    assert_same(got.coalesce() if got.is_sparse else got, total)
-            assert dict(bare.named_buffers()).keys() == dict(oracle.bare.named_buffers()).keys()
-            assert_same(dict(bare.named_buffers()), dict(oracle.bare.named_buffers()))
-            assert_same(dict(bare.named_parameters()), dict(oracle.bare.named_parameters()))
-            descend(bare, found)
-            descend(oracle.bare, sums)
+            sums = oracle.gradients(run, 2 * run.output)
+            for key, one in oracle.bare.named_parameters():
+                one.grad = sums.get(key)
+            assert_same_modules(bare, oracle.bare)
+            descend(bare)
+            descend(oracle.bare)
+
+
+class Everything(nn.Module):
+    """Has all that a forward may write, and parts that may be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.listed = models.InList()
+        self.embedding = nn.Embedding(9, 4, max_norm=0.8)
+        self.momentum = models.Momentum()
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return a function of everything."""
+        found = self.listed(self.drop(self.norm(self.first(inputs))))
+        found = found + self.embedding((inputs[:, 0].abs() * 3).long().clamp(max=8))
+        last: torch.Tensor = self.last(self.momentum(found))
+        return last
+
+
+PARTS = ["first", "norm", "listed", "embedding", "last"]
+ACTIONS = [*["call"] * 5, *["backward"] * 4, "no_grad", "descend", "freeze", "thaw", "eval", "train", "drop", "write"]
+
+
+@pytest.mark.parametrize(("workers", "kills"), [(0, False), (2, True)])
+def test_drawn_programs_end_as_the_bare_modules(workers: int, kills: bool) -> None:
+    for seed in range(2 if kills else 15):
+        check_program(random.Random(seed), workers, [*ACTIONS, "kill"] if kills else ACTIONS)
+
+
+def check_program(draw: random.Random, workers: int, actions: list[str]) -> None:
+    """Draw what a caller may do, and do it with the parallel module and the oracle alike."""
+    torch.manual_seed(draw.randrange(1000))
+    bare, shards, waiting = Everything(), draw.randint(1, 5), list[tuple[torch.Tensor, Run]]()
+    oracle = Oracle(copy.deepcopy(bare), shards, seed=3)
+    data = torch.Generator().manual_seed(draw.randrange(1000))
+    both: list[Any] = [bare, oracle.bare]
+    with DataParallel(bare, workers, shards=shards, bitwise=True, seed=3, quiet=True) as model:
+        for action in draw.choices(actions, k=20):
+            match action:
+                case "call" | "no_grad":
+                    batch = torch.randn(draw.randint(2, 3) * shards, 4, generator=data)
+                    with torch.set_grad_enabled(action == "call"):
+                        output, run = model(batch), oracle.run(batch)
+                    assert_same(output.detach(), run.output)
+                    assert output.requires_grad == run.outputs[0].requires_grad
+                    if output.requires_grad:
+                        waiting.append((output, run))
+                case "backward" if waiting:
+                    keeps, at = draw.random() < 0.3, draw.randrange(len(waiting))
+                    output, run = waiting[at] if keeps else waiting.pop(at)
+                    given = torch.randn(output.shape, generator=data)
+                    output.backward(given, retain_graph=keeps)  # type: ignore[no-untyped-call]
+                    parameters = dict(oracle.bare.named_parameters())
+                    for name, one in oracle.gradients(run, given).items():
+                        own = parameters[name]
+                        if one is not None and own.requires_grad:
+                            own.grad = one if own.grad is None else own.grad + one
+                case "drop" if waiting:
+                    waiting.pop(draw.randrange(len(waiting)))
+                case "descend":
+                    for each in both:
+                        descend(each)
+                case "freeze" | "thaw":
+                    part = draw.choice(PARTS)
+                    for each in both:
+                        getattr(each, part).requires_grad_(action == "thaw")
+                case "eval" | "train":
+                    for each in both:
+                        each.train(action == "train")
+                case "write":
+                    for each in both:
+                        each.norm.running_mean.fill_(0.25)
+                        each.first.weight.data.mul_(1.01)
+                case "kill":
+                    draw.choice(served().ready()).kill()
+            assert_same_modules(*both)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
