@@ -18,9 +18,9 @@ nn.DataParallel (`ForwardState`). An evaluation or a prediction leaves no change
 import functools
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -107,7 +107,7 @@ class _Copies:
     `apart` at once, and Python looks at no single tensor.
     """
 
-    def __init__(self, of: "_Writable", tensors: Values, values: Values, apart: Collection[str] = ()) -> None:
+    def __init__(self, of: "Writable", tensors: Values, values: Values, apart: Collection[str] = ()) -> None:
         self.tensors, self.values, self.apart = tensors, values, apart
         self._places, self._followed, self._aligns = of._places, of._followed, of._aligns
         self._spots, self._standing = list(of._places.values()), [tensors.get(name) for name in of._places]
@@ -131,7 +131,7 @@ class _Copies:
     def _look(self) -> list[Any]:
         return [*map(LOOK, self._live), *(map(ADDRESS, self._live) if self._aligns else ())]
 
-    def fits(self, of: "_Writable") -> bool:
+    def fits(self, of: "Writable") -> bool:
         """Return whether these very tensors are the state's now, in the same form as the values."""
         if not self._can_fit or of._places is not self._places or of._followed is not self._followed:
             return False
@@ -151,7 +151,7 @@ class _Copies:
         return digests(_present(self.tensors)) != digests(_present(self.values))
 
 
-class _Before:
+class Before:
     """What parameters hold before the forwards of an early step: digests of all, copies of some, by name."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], copied: Iterable[str]) -> None:
@@ -167,7 +167,7 @@ class _Before:
         return [
             name
             for name, one in now.items()
-            if found[name] != self._digests[name] or _layout(one) != _layout(self._tensors[name])
+            if found[name] != self._digests[name] or layout_of(one) != layout_of(self._tensors[name])
         ]
 
     def value(self, name: str) -> torch.Tensor | None:
@@ -187,7 +187,7 @@ class _SeesReplaced(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Writable:
+class Writable:
     """The buffers of a model and of modules beside it, and the parameters that their calls write, by their names.
 
     With `aligns`, a buffer begins at a multiple of 16 bytes, also where a forward has set a view in its place.
@@ -202,14 +202,14 @@ class _Writable:
         self._known = {id(one) for one in self._parameters.values()}
         self._sharded = {name: one for name, one in self._parameters.items() if is_sharded(one)}
         self._plain = {name: one for name, one in self._parameters.items() if _is_plain(one)}
-        self._places = _places(self._roots)
+        self._places = places_of(self._roots)
         self._static = frozenset(self._always_followed())
         self._followed: dict[str, nn.Parameter] = {}  # they are copied
         self._follow(self._static)
 
     def _always_followed(self) -> Iterator[str]:
         """Yield the parameters that are always copied: of an embedding with `max_norm`, and small frozen ones."""
-        for name, module in _named_modules(self._roots):
+        for name, module in modules_of(self._roots):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
                 weight = _joined(name, "weight")
                 if weight in self._plain:
@@ -255,7 +255,7 @@ class _Writable:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         made: dict[int, torch.Tensor] = {}
         for name, (held, key) in self._places.items():
-            now, value = _get(held, key), copies.values.get(name)
+            now, value = tensor_at(held, key), copies.values.get(name)
             into = copies.tensors.get(name, now)
             if value is None:
                 if name in copies.values:
@@ -263,7 +263,11 @@ class _Writable:
                 elif key in held:
                     del held[key]
                 continue
-            if into is not None and _layout(into) == _layout(value) and not (self._aligns and not is_aligned(into)):
+            if (
+                into is not None
+                and layout_of(into) == layout_of(value)
+                and not (self._aligns and not is_aligned(into))
+            ):
                 if name not in copies.apart or name in written:
                     pairs.append((into, value))
             else:
@@ -273,7 +277,7 @@ class _Writable:
         for name, parameter in self._followed.items():
             value = copies.values.get(name)
             if value is not None:
-                if _layout(value) != _layout(parameter):
+                if layout_of(value) != layout_of(parameter):
                     raise ModelError(f"the forward gave the parameter {name} another size or dtype")
                 pairs.append((parameter, value))
         copy_all([into for into, _ in pairs], [value for _, value in pairs])
@@ -308,16 +312,16 @@ class _Writable:
         So their copies are no larger than the gradients.
         """
         is_trained = {name: one.requires_grad and not name.startswith(OUTSIDE) for name, one in self._plain.items()}
-        trained = Counter(_layout(one) for name, one in self._plain.items() if is_trained[name])
+        trained = Counter(layout_of(one) for name, one in self._plain.items() if is_trained[name])
         names = []
         for name, one in self._watched.tensors.items():
-            if not is_trained[name] and trained[_layout(one)]:
-                trained[_layout(one)] -= 1
+            if not is_trained[name] and trained[layout_of(one)]:
+                trained[layout_of(one)] -= 1
                 names.append(name)
         return names
 
 
-class ForwardState(_Writable):
+class ForwardState(Writable):
     """The state that the forwards of a training write, during a step.
 
     A step calls `begin`; runs each shard's forward in `forward`, with `restore` before it but for the first one, and
@@ -338,7 +342,7 @@ class ForwardState(_Writable):
         self._is_compiled = is_compiled
         self._has_peers, self._is_first = has_peers(), is_rank_0()
         for held, key in self._places.values() if aligns else ():
-            if (one := _get(held, key)) is not None:
+            if (one := tensor_at(held, key)) is not None:
                 held[key] = aligned(one)  # alone in its memory then, as all are that are moved to a GPU
         self._built = frozenset(self._places)
         self._blocks = [(block, list(units)) for block, units in blocks]
@@ -351,7 +355,7 @@ class ForwardState(_Writable):
         self._kept: _Copies | None = None  # the values of shard 0, once it has run
         self._last_for: _Copies | None = None  # whose tensors get what is received; its values are in `_last`
         self._writes_late = False  # whether anything is written after the forwards
-        self._before: _Before | None = None  # in early steps
+        self._before: Before | None = None  # in early steps
         self._num_steps = 0
         self._num_left = 0  # shards of the step whose forwards have not run
         self._is_early = True  # whether what forwards write is looked for
@@ -373,7 +377,7 @@ class ForwardState(_Writable):
             self._start = _Copies(self, self._now(), {}) if self._shared else self._nothing
         self._watched.note()
         if self._is_early and self._before is None:
-            self._before = _Before(self._watched.tensors, {*self._smallest(), *self._twins()})
+            self._before = Before(self._watched.tensors, {*self._smallest(), *self._twins()})
         if self._sharded:
             self._versions = self._versions_of_sharded()
 
@@ -408,7 +412,7 @@ class ForwardState(_Writable):
         found = self._before.written(self._plain, looks_at_all=self._num_left == 0)
         self._check([*found, *self._watched.written()])
         self._check_parameters()
-        self._places = _places(self._roots)
+        self._places = places_of(self._roots)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -532,7 +536,7 @@ class ForwardState(_Writable):
     def _agree(self) -> None:
         """Follow each parameter that any worker's forward wrote, and have the buffers that rank 0 has."""
         values = self._buffers_of(self._now() if self._kept is None else self._kept.tensors)
-        mine = list(self._followed), _layouts(values), sorted(_non_persistent(self._roots)), _shared(values)
+        mine = list(self._followed), _layouts(values), sorted(non_persistent(self._roots)), _shared(values)
         everybodys = gathered(mine)
         self._num_tensors = len(set(map(id, values.values())))
         self._follow(name for names, *_ in everybodys for name in names)
@@ -540,7 +544,7 @@ class ForwardState(_Writable):
         self._start.tensors.update(_sharing(self._buffers_of(self._start.tensors), self._shared))
         for name in of_buffers.keys() - self._places.keys():
             _register(self._roots, name, name not in lasting)
-        self._places = _places(self._roots)
+        self._places = places_of(self._roots)
         layouts = {
             **of_buffers,
             **_layouts({name: one for name, one in self._plain.items() if name in self._followed}),
@@ -613,7 +617,7 @@ class ForwardState(_Writable):
         in a way that nothing else shows, so that the workers' may differ.
         """
         self._check_parameters()
-        lasting = _non_persistent(self._roots)
+        lasting = non_persistent(self._roots)
         now = {
             name: one.detach()
             for name, one in self._now().items()
@@ -658,7 +662,7 @@ class ForwardState(_Writable):
         for name, is_persistent in state.get("made", ()):
             if name not in self._places:
                 _register(self._roots, name, is_persistent)
-        self._places = _places(self._roots)
+        self._places = places_of(self._roots)
         self._share_as(state)
 
     def _share_as(self, state: Mapping[str, Any]) -> None:
@@ -682,8 +686,8 @@ class ForwardState(_Writable):
                 what = "job" if name.startswith(OUTSIDE) else "model"
                 raise ModelError(f"the checkpoint has the buffer {shown(name)}, unlike this {what}")
             held, key = self._places[name]
-            now = _get(held, key)
-            if now is not None and _layout(now) == _layout(value):
+            now = tensor_at(held, key)
+            if now is not None and layout_of(now) == layout_of(value):
                 now.copy_(value)  # others may be the same tensor
             else:
                 held[key] = value.to(device if now is None else now.device)
@@ -694,7 +698,7 @@ class ForwardState(_Writable):
 _seen_in_eval: "WeakKeyDictionary[nn.Module, dict[tuple[str, ...], tuple[int, frozenset[str]]]]" = WeakKeyDictionary()
 
 
-class EvalState(_Writable):
+class EvalState(Writable):
     """The state that a forward may write in eval mode: every shard must start from the same values.
 
     Some modules change buffers in eval mode too, as the observers of quantization do, and `nn.Embedding` with
@@ -707,7 +711,7 @@ class EvalState(_Writable):
         self._num_runs, written = _seen_in_eval.get(model, {}).get(tuple(beside), (0, frozenset()))
         self._has_checked = False
         self._follow(written)
-        self._held = [module._buffers for _, module in _named_modules(self._roots)]
+        self._held = [module._buffers for _, module in modules_of(self._roots)]
         self._keys = [frozenset(held.keys()) for held in self._held]
         self._lengths = list(map(len, self._held))
         taken = self._take(_Copies(self, {}, {}))
@@ -720,7 +724,7 @@ class EvalState(_Writable):
             }
         )
         self._copies = _Copies(self, taken.tensors, taken.values, self._large.tensors)
-        self._before: _Before | None = None  # in early runs
+        self._before: Before | None = None  # in early runs
         self._lost: dict[str, None] = {}  # written so that it cannot be undone; of a trial, that is no error
 
     def forward(self) -> AbstractContextManager[None]:
@@ -733,7 +737,7 @@ class EvalState(_Writable):
     @contextmanager
     def _looking(self) -> Iterator[None]:
         if self._before is None:
-            self._before = _Before(self._watched.tensors, self._smallest())
+            self._before = Before(self._watched.tensors, self._smallest())
         self._num_runs += 1
         try:
             yield
@@ -752,7 +756,7 @@ class EvalState(_Writable):
     def begin(self, num_shards: int) -> None:
         """Begin a step: each shard starts from the values with which this was made."""
 
-    def _see(self, written: Iterable[str], before: _Before) -> list[str]:
+    def _see(self, written: Iterable[str], before: Before) -> list[str]:
         """Follow what a forward has written; return the names of those whose value of before is lost."""
         values = {name: before.value(name) for name in written if name not in self._followed}
         found = {name: value for name, value in values.items() if value is not None}
@@ -787,229 +791,17 @@ class EvalState(_Writable):
             self._large.note()
 
 
-class Written(NamedTuple):
-    """A tensor that a forward has written: what stands at its name now.
-
-    `first` is the first name of the same tensor, which may be this one; "" if the forward has removed the buffer. A
-    `value` of None is a buffer that is None.
-    """
-
-    name: str
-    first: str
-    value: torch.Tensor | None
-    is_persistent: bool = True
-
-
-class CallState(_Writable):
-    """The state that the forwards of a parallel module write: the forward of each shard starts from the caller's.
-
-    A graph that waits for its backward may need a tensor as its forward has left it. So values come back in tensors
-    of their own: `tensors` are those that the model holds now, in the caller's order. Those `apart`, by their
-    numbers, stand elsewhere than in modules too, as in a list, and are written in place. A call begins with `load`,
-    `restore` and `begin`; then `restore` comes before each forward but the first, and `written` after shard 0's.
-    """
-
-    def __init__(self, model: nn.Module, tensors: Sequence[torch.Tensor], apart: Collection[int] = ()) -> None:
-        super().__init__(model, NONE)
-        self.tensors = list(tensors)
-        self._apart = apart
-        numbers = {id(one): number for number, one in enumerate(tensors)}
-        self._modules = {name for name, _ in _named_modules(self._roots)}
-        self._held = [module._buffers for _, module in _named_modules(self._roots)]
-        self._lengths = list(map(len, self._held))
-        self._holders: list[list[tuple[nn.Module, str]]] = [[] for _ in tensors]
-        for _, module in _named_modules(self._roots):
-            for key, one in [*module._parameters.items(), *module._buffers.items()]:
-                if one is not None:
-                    self._holders[numbers[id(one)]].append((module, key))
-        buffers = {name: one for name, place in self._places.items() if (one := _get(*place)) is not None}
-        self._numbers = {name: numbers[id(one)] for name, one in {**buffers, **self._plain}.items()}
-        self._empty = [place for name, place in self._places.items() if name not in buffers]
-        self._kept = {self._numbers[name] for name in {**buffers, **self._followed}}
-        self._values = {number: self.tensors[number].detach().clone() for number in self._kept}
-        self._before: _Before | None = None  # in early calls
-        self._lost: dict[int, str] = {}  # written in place, and no value of before is known
-        self._num_calls = 0
-
-    def goes_on_as(self, other: "CallState") -> None:
-        """Follow what another state of the same model follows, and count its calls on."""
-        self._num_calls = other._num_calls
-        for name in other._followed.keys() - self._followed.keys():
-            self._keep(name, self._plain[name].detach().clone())
-
-    def _keep(self, name: str, value: torch.Tensor) -> None:
-        """Follow a parameter from now on, whose forward starts from this value."""
-        self._follow([name])
-        self._kept.add(self._numbers[name])
-        self._values[self._numbers[name]] = value
-
-    def load(self, numbers: Sequence[int], values: Sequence[torch.Tensor], anew: bool) -> None:
-        """Take the caller's new values of these tensors, with `anew` in new tensors."""
-        for number, value in zip(numbers, values, strict=True):
-            one = self.tensors[number]
-            if anew:
-                self._set(number, _like(one, value))
-            else:
-                with torch.no_grad():
-                    one.copy_(value)
-            self._lost.pop(number, None)
-            if number in self._kept:
-                self._values[number] = self.tensors[number].detach().clone()
-        if numbers:
-            self._before = None
-            self._follow(())
-
-    def _set(self, number: int, tensor: torch.Tensor) -> None:
-        self.tensors[number] = tensor
-        for module, key in self._holders[number]:
-            if isinstance(tensor, nn.Parameter) or key in module._buffers:
-                setattr(module, key, tensor)  # as an RNN wants it, which holds its weights in a list too
-            else:
-                module._buffers[key] = tensor  # a forward has removed it
-        if isinstance(tensor, nn.Parameter):
-            self._known.add(id(tensor))
-            for name, one in self._numbers.items():
-                if one == number:
-                    self._parameters[name] = self._plain[name] = tensor
-                    if name in self._followed:
-                        self._followed[name] = tensor
-
-    def restore(self) -> None:
-        """Undo what forwards have written; raises ModelError if a value of before is lost."""
-        if self._lost:
-            names = listed(map(shown, self._lost.values()))
-            raise ModelError(f"the forward wrote {names} {LOST}")
-        if list(map(len, self._held)) != self._lengths:
-            for name, (held, key) in _places(self._roots).items():
-                if name not in self._places:
-                    del held[key]
-        for held, key in self._empty:
-            held[key] = None
-        for number in sorted(self._differing(and_others=True)):
-            one, value = self.tensors[number], self._values[number]
-            if number in self._apart and _layout(one) == _layout(value):
-                with torch.no_grad():
-                    one.copy_(value)
-                self._set(number, one)
-            else:
-                self._set(number, _like(one, value))
-
-    def renew(self) -> None:
-        """Put buffers into new tensors, so that no forward writes what a graph may need.
-
-        Autograd finds most such writes and raises, but not that of a BatchNorm's statistics, which it needs in eval.
-        """
-        for number in self._kept - set(self._apart):
-            if not isinstance(self.tensors[number], nn.Parameter):
-                self._set(number, _like(self.tensors[number], self._values[number]))
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the caller's value of a parameter is not known here."""
-        return bool(self._lost)
-
-    def begin(self, num_runs: int) -> None:
-        """Begin a call of which this worker runs so many shards."""
-        self._num_calls += 1
-        if self._num_calls > EARLY:
-            self._before = None
-        self._watched.note()
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Look at what the forward in the block writes; raises ModelError if that is a new parameter."""
-        is_early = self._num_calls <= EARLY
-        if is_early and self._before is None:
-            self._before = _Before(self._watched.tensors, {*self._smallest(), *self._twins()})
-        try:
-            yield
-        finally:
-            found = [] if self._before is None else self._before.written(self._plain)
-            for name in dict.fromkeys([*found, *self._watched.written()]):
-                if name in self._followed:
-                    continue
-                value = None if self._before is None else self._before.value(name)
-                if value is None:
-                    self._lost[self._numbers[name]] = name
-                    value = self._plain[name].detach().clone()
-                self._keep(name, value)
-        if is_early:
-            self._check_parameters()
-
-    running = forward  # what sees a whole batch: a call has none
-
-    def _differing(self, and_others: bool = False) -> set[int]:
-        """Return the numbers of what is not as the caller has it; `and_others`: or is in another tensor."""
-        found = set(self._lost)
-        pairs = []
-        for number, value in self._values.items():
-            now = {id(one): one for one in (_standing(*place) for place in self._holders[number])}
-            for one in now.values():
-                if one is None or _layout(one) != _layout(value) or (and_others and one is not self.tensors[number]):
-                    found.add(number)
-                else:
-                    pairs.append((number, one, value))
-        differ = differing([(one, value) for _, one, value in pairs])
-        return found | {number for (number, *_), differs in zip(pairs, differ, strict=True) if differs}
-
-    def written(self) -> list[Written]:
-        """Return what the last forward has written of the caller's values; raises ModelError for a new module."""
-        changed = self._differing()
-        has_made = list(map(len, self._held)) != self._lengths
-        has_set = any(_get(*place) is not None for place in self._empty)
-        has_modules = any(name not in self._modules for name, _ in _named_modules(self._roots))
-        if not (changed or has_made or has_set or has_modules):
-            return []
-        lasting, now = _non_persistent(self._roots), _held_in(_places(self._roots))
-        firsts: dict[int, str] = {}
-        found = []
-        for name, one in {**now, **self._followed}.items():
-            number = self._numbers.get(name)
-            if number not in changed if number is not None else (one is None and name in self._places):
-                continue
-            if name.rpartition(".")[0] not in self._modules:
-                raise ModelError(
-                    f"the forward made the module {name.rpartition('.')[0]}, with buffers: make it in the "
-                    "constructor, or run one forward of the bare module before it is wrapped"
-                )
-            first = name if one is None else firsts.setdefault(id(one), name)
-            found.append(Written(name, first, one, name not in lasting))
-        return found + [Written(name, "", None) for name in self._places if name not in now]
-
-
-def _standing(module: nn.Module, key: str) -> torch.Tensor | None:
-    return module._parameters[key] if key in module._parameters else _get(module._buffers, key)
-
-
-def _like(one: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a value, as another one is: in its layout, and a parameter if that is one."""
-    has_layout = _layout(one) == _layout(value)
-    fresh = torch.empty_like(one, requires_grad=False).copy_(value) if has_layout else value.clone()
-    return (
-        nn.Parameter(fresh, one.requires_grad)
-        if isinstance(one, nn.Parameter)
-        else fresh.requires_grad_(one.requires_grad)
-    )
-
-
-def differing(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
-    """Return whether the bits of two tensors of one form differ, for each pair; waits for a GPU once."""
-    if pairs and pairs[0][0].device.type != "cpu":
-        return torch.stack([(as_bytes(one) != as_bytes(two)).any() for one, two in pairs]).tolist()
-    return [not torch.equal(as_bytes(one), as_bytes(two)) for one, two in pairs]
-
-
 @contextmanager
 def on_copies(modules: Roots) -> Iterator[None]:
     """Run the block with copies in the place of the tensors of modules beside a model, if these are not too large.
 
     A graph that waits for its backward may need the tensors as they are: to write their old values would be a write.
     """
-    places = {name: (held, key, _get(held, key)) for name, (held, key) in _places(modules).items()}
+    places = {name: (held, key, tensor_at(held, key)) for name, (held, key) in places_of(modules).items()}
     large = sum(one.nbytes for _, one in _named_parameters(modules)) > LARGEST_COPY
     parameters = [
         (module._parameters, key, one)
-        for _, module in (() if large else _named_modules(modules))
+        for _, module in (() if large else modules_of(modules))
         for key, one in module._parameters.items()
         if one is not None and _is_plain(one)
     ]
@@ -1023,7 +815,7 @@ def on_copies(modules: Roots) -> Iterator[None]:
             held[key] = fresh
         yield
     finally:
-        for name, (held, key) in _places(modules).items():
+        for name, (held, key) in places_of(modules).items():
             if name not in places:
                 del held[key]
         for held, key, one in held_now:
@@ -1045,9 +837,9 @@ def _of_sharded(names: list[str]) -> str:
 def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Give memory to the buffers that are None, and of which there are weights: a first forward had made them."""
     device = next((one.device for one in model.parameters()), None)
-    for name, (held, key) in _places({"": model}).items():
+    for name, (held, key) in places_of({"": model}).items():
         weight = weights.get(name)
-        if _get(held, key) is None and weight is not None:
+        if tensor_at(held, key) is None and weight is not None:
             whole = weight.whole() if isinstance(weight, Stored) else weight
             held[key] = torch.empty_like(whole, device=device)
     _make_apart(model, weights)
@@ -1056,8 +848,8 @@ def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def _make_apart(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Give memory of its own to a buffer that shares it with others, but has weights apart: a forward set it anew."""
-    places = _places({"": model})
-    tensors = _held_in(places)
+    places = places_of({"": model})
+    tensors = held_in(places)
     shared = _shared(tensors)
     wanted: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name in {**{first: None for first, _ in shared.values()}, **shared}:
@@ -1075,19 +867,19 @@ def _make_apart(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 def same_buffers(model: nn.Module, copy: nn.Module) -> None:
     """Give a copy of a model the buffers that the model's forwards have made since."""
-    lasting, theirs = _non_persistent({"": model}), _places({"": copy})
-    for name, place in _places({"": model}).items():
+    lasting, theirs = non_persistent({"": model}), places_of({"": copy})
+    for name, place in places_of({"": model}).items():
         if name not in theirs:
             _register({"": copy}, name, name not in lasting)
-        held, key = _places({"": copy})[name] if name not in theirs else theirs[name]
-        one = _get(*place)
-        if _layout(_get(held, key)) != _layout(one):
+        held, key = places_of({"": copy})[name] if name not in theirs else theirs[name]
+        one = tensor_at(*place)
+        if layout_of(tensor_at(held, key)) != layout_of(one):
             held[key] = None if one is None else one.detach().clone()
-    places = _places({"": copy})
-    _share(places, _shared(_held_in(_places({"": model}))))
+    places = places_of({"": copy})
+    _share(places, _shared(held_in(places_of({"": model}))))
 
 
-def _named_modules(roots: Roots) -> Iterator[tuple[str, nn.Module]]:
+def modules_of(roots: Roots) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules in others, each once, by their names."""
     seen: set[nn.Module] = set()
     for name, root in roots.items():
@@ -1108,11 +900,11 @@ def _joined(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def _places(roots: Roots) -> dict[str, Place]:
+def places_of(roots: Roots) -> dict[str, Place]:
     """Return the place of each dense buffer, by its name; a buffer that is None too."""
     return {
         _joined(prefix, key): (module._buffers, key)
-        for prefix, module in _named_modules(roots)
+        for prefix, module in modules_of(roots)
         for key, one in module._buffers.items()
         if one is None or (one.layout is torch.strided and not one.is_quantized)
     }
@@ -1149,18 +941,20 @@ def _sharing(tensors: Values, wanted: Mapping[str, Shared]) -> Values:
 
 def _share(places: Mapping[str, Place], wanted: Mapping[str, Shared]) -> None:
     """Have the tensors in these places share memory as is wanted."""
-    tensors = _held_in(places)
+    tensors = held_in(places)
     for name, one in _sharing(tensors, wanted).items():
         if one is not tensors[name]:
             held, key = places[name]
             held[key] = one
 
 
-def _held_in(places: Mapping[str, Place]) -> Values:
-    return {name: _get(*place) for name, place in places.items()}
+def held_in(places: Mapping[str, Place]) -> Values:
+    """Return the buffers in places."""
+    return {name: tensor_at(*place) for name, place in places.items()}
 
 
-def _get(held: Any, key: str) -> torch.Tensor | None:
+def tensor_at(held: Any, key: str) -> torch.Tensor | None:
+    """Return the tensor in a place; None if there is none."""
     buffer: torch.Tensor | None = held[key] if key in held else None  # noqa: SIM401  TorchScript's has no `get`
     return buffer
 
@@ -1168,16 +962,17 @@ def _get(held: Any, key: str) -> torch.Tensor | None:
 def _register(roots: Roots, name: str, is_persistent: bool) -> None:
     """Register a buffer. Raises ModelError if there is no such module."""
     prefix, _, key = name.rpartition(".")
-    module = dict(_named_modules(roots)).get(prefix)
+    module = dict(modules_of(roots)).get(prefix)
     if module is None:
         raise ModelError(f"the checkpoint has the buffer {shown(name)}, unlike this job")
     module.register_buffer(key, None, is_persistent)
 
 
-def _non_persistent(roots: Roots) -> set[str]:
+def non_persistent(roots: Roots) -> set[str]:
+    """Return the names of the buffers that no state_dict has."""
     return {
         _joined(prefix, key)
-        for prefix, module in _named_modules(roots)
+        for prefix, module in modules_of(roots)
         for key in getattr(module, "_non_persistent_buffers_set", ())
     }
 
@@ -1204,12 +999,13 @@ def _has_address(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.data_ptr() != 0  # to ask a fake one for it warns, or raises
 
 
-def _layout(tensor: torch.Tensor | None) -> Form | None:
+def layout_of(tensor: torch.Tensor | None) -> Form | None:
+    """Return a tensor's size and dtype; None of none."""
     return None if tensor is None else Form(tensor.shape, tensor.dtype)
 
 
 def _layouts(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Form | None]:
-    return {name: _layout(one) for name, one in tensors.items()}
+    return {name: layout_of(one) for name, one in tensors.items()}
 
 
 def _present(values: Values) -> dict[str, torch.Tensor]:

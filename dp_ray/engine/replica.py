@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.engine.buffers import CallState, EvalState, ForwardState
+from dp_ray.engine.buffers import EvalState, ForwardState
+from dp_ray.engine.call_state import CallState
 from dp_ray.engine.clock import SilentClock, StepClock
 from dp_ray.engine.items import PassthroughBatch
 from dp_ray.engine.loading import LoadedStep

@@ -1,7 +1,6 @@
 """`dp_ray.DataParallel`: nn.DataParallel's one line, on workers of a Ray cluster.
 
 Begin at `module.py`, what the user calls. `exchange.py` runs a module's calls on the workers of this process, and
-runs again what a lost worker held. `weights.py` finds what has changed since the last call. `replica.py` is a
-worker's side, `gradients.py` the sums that workers send each other, and `wire.py` has the messages. The workers'
-processes are those of `cluster/pool.py`.
+runs again what a lost worker held. `weights.py` finds what has changed since the last call. A worker's side is
+`tasks/serve.py`, and `tasks/wire.py` has the messages.
 """

@@ -25,7 +25,6 @@ from dp_ray.job.keys import WorkerKeys
 from dp_ray.parallel.weights import Version
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import worker_shards
-from dp_ray.tasks.serve import Here
 from dp_ray.tasks.wire import (
     Backward,
     Forward,
@@ -44,7 +43,6 @@ from dp_ray.tasks.wire import (
     of_parts,
     owned,
     packed,
-    pickler,
 )
 from dp_ray.tensors.flat import Form
 from dp_ray.text import counted
@@ -73,6 +71,7 @@ class Serving(Protocol):
 
     keys: WorkerKeys
     each: Mapping[str, float]  # what a worker takes
+    pickler: type[pickle.Pickler]  # its class of what goes to the workers: that of Ray, or PicklerHere
 
     def ready(self) -> list[Any]:
         """Return the workers that are there, each a Member, in the order of their ranks in one process group."""
@@ -227,7 +226,7 @@ class Exchange:
         if bitwise:
             workers.serving.keep_one_kind()
         self.number = workers.enter()
-        self.pickler = pickler(here=isinstance(workers.serving, Here))
+        self.pickler = workers.serving.pickler
         self.max_waiting = max_waiting
         self.max_workers = max(1, max_workers)
         self.waiting: dict[int, int] = {}  # calls that wait for their backward, with the bytes that are kept here

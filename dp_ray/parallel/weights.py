@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from dp_ray.engine.call_state import Written
 from dp_ray.engine.objects import what_fails
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
-from dp_ray.tasks.wire import Structure, TensorForm, Written, packed, unpacked
+from dp_ray.tasks.wire import Structure, TensorForm, packed, unpacked
 from dp_ray.tensors.flat import flat
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

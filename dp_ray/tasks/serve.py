@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dp_ray.engine.buffers import CallState
+from dp_ray.engine.call_state import CallState
 from dp_ray.engine.determinism import deterministic, of_cublas
 from dp_ray.engine.random import preserved
 from dp_ray.engine.replica import Replica
-from dp_ray.engine.tree_sum import add_to, exchanged, sparse_parameters
+from dp_ray.engine.tree_sum import add_to, exchanged, sparse_modules
 from dp_ray.engine.user_code import dtypes_and_sizes
 from dp_ray.engine.world import everyone, failed_in_group, gathered, has_peers, is_gpu, leave_group, own_rank, text_of
 from dp_ray.errors import Error, JobError, ModelError, frames_of
@@ -34,7 +34,6 @@ from dp_ray.job.keys import WorkerKeys
 from dp_ray.plan.split import Shard
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
-from dp_ray.tasks import wire
 from dp_ray.tasks.isolation import UNKNOWN, Setting, settings_of_torch
 from dp_ray.tasks.wire import (
     ADDS_NOTHING,
@@ -46,6 +45,7 @@ from dp_ray.tasks.wire import (
     Modes,
     Packed,
     PeerLost,
+    PicklerHere,
     Place,
     Raised,
     ShardInput,
@@ -59,7 +59,6 @@ from dp_ray.tasks.wire import (
     packed,
     parts_of,
     pickled,
-    pickler,
     unpacked,
 )
 from dp_ray.tensors.flat import Form, room, views
@@ -76,8 +75,10 @@ class Copy:
         in_modules = Counter(
             id(one) for each in self.module.modules() for one in (*each._parameters.values(), *each._buffers.values())
         )
-        apart = {n for n, one in enumerate(tensors) if reader.counts[n] != in_modules[id(one)]}
+        apart = {number for number, one in enumerate(tensors) if reader.counts[number] != in_modules[id(one)]}
         self.has_apart = bool(apart)
+        with_sparse = {id(one.weight) for one in sparse_modules(self.module)}
+        self.sparse = {number for number, one in enumerate(tensors) if id(one) in with_sparse}
         self._modules = list(self.module.modules())  # without those that a forward makes
         self.state = CallState(self.module, tensors, apart)
         self.replica = Replica(0, self.module, device, self.state)
@@ -187,13 +188,13 @@ def nodes_of(asked: Backward, ranks: int) -> tuple[list[list[Node]], Node]:
 class Served:
     """The copies of all parallel modules on a worker, and the graphs that wait for their backward.
 
-    If the process is not a worker's own, it has no peers.
+    Its answers hold what the class `base` pickles. With PicklerHere it is in the caller's process, and has no peers.
     """
 
-    def __init__(self, device: str, is_worker: bool = True) -> None:
+    def __init__(self, device: str, base: type[pickle.Pickler]) -> None:
         self._device = torch.device(device)
-        self._is_worker = is_worker
-        self._pickler = pickler(here=not is_worker)
+        self._pickler = base
+        self._is_worker = is_worker = base is not PicklerHere
         self._copies: dict[int, Copy] = {}
         self._graphs: dict[tuple[int, int], dict[int, Graph]] = {}  # by module and call, by shard
         if is_worker:
@@ -220,18 +221,17 @@ class Served:
             if asked.spec is None:
                 return []
             copy, what = self._copies[number], "the model"
-            with_sparse = {id(one) for one in sparse_parameters(copy.module)}
             if any(one.modes.training != asked.modes.training for one in self._graphs_of(number)):
                 copy.state.renew()
             copy.replica.begin(len(asked.shards))
-            graphs = {}
+            graphs: dict[int, Graph] = {}
             for given in asked.shards:
                 at, text = given.shard, io.StringIO()
-                copy.set_modes(asked.modes, self._graphs_of(number))
+                copy.set_modes(asked.modes, [*self._graphs_of(number), *graphs.values()])
                 leaves = [self._argument(leaf, asked.modes.is_grad_enabled) for leaf in given.leaves]
                 args, kwargs = unflatten(pickle.loads(asked.spec), leaves)
                 got = _described(args, kwargs)
-                output, graphs[at] = self._run(copy, asked, given, leaves, with_sparse, got, text)
+                output, graphs[at] = self._run(copy, asked, given, leaves, got, text)
                 outputs.append(output)
             if asked.modes.is_grad_enabled and any(any(one.requires_grad) for one in outputs):
                 self._graphs.setdefault((number, asked.call), {}).update(graphs)
@@ -252,8 +252,8 @@ class Served:
 
         There it is for this call alone, so a model may write to it; in the caller's process it is the caller's.
         """
-        is_here = leaf.dtype is not None and not is_gpu(self._device) and self._is_worker
-        return unpacked(leaf) if is_here and not may_stay else owned(leaf, self._device)
+        is_own = leaf.dtype is not None and not is_gpu(self._device) and self._is_worker
+        return unpacked(leaf) if is_own and not may_stay else owned(leaf, self._device)
 
     def _run(
         self,
@@ -261,12 +261,11 @@ class Served:
         asked: Forward,
         given: ShardInput,
         leaves: list[Any],
-        with_sparse: set[int],
         got: str,
         text: io.StringIO,
     ) -> tuple[ShardOutput, Graph]:
         assert asked.spec is not None
-        modes, state = asked.modes, copy.state
+        modes = asked.modes
         inputs = {number: leaves[number].requires_grad_() for number in sorted(asked.requires_grad)}
         # A model may write into its inputs, but not into a leaf of a graph.
         own = [one.clone() if at in inputs else one for at, one in enumerate(leaves)]
@@ -283,8 +282,9 @@ class Served:
         result, seconds = copy.replica.run(Shard(asked.call, given.shard, 0, 0), run, seed=given.seed)
         ends, of_result = flatten(result)
         has_graph = [isinstance(one, torch.Tensor) and one.requires_grad for one in ends]
-        trained = [one for one, wants in zip(state.tensors, modes.requires_grad, strict=True) if wants]
-        sparse = frozenset(at for at, one in enumerate(trained) if id(one) in with_sparse)
+        numbers = [number for number, wants in enumerate(modes.requires_grad) if wants]
+        trained = [copy.state.tensors[number] for number in numbers]
+        sparse = frozenset(at for at, number in enumerate(numbers) if number in copy.sparse)
         kept = [one if has else None for one, has in zip(ends, has_graph, strict=True)]
         forms = [Form(one.shape, one.dtype) for one in trained]
         graph = Graph(inputs, kept, list(trained), forms, sparse, got, modes, copy)
@@ -296,20 +296,13 @@ class Served:
             seconds,
             text.getvalue(),
             sparse,
-            self._written(state) if given.shard == 0 else (),
+            ()
+            if given.shard
+            else tuple(
+                one if one.value is None else one._replace(value=packed(one.value)) for one in copy.state.written()
+            ),
         )
         return output, graph
-
-    def _written(self, state: CallState) -> tuple[wire.Written, ...]:
-        return tuple(
-            wire.Written(
-                one.name,
-                one.first,
-                packed(one.value) if one.value is not None and one.first == one.name else None,
-                one.is_persistent,
-            )
-            for one in state.written()
-        )
 
     def _sync(self, sync: Sync, modes: Modes) -> None:
         """Drop what nobody waits for; take the module's structure, if it is new, and changed elements."""
@@ -577,12 +570,14 @@ class Process:
 class Here:
     """The worker of `workers: 0`: this process, without Ray. Random states and settings stay as they are."""
 
+    pickler: type[pickle.Pickler] = PicklerHere
+
     def __init__(self, keys: WorkerKeys) -> None:
         self.keys = keys
         self.each: Mapping[str, float] = {}
         has_gpu = torch.cuda.is_available() and keys.gpus_per_worker != 0
         device = keys.devices[0] if keys.devices else "cuda:0" if has_gpu else "cpu"
-        self._served = Served(device, is_worker=False)
+        self._served = Served(device, self.pickler)
         self._member = Process(Place("localhost", "", os.getpid(), device, {}))
 
     def ready(self) -> list[Any]:
@@ -606,4 +601,4 @@ class Here:
 
     def close(self) -> None:
         """Forget all modules."""
-        self._served = Served(self._member.place.device, is_worker=False)
+        self._served = Served(self._member.place.device, self.pickler)

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
+from dp_ray.engine.call_state import Written
 from dp_ray.engine.host_copy import HostCopy
 from dp_ray.engine.world import is_gpu
 from dp_ray.tensors.flat import Form, as_bytes, room, views
@@ -83,21 +84,8 @@ def owned(given: Packed, device: torch.device) -> Any:
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.clone()
 
 
-def pickler(here: bool) -> type[pickle.Pickler]:
-    """Return the class that pickles for workers as Ray does it: what is of `__main__`, or local, goes by value.
-
-    If it is to be read `here`, in this very process, that stays the object that it is; nothing of Ray is imported.
-    """
-    if here:
-        return PicklerHere
-    from ray.cloudpickle import CloudPickler
-
-    found: type[pickle.Pickler] = CloudPickler
-    return found
-
-
 def pickled(value: Any, base: type[pickle.Pickler], apart: Mapping[int, int] | None = None) -> bytes:
-    """Pickle a value, but objects with the ids in `apart` by their numbers, as `Unpickler` reads them."""
+    """Pickle a value by a class of Ray's, or `PicklerHere`; objects with the ids in `apart` by their numbers."""
 
     class Pickler(base):  # type: ignore[misc,valid-type]
         def persistent_id(self, one: Any) -> int | None:
@@ -109,7 +97,7 @@ def pickled(value: Any, base: type[pickle.Pickler], apart: Mapping[int, int] | N
 
 
 class PicklerHere(pickle.Pickler):
-    """Pickles functions and classes that no import gives by their ids."""
+    """Pickles what is read in this very process: functions and classes that no import gives stay those they are."""
 
     def reducer_override(self, one: Any) -> Any:
         """Reduce what is of `__main__`, or local, to its id."""
@@ -220,20 +208,6 @@ class Forward:
     shards: tuple[ShardInput, ...]
 
 
-class Written(NamedTuple):
-    """A tensor of the caller's module that the forward of shard 0 has written, by its name there.
-
-    The name is one of `named_parameters` or `named_buffers` with `remove_duplicate=False`; a new buffer has a new
-    one. `first` is the first of the written names that stand for the same tensor, which has its `value`: else
-    `value` is None, as it is of a buffer that is None now. Of a buffer that the forward has removed, `first` is "".
-    """
-
-    name: str
-    first: str
-    value: Packed | None
-    is_persistent: bool
-
-
 @dataclass(frozen=True)
 class ShardOutput:
     """The output of a shard, and which of its leaves have a graph; `text` is what user code printed.
@@ -249,7 +223,7 @@ class ShardOutput:
     seconds: float
     text: str
     sparse: frozenset[int]
-    written: tuple[Written, ...]  # of shard 0
+    written: tuple[Written, ...]  # of shard 0, with packed values
 
 
 @dataclass(frozen=True)

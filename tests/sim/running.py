@@ -4,6 +4,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import pickle
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from ray.cloudpickle import CloudPickler
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -152,7 +154,8 @@ class Everyone:
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         self.keys = WorkerKeys(workers=plan.size)
         self.each: dict[str, float] = {}
-        self._served = Served(str(device))
+        self.pickler: type[pickle.Pickler] = CloudPickler
+        self._served = Served(str(device), CloudPickler)
         self._members = [Process(Place("localhost", "node", at, str(device), {})) for at in range(plan.size)]
         self._own = self._members[rank]
 

@@ -1,5 +1,6 @@
 """Workers of parallel modules as real processes in a gloo group, without Ray; a lost one is replaced."""
 
+import pickle
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -8,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
+from ray.cloudpickle import CloudPickler
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.engine.world import World, form_group, leave_group, show_alone
@@ -55,6 +57,7 @@ class GlooWorkers:
     def __init__(self, keys: WorkerKeys) -> None:
         self.keys = keys
         self.each: Mapping[str, float] = {"CPU": keys.cpus_per_worker}
+        self.pickler: type[pickle.Pickler] = CloudPickler
         self.members: list[Member] = []
         self.told: list[dict[Member, Any]] = []  # the messages of all calls
         self._has_changed = True
@@ -116,7 +119,7 @@ class GlooWorkers:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    served = Served("cpu")
+    served = Served("cpu", CloudPickler)
     while True:
         try:
             asked = pipe.recv()
