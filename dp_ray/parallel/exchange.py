@@ -104,6 +104,7 @@ class Workers:
         self.users: set[int] = set()  # numbers of the modules that are open
         self.closed: deque[int] = deque()  # of those that the workers may forget
         self._numbers = 0
+        self._is_of_one_kind = False
         atexit.register(self.close)
 
     @classmethod
@@ -152,6 +153,13 @@ class Workers:
             self.serving = self.start(before)  # for the modules that are open
             raise
         self.start = start
+        if self._is_of_one_kind:
+            self.serving.keep_one_kind()
+
+    def keep_one_kind(self) -> None:
+        """Take no worker from now on that computes otherwise than those that are there."""
+        self.serving.keep_one_kind()
+        self._is_of_one_kind = True
 
     def enter(self) -> int:
         """Return the number of a module that begins to use the workers."""
@@ -220,11 +228,10 @@ class Exchange:
 
     def __init__(self, workers: Workers, bitwise: bool, max_waiting: int, max_workers: int) -> None:
         self.workers = workers
-        self.threads = (
-            max(1, int(workers.serving.keys.cpus_per_worker)) if bitwise else None
-        )  # torch's, on each worker
+        self.threads: int | None = None  # torch's, on each worker
         if bitwise:
-            workers.serving.keep_one_kind()
+            self.threads = max(1, int(workers.serving.keys.cpus_per_worker))
+            workers.keep_one_kind()
         self.number = workers.enter()
         self.pickler = workers.serving.pickler
         self.max_waiting = max_waiting

@@ -177,6 +177,7 @@ class Everyone:
 def call_a_module(plan: Plan, rank: int, where: str, device: torch.device) -> None:
     """Train a parallel module, whose caller is on the host, by the workers of the set."""
     torch.manual_seed(0)
+    data = torch.Generator().manual_seed(1)  # the workers seed the global one, and here they are the callers too
     layers = nn.Linear(4, 6), nn.BatchNorm1d(6), models.Momentum()
     module = nn.Sequential(*layers[:2], nn.Linear(6, 4), layers[2])
     simgpu.watch(True)
@@ -185,7 +186,7 @@ def call_a_module(plan: Plan, rank: int, where: str, device: torch.device) -> No
         with parallel.DataParallel(module, plan.size, shards=5, bitwise=True, seed=1, quiet=True) as model:
             for _ in range(3):
                 model.zero_grad()
-                model(torch.randn(11, 4)).square().sum().backward()
+                model(torch.randn(11, 4, generator=data)).square().sum().backward()
                 with torch.no_grad():
                     for one in module.parameters():
                         one.sub_(0.01 * one.grad if one.grad is not None else 0.0)
