@@ -25,12 +25,12 @@ from ray.cluster_utils import Cluster as SeveralNodes
 import dp_ray
 from dp_ray.cluster import connect
 from dp_ray.cluster.connect import check_fits, connected, in_ray_job, worker_resources
+from dp_ray.cluster.group import named_devices
 from dp_ray.cluster.internals import forked_worker, train_worker
 from dp_ray.cluster.internals.context import gpus_of
 from dp_ray.cluster.internals.core import types_in, wants_token
 from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
 from dp_ray.cluster.resources import NodeType, addable, capacity_for, free_for, gpus_by_default
-from dp_ray.cluster.worker import named_devices
 from dp_ray.cluster.workers import backend_of
 from dp_ray.engine.model import input_device
 from dp_ray.errors import ClusterError, JobError
@@ -252,7 +252,7 @@ def test_gpus_that_a_worker_cannot_use_are_refused(ids: list[str], visible: str,
 def test_nccl_takes_the_interface_by_its_whole_name(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(os, "environ", variables := dict(given))
-    train_worker.bind_to_ray_address()
+    train_worker.enter_process({})
     loopback = interface_of("127.0.0.1")
     assert variables == {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}", **given}
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.cluster import worker
+from dp_ray.cluster import group
 from dp_ray.cluster.channel import NOTHING
 from dp_ray.cluster.decisions import Memory, Restart, RestartReason, Snapshot, WorkersFailed, decide_restart
 from dp_ray.cluster.worker import _ending_of
@@ -203,7 +203,7 @@ def test_a_torch_without_nccl_ends_the_run_and_says_which_key_to_change(backend:
     store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
     gpu = World(device=GPU, all_devices=(GPU,))
     says = r"^the process group could not be formed: .*doesn't have NCCL built in; .*gpus_per_worker: 0"
-    with pytest.raises(JobError, match=says), worker._group_errors():
+    with pytest.raises(JobError, match=says), group._group_errors():
         form_group(backend, store, gpu)
 
 
@@ -372,7 +372,7 @@ def test_bytes_are_sent_in_pieces() -> None:
 
 
 def test_a_worker_may_build_its_dataset_for_longer_than_it_may_take_to_come() -> None:
-    assert worker.STORE_TIMEOUT < TIMEOUT
+    assert group.STORE_TIMEOUT < TIMEOUT
     ended = run_in_a_group(comes_late)
     assert ended.stdout == "1\n", ended.stderr
 

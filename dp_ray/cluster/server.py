@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import ray
+import torch
 
 from dp_ray.cluster.calls import Join, Leave, Serves, decoded, encoded
 from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, send
@@ -35,6 +36,8 @@ def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
     with _restored(terms) as remains:
         try:
             world = with_devices(here, pickle.loads(packed), 1)
+            if world.device.type == "cuda":
+                torch.cuda.set_device(world.device)
             served = Served(str(world.device))
             said = encoded_message(_said(world))
         except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from dp_ray.cluster.calls import Join, Leave, Serves, decoded, encoded
 from dp_ray.cluster.channel import receive
@@ -84,7 +84,8 @@ class Serving:
         self._placed_at: float | None = None  # when there was room for the workers
         self._failed: Failed | None = None
         self._finished: list[Finished] = []
-        self._is_closed = False
+        self.is_closed = False
+        self._gives_up = False  # to hear the rest
         self._thread = threading.Thread(target=self._listen, name="workers of modules", daemon=True)
         self._thread.start()
         workers.trainer.when_ended(self._wake)
@@ -93,21 +94,23 @@ class Serving:
             self._await(lambda: 0 < self._num_workers <= len(self.members))
             opening.pop_all()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the workers serve no longer."""
-        return self._is_closed
-
     # What the channel tells, in a thread of its own.
 
     def _listen(self) -> None:
         with suppress(RayError):  # whoever calls the workers finds out
-            while not self._is_closed:
+            while not self._has_heard_all():
                 for message in receive(self._workers.channel):
                     with self._heard:
                         self._hear(message)
                         self._heard.notify_all()
         self._wake()
+
+    def _has_heard_all(self) -> bool:
+        """Return whether nothing more is to come; at the end, workers that go on say what they leave behind."""
+        if not self.is_closed:
+            return False
+        ended = self._is_last or self._workers.is_over or len(self._finished) >= len(self.members)
+        return ended or self._gives_up
 
     def _wake(self) -> None:
         with self._heard:
@@ -140,19 +143,17 @@ class Serving:
         they cannot form a group.
         """
         why = "workers are lost again and again"
-        for _ in range(GROUPS):
+        for _ in range(GROUPS + 1):
             self._settle()
             self._await(lambda: bool(self.members))
             if not self._has_changed:
                 return list(self.members)
-            self._has_changed = False
             if any(isinstance(one, Lost) for one in self.call(dict.fromkeys(self.members, Leave())).values()):
                 continue
             self._lost_since = None
             failed = [one for one in self.call(self._joins()).values() if one is not None]
-            if failed:
-                why = next((one for one in failed if isinstance(one, str)), why)
-                self._has_changed = True
+            why = next((one for one in failed if isinstance(one, str)), why)
+            self._has_changed = bool(failed)
         raise ClusterError(f"the workers cannot form a process group: {why}")
 
     def _joins(self) -> dict[Member, Join]:
@@ -200,7 +201,7 @@ class Serving:
                     self._take_in(one)
                 if is_enough():
                     return
-                if self._is_closed:
+                if self.is_closed:
                     raise ClusterError("the workers serve no longer: they were closed")
                 if self._failed is not None:
                     raise error_of(self._failed)
@@ -255,7 +256,7 @@ class Serving:
     def _settle(self) -> dict[Member, Any]:
         """Wait for the calls that are under way; give up workers that hang in a collective with one that is gone."""
         answers: dict[Member, Any] = {}
-        failures: list[BaseException] = []
+        failures: list[Exception] = []
         hangs_since: dict[Member, float] = {}
         while waiting := self._unsettled:
             references = list(waiting.values())
@@ -268,8 +269,9 @@ class Serving:
                     except RayActorError as error:
                         answers[member] = Lost(_first_lines(error))
                         self._lose(member)
-                    except RayTaskError as error:
-                        failures.append(error.cause)
+                    except RayError as error:
+                        cause = getattr(error, "cause", None)  # of RayTaskError: what was raised there
+                        failures.append(cause if isinstance(cause, Exception) else error)
                 elif self._lost_since is not None and _hangs(member):
                     since = hangs_since.setdefault(member, time.monotonic())
                     if time.monotonic() - since > HANG_SECONDS:
@@ -291,25 +293,19 @@ class Serving:
         self._lost_since = self._lost_since or time.monotonic()
 
     def close(self) -> None:
-        """End the workers if they were started for this, else only their serving."""
-        if self._is_closed:
+        """Have the workers serve no longer, and end what was started for this."""
+        if self.is_closed:
             return
+        self.is_closed = True
         with suppress(RayError):  # the workers have ended, or the cluster has
             ray.get(self._workers.channel.finish.remote(self._number))
-            if not self._is_last:
-                self._await_end()
-        self._is_closed = True
+        self._thread.join(END_SECONDS)
+        self._gives_up = True
         self._thread.join()
+        if not self._is_last:
+            self._workers.take_end(self._finished)
         self.members = []
         self._at_end.close()
-
-    def _await_end(self) -> None:
-        """Wait until the members have restored their processes, and note what they leave to what follows."""
-        until = time.monotonic() + END_SECONDS
-        with self._heard:
-            while len(self._finished) < len(self.members) and not self._workers.is_over and time.monotonic() < until:
-                self._heard.wait(LOOK_SECONDS)
-        self._workers.take_end(self._finished)
 
 
 def _hangs(member: Member) -> bool:

@@ -30,13 +30,9 @@ from dp_ray.system.process import environment, own_folder, patched, short_folder
 
 SWITCH = "DP_RAY_QUICK_START"
 
-# What a worker imports, but for Ray itself and what imports Ray: first our own, for a job or for parallel modules,
-# then what Ray needs of others.
-OF_JOBS = ("dp_ray.tasks.task", "dp_ray.monitor.faults", "dp_ray.rundir.claim")
-OF_MODULES = ("dp_ray.tasks.serve", "dp_ray.tasks.numerics")
-MODULES = (
-    "dp_ray.messages",
-    "dp_ray.system.imports",
+# What a worker imports, but for Ray itself and what imports Ray: what Ray needs of others, and before that our own,
+# for a job or for parallel modules.
+OTHERS = (
     "filelock",
     "fsspec.implementations.local",
     "google.protobuf.json_format",
@@ -50,6 +46,15 @@ MODULES = (
     "tqdm.auto",
     "yaml",
 )
+MODULES = (
+    "dp_ray.tasks.task",
+    "dp_ray.messages",
+    "dp_ray.monitor.faults",
+    "dp_ray.rundir.claim",
+    "dp_ray.system.imports",
+    *OTHERS,
+)
+OF_SERVING = ("dp_ray.tasks.serve", "dp_ray.tasks.numerics", "dp_ray.messages", "dp_ray.system.imports", *OTHERS)
 OF_TRAINING = ("torch._dynamo",)  # torch imports it with the first optimizer, for nearly two seconds of a core
 THREADS = "OMP_NUM_THREADS"
 WAITING = 128  # requests that may wait until the server has imported what it needs
@@ -114,8 +119,8 @@ def modules_of(keys: WorkerKeys, serves: bool = False) -> Sequence[str]:
     A session does not know yet whether it trains.
     """
     if serves:
-        return OF_MODULES + MODULES
-    return OF_JOBS + MODULES + (OF_TRAINING if isinstance(keys, Job) and keys.task == "train" else ())
+        return OF_SERVING
+    return MODULES + OF_TRAINING if isinstance(keys, Job) and keys.task == "train" else MODULES
 
 
 @contextmanager
