@@ -24,7 +24,7 @@ from dp_ray.cluster.group import is_stuck
 from dp_ray.cluster.resources import text_of
 from dp_ray.cluster.workers import CLOSE_SECONDS, Say, Workers, start_workers
 from dp_ray.engine.world import World
-from dp_ray.errors import ClusterError
+from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Failed, Finished, Interrupted, Note, Starting, Waits, error_of
 from dp_ray.monitor.console import Console
@@ -66,7 +66,6 @@ class Serving:
         self.keys = keys
         self.each = workers.each
         self._workers = workers
-        self._number = workers.begin_serving(keys, is_last)
         self._say = say
         self._at_end = at_end
         self._is_last = is_last
@@ -83,14 +82,17 @@ class Serving:
         self._arrived: list[Serves] = []
         self._placed_at: float | None = None  # when there was room for the workers
         self._failed: Failed | None = None
+        self._why_lost = ""
         self._finished: list[Finished] = []
         self.is_closed = False
         self._gives_up = False  # to hear the rest
         self._thread = threading.Thread(target=self._listen, name="workers of modules", daemon=True)
-        self._thread.start()
-        workers.trainer.when_ended(self._wake)
         with ExitStack() as opening:
+            opening.push(at_end)
+            self._number = workers.begin_serving(keys, is_last)
+            self._thread.start()
             opening.callback(self.close)
+            workers.trainer.when_ended(self._wake)
             self._await(lambda: 0 < self._num_workers <= len(self.members))
             opening.pop_all()
 
@@ -129,6 +131,7 @@ class Serving:
             case Interrupted(what=what, ranks=ranks):
                 if ranks:
                     self._workers.is_mended = True
+                self._why_lost = what
                 which = f"rank {', '.join(map(str, ranks))}: " if ranks else ""
                 self._say(f"a worker is lost, and another one starts in its place ({which}{what})")
             case Note(text=text) | Waits(what=text):
@@ -206,7 +209,10 @@ class Serving:
                 if self._failed is not None:
                     raise error_of(self._failed)
                 if self._workers.is_over:
-                    raise self._workers.cause(self._failed)
+                    error = self._workers.cause(self._failed)
+                    if self._why_lost and type(error) is Error:  # Ray Train's own, a page
+                        error = ClusterError(f"all workers are lost, and no other one has started: {self._why_lost}")
+                    raise error
                 self._check_wait(began)
                 self._heard.wait(LOOK_SECONDS)
 
