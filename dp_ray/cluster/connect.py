@@ -75,17 +75,12 @@ class EarlyConnection(threading.Thread):
 
 @contextmanager
 def connected(
-    keys: WorkerKeys,
-    address: str | None,
-    verbose: bool,
-    fork_server: ForkServer | None = None,
-    serves: bool = False,
+    keys: WorkerKeys, address: str | None, verbose: bool, fork_server: ForkServer | None = None
 ) -> Iterator[None]:
     """Connect to Ray while the block runs: the caller's own, the one at an address, or an embedded one.
 
     The address is `address`, in a job that of its cluster, else RAY_ADDRESS. An embedded Ray has its workers forked
-    by `fork_server`, if that serves such workers. With `serves`, it is for workers that serve parallel modules alone.
-    Raises ClusterError if no Ray answers.
+    by `fork_server`, if that serves such workers. Raises ClusterError if no Ray answers.
     """
     if ray.is_initialized():
         if _holders:
@@ -94,7 +89,7 @@ def connected(
         _check_heard()
         yield
     else:
-        with _connected(keys, address, verbose, fork_server, serves):
+        with _connected(keys, address, verbose, fork_server):
             yield
 
 
@@ -154,13 +149,17 @@ def is_connected() -> bool:
 
 @contextmanager
 def connected_early(
-    keys: WorkerKeys, address: str | None, verbose: bool, fork_server: ForkServer | None = None
+    keys: WorkerKeys,
+    address: str | None,
+    verbose: bool,
+    fork_server: ForkServer | None = None,
+    serves: bool = False,
 ) -> Iterator[EarlyConnection]:
     """Begin to connect in a thread; who is given the connection waits for it by entering it, and ends it.
 
-    After the block it has ended in any case.
+    After the block it has ended in any case. With `serves`, it is for workers that serve parallel modules alone.
     """
-    early = EarlyConnection(lambda: _connected(keys, address, verbose, fork_server))
+    early = EarlyConnection(lambda: _connected(keys, address, verbose, fork_server, serves))
     early.start()
     try:
         yield early

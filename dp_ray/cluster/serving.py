@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -19,10 +19,16 @@ from ray.exceptions import RayActorError, RayError
 
 from dp_ray.cluster.calls import Join, Leave, Serves, decoded, encoded
 from dp_ray.cluster.channel import receive
-from dp_ray.cluster.connect import AWAIT_SECONDS, address_of, connected, held_for, is_connected, what_is_awaited
-from dp_ray.cluster.group import is_stuck
+from dp_ray.cluster.connect import (
+    AWAIT_SECONDS,
+    address_of,
+    connected,
+    connected_early,
+    held_for,
+    is_connected,
+    what_is_awaited,
+)
 from dp_ray.cluster.resources import text_of
-from dp_ray.cluster.workers import CLOSE_SECONDS, Say, Workers, start_workers
 from dp_ray.engine.world import World
 from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
@@ -33,6 +39,9 @@ from dp_ray.system.process import own_folder
 from dp_ray.system.threads import if_longer
 from dp_ray.tasks.wire import Lost, Place
 from dp_ray.text import counted
+
+if TYPE_CHECKING:
+    from dp_ray.cluster.workers import Say, Workers
 
 START_SECONDS = 300.0  # until a worker has imported what it needs, on a node that has it on a slow disk
 LOOK_SECONDS = 0.5  # between two looks at workers that may hang, once one is lost
@@ -61,7 +70,7 @@ class Serving:
     """
 
     def __init__(
-        self, workers: Workers, keys: WorkerKeys, say: Say, at_end: ExitStack, is_last: bool = False
+        self, workers: "Workers", keys: WorkerKeys, say: "Say", at_end: ExitStack, is_last: bool = False
     ) -> None:
         self.keys = keys
         self.each = workers.each
@@ -315,6 +324,8 @@ class Serving:
 
 
 def _hangs(member: Member) -> bool:
+    from dp_ray.cluster.group import is_stuck  # here: it comes with Ray Train
+
     with suppress(RayError):
         return bool(ray.get(member.handle.execute.remote(is_stuck), timeout=LOOK_SECONDS))
     return False
@@ -334,8 +345,12 @@ def started(keys: WorkerKeys, address: str | None, quiet: bool) -> Serving:
     is_own = not is_connected()
     is_embedded = is_own and address_of(address) is None
     with ExitStack() as opening:
+        early = connected_early(keys, address, verbose=False, serves=True)
+        connection = opening.enter_context(early) if is_own else connected(keys, address, verbose=False)
+        from dp_ray.cluster.workers import CLOSE_SECONDS, start_workers  # here: while Ray starts
+
         with if_longer(AWAIT_SECONDS, lambda: say(what_is_awaited(address))):
-            opening.enter_context(connected(keys, address, verbose=False, serves=True))
+            opening.enter_context(connection)
         if is_embedded:
             opening.enter_context(held_for("dp_ray.DataParallel"))
         workers = start_workers(keys, opening.enter_context(own_folder()), is_own, False, say, serves=True)
