@@ -25,7 +25,7 @@ calls: queue.SimpleQueue[tuple[Any, Answer] | None] = queue.SimpleQueue()  # of 
 class RayTrainWorker(RaysOwn):  # type: ignore[misc]
     """Ray Train's own, in a module that imports less; a worker that serves modules takes calls too."""
 
-    @ray.method(concurrency_group=CALLS)  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group=CALLS, enable_task_events=False)  # type: ignore[untyped-decorator]
     def call(self, asked: Any) -> Any:
         """Have the train function's thread answer; Ray Train's own thread stays free for its polls."""
         answer: Answer = queue.SimpleQueue()
