@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.cloudpickle import CloudPickler
 
 from dp_ray.cluster.calls import Join, Leave, Serves, decoded, encoded
 from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, send
@@ -38,7 +39,7 @@ def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
             world = with_devices(here, pickle.loads(packed), 1)
             if world.device.type == "cuda":
                 torch.cuda.set_device(world.device)
-            served = Served(str(world.device))
+            served = Served(str(world.device), CloudPickler)
             said = encoded_message(_said(world))
         except Exception as error:
             raise WorkerExit(

@@ -6,15 +6,17 @@ the workers wait for room. Survivors of a loss stay: they form another group, an
 """
 
 import math
+import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 import torch
+from ray.cloudpickle import CloudPickler
 from ray.exceptions import RayActorError, RayError
 
 from dp_ray.cluster.calls import Join, Leave, Serves, decoded, encoded
@@ -68,6 +70,8 @@ class Serving:
 
     Waits until all of them serve; raises an Error if they cannot be started.
     """
+
+    pickler: ClassVar[type[pickle.Pickler]] = CloudPickler
 
     def __init__(
         self, workers: "Workers", keys: WorkerKeys, say: "Say", at_end: ExitStack, is_last: bool = False

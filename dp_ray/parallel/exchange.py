@@ -71,7 +71,7 @@ class Serving(Protocol):
 
     keys: WorkerKeys
     each: Mapping[str, float]  # what a worker takes
-    pickler: type[pickle.Pickler]  # its class of what goes to the workers: that of Ray, or PicklerHere
+    pickler: ClassVar[type[pickle.Pickler]]  # its class of what goes to the workers: that of Ray, or PicklerHere
 
     def ready(self) -> list[Any]:
         """Return the workers that are there, each a Member, in the order of their ranks in one process group."""

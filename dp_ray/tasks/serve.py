@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -570,7 +570,7 @@ class Process:
 class Here:
     """The worker of `workers: 0`: this process, without Ray. Random states and settings stay as they are."""
 
-    pickler: type[pickle.Pickler] = PicklerHere
+    pickler: ClassVar[type[pickle.Pickler]] = PicklerHere
 
     def __init__(self, keys: WorkerKeys) -> None:
         self.keys = keys

@@ -47,13 +47,13 @@ def test_outputs_gradients_and_buffers_are_plain_torchs(device: torch.device) ->
             found, expected = model(batch), by_shards(plain, batch.to(device))
             torch.testing.assert_close(found, expected.cpu(), rtol=1e-4, atol=1e-5)
             for output in (found, expected):
-                output.square().mean().backward()
+                torch.autograd.backward(output.square().mean())
         assert {one.device for one in model.shapes} == {str(device)}
     for name, one in plain.named_parameters():
-        found = bare.get_parameter(name).grad
-        torch.testing.assert_close(found, one.grad.cpu(), rtol=1e-3, atol=1e-4)  # type: ignore[union-attr]
-    for name, one in plain.named_buffers():
-        torch.testing.assert_close(bare.get_buffer(name), one.cpu(), rtol=1e-4, atol=1e-5)
+        assert one.grad is not None
+        torch.testing.assert_close(bare.get_parameter(name).grad, one.grad.cpu(), rtol=1e-3, atol=1e-4)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(bare.get_buffer(name), buffer.cpu(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_callers_module_on_the_device_gets_its_gradients_there(device: torch.device) -> None:
