@@ -186,7 +186,8 @@ class CallState(Writable):
             for one in now.values():
                 if (
                     one is None
-                    or layout_of(one) != layout_of(value)
+                    or one.shape != value.shape
+                    or one.dtype != value.dtype
                     or (and_others and one is not self.tensors[number])
                 ):
                     found.add(number)

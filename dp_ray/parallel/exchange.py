@@ -40,11 +40,11 @@ from dp_ray.tasks.wire import (
     ShardInput,
     ShardOutput,
     Sync,
+    TensorForm,
     of_parts,
     owned,
     packed,
 )
-from dp_ray.tensors.flat import Form
 from dp_ray.text import counted
 
 TRIES = 4  # of one call, each after a worker was lost
@@ -217,10 +217,10 @@ class Call:
         return range(len(self.inputs))
 
     @property
-    def trained(self) -> list[torch.Tensor]:
-        """Tensors like those of the module that require a gradient: their sizes, dtypes and device."""
-        pairs = zip(self.version.tensors, self.modes.requires_grad, strict=True)
-        return [one for one, wants in pairs if wants]
+    def forms(self) -> list[TensorForm]:
+        """The forms of the module's tensors that require a gradient."""
+        pairs = zip(self.version.structure.forms, self.modes.requires_grad, strict=True)
+        return [form for form, wants in pairs if wants]
 
 
 class Exchange:
@@ -405,7 +405,7 @@ class Exchange:
                 if any(call.owners.get(shard) not in members for shard in call.filled):
                     self._run_again(call)
                     members = self.workers.serving.ready()
-                layout = Layout([Form(one.shape, one.dtype) for one in call.trained], call.sparse, len(members))
+                layout = Layout(call.forms, call.sparse, len(members))
                 answers = self._backward(call, gradients, keep_graph, members, layout)
                 raised = [(one, member) for member, one in answers.items() if isinstance(one, Raised)]
                 if len(answers) == len([one for one in answers.values() if isinstance(one, Gradients)]):
@@ -466,8 +466,7 @@ class Exchange:
 
     def _sums(self, call: Call, layout: Layout, parts: Sequence[Gradients]) -> list[torch.Tensor | None]:
         """Return the gradient of each trained parameter, on its device; None for one that no shard has used."""
-        trained = call.trained
-        device = trained[0].device if trained else torch.device("cpu")
+        device = call.version.tensors[0].device if call.version.tensors else torch.device("cpu")
         slices = zip(*(one.slices for one in parts), strict=True)
         vectors = [torch.cat([owned(piece, device) for piece in pieces]) for pieces in slices]
         views, counts = layout.views(vectors)

@@ -61,7 +61,7 @@ from dp_ray.tasks.wire import (
     pickled,
     unpacked,
 )
-from dp_ray.tensors.flat import Form, room, views
+from dp_ray.tensors.flat import room, views
 from dp_ray.tensors.tree import flatten, sizes, unflatten
 
 
@@ -103,7 +103,7 @@ class Graph:
     inputs: dict[int, torch.Tensor]  # leaves that want a gradient, by number
     outputs: list[torch.Tensor | None]  # None where a leaf has no graph
     trained: "list[torch.Tensor | GradientEdge]"
-    forms: list[Form]  # of `trained`
+    forms: list[TensorForm]  # of `trained`
     sparse: frozenset[int]  # which of `trained` have sparse gradients
     got: str
     modes: Modes
@@ -286,7 +286,7 @@ class Served:
         trained = [copy.state.tensors[number] for number in numbers]
         sparse = frozenset(at for at, number in enumerate(numbers) if number in copy.sparse)
         kept = [one if has else None for one, has in zip(ends, has_graph, strict=True)]
-        forms = [Form(one.shape, one.dtype) for one in trained]
+        forms = [copy.structure.forms[number] for number in numbers]
         graph = Graph(inputs, kept, list(trained), forms, sparse, got, modes, copy)
         output = ShardOutput(
             given.shard,
@@ -350,6 +350,7 @@ class Served:
         held: dict[Node, Sum] = {}
         of_inputs: dict[int, dict[int, Packed | None]] = {}
         raised: Raised | None = None
+        layout: Layout | None = None
         at, got, text = None, "", io.StringIO()
         try:
             graphs = self._graphs.get((asked.module, asked.call), {})
@@ -367,7 +368,7 @@ class Served:
                     number: None if one is None else packed(one)
                     for number, one in zip(graph.inputs, inputs, strict=True)
                 }
-                layout = Layout(graph.forms, graph.sparse, ranks)
+                layout = layout or Layout(graph.forms, graph.sparse, ranks)  # which all shards share
                 own = Sum(asked.lengths, self._device).take(layout, graph.sparse, trained)
                 if asked.threads is not None:
                     climb(held, (shard, shard + 1), own, above, Sum.add)

@@ -5,6 +5,7 @@ tensor([1., 1.], dtype=torch.bfloat16)
 """
 
 import io
+import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from dp_ray.engine.call_state import Written
 from dp_ray.engine.host_copy import HostCopy
 from dp_ray.engine.world import is_gpu
-from dp_ray.tensors.flat import Form, as_bytes, room, views
+from dp_ray.tensors.flat import Form, HasForm, as_bytes, room, views
 
 Bytes: TypeAlias = np.typing.NDArray[np.uint8]
 ADDS_NOTHING = -0.0  # added to any number, it changes no bit
@@ -139,7 +140,7 @@ class TensorForm(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of its elements."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,7 @@ class Layout:
     parameter has a gradient. `sparse` ones stand nowhere. A vector's length is a multiple of `parts`.
     """
 
-    def __init__(self, forms: Sequence[Form], sparse: frozenset[int], parts: int) -> None:
+    def __init__(self, forms: Sequence[HasForm], sparse: frozenset[int], parts: int) -> None:
         self._numbers: dict[torch.dtype, list[int]] = {}
         for number, form in enumerate(forms):
             if number not in sparse:
@@ -313,7 +314,9 @@ class Layout:
                 self._numbers.setdefault(real, []).append(number)
         self._numbers = self._numbers or {torch.float32: []}
         first = next(iter(self._numbers))
-        self._forms = {dtype: [forms[number] for number in numbers] for dtype, numbers in self._numbers.items()}
+        self._forms: dict[torch.dtype, list[HasForm]] = {
+            dtype: [forms[number] for number in numbers] for dtype, numbers in self._numbers.items()
+        }
         self._forms[first].append(Form(torch.Size((len(forms),)), first))
         self.lengths = {
             dtype: -(-sum(map(room, own)) // (dtype.itemsize * parts)) * parts for dtype, own in self._forms.items()
