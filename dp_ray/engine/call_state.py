@@ -30,13 +30,15 @@ class Written(NamedTuple):
     """A tensor that a forward has written, by its name: a buffer, which may be new, or a parameter.
 
     `first` is the first of the written names of the same tensor, and has its `value`; else `value` is None, as it is
-    of a buffer that is None now. Of a buffer that the forward has removed, `first` is "".
+    of a buffer that is None now. Of a buffer that the forward has removed, `first` is "". With `is_anew` the forward
+    has put another tensor there, and has not written the one of before in place.
     """
 
     name: str
     first: str
     value: Any
     is_persistent: bool = True
+    is_anew: bool = True
 
 
 class CallState(Writable):
@@ -217,7 +219,8 @@ class CallState(Writable):
                     "constructor, or run one forward of the bare module before it is wrapped"
                 )
             first = name if one is None else firsts.setdefault(id(one), name)
-            found.append(Written(name, first, one if first == name else None, name not in lasting))
+            is_anew = number is None or one is not self.tensors[number]
+            found.append(Written(name, first, one if first == name else None, name not in lasting, is_anew))
         return found + [Written(name, "", None) for name in self._places if name not in now]
 
 

@@ -230,8 +230,8 @@ def _packer(base: Any) -> Any:
             return _storage_id(value, self._storages) if isinstance(value, STORAGES) else None
 
         def reducer_override(self, value: Any) -> Any:
-            reduced = _reduced(value)
-            return super().reducer_override(value) if reduced is NotImplemented else reduced
+            found = reduced(value)
+            return super().reducer_override(value) if found is NotImplemented else found
 
     return Packer
 
@@ -240,7 +240,7 @@ def _storage_id(storage: Any, storages: _Storages) -> tuple[str, int, torch.dtyp
     return "storage", storages.number(storage), storage.dtype if isinstance(storage, TypedStorage) else None
 
 
-def _reduced(value: Any) -> Any:
+def reduced(value: Any) -> Any:
     """Return how an object is put together again; NotImplemented if the pickler knows."""
     if isinstance(value, torch.Tensor):
         return _tensor(value)
@@ -410,8 +410,8 @@ class _Here(pickle.Pickler):
                 return types.CellType, ()
         if isinstance(value, types.MethodType):  # one that is set on an object is not found by its name
             return types.MethodType, (value.__func__, value.__self__)
-        reduced = _reduced(value)
-        return self._looked_through(value) if reduced is NotImplemented and self._notes else reduced
+        found = reduced(value)
+        return self._looked_through(value) if found is NotImplemented and self._notes else found
 
     def _looked_through(self, value: Any) -> Any:
         """Return what pickle would take; what cannot be pickled is noted, and does not hide what comes after it."""

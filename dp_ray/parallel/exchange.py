@@ -25,6 +25,7 @@ from dp_ray.job.keys import WorkerKeys
 from dp_ray.parallel.weights import Version
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import worker_shards
+from dp_ray.tasks.shipped import TensorForm
 from dp_ray.tasks.wire import (
     Backward,
     Forward,
@@ -40,7 +41,6 @@ from dp_ray.tasks.wire import (
     ShardInput,
     ShardOutput,
     Sync,
-    TensorForm,
     of_parts,
     owned,
     packed,

@@ -8,21 +8,22 @@ import functools
 import pickle
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
 from torch import nn
 
-from dp_ray.errors import DataError, JobError, ModelError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.parallel.exchange import Call, Exchange, Serving, Ticket, Workers, on_device
 from dp_ray.parallel.weights import ModuleWatch
 from dp_ray.plan.split import chunk_bounds, num_filled
 from dp_ray.tasks.serve import Here, modes_of
-from dp_ray.tasks.wire import Packed, ShardOutput, pickled, unpacked
+from dp_ray.tasks.shipped import Wrapper, dumped_input
+from dp_ray.tasks.wire import Packed, ShardOutput, unpacked
 from dp_ray.tensors.scatter import gather, num_rows, rows_dim
 from dp_ray.tensors.tree import TreeSpec, flatten, leaf_keys, unflatten
 
@@ -42,7 +43,7 @@ class ShardShape(NamedTuple):
     milliseconds: float
 
 
-class DataParallel(nn.Module):
+class DataParallel(Wrapper):
     """nn.DataParallel on workers of a Ray cluster: each call runs on all of them, with gradients.
 
     `module` is the bare module. A batch is cut along `dim` into `shards` pieces as torch.chunk cuts it, by default
@@ -67,16 +68,16 @@ class DataParallel(nn.Module):
         seed: int | None = None,
         **keys: Any,
     ) -> None:
-        super().__init__()
         if not isinstance(module, nn.Module):
             raise JobError(f"module: must be a torch.nn.Module, got a {type(module).__qualname__}")
+        # A notebook's cell that is run twice wraps what it has wrapped.
+        super().__init__(module.module if isinstance(module, DataParallel) else module)
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
             raise JobError(f"workers: must be a number of 0 or more, got {workers!r}")
         if of_torch := [key for key in ("device_ids", "output_device") if key in keys]:
             raise JobError(
                 f"{of_torch[0]}: is nn.DataParallel's; here Ray gives each worker its device: say workers=N"
             )
-        self.module = module
         self.dim = dim
         self.shards = max(1, workers) if shards is None else shards
         self.bitwise = bitwise
@@ -96,10 +97,9 @@ class DataParallel(nn.Module):
         start = functools.partial(serving, address=self._address, quiet=self._quiet)
         workers = Workers.taken(self._keys, start, (lambda _: None) if self._quiet else print)
         self._exchange = Exchange(workers, self.bitwise, self._max_waiting, self._keys.max_workers)
-        base = self._exchange.pickler
-        self._watch = ModuleWatch(self.module, lambda value, apart: pickled(value, base, apart))
+        self._watch = ModuleWatch(self._exchange.pickler)
         try:
-            self._watch.look()  # raises what is wrong with the module before its first call
+            self._watch.look(self.module)  # raises what is wrong with the module before its first call
         except BaseException:
             self._exchange.close()
             raise
@@ -112,8 +112,16 @@ class DataParallel(nn.Module):
         Scalar outputs become a vector of one for each shard, unless `shards` is 1. Raises DataError if the inputs'
         tensors differ in rows, and ModelError, naming the shard and its sizes, if the module raises.
         """
-        batch = _Batch(args, kwargs, self.shards, self.dim)
-        version = self._watch.look()
+        # torch.compile goes on after the call: it cannot look into what runs elsewhere. Its import takes seconds.
+        dynamo = sys.modules.get("torch._dynamo")
+        run = self._run if dynamo is None else dynamo.disable(self._run)
+        return run(*args, **kwargs)
+
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        batch = _Batch(args, kwargs, self.shards, self.dim, self._exchange.pickler)
+        version = self._watch.look(self.module)
         modes = modes_of(self.module, self._watch.tensors, self._exchange.threads)
         wants = frozenset(
             number
@@ -121,8 +129,8 @@ class DataParallel(nn.Module):
             if isinstance(one, torch.Tensor) and one.requires_grad and modes.is_grad_enabled
         )
         trained = [one for one in self._watch.tensors if one.requires_grad]
-        pickled_spec = pickled(batch.spec, self._exchange.pickler)
-        call = Call(self._calls, version, modes, pickled_spec, self.shards, batch.shards, wants, self.seed)
+        in_attributes = self._watch.of_graphs()
+        call = Call(self._calls, version, modes, batch.pickled, self.shards, batch.shards, wants, self.seed)
         self._calls += 1
         ticket: Ticket | None = None
         if modes.is_grad_enabled and (wants or trained):
@@ -135,7 +143,10 @@ class DataParallel(nn.Module):
         has_graph = [any(flags) for flags in zip(*(one.requires_grad for one in outputs), strict=True)]
         if ticket is not None and any(has_graph):
             inputs = [batch.leaves[number] for number in sorted(wants)]
-            node = _Backward(ticket, batch, rows, has_graph, sorted(wants), self.dim)
+            lost = {at: one for at, one in enumerate(trained) if id(one) in in_attributes}
+            path = functools.partial(self._watch.path, self.module)
+            node = _Backward(ticket, batch, rows, has_graph, sorted(wants), self.dim, lost, path)
+            trained = [one for at, one in enumerate(trained) if at not in lost]
             with_graph = [one for one, has in zip(ends, has_graph, strict=True) if has]
             made = iter(_Function.apply(node, with_graph, *inputs, *trained))  # type: ignore[no-untyped-call]
             ends = [next(made) if has else one for one, has in zip(ends, has_graph, strict=True)]
@@ -161,7 +172,7 @@ class DataParallel(nn.Module):
             if one.text:
                 sys.stdout.write(one.text)
         if outputs and outputs[0].written:
-            self._watch.take_written(outputs[0].written)
+            self._watch.take_written(self.module, outputs[0].written)
 
     def _merged(
         self, outputs: Sequence[ShardOutput], specs: Sequence[TreeSpec], batch: "_Batch"
@@ -263,17 +274,16 @@ class _Batch:
     """A call's arguments, cut into shards: tensors along `dim`, all else goes whole to each shard.
 
     That are scalar tensors, numpy arrays, strings and objects. Without a tensor to cut, each shard gets the same;
-    without any argument there is one shard. Raises DataError if the tensors differ in rows.
+    without any argument there is one shard. Raises DataError if the tensors differ in rows, or cannot be sent.
     """
 
-    def __init__(self, args: Any, kwargs: Any, shards: int, dim: int) -> None:
-        self.leaves, self.spec = flatten((args, kwargs))
-        names = [".".join(map(str, keys[1:])) for keys in leaf_keys(self.spec)]
+    def __init__(self, args: Any, kwargs: Any, shards: int, dim: int, pickler: type[pickle.Pickler]) -> None:
+        leaves, self.spec = flatten((args, kwargs))
+        self.pickled = dumped_input(self.spec, leaves, pickler, torch.is_grad_enabled())
+        self.leaves = [_usual(one) for one in leaves]
         self.is_cut = [isinstance(one, torch.Tensor) and one.ndim > 0 for one in self.leaves]
-        named = list(zip(names, self.leaves, self.is_cut, strict=True))
-        for name, one, _ in named:
-            if isinstance(one, torch.Tensor) and (one.layout is not torch.strided or one.is_quantized):
-                raise DataError(f"input {name!r}: a tensor of layout {one.layout} cannot be cut into shards")
+        names = [".".join(map(str, keys[1:])) for keys in leaf_keys(self.spec)]
+        named = zip(names, self.leaves, self.is_cut, strict=True)
         self.rows = num_rows({name: one for name, one, is_cut in named if is_cut}, dim)
         if self.rows is None:
             num = shards if args or kwargs else 1
@@ -290,6 +300,12 @@ class _Batch:
                 yield one.detach().narrow(rows_dim(one, dim), start, stop - start)
             else:
                 yield one.detach() if isinstance(one, torch.Tensor) else one
+
+
+def _usual(leaf: Any) -> Any:
+    """Return a leaf; of an inference tensor a copy that is none, which a graph may save."""
+    is_inference = isinstance(leaf, torch.Tensor) and leaf.is_inference() and not torch.is_inference_mode_enabled()
+    return leaf.clone() if is_inference else leaf
 
 
 def _rows_of(leaf: Any, dim: int) -> int | None:
@@ -313,6 +329,8 @@ class _Backward(NamedTuple):
     has_graph: list[bool]  # of each output leaf
     inputs: list[int]  # the leaves that want a gradient
     dim: int
+    lost: dict[int, torch.Tensor]  # what is trained, but would get no gradient, by its place among the trained
+    path: Callable[[torch.Tensor], str]  # tells where in the module a tensor stands
 
     def of_shards(self, given: Sequence[torch.Tensor | None]) -> dict[int, list[torch.Tensor | None]]:
         """Cut the outputs' gradients into those of the shards' outputs."""
@@ -352,6 +370,16 @@ class _Backward(NamedTuple):
             merged.append(on_device(total, whole.device))
         return merged
 
+    def of_trained(self, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the gradients of what is trained. Raises ModelError, with its path, if one would be lost."""
+        for at, tensor in self.lost.items():
+            if found[at] is not None:
+                raise ModelError(
+                    f"{self.path(tensor)} holds a tensor of a graph, to which no gradient comes: pass it as an "
+                    "input, or as a parameter, by torch.func.functional_call"
+                )
+        return [one for at, one in enumerate(found) if at not in self.lost]
+
 
 class _Function(torch.autograd.Function):
     """The workers' forward and backward as one function of the input leaves and of the module's parameters."""
@@ -383,4 +411,4 @@ class _Function(torch.autograd.Function):
         inputs, trained = exchange.backward(call, node.of_shards(given), keep_graph)
         if not keep_graph:
             node.ticket.done()
-        return None, None, *node.of_inputs(inputs), *trained
+        return None, None, *node.of_inputs(inputs), *node.of_trained(trained)

@@ -1,13 +1,16 @@
 """What a caller's module is now, and what of it has changed since its workers took it in.
 
-`ModuleWatch.look` compares the module with what it was at the last call: its structure by identities and plain
-values, its tensors by their content. A tensor's version tells too little: fused optimizers and writes to `.data`
-leave it as it was.
+`ModuleWatch.look` compares the module with what it was at the last call, all by content: what it refers to, and the
+elements of its tensors. A tensor's version tells too little: fused optimizers and writes to `.data` leave it as it
+was.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -18,13 +21,19 @@ from dp_ray.engine.call_state import Written
 from dp_ray.engine.objects import what_fails
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
-from dp_ray.tasks.wire import Structure, TensorForm, packed, unpacked
+from dp_ray.tasks.shipped import (
+    OF_MODULES,
+    Apart,
+    Refused,
+    Structure,
+    TensorForm,
+    Wrapper,
+    digest,
+    dumped,
+    why_odd,
+)
+from dp_ray.tasks.wire import packed, unpacked
 from dp_ray.tensors.flat import flat
-
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-APART = {"training", "_parameters", "_buffers", "_modules"}  # attributes of modules that are looked at by themselves
-
-Pickle = Callable[[Any, Mapping[int, int]], bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,145 +60,274 @@ class Version:
 
 
 class ModuleWatch:
-    """Looks at a module before each of its calls."""
+    """Looks at a module before each of its calls; `pickler` is the class that pickles what goes to workers."""
 
-    def __init__(self, module: nn.Module, pickled: Pickle) -> None:
-        self.module = module
-        self.tensors: list[torch.Tensor] = []  # each once: parameters, then buffers
-        self._pickled = pickled
-        self._key: Any = None
+    def __init__(self, pickler: Any) -> None:
+        self.tensors: list[torch.Tensor] = []  # each once: parameters, buffers, then those that are neither
+        self._num_registered = 0
+        self._pickler = pickler
+        self._by_value = False  # tensors that some object's pickle makes, which are others each time
+        self._key: list[Any] = []
         self._held: list[Any] = []  # what `_key` has the ids of, so that no other object gets one
         self._version: Version | None = None
 
-    def look(self) -> Version:
+    def look(self, module: nn.Module) -> Version:
         """Return the module's present version: the last one if nothing has changed.
 
-        Raises JobError, which names the attribute, if the module cannot be pickled, and ModelError if it is lazy.
+        Raises JobError, which names the attribute, if the module cannot be pickled, and ModelError if it is lazy or
+        has a tensor whose elements cannot be sent.
         """
-        held: list[Any] = []
-        tensors = tensors_of(self.module)
-        forms = tuple(_form(one) for one in tensors)
-        key = (forms, tuple(_key_of(self.module, held)))
-        last = self._version
-        if last is None or key != self._key:
-            self.tensors = tensors
-            pickled = self._pickle()
+        seen = _Look(module, self._pickler, self._by_value)
+        tensors, last = seen.apart.all, self._version
+        if last is None or seen.key != self._key:
+            pickled, has_all = seen.pickled()
+            if not (has_all or self._by_value):
+                self._by_value = True
+                return self.look(module)
             number = 0 if last is None else last.structure.number + 1
-            self._key, self._held = key, held
-            structure = Structure(number, pickled, forms)
+            structure = Structure(number, pickled, seen.forms)
             self._version = Version(structure, tuple(_copy(one) for one in tensors))
-            return self._version
-        self.tensors = tensors
-        changed = _changed(tensors, last.tensors)
-        if changed:
+        elif changed := _changed(tensors, last.tensors):
             copies = list(last.tensors)
             for number in changed:
                 copies[number] = _copy(tensors[number])
             self._version = Version(last.structure, tuple(copies))
+        self.tensors, self._num_registered = tensors, seen.num_registered
+        self._key, self._held = seen.key, seen.held
         assert self._version is not None
         return self._version
 
-    def take_written(self, written: Sequence[Written]) -> None:
-        """Set buffers and parameters to what the forward of shard 0 has made of them; make and remove buffers too."""
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        modules = dict(self.module.named_modules())
-        values: dict[str, torch.Tensor] = {}  # tensors that were set, by the first of their names
-        groups: dict[int, set[str]] = {}  # names of what is one tensor now
-        for prefix, owner in modules.items():
-            for key, buffer in owner._buffers.items():
-                groups.setdefault(id(buffer), set()).add(f"{prefix}.{key}" if prefix else key)
-        firsts = {one.name: one.first for one in written}
-        for name, first, value, is_persistent in written:
-            new = None if value is None else unpacked(value)
+    def of_graphs(self) -> set[int]:
+        """Return the ids of the tensors of the caller's graphs that are in attributes, and not registered.
+
+        One that no forward uses may be left from a graph that is freed, through which no backward may run again.
+        """
+        return {id(one) for one in self.tensors[self._num_registered :] if not one.is_leaf}
+
+    def path(self, module: nn.Module, tensor: torch.Tensor) -> str:
+        """Return where in the module a tensor stands."""
+        return _path(module, tensor, self._pickler)
+
+    def take_written(self, module: nn.Module, written: Sequence[Written]) -> None:
+        """Set parameters and buffers to what the forward of shard 0 has made of them; make and remove buffers too.
+
+        What it wrote in place is written in place here. Else a graph of the caller's may need the tensor of before.
+        """
+        modules = dict(module.named_modules())
+        now: dict[str, torch.Tensor] = {}  # by the first names
+        for name, first, value, is_persistent, is_anew in written:
             prefix, _, key = name.rpartition(".")
             owner = modules[prefix]
-            if name in parameters and new is not None:
-                with torch.no_grad():
-                    parameters[name].copy_(new)
+            is_parameter = key in owner._parameters
+            old = (owner._parameters if is_parameter else owner._buffers).get(key)
+            new = None if value is None else unpacked(value)
+            if new is not None and old is not None and not is_anew and old.shape == new.shape:
+                with torch.inference_mode(old.is_inference()), torch.no_grad():
+                    now[name] = old.copy_(new)
                 continue
+            if new is not None:
+                now[name] = new.to(self._device if old is None else old.device, copy=True)
             if not first:
-                del owner._buffers[key]
-                continue
-            old = owner._buffers.get(key)
-            if new is None:
-                owner.register_buffer(key, values.get(first), is_persistent)
-                continue
-            stays = old is not None and old.shape == new.shape and old.dtype == new.dtype
-            if old is not None and stays and all(firsts.get(other) == first for other in groups[id(old)]):
-                with torch.no_grad():
-                    old.copy_(new)
-                values[name] = old
-            else:
-                values[name] = new.to(self.device if old is None else old.device, copy=True)
-                owner.register_buffer(key, values[name], is_persistent)
+                owner._buffers.pop(key, None)
+            elif not is_parameter:
+                owner.register_buffer(key, now.get(first), is_persistent)
+            elif old is not None and first == name:
+                old.data = now[name]
 
     @property
-    def device(self) -> torch.device:
-        """The device of the module's first tensor."""
+    def _device(self) -> torch.device:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
-    def _pickle(self) -> bytes:
-        numbers = {id(one): number for number, one in enumerate(self.tensors)}
+
+# Of these types a value is told by itself: none is equal to one that differs, and none can change.
+PLAIN = {bool, int, str, bytes, type(None), torch.dtype, torch.device}
+FUNCTIONS = FunctionType | BuiltinFunctionType
+CONTAINERS = {tuple, list, set, frozenset, dict, OrderedDict, torch.Size}
+DEPTH = 4  # of containers in containers that are looked through; what is nested deeper is pickled
+APART = {
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "training",
+    "_compiled_call_impl",
+}  # of each module, looked at by themselves
+
+
+class _Look:
+    """What a module is now.
+
+    `key` tells its structure: which modules it has, by identity, and by content all that they refer to. Plain values
+    stand there themselves, tensors as their numbers, classes and functions that workers import by identity. All else
+    is told by a digest of its pickle, as workers would get it.
+    """
+
+    def __init__(self, module: nn.Module, pickler: Any, by_value: bool) -> None:
+        self.module = module
+        self._by_value = by_value
+        self.apart = Apart()
+        self.key: list[Any] = []
+        self.held: list[Any] = []
+        self._pickler = pickler
+        self._modules: dict[int, nn.Module] = {}
+        self._find(module)
+        numbers = {id(one): at for at, one in enumerate(self._modules.values())}
+        self.held += self._modules.values()
+        for one in self._modules.values():
+            self._add(one._parameters)
+        self._num_parameters = len(self.apart.all)
+        for one in self._modules.values():
+            self._add(one._buffers)
+        self.num_registered = len(self.apart.all)
+        pickled: list[Any] = []  # what is told by its pickle
+        for at, one in enumerate(self._modules.values()):
+            self.key.append((id(one), type(one), *one._modules, *map(numbers.get, map(id, one._modules.values()))))
+            for name, value in _state(one).items():
+                if name in APART or (name in OF_MODULES and not value):
+                    continue
+                told = self._told(value)
+                if told is None:
+                    pickled.append((at, name, value))
+                else:
+                    self.key.append((name, told))
+        if pickled:
+            self._numbers = numbers
+            self.key.append(self._pickle(digest, pickled, self._name))
+        self.forms = tuple(map(self._form, range(len(self.apart.all)), self.apart.all))
+        self.key.append(self.forms)
+
+    def _find(self, module: nn.Module) -> None:
+        """Note the modules, each once, in the order of `nn.Module.modules`."""
+        if isinstance(module, torch.jit.ScriptModule):
+            name = next(name for name, one in self.module.named_modules() if one is module) or "the module"
+            raise JobError(f"{name}: is TorchScript, which a parallel module does not take: wrap what it was made of")
+        self._modules[id(module)] = module
+        for one in module._modules.values():
+            if one is not None and id(one) not in self._modules:
+                self._find(one)
+
+    def _add(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Note a module's parameters or buffers."""
+        if tensors:
+            number = self.apart.number
+            self.key.append((*tensors, *(None if one is None else number(one) for one in tensors.values())))
+
+    def _told(self, value: Any, depth: int = 0) -> Any:
+        """Return what tells a value, None if only its pickle does."""
+        kind = type(value)
+        if kind in PLAIN:
+            return kind, value
+        if kind is float or kind is complex:
+            return kind, repr(value)  # -0.0 and NaN too
+        if kind in CONTAINERS:
+            if depth == DEPTH:
+                return None
+            inner = [*value, *value.values()] if isinstance(value, dict) else value
+            told = [self._told(one, depth + 1) for one in inner]
+            return None if None in told else (kind, *told)
+        if isinstance(value, torch.Tensor):
+            return None if why_odd(value) else (kind, self.apart.number(value))
+        if isinstance(value, type) or (isinstance(value, FUNCTIONS) and _is_imported(value)):
+            self.held.append(value)
+            return kind, id(value)
+        return None
+
+    def _name(self, value: Any) -> Any:
+        """Return the number of a tensor, or the name of one of the modules."""
+        if isinstance(value, torch.Tensor):
+            is_in_object = id(value) not in self.apart.numbers and not value.requires_grad
+            return None if why_odd(value) or (self._by_value and is_in_object) else self.apart.number(value)
+        return f"module {self._numbers[id(value)]}" if id(value) in self._numbers else None
+
+    def pickled(self) -> tuple[bytes, bool]:
+        """Return the module's structure, pickled, and whether all tensors stand there by their numbers."""
+        numbers, found = self.apart.numbers, set[int]()
+
+        def name(value: Any) -> int | None:
+            number = numbers.get(id(value))
+            if number is not None:
+                found.add(number)
+            elif isinstance(value, torch.Tensor) and value.requires_grad:
+                raise Refused  # as an attribute of a class that goes by value
+            return number
+
+        return self._pickle(dumped, self.module, name), len(found) == len(numbers)
+
+    def _pickle(self, by: Callable[..., bytes], value: Any, name: Callable[[Any], Any]) -> bytes:
         try:
-            return self._pickled(self.module, numbers)
+            return by(value, self._pickler, name)
         except Exception as error:
             # Hooks of parameters stay here, where the gradients come.
-            name = what_fails(self.module, lambda value: self._pickled(value, numbers), with_hooks=False)
+            what = what_fails(self.module, lambda value: by(value, self._pickler, name), with_hooks=False)
+            if isinstance(error, Refused):
+                raise ModelError(
+                    f"{what}: holds a tensor that wants a gradient, which would not come to it: make it a parameter"
+                ) from None
             raise JobError(
-                f"{name}: cannot be pickled for the workers: {type(error).__name__}: {error}; make it in `forward`, "
+                f"{what}: cannot be pickled for the workers: {type(error).__name__}: {error}; make it in `forward`, "
                 "or give its class a __getstate__ that leaves it out"
             ) from error
 
-
-def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Return a module's parameters and buffers, each once. Raises ModelError if one has no shape yet."""
-    for name, one in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(one):
-            raise ModelError(
-                f"{name} has no shape yet: run one forward of the bare module first, which gives it one, as "
-                "nn.DataParallel wants it too"
+    def _form(self, number: int, tensor: torch.Tensor) -> TensorForm:
+        why = why_odd(tensor)
+        if why is not None:
+            why = f"is {why}: a parallel module takes dense tensors with elements"
+        elif is_lazy(tensor):
+            why = (
+                "has no shape yet: run one forward of the bare module first, which gives it one, as nn.DataParallel "
             )
-    return [*module.parameters(), *module.buffers()]
+            why += "wants it too"
+        if why is not None:
+            raise ModelError(f"{_path(self.module, tensor, self._pickler)} {why}")
+        shape = tuple(tensor.shape)
+        # In a functional_call what stands for a parameter is none.
+        is_parameter = number < self._num_parameters or isinstance(tensor, nn.Parameter)
+        strides = tensor.stride() if tensor.is_contiguous() else _strides_of(shape, tensor.stride())
+        return TensorForm(is_parameter, tensor.dtype, shape, strides)
+
+
+def _path(module: nn.Module, tensor: torch.Tensor, pickler: Any) -> str:
+    """Return where in a module a tensor stands."""
+    for name, one in [*module.named_parameters(), *module.named_buffers()]:
+        if one is tensor:
+            return name
+
+    def refuse(value: Any) -> None:
+        if value is tensor:
+            raise Refused
+
+    return what_fails(module, lambda value: digest(value, pickler, refuse), with_hooks=False)
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module, as its pickle has them."""
+    if isinstance(module, Wrapper):
+        return {key: value for key, value in vars(module).items() if key in OF_MODULES}
+    if type(module).__getstate__ is nn.Module.__getstate__ or _is_parametrized(module):
+        return vars(module)
+    state = module.__getstate__()  # type: ignore[no-untyped-call]
+    return state if isinstance(state, dict) else {"": state}
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    return "parametrizations" in module._modules  # torch's own function asks for an attribute, which takes long
+
+
+def _is_imported(value: Any) -> bool:
+    """Return whether workers import a function by its name."""
+    name = getattr(value, "__module__", None)
+    if name is None or name == "__main__":
+        return False
+    found: Any = sys.modules.get(name)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
 
 
 @functools.lru_cache(maxsize=4096)
 def _strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a copy in the same layout: these, unless they leave gaps."""
-    return tuple(torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride())
-
-
-def _form(tensor: torch.Tensor) -> TensorForm:
-    shape = tuple(tensor.shape)
-    return TensorForm(isinstance(tensor, nn.Parameter), tensor.dtype, shape, _strides_of(shape, tensor.stride()))
-
-
-def _key_of(module: nn.Module, held: list[Any]) -> Iterator[Any]:
-    """Yield what tells that a module is the one of before: its submodules, their attributes and hooks.
-
-    What is neither plain nor a dict of hooks is told by its identity, and put into `held`.
-    """
-    for name, one in module.named_modules(remove_duplicate=False):
-        yield name, id(one)
-        held.append(one)
-        yield tuple((key, None if value is None else id(value)) for key, value in one._parameters.items())
-        yield tuple((key, None if value is None else id(value)) for key, value in one._buffers.items())
-        held.extend((*one._parameters.values(), *one._buffers.values()))
-        for key, value in vars(one).items():
-            if key in APART or (isinstance(value, dict | set) and not value):
-                continue
-            if isinstance(value, PLAIN):
-                yield key, value
-            elif isinstance(value, torch.Tensor):
-                held.append(value)
-                yield key, id(value), value._version
-            elif isinstance(value, dict):
-                held.extend(value.values())
-                yield key, *map(id, value.values())
-            elif isinstance(value, tuple | list | set) and all(isinstance(inner, PLAIN) for inner in value):
-                yield key, tuple(value)
-            else:
-                held.append(value)
-                yield key, id(value)
+    # On the meta device torch would import its decompositions for this, which takes a second. No element is written.
+    return tuple(torch.empty_like(torch.empty_strided(shape, strides)).stride())
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,8 +347,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _changed(tensors: list[torch.Tensor], copies: tuple[torch.Tensor, ...]) -> list[int]:
     """Return the numbers of the tensors whose elements differ from their copies."""
-    with torch.no_grad():
-        pairs = [(_bits(one), _bits(copy)) for one, copy in zip(tensors, copies, strict=True)]
-        if tensors and is_gpu(tensors[0].device):  # one wait for all
-            return torch.stack([(one != two).any() for one, two in pairs]).nonzero().flatten().tolist()
-        return [number for number, (one, two) in enumerate(pairs) if not torch.equal(one, two)]
+    pairs = [(_bits(one), _bits(copy)) for one, copy in zip(tensors, copies, strict=True)]
+    on_gpu = [number for number, one in enumerate(tensors) if is_gpu(one.device)]
+    found = [number for number, (one, two) in enumerate(pairs) if one.is_cpu and not torch.equal(one, two)]
+    if on_gpu:  # one wait for all
+        differ = torch.stack([(pairs[number][0] != pairs[number][1]).any() for number in on_gpu])
+        found += [number for number, differs in zip(on_gpu, differ.tolist(), strict=True) if differs]
+    return sorted(found)

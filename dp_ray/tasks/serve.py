@@ -11,7 +11,6 @@ import os
 import pickle
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -34,7 +33,9 @@ from dp_ray.job.keys import WorkerKeys
 from dp_ray.plan.split import Shard
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
+from dp_ray.tasks import shipped
 from dp_ray.tasks.isolation import UNKNOWN, Setting, settings_of_torch
+from dp_ray.tasks.shipped import Structure, TensorForm
 from dp_ray.tasks.wire import (
     ADDS_NOTHING,
     Backward,
@@ -50,15 +51,11 @@ from dp_ray.tasks.wire import (
     Raised,
     ShardInput,
     ShardOutput,
-    Structure,
     Sync,
-    TensorForm,
-    Unpickler,
     of_parts,
     owned,
     packed,
     parts_of,
-    pickled,
     unpacked,
 )
 from dp_ray.tensors.flat import room, views
@@ -69,18 +66,13 @@ class Copy:
     """A module's copy on this worker; its `state` has the tensors, in the caller's order."""
 
     def __init__(self, structure: Structure, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        reader = Unpickler(structure.pickled, tensors)
         self.structure = structure
-        self.module: nn.Module = reader.load()
-        in_modules = Counter(
-            id(one) for each in self.module.modules() for one in (*each._parameters.values(), *each._buffers.values())
-        )
-        apart = {number for number, one in enumerate(tensors) if reader.counts[number] != in_modules[id(one)]}
-        self.has_apart = bool(apart)
+        made = shipped.made(structure.pickled, tensors)
+        self.module, self.elsewhere = made.module, made.elsewhere
         with_sparse = {id(one.weight) for one in sparse_modules(self.module)}
         self.sparse = {number for number, one in enumerate(tensors) if id(one) in with_sparse}
         self._modules = list(self.module.modules())  # without those that a forward makes
-        self.state = CallState(self.module, tensors, apart)
+        self.state = CallState(self.module, tensors, self.elsewhere)
         self.replica = Replica(0, self.module, device, self.state)
 
     def set_modes(self, modes: Modes, graphs: "Sequence[Graph]") -> None:
@@ -281,6 +273,8 @@ class Served:
 
         result, seconds = copy.replica.run(Shard(asked.call, given.shard, 0, 0), run, seed=given.seed)
         ends, of_result = flatten(result)
+        told = sizes((args, kwargs)), sizes(result)
+        tree = shipped.dumped_output(of_result, ends, told, self._pickler, modes.is_grad_enabled)
         has_graph = [isinstance(one, torch.Tensor) and one.requires_grad for one in ends]
         numbers = [number for number, wants in enumerate(modes.requires_grad) if wants]
         trained = [copy.state.tensors[number] for number in numbers]
@@ -290,7 +284,7 @@ class Served:
         graph = Graph(inputs, kept, list(trained), forms, sparse, got, modes, copy)
         output = ShardOutput(
             given.shard,
-            pickled((of_result, sizes((args, kwargs)), sizes(result)), self._pickler),
+            tree,
             tuple(packed(one) for one in ends),
             tuple(has_graph),
             seconds,
@@ -324,7 +318,7 @@ class Served:
         has_graphs = bool(self._graphs_of(sync.module))
         copy.state.load(sync.changed, pieces, has_graphs)
         copy.replica.restore()
-        if has_graphs and copy.has_apart and sync.changed:
+        if has_graphs and not copy.elsewhere.isdisjoint(sync.changed):
             # What stands elsewhere than in modules too, as in a list, cannot be set there: the module is made anew.
             made = self._copies[sync.module] = Copy(structure, copy.state.tensors, self._device)
             made.state.goes_on_as(copy.state)
@@ -427,7 +421,7 @@ class Served:
         if isinstance(error, Error) and not isinstance(error, JobError):
             error = error.__cause__ or error  # the replica has put its words before the text
         try:
-            exception = pickled(error, self._pickler)
+            exception = shipped.dumped(error, self._pickler)
             pickle.loads(exception)
         except Exception:  # an exception of the user's may refuse both
             exception = None

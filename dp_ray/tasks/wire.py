@@ -4,8 +4,6 @@
 tensor([1., 1.], dtype=torch.bfloat16)
 """
 
-import io
-import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ import torch
 from dp_ray.engine.call_state import Written
 from dp_ray.engine.host_copy import HostCopy
 from dp_ray.engine.world import is_gpu
+from dp_ray.tasks.shipped import Structure
 from dp_ray.tensors.flat import Form, HasForm, as_bytes, room, views
 
 Bytes: TypeAlias = np.typing.NDArray[np.uint8]
@@ -85,18 +84,6 @@ def owned(given: Packed, device: torch.device) -> Any:
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.clone()
 
 
-def pickled(value: Any, base: type[pickle.Pickler], apart: Mapping[int, int] | None = None) -> bytes:
-    """Pickle a value by a class of Ray's, or `PicklerHere`; objects with the ids in `apart` by their numbers."""
-
-    class Pickler(base):  # type: ignore[misc,valid-type]
-        def persistent_id(self, one: Any) -> int | None:
-            return None if apart is None else apart.get(id(one))
-
-    with io.BytesIO() as file:
-        Pickler(file, 5).dump(value)
-        return file.getvalue()
-
-
 class PicklerHere(pickle.Pickler):
     """Pickles what is read in this very process: functions and classes that no import gives stay those they are."""
 
@@ -113,43 +100,6 @@ _known: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
 def _known_by(number: int) -> Any:
     return _known[number]
-
-
-class Unpickler(pickle.Unpickler):
-    """Unpickles a module whose tensors are apart; `counts` tells how often each stood there."""
-
-    def __init__(self, pickled: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._tensors = tensors
-        self.counts = [0] * len(tensors)
-
-    def persistent_load(self, number: int) -> torch.Tensor:
-        """Return the tensor with a number."""
-        self.counts[number] += 1
-        return self._tensors[number]
-
-
-class TensorForm(NamedTuple):
-    """A parameter or buffer of a module without its elements; `strides` are those of its layout in memory."""
-
-    is_parameter: bool
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Structure:
-    """A module without the elements of its tensors, pickled; the forms of its tensors are in their order there."""
-
-    number: int
-    pickled: bytes
-    forms: tuple[TensorForm, ...]
 
 
 @dataclass(frozen=True)

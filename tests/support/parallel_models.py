@@ -3,9 +3,11 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -430,3 +432,109 @@ class WritesLate(nn.Module):
             with torch.no_grad():
                 self.large.mul_(2)
         return inputs * self.large[0]
+
+
+class Config:
+    """An object of a user."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+        self.inner = {"shift": [0.0]}
+
+
+class Holds(nn.Module):
+    """Refers to all kinds of things that are neither plain nor registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.array = np.ones(3)
+        self.entries: list[Any] = [[1.0], {"a": 1.0}]
+        self.own = torch.ones(3)
+        self.hidden = (nn.Linear(3, 3), {"a": [nn.Tanh()]})
+        self.weight = nn.Parameter(torch.ones(3))
+        self.same = [self.weight]
+        self.above = [self]  # a circle
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        linear, others = self.hidden
+        rows = others["a"][0](linear(inputs)) * self.config.scale + self.config.inner["shift"][0]
+        rows = rows * torch.from_numpy(self.array).float() * self.entries[0][0] * self.entries[1]["a"] * self.own
+        return rows * self.same[0]
+
+
+def set_entry(holder: Any, key: Any, value: Any) -> None:
+    holder[key] = value
+
+
+# Each changes something within what a module refers to.
+CHANGES: dict[str, Callable[[Holds], Any]] = {
+    "an object's attribute": lambda one: setattr(one.config, "scale", 3.0),
+    "within an object's dict": lambda one: set_entry(one.config.inner["shift"], 0, 0.5),
+    "an array": lambda one: set_entry(one.array, 1, 0.5),
+    "a list's list": lambda one: set_entry(one.entries[0], 0, 0.5),
+    "a list's dict": lambda one: set_entry(one.entries[1], "a", -1.0),
+    "a tensor through .data": lambda one: one.own.data.mul_(2),
+    "a module in a tuple": lambda one: one.hidden[0].weight.data.mul_(2),
+    "a module in a dict's list": lambda one: set_entry(one.hidden[1]["a"], 0, nn.Sigmoid()),
+    "a parameter in a list": lambda one: one.weight.data.mul_(2),
+    "another parameter in a list": lambda one: set_entry(one.same, 0, nn.Parameter(torch.full((3,), 0.7))),
+    "a plain attribute": lambda one: setattr(one, "above", True),
+    "and one that is equal": lambda one: setattr(one, "above", 1),
+}
+
+
+class Odd(nn.Module):
+    """Returns a tensor that cannot be sent."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        """Return it in a list."""
+        return {"odd": [inputs.to("meta") if self.way == "meta" else inputs.to_sparse()]}
+
+
+class MakesObject(nn.Module):
+    """Returns what is no tree of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return {"policy": torch.distributions.Categorical(logits=self.linear(inputs))}
+
+
+class TakesObject(nn.Module):
+    """Takes an object that holds a tensor, or a module."""
+
+    def forward(self, inputs: torch.Tensor, given: Any) -> Any:
+        return given(inputs) if isinstance(given, nn.Module) else inputs * given.scale
+
+
+class Drawn(nn.Module):
+    """A net of the drawn programs: it draws, norms, writes buffers, and refers to an object."""
+
+    seen: torch.Tensor
+    last: torch.Tensor
+
+    def __init__(self, seed: int, body: nn.Module | None = None) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) if body is None else body
+            self.head = nn.Sequential(nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 2))
+            self.unused = nn.Parameter(torch.randn(2))
+        self.config = Config()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(4))
+        self.double()
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, Any]:
+        self.seen += len(inputs)
+        inner = self.body(inputs)
+        self.last = inner.detach().mean(0) + self.last / 2
+        rows = self.head(inner * self.last.tanh()) * self.config.scale
+        return {"rows": rows, "sum": rows.square().sum()}

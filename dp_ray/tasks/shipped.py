@@ -1,0 +1,287 @@
+"""A module on its way to workers: its structure pickled, its tensors apart. `dumped` and `made` are inverse.
+
+What a module refers to goes by value, so it must not be something that works in the caller's process alone: a tensor
+with a graph there is refused by its path, and a parallel module goes as a `Wrapper`, which runs its bare module.
+"""
+
+import functools
+import io
+import pickle
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from dp_ray.engine.objects import part_that_fails, reduced
+from dp_ray.errors import DataError, ModelError
+from dp_ray.tensors.tree import TreeSpec, leaf_keys, nodes
+
+Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters or buffers
+
+
+class Wrapper(nn.Module):
+    """Runs the module within it, here: what a parallel module is in a worker."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the bare module returns."""
+        return self.module(*args, **kwargs)
+
+
+# What every module has; all else of a parallel module stays in the caller's process.
+OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class TensorForm(NamedTuple):
+    """A tensor of a module without its elements; `strides` are those of its layout in memory."""
+
+    is_parameter: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A module without the elements of its tensors, pickled; the forms of its tensors are in their order there."""
+
+    number: int
+    pickled: bytes
+    forms: tuple[TensorForm, ...]
+
+
+class Apart:
+    """Tensors that stand apart from what is pickled, each by its number."""
+
+    def __init__(self) -> None:
+        self.all: list[torch.Tensor] = []
+        self.numbers: dict[int, int] = {}  # by identity
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Return a tensor's number; one that is not there yet gets the next one."""
+        number = self.numbers.setdefault(id(tensor), len(self.all))
+        if number == len(self.all):
+            self.all.append(tensor)
+        return number
+
+
+def why_odd(tensor: torch.Tensor) -> str | None:
+    """Return what a tensor is whose elements cannot be sent as they are; None if they can."""
+    if tensor.is_meta:
+        return "a tensor of the meta device, which has no elements"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(tensor).__qualname__}"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor within a transform of torch.func, which cannot go to workers"
+    return f"a tensor of {tensor.dtype}" if tensor.is_quantized else None
+
+
+def odd_leaf(spec: TreeSpec, leaves: Sequence[Any], above: int = 0) -> tuple[str, str] | None:
+    """Return the path of the first leaf whose elements cannot be sent, and what it is; None if all can."""
+    for keys, leaf in zip(leaf_keys(spec), leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and (odd := why_odd(leaf)):
+            return ".".join(map(str, keys[above:])), odd
+    return None
+
+
+class Refused(Exception):
+    """A tensor was found that must not go by value."""
+
+    def __init__(self, path: str = "", kind: str = "") -> None:
+        super().__init__(path, kind)
+        self.path = path
+        self.kind = kind  # of the object that holds it
+
+
+class _Digest:
+    """A file that keeps no more than a digest of what is written."""
+
+    def __init__(self) -> None:
+        self.hash = blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        """Take some bytes in."""
+        self.hash.update(data)
+        return len(data)
+
+
+@functools.cache
+def _pickler(base: Any) -> Any:
+    class Pickler(base):  # type: ignore[misc]
+        def __init__(self, file: Any, name: Callable[[Any], Any]) -> None:
+            super().__init__(file, protocol=5)
+            self._name = name
+
+        def persistent_id(self, value: Any) -> Any:
+            return self._name(value)
+
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, Wrapper) and type(value) is not Wrapper:
+                own = {key: one for key, one in vars(value).items() if key in OF_MODULES}
+                return _bare_wrapper, (), own
+            if isinstance(value, torch.Tensor) and type(value) is torch.Tensor and not value.is_meta:
+                return _of_file, (_as_file(value), value.requires_grad)
+            found = reduced(value)
+            return super().reducer_override(value) if found is NotImplemented else found
+
+    return Pickler
+
+
+def _bare_wrapper() -> Wrapper:
+    return Wrapper.__new__(Wrapper)
+
+
+def _as_file(tensor: torch.Tensor) -> bytes:
+    """Return a tensor as bytes that tell its content alone; torch's usual pickle also tells where its memory is."""
+    tensor = tensor.detach()
+    with io.BytesIO() as file:
+        torch.save(tensor.clone() if tensor.layout is torch.strided else tensor, file)
+        return file.getvalue()
+
+
+def _of_file(data: bytes, requires_grad: bool) -> torch.Tensor:
+    tensor: torch.Tensor = torch.load(io.BytesIO(data))
+    return tensor.requires_grad_(requires_grad)
+
+
+def dumped(value: Any, base: Any, name: Callable[[Any], Any] = lambda _: None) -> bytes:
+    """Pickle a value for workers, by a subclass of the pickler `base`; what `name` gives a name stands apart."""
+    with io.BytesIO() as file:
+        _pickler(base)(file, name).dump(value)
+        return file.getvalue()
+
+
+def digest(value: Any, base: Any, name: Callable[[Any], Any]) -> bytes:
+    """Return a digest of what `dumped` returns, which takes no memory."""
+    file = _Digest()
+    _pickler(base)(file, name).dump(value)
+    return file.hash.digest()
+
+
+def dumped_output(
+    spec: TreeSpec, leaves: Sequence[Any], besides: Sequence[Any], base: Any, with_graph: bool
+) -> bytes:
+    """Pickle an output's spec, and what is to go `besides` it.
+
+    Raises ModelError, with its path, for what cannot be sent, and for a graph that would be lost.
+    """
+    if odd := odd_leaf(spec, leaves):
+        raise ModelError(f"output {odd[0]!r} is {odd[1]}: return a dense tensor")
+    try:
+        return _dumped_tree((spec, *besides), spec, base, with_graph)
+    except Refused as refused:
+        raise ModelError(
+            f"output {refused.path!r} has a graph, which would be lost: it is in a {refused.kind}, which comes by "
+            "value; return the tensor itself, and make the object of it in your process"
+        ) from None
+
+
+def dumped_input(spec: TreeSpec, leaves: Sequence[Any], base: Any, with_graph: bool) -> bytes:
+    """Pickle the spec of (args, kwargs).
+
+    Raises DataError, with its path, for what cannot be sent, and for a tensor that would get no gradient.
+    """
+    if odd := odd_leaf(spec, leaves, above=1):
+        raise DataError(f"input {odd[0]!r} is {odd[1]}: pass a dense tensor")
+    try:
+        return _dumped_tree(spec, spec, base, with_graph, above=1)
+    except Refused as refused:
+        raise DataError(
+            f"input {refused.path!r} wants a gradient, which would not come to it: it is in a {refused.kind}, which "
+            "each shard gets by value; pass the tensor itself, alone or in a tuple, list, dict or dataclass, or call "
+            "the module under torch.no_grad()"
+        ) from None
+
+
+def _dumped_tree(value: Any, spec: TreeSpec, base: Any, with_graph: bool, above: int = 0) -> bytes:
+    """Pickle a value that holds a tree's spec.
+
+    With a graph, raises Refused if an object in it holds a tensor that wants a gradient: it is no leaf of the tree,
+    so none would come to it. The path leaves out the first `above` keys.
+    """
+    if not with_graph:
+        return dumped(value, base)
+    try:
+        return dumped(value, base, _refuse_wanting)
+    except Refused as refused:
+        for keys, node in nodes(spec):
+            if node.kind == "constant" and (inner := _wanting(node.value, base)) is not None:
+                path = ".".join(map(str, keys[above:])) + inner
+                raise Refused(path.removeprefix("."), type(node.value).__qualname__) from None
+        raise refused
+
+
+def _refuse_wanting(value: Any) -> None:
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        raise Refused("", type(value).__qualname__)
+
+
+def _wanting(value: Any, base: Any) -> str | None:
+    """Return where in an object is a tensor that wants a gradient; None if there is none."""
+    if isinstance(value, nn.Module):
+        return next((f".{name}" for name, one in value.named_parameters() if one.requires_grad), None)
+    found = part_that_fails(value, lambda one: dumped(one, base, _refuse_wanting))
+    if found is None or not isinstance(found[2], Refused):
+        return None
+    return found[0] if found[0].startswith("[") or not found[0] else f".{found[0]}"
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles a module whose tensors are apart, and counts how often each stands in it."""
+
+    def __init__(self, pickled: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self.counts: Counter[int] = Counter()
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        """Return the tensor with a number."""
+        self.counts[number] += 1
+        return self._tensors[number]
+
+
+def empty(form: TensorForm, device: torch.device) -> torch.Tensor:
+    """Return a tensor of this form, whose elements come later."""
+    made = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=device)
+    return nn.Parameter(made, requires_grad=False) if form.is_parameter else made
+
+
+class Made(NamedTuple):
+    """A module as it has come to a worker."""
+
+    module: nn.Module
+    places: list[list[Place]]  # of each tensor: as parameter or buffer
+    elsewhere: frozenset[int]  # the tensors that also stand in another place, as in a list
+
+
+def made(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Made:
+    """Make a module of these tensors.
+
+    To replace some of those that stand `elsewhere` make the module anew: its other objects begin as they came.
+    """
+    unpickler = _Unpickler(pickled, tensors)
+    module = unpickler.load()
+    numbers = {id(one): at for at, one in enumerate(tensors)}
+    places: list[list[Place]] = [[] for _ in tensors]
+    for one in module.modules():
+        for name, tensor in [*one._parameters.items(), *one._buffers.items()]:
+            if id(tensor) in numbers:
+                places[numbers[id(tensor)]].append((one, name))
+    return Made(module, places, frozenset(at for at, count in unpickler.counts.items() if count > len(places[at])))
