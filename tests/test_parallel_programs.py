@@ -25,8 +25,6 @@ from tests.support import parallel_models as models
 from tests.support.cluster import ROOT
 
 NUM_PROGRAMS = int(os.environ.get("DP_RAY_PROGRAMS", "25"))
-# Whether, while a graph waits, what requires a gradient may change, and the wrapper may be gone.
-WHILE_WAITING = bool(os.environ.get("DP_RAY_PROGRAMS_WAITING"))
 
 
 @dataclass
@@ -94,14 +92,15 @@ class PlainCall:
 class Plain:
     """A bare module, called as a parallel one."""
 
-    def __init__(self, module: nn.Module, shards: int, seed: int) -> None:
+    def __init__(self, module: nn.Module, shards: int, seed: int, number: int) -> None:
         self.module = module
         self.shards = shards
         self.seed = seed
+        self.number = (number,) if number > 1 else ()  # the first module of a process draws as it always did
         self.calls = 0
 
     def __call__(self, inputs: torch.Tensor) -> PlainCall:
-        seeds = [derive_seed(self.seed, "parallel", self.calls, shard) for shard in range(self.shards)]
+        seeds = [derive_seed(self.seed, "parallel", self.calls, shard, *self.number) for shard in range(self.shards)]
         self.calls += 1
         call = PlainCall(self.module, inputs, self.shards, seeds)
         with torch.no_grad():
@@ -137,10 +136,12 @@ class Program:
         ]
         if shares:
             self.real[1].module.body = self.real[0].module.body
-        self.plain = [Plain(each, of_shards, 7) for each, of_shards in zip(bare, shards, strict=True)]
+        numbers = [one._exchange.number for one in self.real]
+        self.plain = [
+            Plain(*each, seed=7, number=number) for *each, number in zip(bare, shards, numbers, strict=True)
+        ]
         self.makes = OPTIMIZERS[optimizer]
         self.waiting: list[Waiting] = []
-        self.former: list[nn.Module] = []
         self.drawn = torch.Generator().manual_seed(0)
         self.states = [[copy.deepcopy(each.module.state_dict())] * 2 for each in self.plain]
         self.steps = [self._optimizers(at) for at in range(2)]
@@ -210,8 +211,6 @@ class Program:
 
     def freeze(self, at: int, number: int, _: int) -> None:
         """Have a parameter require a gradient, or none."""
-        if self.waiting and not WHILE_WAITING:
-            return
         for one in self.both(at):
             parameter = list(one.parameters())[number % len(list(one.parameters()))]
             parameter.requires_grad_(not parameter.requires_grad)
@@ -269,11 +268,10 @@ class Program:
 
     def deepcopy(self, at: int, *_: int) -> None:
         """A copy takes the place of a module; calls of the module may wait."""
-        if not WHILE_WAITING:
-            self.former.append(self.real[at])
         self.real[at] = copy.deepcopy(self.real[at])
         former = self.plain[at]
-        self.plain[at] = Plain(copy.deepcopy(former.module), former.shards, former.seed)
+        number = self.real[at]._exchange.number
+        self.plain[at] = Plain(copy.deepcopy(former.module), former.shards, former.seed, number)
         self.plain[at].calls = former.calls
         self.steps[at] = self._optimizers(at)
 
@@ -293,7 +291,9 @@ def assert_close(got: Any, wanted: Any) -> None:
         for key, one in got.items():
             assert_close(one, wanted[key])
     else:
-        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            got, wanted, rtol=1e-6, atol=1e-7
+        )  # Adam makes much of rounding where a gradient is nearly 0
 
 
 OPERATIONS = ["forward", "backward", "step", "infer", "drop", "zero", "freeze", "mode", "save", "load", "write"]
