@@ -136,9 +136,9 @@ class Program:
         ]
         if shares:
             self.real[1].module.body = self.real[0].module.body
-        numbers = [one._exchange.number for one in self.real]
         self.plain = [
-            Plain(*each, seed=7, number=number) for *each, number in zip(bare, shards, numbers, strict=True)
+            Plain(each, of_shards, 7, real._exchange.number)
+            for each, of_shards, real in zip(bare, shards, self.real, strict=True)
         ]
         self.makes = OPTIMIZERS[optimizer]
         self.waiting: list[Waiting] = []
