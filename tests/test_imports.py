@@ -9,7 +9,7 @@ import pytest
 import ray  # noqa: F401  (its first import sets an environment variable)
 
 import dp_ray
-from tests.support.fresh import loaded_by
+from tests.support.fresh import loaded_by, modules_of
 from tests.support.sources import ORDER, nodes_of
 
 PACKAGE = Path(dp_ray.__file__).parent
@@ -121,6 +121,13 @@ def test_a_run_that_does_not_use_a_satellite_does_without(satellite: str, tmp_pa
 
 def test_a_stop_waits_for_neither_torch_nor_ray() -> None:
     assert not {"torch", "ray"} & loaded_by("import dp_ray.rundir.lease, dp_ray.cli.main")
+
+
+def test_a_worker_that_serves_modules_imports_what_they_need() -> None:
+    loaded = modules_of("import dp_ray.cluster.loop, dp_ray.cluster.server")
+    own = {name for name in loaded if name.partition(".")[0] == "dp_ray"}
+    assert "dp_ray.tasks.serve" in own
+    assert len(own) <= 60, sorted(own)
 
 
 def test_ray_train_is_imported_without_ray_data_and_pandas() -> None:

@@ -21,8 +21,9 @@ from dp_ray.engine.model import BatchNormOfShard, build_model, compiled, input_d
 from dp_ray.engine.optimizer import Average
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.reduce import DdpReduction, Reduction, Trained
-from dp_ray.engine.replica import CollectiveForwards, Forwards
+from dp_ray.engine.replica import Forwards
 from dp_ray.engine.rows import RowTrial
+from dp_ray.engine.sharded.forwards import CollectiveForwards
 from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
 from dp_ray.engine.sharded.state import AlignedParts, Sharded, load_rows, rows_of_optimizer, whole_tensors
 from dp_ray.engine.tree_sum import ShardSums
