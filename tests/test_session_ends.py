@@ -112,7 +112,7 @@ def test_a_session_that_cannot_connect_again_ends(
 ) -> None:
     session = opened()
 
-    def fails(self: Session, starts: bool) -> None:
+    def fails(self: Session) -> None:
         raise ClusterError("no Ray answers at elsewhere")
 
     monkeypatch.setattr(Session, "_connect", fails)
