@@ -126,7 +126,8 @@ class ModuleWatch:
                     now[name] = old.copy_(new)
                 continue
             if new is not None:
-                now[name] = new.to(self._device if old is None else old.device, copy=True)
+                with torch.inference_mode(False):  # a module whose buffer is an inference tensor cannot load a state
+                    now[name] = new.to(self._device if old is None else old.device, copy=True)
             if not first:
                 owner._buffers.pop(key, None)
             elif not is_parameter:
