@@ -169,7 +169,7 @@ def test_a_parallel_module_takes_no_worker_of_another_kind(
             os.kill(lost.place.pid, signal.SIGKILL)
             pool.call({lost: HeldBytes(0)})  # it alone: the other one would wait for it in a collective
             wait_until(lambda: bool(pool.ready()) and bool(came))
-            assert pool.members[0] is stays and lost not in pool._members
+            assert pool.members[0] is stays and lost not in pool.members
 
         before = pool._take_in
         replace_second(LOWEST)

@@ -78,12 +78,18 @@ def test_a_ray_of_a_modules_own_runs_no_job_and_ends_with_it(tmp_path: Path, in_
     assert dp_ray.run("jobs/tutorial.yaml", workers=2, storage=str(tmp_path), quiet=True).status == "done"
 
 
-def test_workers_that_no_module_uses_make_room_for_more(in_project: Path) -> None:
-    """As where a cell of a notebook is run again with more workers, and the first module is gone."""
-    first = dp_ray.DataParallel(nn.Linear(2, 3), 1, quiet=True)
-    with pytest.raises(JobError, match="workers: this module asks for 2"):
-        dp_ray.DataParallel(nn.Linear(2, 3), 2, quiet=True)
-    del first
-    with dp_ray.DataParallel(nn.Linear(2, 3), 2, quiet=True) as model:
-        model(torch.ones(4, 2))
+def test_a_module_that_asks_for_more_workers_has_all_start_anew(
+    in_project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As where a cell of a notebook is run again with more workers; what waits for its backward is run again."""
+    module, inputs = nn.Linear(2, 3), torch.ones(4, 2)
+    first = dp_ray.DataParallel(module, 1)
+    waits = first(inputs)
+    with dp_ray.DataParallel(nn.Linear(2, 3), 2) as model:
+        assert "parallel: 2 workers start in place of 1, since a module asks for more" in capfd.readouterr().err
+        model(inputs)
         assert [one.rank for one in model.shapes] == [0, 1]
+        waits.sum().backward()
+        assert module.weight.grad is not None
+        assert torch.equal(module.weight.grad, torch.full((3, 2), 4.0))
+    first.close()

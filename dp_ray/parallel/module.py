@@ -18,6 +18,7 @@ from torch import nn
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import WorkerKeys
+from dp_ray.monitor.console import Console
 from dp_ray.parallel.exchange import Call, Exchange, Serving, Ticket, Workers, on_device
 from dp_ray.parallel.weights import ModuleWatch
 from dp_ray.plan.split import chunk_bounds, num_filled
@@ -95,7 +96,7 @@ class DataParallel(Wrapper):
     def _begin(self) -> None:
         """Take part in the process's workers; start them if there are none."""
         start = functools.partial(serving, address=self._address, quiet=self._quiet)
-        workers = Workers.taken(self._keys, start, (lambda _: None) if self._quiet else print)
+        workers = Workers.taken(self._keys, start, Console("parallel", self._quiet).say)
         self._exchange = Exchange(workers, self.bitwise, self._max_waiting, self._keys.max_workers)
         self._watch = ModuleWatch(self._exchange.pickler)
         try:
