@@ -417,7 +417,7 @@ def test_fewer_workers_are_honoured_and_more_start_anew() -> None:
     assert {one.rank for one in first.shapes} == {0, 1}
     old = served()
     text = io.StringIO()
-    with contextlib.redirect_stdout(text):
+    with contextlib.redirect_stderr(text):
         more = DataParallel(nn.Identity(), 3)
     assert "3 workers start in place of 2" in text.getvalue()
     assert not old.members and len(served().ready()) == 3
