@@ -49,6 +49,21 @@ def test_workers_that_start_during_a_job_join_it_and_after_it_wait() -> None:
     played(play())
 
 
+def test_workers_may_have_a_last_word_once_their_job_has_finished() -> None:
+    async def play() -> None:
+        channel = Channel()
+        await channel.begin(Terms(1, 2, serves=True), [])
+        await channel.finish(1)
+        await channel.put(b"finished", 1)
+        assert await channel.receive(wait=False) == [b"finished"]
+        await channel.put(b"late", 1)
+        await channel.begin(Terms(2, 2), [])
+        await channel.put(b"too late", 1)
+        assert await channel.receive(wait=False) == []
+
+    played(play())
+
+
 def test_a_job_that_has_ended_is_not_given_up() -> None:
     async def play() -> None:
         channel = Channel()

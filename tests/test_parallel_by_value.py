@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,6 +198,14 @@ def test_what_cannot_be_sent_is_refused_by_name() -> None:
         model(torch.eye(2).to_sparse())
     with pytest.raises(DataError, match="input '0' is a nested tensor"):
         model(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
+    with pytest.raises(DataError, match="input '0': cannot be pickled for the workers: TypeError: cannot pickle"):
+        model(threading.Lock())
+    with pytest.raises(JobError, match="batch_size: is a key of a job, not of workers alone; theirs are workers, "):
+        parallel(nn.Identity(), batch_size=3)
+    with pytest.raises(JobError, match="shards: must be a number of 1 or more, got 'auto'"):
+        parallel(nn.Identity(), shards="auto")
+    with pytest.raises(JobError, match="got the class Linear"):
+        parallel(nn.Linear)  # type: ignore[arg-type]
     with pytest.warns(DeprecationWarning, match="script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(JobError, match="TorchScript"):

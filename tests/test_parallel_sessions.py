@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dp_ray
+from dp_ray.cluster.serving import END_SECONDS
 from dp_ray.errors import ClusterError, JobError
 from tests.support.cluster import Cluster
+from tests.support.messy import StartsThread
 from tests.support.parallel_models import NotesProcess
 from tests.support.within import within
 
@@ -67,7 +70,14 @@ def test_jobs_and_modules_take_turns_on_the_same_processes(
             assert pids_of(model)[0] == stays
         third = run("third")
         assert not {stays, lost} & set(third) and len(third) == 2
-    assert "anew: one was replaced alone while they served" in capfd.readouterr().err
+        assert "anew: one was replaced alone while they served" in capfd.readouterr().err
+        model = session.parallel(StartsThread())
+        model(torch.ones(4, 2))
+        began = time.monotonic()
+        model.close()
+        assert time.monotonic() - began < END_SECONDS, "the workers say that they have finished"
+        assert not set(run("fourth")) & set(third)
+    assert "anew: the last job left the thread 'endless' behind" in capfd.readouterr().err
 
 
 def test_a_ray_of_a_modules_own_runs_no_job_and_ends_with_it(tmp_path: Path, in_project: Path) -> None:

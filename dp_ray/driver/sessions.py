@@ -97,10 +97,13 @@ class Session:
     def parallel(self, module: nn.Module, workers: int | None = None, **keys: Any) -> DataParallel:
         """Return a `dp_ray.DataParallel` of the module, on the session's workers; by default on all.
 
-        While such a module is open, the session runs no job. Raises ClusterError if the session has ended or runs a
-        job, and what `dp_ray.DataParallel` raises.
+        While such a module is open, the session runs no job; with `workers=0` this process serves the module, and the
+        session does not. Raises ClusterError if the session has ended or runs a job, and what `dp_ray.DataParallel`
+        raises.
         """
         self._check_open()
+        if workers == 0:
+            return DataParallel(module, 0, quiet=self._options.quiet, **keys)
         if not self._runs.acquire(blocking=False):
             raise ClusterError("the session runs a job; make a parallel module of it before or after")
         try:
@@ -112,6 +115,7 @@ class Session:
                 self._renew(Console("session", self._options.quiet))
                 of_all = self._keys.model_copy(update={"workers": most})
                 self._parallel = Workers.taken(of_all, self._serving)
+                self._parallel.can_grow = False
                 self._open.callback(self._parallel.close)
             return DataParallel(module, workers or most, quiet=self._options.quiet, **keys)
         finally:

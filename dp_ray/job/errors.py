@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
-from dp_ray.job.keys import JobKeys, Target
+from dp_ray.job.keys import JobKeys, Target, WorkerKeys
 from dp_ray.job.old_keys import OLD_KEYS
 from dp_ray.text import did_you_mean, hide
 
@@ -76,6 +76,8 @@ def _message(path: str, detail: Any, workers: Any = None) -> str:
     kind, got = detail["type"], detail["input"]
     if kind == "extra_forbidden" and (says := shards_of(path, got, workers)):
         return f"is no key of a job; here it is {says}"
+    if kind == "extra_forbidden" and path in JobKeys.model_fields:
+        return f"is a key of a job, not of workers alone; theirs are {', '.join(WorkerKeys.model_fields)}"
     if kind == "extra_forbidden":
         return "is no key of a job" + _nearest(path)
     if kind == "missing":

@@ -101,6 +101,7 @@ class Workers:
     def __init__(self, keys: WorkerKeys, start: Start) -> None:
         self.serving = start(keys)
         self.start = start
+        self.can_grow = True  # a session's workers cannot
         self.users: set[int] = set()  # numbers of the modules that are open
         self.closed: deque[int] = deque()  # of those that the workers may forget
         self._numbers = 0
@@ -143,6 +144,11 @@ class Workers:
                 )
         if keys.max_workers <= before.max_workers:
             return
+        if not self.can_grow:
+            raise JobError(
+                f"workers: this module asks for {keys.max_workers}, and the session whose workers serve this "
+                f"process's parallel modules has {before.max_workers}"
+            )
         if self.users:
             more = counted(keys.max_workers, "worker")
             say(f"{more} start in place of {before.max_workers}, since a module asks for more")
@@ -208,6 +214,7 @@ class Call:
     requires_grad: frozenset[int]  # numbers of leaves
     seed: int
     owners: dict[int, Member] = field(default_factory=dict)  # of the shards' graphs
+    lost: str = ""  # why a worker was lost in the forward, last
     sparse: frozenset[int] = frozenset()  # which of the trained parameters have sparse gradients
     versions: list[int] = field(default_factory=list)  # of the leaves, which tell whether they were written to
 
@@ -316,7 +323,10 @@ class Exchange:
                 self._run(call, members, outputs)
                 if len(outputs) == len(call.inputs):
                     return [outputs[shard] for shard in call.filled], members
-            raise WorkerError(f"call {call.number}: workers were lost in each of {TRIES} tries")
+            raise WorkerError(
+                f"call {call.number}: workers were lost in each of {TRIES} tries, as where the forward ends its "
+                f"process or takes all memory; the last one: {call.lost or 'a collective failed'}"
+            )
 
     def _run(self, call: Call, members: list[Member], outputs: dict[int, ShardOutput]) -> None:
         """Have the workers run the shards without output, with what they lack of the module; note what they have."""
@@ -341,6 +351,8 @@ class Exchange:
             else:
                 member.loaded.pop(self.number, None)
                 self.workers.serving.regroup()  # it may have left the group
+            if isinstance(answer, Lost):
+                call.lost = answer.why
             if isinstance(answer, Raised):
                 raised.append((answer, member))
             for one in answer if isinstance(answer, list) else []:

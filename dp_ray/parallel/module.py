@@ -70,7 +70,8 @@ class DataParallel(Wrapper):
         **keys: Any,
     ) -> None:
         if not isinstance(module, nn.Module):
-            raise JobError(f"module: must be a torch.nn.Module, got a {type(module).__qualname__}")
+            got = f"the class {module.__qualname__}" if isinstance(module, type) else f"a {type(module).__qualname__}"
+            raise JobError(f"module: must be a torch.nn.Module that is made, got {got}")
         # A notebook's cell that is run twice wraps what it has wrapped.
         super().__init__(module.module if isinstance(module, DataParallel) else module)
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
@@ -87,8 +88,9 @@ class DataParallel(Wrapper):
         self._max_waiting: int = keys.pop("max_waiting", MAX_WAITING)
         self._address: str | None = keys.pop("address", None)
         self._quiet: bool = keys.pop("quiet", False)
-        if self.shards < 1 or self._max_waiting < 1:
-            raise JobError(f"shards and max_waiting: must be 1 or more, got {self.shards} and {self._max_waiting}")
+        for key, value in (("shards", self.shards), ("max_waiting", self._max_waiting)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise JobError(f"{key}: must be a number of 1 or more, got {value!r}")
         self._keys = _worker_keys({"workers": workers, **keys})
         self._calls = 0
         self._begin()

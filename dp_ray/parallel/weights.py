@@ -265,7 +265,7 @@ class _Look:
                 ) from None
             raise JobError(
                 f"{what}: cannot be pickled for the workers: {type(error).__name__}: {error}; make it in `forward`, "
-                "or give its class a __getstate__ that leaves it out"
+                "or give its class a __getstate__ that leaves it out, and a __setstate__ that makes it"
             ) from error
 
     def _form(self, number: int, tensor: torch.Tensor) -> TensorForm:

@@ -208,6 +208,10 @@ def dumped_input(spec: TreeSpec, leaves: Sequence[Any], base: Any, with_graph: b
             "each shard gets by value; pass the tensor itself, alone or in a tuple, list, dict or dataclass, or call "
             "the module under torch.no_grad()"
         ) from None
+    except Exception as error:  # a user's class may raise any
+        raise DataError(
+            f"input {_unpicklable(spec, base)!r}: cannot be pickled for the workers: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _dumped_tree(value: Any, spec: TreeSpec, base: Any, with_graph: bool, above: int = 0) -> bytes:
@@ -226,6 +230,17 @@ def _dumped_tree(value: Any, spec: TreeSpec, base: Any, with_graph: bool, above:
                 path = ".".join(map(str, keys[above:])) + inner
                 raise Refused(path.removeprefix("."), type(node.value).__qualname__) from None
         raise refused
+
+
+def _unpicklable(spec: TreeSpec, base: Any) -> str:
+    """Return where in (args, kwargs) an object stands that cannot be pickled."""
+    for keys, node in nodes(spec):
+        if node.kind == "constant":
+            try:
+                dumped(node.value, base)
+            except Exception:
+                return ".".join(map(str, keys[1:]))
+    return ""
 
 
 def _refuse_wanting(value: Any) -> None:

@@ -133,6 +133,14 @@ class Settings(Rows):
         print("settings", settings())
 
 
+class StartsThread(nn.Module):
+    """A model whose forward starts a thread which does not end."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        threading.Thread(target=time.sleep, args=(600,), name="endless", daemon=True).start()
+        return inputs
+
+
 class Threaded(nn.Module):
     """A model that starts a thread which does not end."""
 
