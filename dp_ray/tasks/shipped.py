@@ -6,6 +6,7 @@ with a graph there is refused by its path, and a parallel module goes as a `Wrap
 
 import functools
 import io
+import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -51,7 +51,7 @@ class TensorForm(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of its elements."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -270,12 +270,6 @@ class _Unpickler(pickle.Unpickler):
         """Return the tensor with a number."""
         self.counts[number] += 1
         return self._tensors[number]
-
-
-def empty(form: TensorForm, device: torch.device) -> torch.Tensor:
-    """Return a tensor of this form, whose elements come later."""
-    made = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=device)
-    return nn.Parameter(made, requires_grad=False) if form.is_parameter else made
 
 
 class Made(NamedTuple):
