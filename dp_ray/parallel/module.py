@@ -26,7 +26,7 @@ from dp_ray.tasks.serve import Here, modes_of
 from dp_ray.tasks.shipped import Wrapper, dumped_input
 from dp_ray.tasks.wire import Packed, ShardOutput, unpacked
 from dp_ray.tensors.scatter import gather, num_rows, rows_dim
-from dp_ray.tensors.tree import TreeSpec, flatten, leaf_keys, unflatten
+from dp_ray.tensors.tree import TreeSpec, flatten, leaf_keys, sizes, unflatten
 
 PREFIX = "module."
 MAX_WAITING = 64
@@ -140,9 +140,9 @@ class DataParallel(Wrapper):
             self._exchange.check_waiting()
             ticket = self._exchange.keep(call)
         outputs, members = self._exchange.forward(call)
-        trees = [pickle.loads(one.tree) for one in outputs]
-        self._take(outputs, [sizes for _, *sizes in trees], [call.owners[one.shard] for one in outputs], members)
-        ends, spec, rows = self._merged(outputs, [spec for spec, *_ in trees], batch)
+        results = [_Result.of(one) for one in outputs]
+        self._take(call, outputs, results, batch, members)
+        ends, spec, rows = self._merged(results, batch)
         has_graph = [any(flags) for flags in zip(*(one.requires_grad for one in outputs), strict=True)]
         if ticket is not None and any(has_graph):
             inputs = [batch.leaves[number] for number in sorted(wants)]
@@ -156,29 +156,29 @@ class DataParallel(Wrapper):
         return unflatten(spec, ends)
 
     def _take(
-        self, outputs: Sequence[ShardOutput], sizes: Sequence[Any], owners: Sequence[Any], members: Sequence[Any]
+        self,
+        call: Call,
+        outputs: Sequence[ShardOutput],
+        results: Sequence["_Result"],
+        batch: "_Batch",
+        members: list[Any],
     ) -> None:
         """Take in what comes beside the outputs: shapes, printed lines, and the buffers of shard 0."""
-        self.shapes = [
-            ShardShape(
-                one.shard,
-                _input_sizes(of_inputs),
-                of_outputs,
-                members.index(owner),
-                owner.place.node,
-                owner.place.device,
-                one.seconds * 1000,
+        self.shapes = []
+        for one, result in zip(outputs, results, strict=True):
+            owner = call.owners[one.shard]
+            where = members.index(owner), owner.place.node, owner.place.device
+            given = unflatten(batch.spec, batch.shards[one.shard])
+            self.shapes.append(
+                ShardShape(one.shard, _input_sizes(*sizes(given)), sizes(result.tree), *where, one.seconds * 1000)
             )
-            for one, (of_inputs, of_outputs), owner in zip(outputs, sizes, owners, strict=True)
-        ]
-        for one in outputs:
             if one.text:
                 sys.stdout.write(one.text)
         if outputs and outputs[0].written:
             self._watch.take_written(self.module, outputs[0].written)
 
     def _merged(
-        self, outputs: Sequence[ShardOutput], specs: Sequence[TreeSpec], batch: "_Batch"
+        self, results: Sequence["_Result"], batch: "_Batch"
     ) -> tuple[list[Any], TreeSpec, list[list[int | None]]]:
         """Return the merged leaves on the caller's device, their tree, and each leaf's rows in each shard.
 
@@ -186,14 +186,13 @@ class DataParallel(Wrapper):
         """
         device = self._device(batch)
         trees, rows = [], []
-        keys = leaf_keys(specs[0])
-        for one, spec in zip(outputs, specs, strict=True):
-            leaves = [unpacked(leaf) for leaf in one.leaves]
+        keys = leaf_keys(results[0].spec)
+        for spec, leaves, tree in results:
             by_key = dict(zip(leaf_keys(spec), leaves, strict=True))
             rows.append([_rows_of(by_key[key], self.dim) if key in by_key else None for key in keys])
-            if self.shards > 1:
-                leaves = [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves]
-            trees.append(unflatten(spec, leaves))
+            if self.shards > 1 and any(leaf.ndim == 0 for leaf in leaves):
+                tree = unflatten(spec, [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves])
+            trees.append(tree)
         if len(trees) == 1:
             merged, spec = flatten(trees[0])
             merged = [one.clone() if isinstance(one, torch.Tensor) else one.copy() for one in merged]
@@ -305,6 +304,20 @@ class _Batch:
                 yield one.detach() if isinstance(one, torch.Tensor) else one
 
 
+class _Result(NamedTuple):
+    """The output of a shard."""
+
+    spec: TreeSpec
+    leaves: list[Any]
+    tree: Any
+
+    @classmethod
+    def of(cls, output: ShardOutput) -> "_Result":
+        """Read what a worker has sent."""
+        spec, leaves = pickle.loads(output.tree), [unpacked(leaf) for leaf in output.leaves]
+        return cls(spec, leaves, unflatten(spec, leaves))
+
+
 def _usual(leaf: Any) -> Any:
     """Return a leaf; of an inference tensor a copy that is none, which a graph may save."""
     is_inference = isinstance(leaf, torch.Tensor) and leaf.is_inference() and not torch.is_inference_mode_enabled()
@@ -315,12 +328,11 @@ def _rows_of(leaf: Any, dim: int) -> int | None:
     return int(leaf.shape[rows_dim(leaf, dim)]) if leaf.ndim else None
 
 
-def _input_sizes(sizes: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+def _input_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the sizes of a shard's arguments: of a single one its own."""
-    args, kwargs = sizes
-    if not kwargs:
-        return args[0] if len(args) == 1 else args
-    return sizes
+    if kwargs:
+        return args, kwargs
+    return args[0] if len(args) == 1 else args
 
 
 class _Backward(NamedTuple):

@@ -59,7 +59,7 @@ from dp_ray.tasks.wire import (
     unpacked,
 )
 from dp_ray.tensors.flat import room, views
-from dp_ray.tensors.tree import flatten, sizes, unflatten
+from dp_ray.tensors.tree import flatten, unflatten
 
 
 class Copy:
@@ -221,9 +221,12 @@ class Served:
                 at, text = given.shard, io.StringIO()
                 copy.set_modes(asked.modes, [*self._graphs_of(number), *graphs.values()])
                 leaves = [self._argument(leaf, asked.modes.is_grad_enabled) for leaf in given.leaves]
-                args, kwargs = unflatten(pickle.loads(asked.spec), leaves)
+                inputs = {number: leaves[number].requires_grad_() for number in sorted(asked.requires_grad)}
+                # A model may write into its inputs, but not into a leaf of a graph.
+                own = [one.clone() if number in inputs else one for number, one in enumerate(leaves)]
+                args, kwargs = unflatten(pickle.loads(asked.spec), own)
                 got = _described(args, kwargs)
-                output, graphs[at] = self._run(copy, asked, given, leaves, got, text)
+                output, graphs[at] = self._run(copy, asked, given, (inputs, args, kwargs), got, text)
                 outputs.append(output)
             if asked.modes.is_grad_enabled and any(any(one.requires_grad) for one in outputs):
                 self._graphs.setdefault((number, asked.call), {}).update(graphs)
@@ -252,16 +255,11 @@ class Served:
         copy: Copy,
         asked: Forward,
         given: ShardInput,
-        leaves: list[Any],
+        arguments: tuple[dict[int, torch.Tensor], Any, Any],
         got: str,
         text: io.StringIO,
     ) -> tuple[ShardOutput, Graph]:
-        assert asked.spec is not None
-        modes = asked.modes
-        inputs = {number: leaves[number].requires_grad_() for number in sorted(asked.requires_grad)}
-        # A model may write into its inputs, but not into a leaf of a graph.
-        own = [one.clone() if at in inputs else one for at, one in enumerate(leaves)]
-        args, kwargs = unflatten(pickle.loads(asked.spec), own)
+        modes, (inputs, args, kwargs) = asked.modes, arguments
 
         def run() -> tuple[Any, float]:
             started = time.perf_counter()
@@ -273,8 +271,7 @@ class Served:
 
         result, seconds = copy.replica.run(Shard(asked.call, given.shard, 0, 0), run, seed=given.seed)
         ends, of_result = flatten(result)
-        told = sizes((args, kwargs)), sizes(result)
-        tree = shipped.dumped_output(of_result, ends, told, self._pickler, modes.is_grad_enabled)
+        tree = shipped.dumped_output(of_result, ends, self._pickler, modes.is_grad_enabled)
         has_graph = [isinstance(one, torch.Tensor) and one.requires_grad for one in ends]
         numbers = [number for number, wants in enumerate(modes.requires_grad) if wants]
         trained = [copy.state.tensors[number] for number in numbers]

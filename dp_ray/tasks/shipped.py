@@ -22,6 +22,8 @@ from dp_ray.errors import DataError, ModelError
 from dp_ray.tensors.tree import TreeSpec, leaf_keys, nodes
 
 Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters or buffers
+USUAL_CONTAINERS = {None, tuple, list, dict}
+USUAL_VALUES = {type(None), bool, int, float, str}
 
 
 class Wrapper(nn.Module):
@@ -175,17 +177,15 @@ def digest(value: Any, base: Any, name: Callable[[Any], Any]) -> bytes:
     return file.hash.digest()
 
 
-def dumped_output(
-    spec: TreeSpec, leaves: Sequence[Any], besides: Sequence[Any], base: Any, with_graph: bool
-) -> bytes:
-    """Pickle an output's spec, and what is to go `besides` it.
+def dumped_output(spec: TreeSpec, leaves: Sequence[Any], base: Any, with_graph: bool) -> bytes:
+    """Pickle an output's spec.
 
     Raises ModelError, with its path, for what cannot be sent, and for a graph that would be lost.
     """
     if odd := odd_leaf(spec, leaves):
         raise ModelError(f"output {odd[0]!r} is {odd[1]}: return a dense tensor")
     try:
-        return _dumped_tree((spec, *besides), spec, base, with_graph)
+        return _dumped_tree(spec, base, with_graph)
     except Refused as refused:
         raise ModelError(
             f"output {refused.path!r} has a graph, which would be lost: it is in a {refused.kind}, which comes by "
@@ -201,7 +201,7 @@ def dumped_input(spec: TreeSpec, leaves: Sequence[Any], base: Any, with_graph: b
     if odd := odd_leaf(spec, leaves, above=1):
         raise DataError(f"input {odd[0]!r} is {odd[1]}: pass a dense tensor")
     try:
-        return _dumped_tree(spec, spec, base, with_graph, above=1)
+        return _dumped_tree(spec, base, with_graph, above=1)
     except Refused as refused:
         raise DataError(
             f"input {refused.path!r} wants a gradient, which would not come to it: it is in a {refused.kind}, which "
@@ -214,16 +214,26 @@ def dumped_input(spec: TreeSpec, leaves: Sequence[Any], base: Any, with_graph: b
         ) from error
 
 
-def _dumped_tree(value: Any, spec: TreeSpec, base: Any, with_graph: bool, above: int = 0) -> bytes:
-    """Pickle a value that holds a tree's spec.
+def _is_usual(spec: TreeSpec) -> bool:
+    """Return whether a tree holds no object and no class but Python's own."""
+    return all(
+        node.container in USUAL_CONTAINERS and {type(node.value), *map(type, node.keys)} <= USUAL_VALUES
+        for _, node in nodes(spec)
+    )
+
+
+def _dumped_tree(spec: TreeSpec, base: Any, with_graph: bool, above: int = 0) -> bytes:
+    """Pickle a tree's spec.
 
     With a graph, raises Refused if an object in it holds a tensor that wants a gradient: it is no leaf of the tree,
     so none would come to it. The path leaves out the first `above` keys.
     """
+    if _is_usual(spec):  # most are, and need none of what takes long
+        return pickle.dumps(spec, 5)
     if not with_graph:
-        return dumped(value, base)
+        return dumped(spec, base)
     try:
-        return dumped(value, base, _refuse_wanting)
+        return dumped(spec, base, _refuse_wanting)
     except Refused as refused:
         for keys, node in nodes(spec):
             if node.kind == "constant" and (inner := _wanting(node.value, base)) is not None:

@@ -163,7 +163,7 @@ class Forward:
 class ShardOutput:
     """The output of a shard, and which of its leaves have a graph; `text` is what user code printed.
 
-    `tree` is pickled, since user classes may be in it: the output's spec, and the sizes of inputs and outputs.
+    `tree` is the output's spec, pickled, since user classes may be in it.
     `sparse` are the numbers, among the trained parameters, of those with sparse gradients.
     """
 

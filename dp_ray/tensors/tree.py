@@ -145,7 +145,7 @@ def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
 
     Raises ValueError for a wrong number of leaves, and Error if a class cannot be made from its contents.
     """
-    if len(leaves) != len(spec.paths):
+    if len(leaves) != len(leaf_keys(spec)):
         raise ValueError(f"got {len(leaves)} leaves for the {len(spec.paths)} places {spec.paths}")
     return _build(spec, iter(leaves))
 
