@@ -42,8 +42,8 @@ from dp_ray.tasks.wire import (
     ShardOutput,
     Sync,
     of_parts,
-    owned,
     packed,
+    unpacked,
 )
 from dp_ray.text import counted
 
@@ -480,7 +480,7 @@ class Exchange:
         """Return the gradient of each trained parameter, on its device; None for one that no shard has used."""
         device = call.version.tensors[0].device if call.version.tensors else torch.device("cpu")
         slices = zip(*(one.slices for one in parts), strict=True)
-        vectors = [torch.cat([owned(piece, device) for piece in pieces]) for pieces in slices]
+        vectors = [on_device(torch.cat(list(map(unpacked, pieces))), device) for pieces in slices]
         views, counts = layout.views(vectors)
         sparse = {number: of_parts(one, device) for part in parts for number, one in part.sparse.items()}
         return [

@@ -97,9 +97,9 @@ def why_odd(tensor: torch.Tensor) -> str | None:
 
 def odd_leaf(spec: TreeSpec, leaves: Sequence[Any], above: int = 0) -> tuple[str, str] | None:
     """Return the path of the first leaf whose elements cannot be sent, and what it is; None if all can."""
-    for keys, leaf in zip(leaf_keys(spec), leaves, strict=True):
+    for at, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and (odd := why_odd(leaf)):
-            return ".".join(map(str, keys[above:])), odd
+            return ".".join(map(str, leaf_keys(spec)[at][above:])), odd
     return None
 
 
