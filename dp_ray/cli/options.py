@@ -159,7 +159,8 @@ def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: 
         say_unless_quiet(f"{name}: {what_begins(address)}", is_quiet)
         with connected_early(jobs[0], address, is_verbose, server) as connection:
             with collector_paused():
-                from dp_ray.cluster import workers  # noqa: F401
+                from dp_ray.cluster import worker, workers  # noqa: F401
+                from dp_ray.monitor import monitor  # noqa: F401
             raise_put_off()
             with if_longer(AWAIT_SECONDS, lambda: say_unless_quiet(f"{name}: {what_is_awaited(address)}", is_quiet)):
                 connection.wait()

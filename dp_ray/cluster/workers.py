@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 from ray.util.metrics import Gauge
@@ -40,16 +40,12 @@ from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.model import check_machine
 from dp_ray.engine.objects import check_packs, pack, refused
-from dp_ray.engine.votes import StopRequested
 from dp_ray.errors import ClusterLost, Error, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Failed, Finished, GaveUp, WorkerReady, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Console, Progress
-from dp_ray.monitor.faults import Fault
-from dp_ray.monitor.monitor import Monitor, listening
-from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.history import NOT_MEASURED
 from dp_ray.system.imports import postponed
 from dp_ray.system.process import environment, own_folder
@@ -64,8 +60,11 @@ with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever
     from dp_ray.cluster.internals.trainer import ControlledTrainer
     from dp_ray.cluster.loop import train_loop_per_worker
     from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports, answers_at
-    from dp_ray.cluster.worker import Assignment
 
+if TYPE_CHECKING:  # what jobs need: workers that serve modules start without it
+    from dp_ray.monitor.faults import Fault
+    from dp_ray.monitor.monitor import Monitor
+    from dp_ray.rundir.claim import RunDir
 
 CLOSE_SECONDS = 5.0
 LOOK_SECONDS = 1.0  # between two looks at whether workers are waited for
@@ -158,10 +157,10 @@ class Workers:
     def run(
         self,
         job: Job,
-        claimed: RunDir,
+        claimed: "RunDir",
         rows: Mapping[str, int],
-        monitor: Monitor,
-        faults: tuple[Fault, ...],
+        monitor: "Monitor",
+        faults: tuple["Fault", ...],
         is_last: bool = False,
     ) -> None:
         """Run a job to its end on the first `job.workers` of these workers; `is_last` says that no other follows.
@@ -169,6 +168,8 @@ class Workers:
         Raises StopRequested if the user stopped the job, else the error that ended it. The workers go on, unless
         the caller was interrupted or Ray Train has given up.
         """
+        from dp_ray.monitor.monitor import listening
+
         self._number += 1
         monitor.node_control = RayNodeControl(self.channel, self._number)
         terms = Terms(
@@ -201,8 +202,10 @@ class Workers:
             ray.get(self.channel.begin.remote(terms, [encoded(keys)]))
         return self._number
 
-    def _packed(self, job: Job, claimed: RunDir, rows: Mapping[str, int], faults: tuple[Fault, ...]) -> list[Any]:
+    def _packed(self, job: Job, claimed: "RunDir", rows: Mapping[str, int], faults: tuple["Fault", ...]) -> list[Any]:
         """Return a reference to the job's Assignment, and its `env`, which Ray might write to a disk with it."""
+        from dp_ray.cluster.worker import Assignment
+
         assigned = Assignment(
             job.model_copy(update={"env": {}}),
             claimed.storage.location,
@@ -213,7 +216,9 @@ class Workers:
         )
         return [put_apart(pack(assigned, ray.cloudpickle.CloudPickler)), job.env]
 
-    def _check_end(self, monitor: Monitor) -> None:
+    def _check_end(self, monitor: "Monitor") -> None:
+        from dp_ray.engine.votes import StopRequested
+
         if monitor.end.finished:
             self.take_end(monitor.end.finished)
             if any(worker.is_stopped for worker in monitor.end.finished):
@@ -305,10 +310,10 @@ class OwnWorkers:
     def run(
         self,
         job: Job,
-        claimed: RunDir,
+        claimed: "RunDir",
         rows: Mapping[str, int],
-        monitor: Monitor,
-        faults: tuple[Fault, ...],
+        monitor: "Monitor",
+        faults: tuple["Fault", ...],
     ) -> None:
         """Run a job to its end.
 
@@ -346,7 +351,7 @@ class OwnWorkers:
                 self._open.enter_context(self.early or connected(job, self.address, self.verbose))
         return self._is_own
 
-    def _start(self, job: Job, monitor: Monitor) -> Workers:
+    def _start(self, job: Job, monitor: "Monitor") -> Workers:
         if self.early is None and self._is_own is None:  # else there is nothing to wait for
             monitor.begin(what_begins(self.address))
         is_own = self._connect(job)
