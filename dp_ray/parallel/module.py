@@ -117,7 +117,8 @@ class DataParallel(Wrapper):
         """
         # torch.compile goes on after the call: it cannot look into what runs elsewhere. Its import takes seconds.
         dynamo = sys.modules.get("torch._dynamo")
-        return self._run(*args, **kwargs) if dynamo is None else _uncompiled(dynamo)(self, *args, **kwargs)
+        run = self._run if dynamo is None else dynamo.disable(self._run)
+        return run(*args, **kwargs)
 
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
@@ -246,11 +247,6 @@ class DataParallel(Wrapper):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._begin()
-
-
-@functools.cache
-def _uncompiled(dynamo: Any) -> Any:
-    return dynamo.disable(DataParallel._run)
 
 
 def serving(keys: WorkerKeys, address: str | None, quiet: bool) -> Serving:

@@ -21,7 +21,6 @@ from dp_ray.engine.objects import part_that_fails, reduced
 from dp_ray.errors import DataError, ModelError
 from dp_ray.tensors.tree import TreeSpec, leaf_keys, nodes
 
-Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters or buffers
 USUAL_CONTAINERS = {None, tuple, list, dict}
 USUAL_VALUES = {type(None), bool, int, float, str}
 
@@ -286,8 +285,7 @@ class Made(NamedTuple):
     """A module as it has come to a worker."""
 
     module: nn.Module
-    places: list[list[Place]]  # of each tensor: as parameter or buffer
-    elsewhere: frozenset[int]  # the tensors that also stand in another place, as in a list
+    elsewhere: frozenset[int]  # the tensors that stand in another place than as parameter or buffer too, as in a list
 
 
 def made(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Made:
@@ -297,10 +295,8 @@ def made(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Made:
     """
     unpickler = _Unpickler(pickled, tensors)
     module = unpickler.load()
-    numbers = {id(one): at for at, one in enumerate(tensors)}
-    places: list[list[Place]] = [[] for _ in tensors]
-    for one in module.modules():
-        for name, tensor in [*one._parameters.items(), *one._buffers.items()]:
-            if id(tensor) in numbers:
-                places[numbers[id(tensor)]].append((one, name))
-    return Made(module, places, frozenset(at for at, count in unpickler.counts.items() if count > len(places[at])))
+    registered = Counter(
+        id(one) for each in module.modules() for one in [*each._parameters.values(), *each._buffers.values()]
+    )
+    elsewhere = (at for at, count in unpickler.counts.items() if count > registered[id(tensors[at])])
+    return Made(module, frozenset(elsewhere))
