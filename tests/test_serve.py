@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from dp_ray.errors import ClusterError, ModelError, cause_of
 from dp_ray.parallel import module as parallel
@@ -487,6 +489,26 @@ def test_here_nothing_of_the_process_changes() -> None:
     assert (random.getstate(), str(np.random.get_state()), torch.get_num_threads()) == states[1:]
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.equal(inputs, torch.ones(4, 3)), "a model writes its own copy"
+
+
+def test_here_hooks_on_what_graphs_save_are_the_callers_alone() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    inputs = torch.randn(6, 4)
+    found = []
+    for around in [checkpoint, lambda model, inputs, **_: model(inputs)]:
+        module.zero_grad()
+        with DataParallel(module, 0, shards=2, seed=1, quiet=True) as model:
+            output = around(model, inputs, use_reentrant=False)
+            output.square().sum().backward()
+        found.append([output, *(one.grad for one in module.parameters())])
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+    seen: list[torch.Tensor] = []
+    with DataParallel(module, 0, quiet=True) as model, saved_tensors_hooks(seen.append, lambda _: seen[-1]):
+        output = model(inputs)
+        assert not seen
+        output.square()
+    assert len(seen) == 1, "they are set again after the call"
 
 
 LOCAL = """

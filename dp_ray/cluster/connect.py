@@ -36,7 +36,8 @@ class EarlyConnection(threading.Thread):
     """
 
     def __init__(self, connect: Callable[[], AbstractContextManager[None]]) -> None:
-        super().__init__(name="connection to Ray")
+        # At its end Python waits for threads that are no daemons before it runs what is to end the connection.
+        super().__init__(name="connection to Ray", daemon=True)
         self._connect = connect
         self._is_there = threading.Event()
         self._ends = threading.Event()

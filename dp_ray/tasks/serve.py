@@ -551,6 +551,21 @@ def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return ", ".join(told)
 
 
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Run the block without the hooks on what graphs save that the caller has set, as a checkpoint does around it."""
+    of_torch: Any = torch._C._autograd
+    found = []
+    while (hooks := of_torch._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(hooks)
+        of_torch._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(found):
+            of_torch._push_saved_tensors_default_hooks(*hooks)
+
+
 @dataclass(eq=False)
 class Process:
     """The caller's process, as a member of its workers."""
@@ -581,7 +596,11 @@ class Here:
         answers = {}
         for member, message in messages.items():
             # A worker has no mode of the caller's but those of the message.
-            with preserved(torch.device(self._member.place.device)), torch.inference_mode(False), torch.enable_grad():
+            with ExitStack() as within:
+                within.enter_context(preserved(torch.device(self._member.place.device)))
+                within.enter_context(torch.inference_mode(False))
+                within.enter_context(torch.enable_grad())
+                within.enter_context(_without_hooks())
                 answers[member] = self._served.answer(message)
         return answers
 
