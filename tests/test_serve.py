@@ -453,6 +453,31 @@ def test_the_shards_of_a_lost_worker_are_run_again(tmp_path: Path, when: str) ->
         assert torch.equal(got, wanted)
 
 
+def test_a_worker_may_be_lost_once_it_has_run_its_shard_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one is lost in the same call, which so goes on without either."""
+    module, inputs = nn.Linear(2, 2), torch.ones(4, 2)
+    with DataParallel(module, 2, quiet=True) as model:
+        model(inputs)
+        first, second = served().ready()
+        usual = served().call
+
+        def call(messages: Any) -> Any:
+            monkeypatch.undo()
+            second.kill()
+            answers = usual(messages)
+            first.kill()
+            return answers
+
+        monkeypatch.setattr(served(), "call", call)
+        output = model(inputs)
+        assert [one.rank for one in model.shapes] == [0, 1]
+        assert not {first, second} & set(served().members)
+        output.sum().backward()
+        torch.testing.assert_close(output, module(inputs))
+        assert module.weight.grad is not None
+        assert module.weight.grad.tolist() == [[4.0, 4.0]] * 2
+
+
 def test_graphs_are_dropped_with_their_outputs_and_with_their_backward() -> None:
     model = DataParallel(nn.Sequential(nn.Linear(2, 100), nn.Tanh()), 2, quiet=True)
 

@@ -310,19 +310,22 @@ class Exchange:
             f"worker (rank {most[1]}): call backward, let their outputs go, or call the module under torch.no_grad()"
         )
 
-    def forward(self, call: Call) -> tuple[list[ShardOutput], list[Member]]:
-        """Run a call's shards; return their outputs in order, and the workers in the order of their ranks.
+    def forward(self, call: Call) -> tuple[list[ShardOutput], list[int]]:
+        """Run a call's shards; return their outputs in order, and the ranks that ran them.
 
         Raises ModelError if the model raised, naming the shard, and WorkerError if workers are lost again and again.
         """
         with self.workers.lock:
             self.check_open()
             outputs: dict[int, ShardOutput] = {}
+            ranks: dict[int, int] = {}  # one that has run a shard may be lost while others run theirs again
             for _ in range(TRIES):
                 members = self.workers.serving.ready()
                 self._run(call, members, outputs)
+                for shard in outputs.keys() - ranks.keys():
+                    ranks[shard] = members.index(call.owners[shard])
                 if len(outputs) == len(call.inputs):
-                    return [outputs[shard] for shard in call.filled], members
+                    return [outputs[shard] for shard in call.filled], [ranks[shard] for shard in call.filled]
             raise WorkerError(
                 f"call {call.number}: workers were lost in each of {TRIES} tries, as where the forward ends its "
                 f"process or takes all memory; the last one: {call.lost or 'a collective failed'}"

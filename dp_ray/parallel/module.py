@@ -139,9 +139,9 @@ class DataParallel(Wrapper):
         if modes.is_grad_enabled and (wants or trained):
             self._exchange.check_waiting()
             ticket = self._exchange.keep(call)
-        outputs, members = self._exchange.forward(call)
+        outputs, ranks = self._exchange.forward(call)
         results = [_Result.of(one) for one in outputs]
-        self._take(call, outputs, results, batch, members)
+        self._take(call, outputs, results, batch, ranks)
         ends, spec, rows = self._merged(results, batch)
         has_graph = [any(flags) for flags in zip(*(one.requires_grad for one in outputs), strict=True)]
         if ticket is not None and any(has_graph):
@@ -161,16 +161,15 @@ class DataParallel(Wrapper):
         outputs: Sequence[ShardOutput],
         results: Sequence["_Result"],
         batch: "_Batch",
-        members: list[Any],
+        ranks: Sequence[int],
     ) -> None:
         """Take in what comes beside the outputs: shapes, printed lines, and the buffers of shard 0."""
         self.shapes = []
-        for one, result in zip(outputs, results, strict=True):
-            owner = call.owners[one.shard]
-            where = members.index(owner), owner.place.node, owner.place.device
-            given = unflatten(batch.spec, batch.shards[one.shard])
+        for one, result, rank in zip(outputs, results, ranks, strict=True):
+            place = call.owners[one.shard].place
+            given, found = _input_sizes(*sizes(unflatten(batch.spec, batch.shards[one.shard]))), sizes(result.tree)
             self.shapes.append(
-                ShardShape(one.shard, _input_sizes(*sizes(given)), sizes(result.tree), *where, one.seconds * 1000)
+                ShardShape(one.shard, given, found, rank, place.node, place.device, one.seconds * 1000)
             )
             if one.text:
                 sys.stdout.write(one.text)
