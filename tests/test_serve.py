@@ -518,7 +518,8 @@ def test_here_hooks_on_what_graphs_save_are_the_callers_alone() -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
     inputs = torch.randn(6, 4)
     found = []
-    for around in [checkpoint, lambda model, inputs, **_: model(inputs)]:
+    arounds: list[Any] = [checkpoint, lambda model, inputs, **_: model(inputs)]
+    for around in arounds:
         module.zero_grad()
         with DataParallel(module, 0, shards=2, seed=1, quiet=True) as model:
             output = around(model, inputs, use_reentrant=False)
