@@ -497,6 +497,22 @@ def test_graphs_are_dropped_with_their_outputs_and_with_their_backward() -> None
     assert held() == 0
 
 
+class MakesOwn(nn.Module):
+    """Its graph leads to nothing of the caller's."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(inputs * torch.ones(1, requires_grad=True))
+
+
+def test_no_graph_stays_to_which_no_backward_comes() -> None:
+    with DataParallel(MakesOwn(), 0, quiet=True) as model:
+        for _ in range(3):
+            assert not model(torch.ones(4, 2)).requires_grad
+        serving = Workers.sets[True].serving
+        held = serving.call(dict.fromkeys(serving.ready(), HeldBytes(model._exchange.number)))
+        assert list(held.values()) == [0]
+
+
 def test_here_nothing_of_the_process_changes() -> None:
     torch.manual_seed(0)
     random.seed(0)

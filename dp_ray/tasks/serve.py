@@ -228,7 +228,8 @@ class Served:
                 got = _described(args, kwargs)
                 output, graphs[at] = self._run(copy, asked, given, (inputs, args, kwargs), got, text)
                 outputs.append(output)
-            if asked.modes.is_grad_enabled and any(any(one.requires_grad) for one in outputs):
+            leads_back = asked.modes.is_grad_enabled and (asked.requires_grad or any(asked.modes.requires_grad))
+            if leads_back and any(any(one.requires_grad) for one in outputs):
                 self._graphs.setdefault((number, asked.call), {}).update(graphs)
             return outputs
         except PeerIsLost as lost:
