@@ -110,14 +110,14 @@ class Channel:
         self._stores: dict[str, tuple[str, int]] = {}  # host and port, by attempt
         self._changed = asyncio.Condition()
         self._losses = 0  # since a worker has last begun to serve
-        self._finished = 0  # the number of the job that has finished, whose workers may have a last word
+        self._served = 0  # the number of what was served last, whose workers still say what they leave behind
 
     async def put(self, message: bytes, number: int = 0) -> Ask:
         """Take in a message about job `number`, 0: about any; the answer is what the workers are asked to do now.
 
         Workers of a job that was given up may send until they are ended; what they send is dropped.
         """
-        if number in (0, self._terms.number, self._finished):
+        if number in (0, self._terms.number, self._served):
             self._messages.append(message)
             self._arrived.set()
         return self._request.ask
@@ -141,14 +141,14 @@ class Channel:
         async with self._changed:
             self._messages = [*self._phase]  # what else there is concerns no job, such as workers lost while idle
             self._fired, self._ended, self._stores = set(), {}, {}
-            self._losses = self._finished = 0
+            self._losses = self._served = 0
             self._terms, self._job = terms, job
             self._changed.notify_all()
 
     async def finish(self, number: int) -> None:
-        """End a job, so that no worker begins it any more; what its workers still say is taken in until the next."""
+        """End a job, so that no worker begins it any more."""
         if number == self._terms.number:
-            self._finished = number
+            self._served = number if self._terms.serves else 0
             await self._become_idle()
 
     async def give_up(self, number: int, message: bytes) -> None:
