@@ -113,7 +113,7 @@ class Serving:
 
     def _listen(self) -> None:
         with suppress(RayError):  # whoever calls the workers finds out
-            while not self._has_heard_all():
+            while not self._has_heard_all() and ray.is_initialized():  # else Ray would start another one
                 for message in receive(self._workers.channel):
                     with self._heard:
                         self._hear(message)
@@ -158,6 +158,10 @@ class Serving:
         Takes in those that have come, and waits for one if there is none. Raises ClusterError if none comes, or if
         they cannot form a group.
         """
+        if not ray.is_initialized():
+            raise ClusterError(
+                "the Ray of the module's workers was shut down: make another dp_ray.DataParallel of it"
+            )
         why = "workers are lost again and again"
         for _ in range(GROUPS + 1):
             self._settle()
@@ -262,8 +266,12 @@ class Serving:
         The answer of a member that is gone is `Lost`. Raises what answering has raised, once all have ended.
         """
         self._settle()
-        for member, asked in messages.items():
-            self._unsettled[member] = member.handle.call.remote(encoded(asked))
+        try:
+            for member, asked in messages.items():
+                self._unsettled[member] = member.handle.call.remote(encoded(asked))
+        except BaseException:  # as of Ctrl-C: those that have a message may wait for others that have none
+            self._has_changed, self._lost_since = True, self._lost_since or time.monotonic()
+            raise
         try:
             answers = ray.get(list(self._unsettled.values()))
             self._unsettled.clear()
@@ -317,7 +325,8 @@ class Serving:
             return
         self.is_closed = True
         with suppress(RayError):  # the workers have ended, or the cluster has
-            ray.get(self._workers.channel.finish.remote(self._number))
+            if ray.is_initialized():
+                ray.get(self._workers.channel.finish.remote(self._number))
         self._thread.join(END_SECONDS)
         self._gives_up = True
         self._thread.join()

@@ -269,7 +269,7 @@ class Workers:
         Workers that had to be ended may keep their resources until the connection ends. Those that were ended before,
         maybe in a connection that has ended too, have not left.
         """
-        if self.is_aborted:
+        if self.is_aborted or not ray.is_initialized():  # without a connection, a call would start another Ray
             return False
         if not self.is_over:
             ray.get(self.channel.close.remote())
