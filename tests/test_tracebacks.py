@@ -14,7 +14,7 @@ from torch import nn
 
 import dp_ray
 from dp_ray import messages
-from dp_ray.cluster import worker
+from dp_ray.cluster import group, worker
 from dp_ray.cluster.channel import WorkerConfig
 from dp_ray.engine.step import build_step
 from dp_ray.engine.world import World
@@ -279,7 +279,7 @@ def test_what_raised_is_named_on_every_worker_of_a_group(tmp_path: Path, failing
 
 def test_a_worker_sends_the_users_frames_and_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Failed] = []
-    monkeypatch.setattr(worker, "send", lambda channel, message, number: told.append(message))
+    monkeypatch.setattr(group, "send", lambda channel, message, number: told.append(message))
 
     given: Any = WorkerConfig(None, False)
     with contextlib.suppress(messages.WorkerExit), worker.reported_errors(given, "a", World(1, 2), lambda: False):
@@ -311,7 +311,7 @@ def test_a_workers_error_reaches_the_driver_as_the_class_of_ours_that_it_is(
     monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Error]
 ) -> None:
     told: list[bytes] = []
-    monkeypatch.setattr(worker, "send", lambda channel, message, number: told.append(pickle.dumps(message)))
+    monkeypatch.setattr(group, "send", lambda channel, message, number: told.append(pickle.dumps(message)))
     given: Any = WorkerConfig(None, False)
     with contextlib.suppress(messages.WorkerExit), worker.reported_errors(given, "a", World(1, 2), lambda: False):
         raise error

@@ -269,9 +269,9 @@ class Workers:
         Workers that had to be ended may keep their resources until the connection ends. Those that were ended before,
         maybe in a connection that has ended too, have not left.
         """
-        if self.is_aborted or not ray.is_initialized():  # without a connection, a call would start another Ray
+        if self.is_aborted:
             return False
-        if not self.is_over:
+        if not self.is_over and ray.is_initialized():  # without a connection, a call would start another Ray
             ray.get(self.channel.close.remote())
             self.trainer.wait(seconds)
         has_left = self.trainer.has_ended

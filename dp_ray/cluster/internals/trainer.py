@@ -130,7 +130,7 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Kill the controller, and with it its workers."""
-        if self._controller is not None:
+        if self._controller is not None and ray.is_initialized():
             ray.kill(self._controller)
 
 
