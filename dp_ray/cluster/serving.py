@@ -9,7 +9,7 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -177,11 +177,14 @@ class Serving:
         raise ClusterError(f"the workers cannot form a process group: {why}")
 
     def _joins(self) -> dict[Member, Join]:
+        from dp_ray.cluster.workers import backend_of  # here: it comes with Ray Train
+
         members = self.members
         self._num_groups += 1
         node_ids = [one.place.node_id for one in members]
         nodes = list(dict.fromkeys(node_ids))
         joins = {}
+        backend = backend_of(self.keys, self.each.get("GPU", 0))
         for rank, one in enumerate(members):
             world = World(
                 rank=rank,
@@ -192,12 +195,8 @@ class Serving:
                 device=torch.device(one.place.device),
             )
             attempt = f"{self._number}-{self._num_groups}"
-            joins[one] = Join(attempt, world, self._backend(members), node_ids.count(one.place.node_id))
+            joins[one] = Join(attempt, world, backend, node_ids.count(one.place.node_id))
         return joins
-
-    def _backend(self, members: Sequence[Member]) -> str:
-        shares = 0 < self.each.get("GPU", 0) < 1
-        return "cpu:gloo,cuda:nccl" if all("cuda" in one.place.device for one in members) and not shares else "gloo"
 
     def regroup(self) -> None:
         """Have the next `ready` form the group anew."""

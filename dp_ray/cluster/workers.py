@@ -452,8 +452,8 @@ def launch(
     return trainer
 
 
-def backend_of(job: Job, gpus_per_worker: float) -> str:
-    """Return the backend of the job's process group, on workers that hold so many GPUs each.
+def backend_of(job: WorkerKeys, gpus_per_worker: float) -> str:
+    """Return the backend of the process group of a job, or of parallel modules, on workers of so many GPUs each.
 
     Workers with a fraction of a GPU may share one, which NCCL refuses ("Duplicate GPU"). gloo takes CUDA tensors in
     all collectives used here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory. Beside
