@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Three processes, each with whole files: some tests wait.
 FILES := -n 3 --dist loadfile --no-loadscope-reorder
-FUZZED := $(addprefix tests/test_,fuzz.py fuzz_around.py constructors.py damaged_data.py data_files.py bad_records.py)
-FUZZED += tests/test_data_on_s3.py::test_files_of_a_store_are_named_by_the_same_rule
+FUZZED := $(addprefix tests/engine/test_,fuzz.py fuzz_around.py constructors.py)
+FUZZED += $(addprefix tests/data/test_,damaged_data.py files.py bad_records.py)
+FUZZED += tests/data/test_on_s3.py::test_files_of_a_store_are_named_by_the_same_rule
 # The kernels that any x86 processor has: those of torch, of oneDNN (convolutions) and of MKL (products of
 # matrices; MKL_ENABLE_INSTRUCTIONS does nothing on processors of AMD).
 LOWEST := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
@@ -46,7 +47,7 @@ below: $(VENV)/installed
 
 # Only files with such tests are imported.
 on-ray: $(VENV)/installed
-	$(BIN)/python -m pytest -m ray -n 2 --dist loadgroup $$(grep -l mark.ray tests/test_*.py)
+	$(BIN)/python -m pytest -m ray -n 2 --dist loadgroup $$(grep -rl --include='test_*.py' --exclude-dir=gpu mark.ray tests)
 
 # As `test`: what needs the bits of a newer processor fails here.
 lowest: $(VENV)/installed
@@ -63,7 +64,7 @@ sim: $(VENV)/installed
 	$(BIN)/python -m pytest tests/sim
 
 ray: $(VENV)/installed
-	$(BIN)/python -m pytest tests/test_ray_internals.py
+	$(BIN)/python -m pytest tests/cluster/test_ray_internals.py
 
 fuzz: $(VENV)/installed
 	$(BIN)/python -m pytest $(FUZZED) --hypothesis-profile=fuzz

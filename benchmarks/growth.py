@@ -25,8 +25,8 @@ from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor, listening
 from dp_ray.plan.costs import Plan
 from dp_ray.plan.split import Split, Work
-from dp_ray.steps.reports import ReportFile
 from dp_ray.storage import Storage
+from dp_ray.telemetry.reports import ReportFile
 from dp_ray.trackers.tensorboard import TensorBoardWriter
 
 ROWS = 10**9

@@ -26,8 +26,8 @@ from benchmarks import nets
 from benchmarks.compare import compared
 from benchmarks.gpu import LARGE, NO_SLOWER, SMALL, Case, autocast, plain_model
 from benchmarks.table import HEADER, line, rate_text
-from dp_ray.steps.times import STEP_PARTS, read_step_times
 from dp_ray.storage import Storage
+from dp_ray.telemetry.times import STEP_PARTS, read_step_times
 
 HOW = ("eager", "compiled")
 STEPS, WARM = 120, 40

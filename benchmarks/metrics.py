@@ -31,8 +31,8 @@ from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.messages import Logged, Report
 from dp_ray.monitor.console import Progress
-from dp_ray.steps.times import packed
 from dp_ray.storage import Storage
+from dp_ray.telemetry.times import packed
 from dp_ray.trackers.feed import Feed, about_run, end_all
 from dp_ray.trackers.process import TrackerProcess
 from dp_ray.trackers.tensorboard import TensorBoardWriter

@@ -27,9 +27,9 @@ from dp_ray.messages import TimedSteps
 from dp_ray.report.page import page_of, write_page
 from dp_ray.results.result import Result
 from dp_ray.rundir.history import METRICS
-from dp_ray.steps.times import StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
+from dp_ray.telemetry.times import StepTimeWriter
 
 STEPS, FEW = 1_000_000, 1_000
 WORKERS = 2

@@ -8,7 +8,7 @@ import numpy as np
 
 from dp_ray.engine.world import World
 from dp_ray.messages import Message, Report, ShardSpan, Sizes, WorkerReady
-from dp_ray.steps.shapes import report_interval
+from dp_ray.telemetry.shapes import report_interval
 
 MANY = 4_096  # workers
 STEPS_A_SECOND = 50

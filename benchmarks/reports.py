@@ -23,7 +23,7 @@ from benchmarks.table import Row, time_text
 from dp_ray.cluster.channel import open_channel, send
 from dp_ray.engine.world import World
 from dp_ray.plan.split import Shard
-from dp_ray.steps.shapes import Probe, Recorder
+from dp_ray.telemetry.shapes import Probe, Recorder
 from jobs.tutorial import Model
 
 STEPS = 4_000

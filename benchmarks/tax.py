@@ -31,8 +31,8 @@ from dp_ray.engine.clock import StepClock
 from dp_ray.engine.random import ForwardSeeds, RngProbe
 from dp_ray.engine.votes import Stats, StepControl
 from dp_ray.engine.world import World
-from dp_ray.steps.shapes import Probe, Recorder
-from dp_ray.steps.times import History
+from dp_ray.telemetry.shapes import Probe, Recorder
+from dp_ray.telemetry.times import History
 
 ROWS, BATCH, WIDTH = 3200, 32, 64
 BLOCK, WARM, TURNS = 50, 4, 60  # steps in a turn; turns that are not measured, and that are

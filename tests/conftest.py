@@ -41,8 +41,17 @@ hypothesis.settings.load_profile("dp_ray")
 
 # With `--dist loadgroup` two processes run the tests, each with a cluster of its own: these files, which wait much or
 # have no use for a session, and all others.
-_BESIDE = "cluster", "first_start", "fsdp", "hosts", "ray_internals", "shards_auto", "submitted", "sweeps", "wheel"
-BESIDE = {f"tests/test_{one}.py" for one in _BESIDE}
+BESIDE = {
+    "cluster/test_first_start.py",
+    "cluster/test_hosts.py",
+    "cluster/test_placement.py",
+    "cluster/test_ray_internals.py",
+    "cluster/test_submitted.py",
+    "driver/test_shards_auto.py",
+    "engine/test_fsdp.py",
+    "sweeps/test_sweeps.py",
+    "test_wheel.py",
+}
 
 MANY_MODULES = 50
 LAST = -1000  # below the priority of everything else that multiprocessing does when a process ends
@@ -52,7 +61,7 @@ class TwoGroups(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type
     """Gives each process a group of tests. (xdist's own way, a mark, does not reach pytest 9.)"""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "beside" if nodeid.partition("::")[0] in BESIDE else "rest"
+        return "beside" if nodeid.partition("::")[0].removeprefix("tests/") in BESIDE else "rest"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:

@@ -13,7 +13,7 @@ from tests.support.fresh import loaded_by, modules_of
 from tests.support.sources import ORDER, nodes_of
 
 PACKAGE = Path(dp_ray.__file__).parent
-INNER = {"plan", "job", "tensors", "engine", "rundir", "outputs", "steps"}
+INNER = {"plan", "job", "tensors", "engine", "rundir", "outputs", "telemetry"}
 SATELLITES = {"data", "report", "trackers", "sweeps"}  # each could be removed as a folder
 
 

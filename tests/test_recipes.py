@@ -229,7 +229,7 @@ def test_a_loss_with_weights_of_classes_shows_no_step_of_another_mean(tmp_path: 
 
 
 def test_the_recipe_stands_in_the_docs() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
+    page = (ROOT / "docs" / "training.md").read_text()
     assert '{"loss": (outputs.loss * n, n), "outputs": outputs.logits, "target": batch["labels"]}' in page
 
 

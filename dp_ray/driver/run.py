@@ -43,11 +43,11 @@ from dp_ray.rundir.ledger import FILES, PARTS
 from dp_ray.rundir.listing import PROGRESS
 from dp_ray.rundir.quarantine import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
 from dp_ray.rundir.start import LINKS, first_step
-from dp_ray.steps.reports import REPORTS, ReportFile, read_journal, read_spans
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.system.threads import is_done, planned_stops, raise_put_off, repeated
 from dp_ray.tables import reading
+from dp_ray.telemetry.reports import REPORTS, ReportFile, read_journal, read_spans
 from dp_ray.text import relative
 
 if TYPE_CHECKING:

@@ -32,11 +32,11 @@ from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
 from dp_ray.rundir.history import NOT_MEASURED
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.listing import PROGRESS_JSON
-from dp_ray.steps.reports import Collector, ReportColumns, ReportFile
-from dp_ray.steps.shapes import decode_sizes, shape_lines
-from dp_ray.steps.times import TIMES, StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.system.threads import repeated
+from dp_ray.telemetry.reports import Collector, ReportColumns, ReportFile
+from dp_ray.telemetry.shapes import decode_sizes, shape_lines
+from dp_ray.telemetry.times import TIMES, StepTimeWriter
 from dp_ray.text import counted, relative
 
 

@@ -22,9 +22,9 @@ from dp_ray.report.run_data import RunData, WorkerGrid, read_run
 from dp_ray.results.compare import mean_speed, rows_and_seconds
 from dp_ray.results.text import as_text
 from dp_ray.rundir.history import NOT_MEASURED, is_inner, is_of_many
-from dp_ray.steps.times import STEP_PARTS
 from dp_ray.storage import Storage
 from dp_ray.tables import known_numbers, numbers
+from dp_ray.telemetry.times import STEP_PARTS
 from dp_ray.text import harmless, hide_in
 
 REPORT = "report.html"

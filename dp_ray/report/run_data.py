@@ -28,10 +28,10 @@ from dp_ray.rundir.history import history_of
 from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.numerics import summary_of
 from dp_ray.rundir.quarantine import QUARANTINE, QUARANTINED, RECORDS_JSON, BadRecord, record_files
-from dp_ray.steps.reports import REPORTS, journal_files
-from dp_ray.steps.times import PART, TIMES, facts_of, read_step_times, steady, time_split, verdict_of
 from dp_ray.storage import Storage
 from dp_ray.tables import numbers, read_table, reading
+from dp_ray.telemetry.reports import REPORTS, journal_files
+from dp_ray.telemetry.times import PART, TIMES, facts_of, read_step_times, steady, time_split, verdict_of
 from dp_ray.text import hide_in, relative
 
 CELLS = 24_000  # of a heat map: more are slow to draw

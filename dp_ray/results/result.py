@@ -25,11 +25,11 @@ from dp_ray.rundir.history import read_history
 from dp_ray.rundir.incidents import read_interruption
 from dp_ray.rundir.quarantine import merged_positions
 from dp_ray.rundir.start import BEST, EMA, read_weights, weights_path
-from dp_ray.steps.reports import read_reports
-from dp_ray.steps.shapes import ShardReport, shape_lines
-from dp_ray.steps.times import split_line
 from dp_ray.storage import Storage
 from dp_ray.tables import reading
+from dp_ray.telemetry.reports import read_reports
+from dp_ray.telemetry.shapes import ShardReport, shape_lines
+from dp_ray.telemetry.times import split_line
 from dp_ray.tensors.files import read_tensors
 from dp_ray.text import command_for, relative
 

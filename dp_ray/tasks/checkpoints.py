@@ -54,9 +54,9 @@ from dp_ray.rundir.start import (
     write_best,
     write_weights,
 )
-from dp_ray.steps.times import History
 from dp_ray.system.threads import waiting
 from dp_ray.tasks.setup import Context
+from dp_ray.telemetry.times import History
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
 
 SHARE = 0.01  # of the training's time may go into checkpoints

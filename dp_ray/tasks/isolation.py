@@ -4,7 +4,7 @@ What can be undone is undone: the environment, the working directory, torch's se
 processes and memory. What cannot be undone is named: threads and open files. A worker with such remains is started
 anew. `RESTORED` has what user code may change of its process and its libraries, each as a generator that notes it,
 yields while the job runs, and brings it back. `settings_of_torch` lists torch's settings of the whole process;
-`tests/test_torch_settings.py` enumerates what torch has, so that a setting of a new version is not forgotten.
+`tests/tasks/test_torch_settings.py` enumerates what torch has, so that a setting of a new version is not forgotten.
 
 Imported modules stay imported, as in one Python process that runs the jobs in turn: a module's globals, the
 attributes of its classes and whatever it patched in other modules are neither undone nor named.

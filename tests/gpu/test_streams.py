@@ -123,7 +123,7 @@ def test_ddp_says_nothing_of_strides_that_reach_no_element(
 ) -> None:
     """The model makes DDP's warning an error."""
     job = job_on(
-        device, {"target": "tests.test_gradient_strides:Depthwise"}, dataset=IMAGES, bitwise=bitwise, shards=3
+        device, {"target": "tests.engine.test_gradient_strides:Depthwise"}, dataset=IMAGES, bitwise=bitwise, shards=3
     )
     run_here(job, tmp_path / "plain")
     monkeypatch.setattr(Placement, "reduction", ddp_reduction_of)

@@ -40,8 +40,8 @@ from dp_ray.plan.split import FilePlan, Split, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.claim import RunDir, claim
 from dp_ray.rundir.ledger import Ledger
-from dp_ray.steps.reports import ReportFile
 from dp_ray.storage import Storage
+from dp_ray.telemetry.reports import ReportFile
 from dp_ray.trackers.tensorboard import TensorBoardWriter
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The jobs of the runs in tests/data, which an earlier version began and did not end."""
+"""The jobs of the runs in tests/kept, which an earlier version began and did not end."""
 
 import os
 import signal

@@ -26,10 +26,10 @@ from dp_ray.job.job import Job
 from tests.support.cluster import ROOT
 from tests.support.pages import Block, blocks_of
 
-VERIFIED = "needs Ray: tests/test_training_runs.py verifies a job on Ray"
+VERIFIED = "needs Ray: tests/driver/test_training_runs.py verifies a job on Ray"
 STAYS = "starts processes that stay: tests/support/hosts.py starts such nodes"
 OTHER_MACHINES = "needs a cluster of other machines"
-RAYS_OWN = "needs a cluster: tests/test_submitted.py runs the block on one"
+RAYS_OWN = "needs a cluster: tests/cluster/test_submitted.py runs the block on one"
 DASHBOARD, PREDICTS = "http://10.0.0.1:8265", "jobs/digits_predict.yaml"
 NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"
 DOWNLOAD = "pip download --only-binary=:all: --python-version 3.12"
@@ -41,7 +41,7 @@ NOT_RUN = {
     "dp-ray verify train.yaml --workers 1,2,4": VERIFIED,
     "dp-ray verify jobs/digits.yaml --workers 1,2,3,8": VERIFIED,
     'dp-ray run jobs/digits.yaml --workers 3 --inject "kill worker 1 at step 20; pause worker 0 for 5s at step 40"': (
-        "needs workers to kill: tests/test_faults.py does it"
+        "needs workers to kill: tests/driver/test_faults.py does it"
     ),
     "dp-ray run sums.yaml --address 10.0.0.1:6379 --name on-the-cluster": OTHER_MACHINES,
     "dp-ray run jobs/tutorial.yaml --workers 8 --address 10.0.0.1:6379": OTHER_MACHINES,
@@ -68,8 +68,8 @@ NOT_RUN = {
     f"{ON_TWO_GPUS} --set strategy=fsdp --set bitwise=false --name sharded": NEEDS_A_GPU,
     "ray start --head --port=6379": STAYS,
     "ray start --address=10.0.0.1:6379": OTHER_MACHINES,
-    "python parallel.py": "needs Ray: tests/test_notebook.py runs the same loop",
-    "ray up cluster.yaml": "starts machines on AWS: tests/test_cluster.py checks the file",
+    "python parallel.py": "needs Ray: tests/driver/test_notebook.py runs the same loop",
+    "ray up cluster.yaml": "starts machines on AWS: tests/cluster/test_placement.py checks the file",
 }
 
 

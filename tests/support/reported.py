@@ -12,9 +12,9 @@ from dp_ray.job.job import Job
 from dp_ray.messages import TimedSteps
 from dp_ray.results.result import Result
 from dp_ray.rundir.history import METRICS
-from dp_ray.steps.times import StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
+from dp_ray.telemetry.times import StepTimeWriter
 
 EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>{{7*7}}$$x$$"
 

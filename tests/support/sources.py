@@ -11,7 +11,7 @@ ORDER += [
     "messages",
     "outputs",
     "trackers",
-    "steps",
+    "telemetry",
     "results",
     "tasks",
     "report",

@@ -3,7 +3,7 @@
 Private means not documented by Ray: modules and names with an underscore, `ray.train.v2`, `ray.core.generated`,
 names of its classes and texts of its messages, and its environment variables, a few of which are documented.
 Each item says what it is for and, after "Public:", which public interface could replace it.
-`tests/test_ray_internals.py` checks by name that Ray still has them; docs/contributing/ray.md says how to
+`tests/cluster/test_ray_internals.py` checks by name that Ray still has them; docs/contributing/ray.md says how to
 try a new Ray.
 
 Every worker imports these modules, so slow imports, such as grpc, are inside the functions that need them.

@@ -1,0 +1,150 @@
+"""An optimizer of some of the parameters: norm and clip are over what it updates; the rest gathers nothing."""
+
+import math
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dp_ray.engine.optimizer import build_optimizer, norms_of
+from dp_ray.engine.update import apart
+from dp_ray.errors import JobError
+from dp_ray.job.job import Job
+from dp_ray.messages import Note
+from tests.support import training
+from tests.support.group import history_of, run_group
+from tests.support.trainings import assert_close, initial, job_of, mean_loss
+
+CLIP = 0.3
+
+
+def of_some(parameters: Iterable[nn.Parameter], picked: list[int], lr: float = 0.1) -> torch.optim.Optimizer:
+    """SGD of the parameters with these numbers."""
+    given = list(parameters)
+    return torch.optim.SGD([given[number] for number in picked], lr, 0.9)
+
+
+def with_a_stranger(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*parameters, nn.Parameter(torch.ones(3))], 0.1)
+
+
+def partial_job(picked: list[int], **keys: Any) -> Job:
+    optimizer = {"target": "tests.engine.test_partial_optimizers:of_some", "args": {"picked": picked}}
+    return job_of("mlp", optimizer=optimizer, grad_clip=CLIP, epochs=1, **keys)
+
+
+def assert_as_in_plain_torch(job: Job, picked: list[int], folder: Path) -> list[Any]:
+    """The oracle drops all gradients before a step, and clips those of the optimizer's parameters."""
+    told = run_group(job, folder)
+    model = initial(training.mlp)
+    parameters = list(model.parameters())
+    mine, norms = [parameters[number] for number in picked], []
+
+    def clip() -> None:
+        norms.append(nn.utils.clip_grad_norm_(mine, CLIP).item())
+        for one in parameters:
+            if not any(one is other for other in mine):
+                one.grad = None
+
+    losses = training.plain_loop(
+        model, training.Pairs(), 7, 1, mean_loss, torch.optim.SGD(mine, 0.1, 0.9), after_backward=clip
+    )
+    assert_close(folder, model, losses)
+    assert [row["gradient_norm"] for row in history_of(folder)] == pytest.approx(norms, rel=1e-4)
+    return told
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"workers": 1},
+        {"workers": 2, "shards": 3},
+        {"workers": 2, "shards": 3, "bitwise": True},
+        {"workers": 2, "strategy": "fsdp", "fsdp": {"blocks": ["Linear"]}},
+        {"workers": 2, "strategy": "fsdp", "fsdp": {"blocks": ["Linear"]}, "shards": 3, "bitwise": True},
+    ],
+)
+def test_norm_and_clip_are_over_what_the_optimizer_updates(tmp_path: Path, keys: dict[str, Any]) -> None:
+    told = assert_as_in_plain_torch(partial_job([2, 3], **keys), [2, 3], tmp_path)
+    lines = [one.text for one in told if isinstance(one, Note)]
+    assert [line for line in lines if "optimizer" in line] == [
+        "optimizer: 2 of the 4 parameters that require a gradient are not given to it, so they are not trained: "
+        "0.weight, 0.bias"
+    ]
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.sets(st.integers(0, 3), min_size=1), st.integers(1, 4), st.booleans())
+def test_any_parameters_of_any_optimizer_train_as_in_plain_torch(
+    picked: set[int], shards: int, bitwise: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = sorted(picked)
+        assert_as_in_plain_torch(partial_job(chosen, workers=1, shards=shards, bitwise=bitwise), chosen, Path(folder))
+
+
+def test_a_parameter_that_is_not_the_models_is_refused() -> None:
+    with pytest.raises(JobError, match=r"optimizer: .* \[3\] that is none of the parameters it was given"):
+        build_optimizer(with_a_stranger, training.mlp())
+
+
+class Rows(nn.Parameter):
+    """A parameter that says it is sharded."""
+
+    def to_local(self) -> torch.Tensor:
+        return self.data
+
+
+class Custom(torch.optim.AdamW):
+    """One of the user's."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Custom])
+def test_a_scalar_beside_sharded_parameters_has_a_group_of_its_own(kind: type[torch.optim.AdamW]) -> None:
+    matrix, scalar, bias = Rows(torch.ones(3, 2)), nn.Parameter(torch.ones(())), Rows(torch.ones(2))
+    given: list[dict[str, Any]] = [{"params": [scalar, matrix], "lr": 0.5}, {"params": [bias]}]
+    optimizer = kind(given, foreach=True)
+    groups = optimizer.param_groups
+    with apart(optimizer):
+        seen = [
+            ([id(one) for one in group["params"]], group["lr"], group["foreach"]) for group in optimizer.param_groups
+        ]
+    if kind is torch.optim.AdamW:
+        assert seen == [([id(matrix)], 0.5, True), ([id(scalar)], 0.5, True), ([id(bias)], 1e-3, True)]
+    else:  # it may keep values of its own in the group
+        assert seen == [([id(scalar), id(matrix)], 0.5, False), ([id(bias)], 1e-3, True)]
+    assert optimizer.param_groups is groups
+    assert [group["foreach"] for group in groups] == [True, True]
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations of its block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_the_norms_of_all_gradients_of_a_dtype_take_one_operation(order: float) -> None:
+    made = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    gradients = [torch.randn(number % 7 + 1, 3, generator=made).to(dtypes[number % 3]) for number in range(300)]
+    with Operations() as operations:  # type: ignore[no-untyped-call]
+        norms = norms_of(gradients, order)
+    assert operations.count <= 3 + len(gradients), "an empty tensor for each, and a norm for each dtype"
+    for gradient, norm in zip(gradients, norms, strict=True):
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        assert torch.equal(norm, torch.linalg.vector_norm(gradient, order, dtype=wide))
+    with Operations() as operations:  # type: ignore[no-untyped-call]
+        norms_of(gradients[::3], order)
+    assert operations.count == 1
