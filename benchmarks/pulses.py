@@ -4,7 +4,7 @@ from typing import Any
 
 from benchmarks.training import ours
 from dp_ray.cluster.channel import WorkerConfig
-from dp_ray.cluster.worker import Heartbeat
+from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.storage import Storage

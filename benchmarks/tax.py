@@ -26,8 +26,8 @@ from benchmarks.table import Row, time_text
 from benchmarks.training import as_a_worker, ours
 from benchmarks.turns import take_turns
 from dp_ray.engine import loading
-from dp_ray.engine.buffers import ForwardState
 from dp_ray.engine.clock import StepClock
+from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.random import ForwardSeeds, RngProbe
 from dp_ray.engine.votes import Stats, StepControl
 from dp_ray.engine.world import World

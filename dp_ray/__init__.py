@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from dp_ray import data, errors
     from dp_ray.driver.run import run
     from dp_ray.driver.sessions import Session, session
-    from dp_ray.engine.model import devices
+    from dp_ray.engine.devices import devices
     from dp_ray.errors import Error
     from dp_ray.job.job import Job
     from dp_ray.parallel.module import DataParallel
@@ -22,7 +22,7 @@ _HOMES = {
     "Error": "dp_ray.errors",
     "Job": "dp_ray.job.job",
     "Result": "dp_ray.results.result",
-    "devices": "dp_ray.engine.model",
+    "devices": "dp_ray.engine.devices",
     "load": "dp_ray.results.result",
     "Session": "dp_ray.driver.sessions",
     "run": "dp_ray.driver.run",

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster.channel import send
 from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
-from dp_ray.engine.model import check_machine
+from dp_ray.engine.devices import check_machine
 from dp_ray.engine.world import (
     CPU,
     STATES,

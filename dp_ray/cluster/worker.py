@@ -1,60 +1,29 @@
 """A job on a worker: begin at `run_job`, which the loop of `cluster/loop.py` calls.
 
-Three things stand around a job's task. The process group is formed
-anew for each job. A heartbeat reports that the worker lives, and brings requests. A stream sends to the driver what
-user code prints. The heartbeat also injects faults: real signals to real processes at given steps.
+Around the job's task stand the process group, formed anew for each job; a heartbeat (`heartbeat.py`); and a stream
+that sends to the driver what user code prints (`prints.py`).
 """
 
-import io
 import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
-import psutil
 import ray
 import torch
-from torch.distributed import distributed_c10d
 
-from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, encoded, send
+from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, send
 from dp_ray.cluster.group import place, process_group, report, with_devices
+from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.internals.context import place_of_this_worker
-from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
-from dp_ray.engine.clock import StepClock
-from dp_ray.engine.model import free_memory, is_out_of_memory
-from dp_ray.engine.votes import NotFinite, StepControl, StopRequested
-from dp_ray.engine.world import (
-    TIMEOUT,
-    Collective,
-    Trouble,
-    World,
-    leave_group,
-    recorded_collectives,
-    trouble_of,
-)
-from dp_ray.errors import ClusterError, JobError, StorageError, WorkerError
+from dp_ray.cluster.prints import forwarded_prints
+from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
+from dp_ray.engine.votes import NotFinite, StopRequested
+from dp_ray.engine.world import Trouble, World, leave_group, trouble_of
+from dp_ray.errors import JobError, StorageError, WorkerError
 from dp_ray.job.job import Job
-from dp_ray.messages import (
-    Beat,
-    Ending,
-    FaultInjected,
-    Finished,
-    Logged,
-    Note,
-    Printed,
-    Started,
-    WorkerExit,
-    WorkerReady,
-    beat_interval,
-)
+from dp_ray.messages import Ending, Finished, Logged, WorkerExit, WorkerReady
 from dp_ray.monitor.faults import Fault
 from dp_ray.rundir.claim import check_shared
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
@@ -62,7 +31,6 @@ from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.imports import imported_files
 from dp_ray.system.process import environment
-from dp_ray.system.threads import waits_for
 from dp_ray.tasks.isolation import isolated
 from dp_ray.tasks.numerics import OtherKind
 from dp_ray.tasks.task import run_task
@@ -238,295 +206,3 @@ def left_together(channel: Any, attempt: str, world: World) -> Iterator[None]:
     # group's threads, and they may wait for the interpreter, which the collector holds.
     free_memory()
     leave()
-
-
-def bring_about(fault: Fault, driver_node: str) -> None:
-    """Inject a fault into this worker or its node; a fault of the driver does nothing here, the driver ends itself.
-
-    Raises JobError if the driver runs on the node, and ClusterError if Ray refuses to drain it.
-    """
-    pid = os.getpid()
-    if fault.what == "worker" and fault.action == "kill":
-        os.kill(pid, signal.SIGKILL)
-    elif fault.what == "worker":
-        if fault.seconds is not None:  # another process wakes this one, which stops itself
-            line = ["sh", "-c", f"sleep {fault.seconds}; kill -CONT {pid}"]
-            subprocess.Popen(line, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        os.kill(pid, signal.SIGSTOP)
-    elif fault.what == "node":
-        if ray.get_runtime_context().get_node_id() == driver_node:
-            raise JobError(f"--inject '{fault}': the driver runs on that node; name another node")
-        if fault.action == "kill":
-            raylet, this_process = raylet_of_this_worker(), psutil.Process()
-            family = [*raylet.children(recursive=True), raylet]
-            for process in sorted(family, key=lambda one: one == this_process):  # this one last
-                process.kill()
-        elif refusal := drain_this_node(fault.seconds):
-            raise ClusterError(f"--inject: Ray does not drain the node: {refusal}")
-
-
-SHOWN_FRAMES = 12
-
-
-class Heartbeat(StepControl):
-    """Step control of a worker on Ray: a thread sends beats, and the answers carry the driver's requests.
-
-    Once the loop has been in one step for `limit` seconds, each beat carries its stack, how far its GPU has come, and
-    the collectives in which it stands; the flight recorder is written to `run`, the run's directory. Without a limit
-    a beat carries the last two after 30 minutes, for whoever ends the run.
-    """
-
-    def __init__(
-        self,
-        worker: WorkerConfig,
-        attempt: str,
-        world: World,
-        run: Storage,
-        limit: float | None,
-        faults: Sequence[Fault] = (),
-    ) -> None:
-        self._channel = worker.channel
-        self._number = worker.number
-        self.attempt = attempt
-        self.node_id = worker.node_id
-        self.kind = worker.kind
-        self._world = world
-        self._run = run
-        self._limit = limit
-        self._faults = list(faults)
-        self.slows = any(fault.action == "slow" for fault in faults)
-        self._delay = self._due_delay = 0.0
-        self._driver_node = worker.driver_node
-        self._loop = threading.get_ident()
-        self._step: int | None = None
-        self._first: int | None = None
-        self._since = time.monotonic()
-        self._clock = StepClock()
-        self._recorded_since: float | None = None  # the `_since` for which the flight recorder was read
-        self._collectives: tuple[Collective, ...] = ()
-        self._save = False
-        self._has_saved = False
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-
-    @property
-    def has_progressed(self) -> bool:
-        """Whether the worker has finished a step since it began."""
-        return self._step != self._first
-
-    def settle(self, kind: str) -> None:
-        """Have the channel tell the job's next workers what these compute on."""
-        ray.get(self._channel.settle.remote(self._number, kind))
-
-    def runs_on(self, clock: StepClock) -> None:
-        """Note the clock whose GPU each late beat asks how far it has come."""
-        self._clock = clock
-
-    def before(self, step: int) -> None:
-        """Note the step that begins, report the first one, and inject the faults that are due."""
-        self._step = step
-        self._since = time.monotonic()
-        if self._first is None:
-            self._first = step
-            send(self._channel, Started(self.attempt, self._world.rank, step), self._number)
-        for fault in [one for one in self._faults if one.is_due(self._world, step)]:
-            self._faults.remove(fault)
-            # An earlier attempt may have injected it; a worker is slow in each attempt.
-            if fault.action != "slow" and not ray.get(self._channel.fire.remote(fault.number)):
-                continue
-            injected = FaultInjected(self.attempt, self._world, str(fault), fault.what == "driver")
-            send(self._channel, injected, self._number)
-            if fault.action == "slow":
-                self._delay += fault.seconds or 0.0
-            else:
-                bring_about(fault, self._driver_node)
-        self._due_delay = self._delay
-
-    def take_delay(self, rank: int) -> float:
-        """Return the seconds by which faults make the current step slower, once a step."""
-        delay, self._due_delay = self._due_delay, 0.0
-        return delay
-
-    def touch(self) -> None:
-        """Restart the time in the current step, for instance during an evaluation."""
-        self._since = time.monotonic()
-
-    def through(self) -> None:
-        """Note that the last step is done, so that no time limit applies any more."""
-        self._step = None
-
-    def take_save(self) -> bool:
-        """Return whether the driver has asked to keep the work so far; true once."""
-        taken, self._save = self._save, False
-        return taken
-
-    def leave(self) -> None:
-        """Wait until the attempt's other workers have kept their work, then raise StopRequested."""
-        self._end(wait=True)
-        super().leave()
-
-    def end(self) -> None:
-        """Report that this worker has nothing left to run."""
-        self._end(wait=False)
-
-    def _end(self, wait: bool) -> None:
-        self.through()
-        ray.get(self._channel.end.remote(self.attempt, self._world.rank, self._world.world_size, wait))
-
-    def __enter__(self) -> "Heartbeat":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        interval = beat_interval(self._world.world_size)
-        while not self._stopped.wait(interval):
-            try:
-                request: Ask = ray.get(self._channel.put.remote(encoded(self._state()), self._number))
-            except ray.exceptions.RayError:
-                return  # the driver is gone, and Ray will end this worker soon
-            self.wants_stop = request in (Ask.RESTART, Ask.STOP)
-            if request is Ask.SAVE and not self._has_saved:
-                self._save = self._has_saved = True
-
-    def _state(self) -> Beat:
-        since, step = self._since, self._step
-        seconds = time.monotonic() - since
-        beat = Beat(self.attempt, self._world.rank, step, seconds, "")
-        if step is None or seconds <= (self._limit or TIMEOUT.total_seconds()):
-            return beat
-        if self._recorded_since != since:
-            self._recorded_since, self._collectives = since, ()
-            # In a thread: a storage that hangs too must not silence the worker.
-            threading.Thread(target=self._record, name="flight recorder", daemon=True).start()
-        # The GPU is asked only here: the driver may hold the asking thread, and Python's lock with it, while another
-        # call waits for the GPU. A worker that falls silent so is told as one that does not answer.
-        beat = replace(beat, device=self._clock.place(), collectives=self._collectives)
-        frame = sys._current_frames().get(self._loop)
-        if self._limit is None or frame is None:
-            return beat
-        waits = waits_for() or ("a collective of the user's code" if is_in_collective(frame) else "")
-        stack = "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:])  # innermost frame last
-        return replace(beat, stack=stack, waits_for=waits)
-
-    def _record(self) -> None:
-        """Write torch's flight recorder into the run's directory, and have the next beats carry its collectives."""
-        try:
-            text, self._collectives = recorded_collectives()
-            if text:
-                folder = self._run.child(FLIGHT_RECORDER)
-                folder.create()
-                folder.write_text(f"{self.attempt}-rank-{self._world.rank}.json", text)
-        except Exception as error:  # of another version of torch, or of the storage
-            told = f"{self._world}: its flight recorder cannot be kept: {type(error).__name__}: {error}"
-            send(self._channel, Note(told), self._number, wait=False)
-
-
-def is_in_collective(frame: FrameType | None) -> bool:
-    """Return whether a function of torch.distributed is on the stack, for instance called by user code."""
-    while frame is not None and frame.f_globals is not vars(distributed_c10d):
-        frame = frame.f_back
-    return frame is not None
-
-
-@contextmanager
-def forwarded_prints(channel: Any, number: int, keep_prints: bool, world: World) -> Iterator[None]:
-    """Send the lines that user code prints to the driver while the block runs."""
-    before = sys.stdout, sys.stderr
-    lines: Any = Lines(channel, number, keep_prints, world, before[0])
-    sys.stdout = sys.stderr = lines
-    try:
-        yield
-    finally:
-        lines.close()
-        sys.stdout, sys.stderr = before
-
-
-class Lines(io.TextIOBase):
-    """A text stream whose lines go to the driver and, with `keep_prints`, to the worker's own log too.
-
-    The lines pass through a pipe, so that the forked processes of a data loader reach the driver too.
-    """
-
-    _END = "\0"
-
-    def __init__(self, channel: Any, number: int, keep_prints: bool, world: World, log: TextIO) -> None:
-        self._channel = channel
-        self._number = number
-        self._keep_prints = keep_prints
-        self._world = world
-        self._log = log
-        self._pid = os.getpid()
-        self._rest = ""
-        self.buffer = Bytes(self)
-        reading, self._pipe = os.pipe()
-        self._thread = threading.Thread(target=self._forward, args=(reading,), name="prints", daemon=True)
-        self._thread.start()
-
-    def write(self, text: str) -> int:
-        """Send the complete lines of the text; hold the rest until its line ends.
-
-        After the job, which a handler of a library's log may outlive, the text goes to the next job or to the log.
-        """
-        if self.closed:
-            return (sys.stderr if sys.stderr is not self else self._log).write(text)
-        if self._keep_prints:
-            self._log.write(text)
-        if self._pid != os.getpid():
-            self._pid, self._rest = os.getpid(), ""
-        *lines, rest = (self._rest + text).replace("\r\n", "\n").split("\n")
-        self._rest = rest[rest.rfind("\r", 0, -1) + 1 :]  # keep only the last update of a progress bar
-        for line in lines:
-            os.write(self._pipe, f"{line[line.rfind(chr(13)) + 1 :]}\n".encode(errors="replace"))
-        return len(text)
-
-    def flush(self) -> None:
-        self._log.flush()
-
-    def isatty(self) -> bool:
-        return False
-
-    def fileno(self) -> int:
-        return self._log.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Send the rest and end the thread; an end mark is sent because a forked process may hold the pipe open."""
-        if self.closed:
-            return
-        self.write(f"\n{self._END}\n" if self._rest else f"{self._END}\n")
-        self._thread.join()
-        os.close(self._pipe)
-        super().close()
-
-    def _forward(self, reading: int) -> None:
-        """Send the lines to the driver, all that have arrived since the last message in one."""
-        rest = b""
-        with os.fdopen(reading, "rb", buffering=0) as pipe:
-            while True:
-                *lines, rest = (rest + pipe.read(1 << 16)).split(b"\n")
-                ended = self._END.encode() in lines
-                said = tuple(line.decode(errors="replace") for line in lines if line != self._END.encode())
-                if said:
-                    send(self._channel, Printed(self._world, said), self._number, wait=ended)
-                if ended:
-                    return
-
-
-class Bytes(io.RawIOBase):
-    """The `buffer` of Lines, for code that writes bytes."""
-
-    def __init__(self, lines: Lines) -> None:
-        self._lines = lines
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._lines.write(bytes(data).decode(errors="replace"))
-        return len(data)

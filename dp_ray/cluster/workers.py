@@ -38,7 +38,7 @@ from dp_ray.cluster.internals.variables import TRAIN_ENVIRONMENT
 from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.engine.clock import PARTS
-from dp_ray.engine.model import check_machine
+from dp_ray.engine.devices import check_machine
 from dp_ray.engine.objects import check_packs, pack, refused
 from dp_ray.errors import ClusterLost, Error, WorkerError
 from dp_ray.job.job import Job

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from dp_ray.cluster.ray_version import check_ray
-from dp_ray.engine.model import check_model, devices_here, with_devices
+from dp_ray.engine.devices import devices_here
+from dp_ray.engine.model import check_model, with_devices
 from dp_ray.engine.optimizer import check_optimizer, check_unbuilt
 from dp_ray.engine.prediction import check_after
 from dp_ray.errors import Error, JobError

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from dp_ray.errors import JobError
+from dp_ray.job.args import object_in
 from dp_ray.job.files import dotted, job_of
 from dp_ray.job.job import Job
-from dp_ray.job.keys import object_in
-from dp_ray.outputs.read import reopen
+from dp_ray.outputs.reopen import reopen
 from dp_ray.plan.split import Split
 from dp_ray.rundir.claim import located
 from dp_ray.rundir.files import BEFORE_RETRY, RUN, RUN_JSON, is_finished, kept_job

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from dp_ray.engine.model import devices_here
+from dp_ray.engine.devices import devices_here
 from dp_ray.engine.objects import copied, reached, refused
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World

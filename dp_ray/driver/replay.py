@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from dp_ray.engine.model import devices_here
+from dp_ray.engine.devices import devices_here
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError, StorageError, cause_of
+from dp_ray.job.args import object_in
 from dp_ray.job.files import job_of
 from dp_ray.job.job import Job
-from dp_ray.job.keys import object_in
 from dp_ray.messages import Note
 from dp_ray.results.replayed import Replayed
 from dp_ray.rundir.claim import located

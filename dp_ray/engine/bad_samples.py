@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.sharedctypes import RawArray
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from dp_ray.engine.items import PassthroughSample, Plain
+from dp_ray.engine.items import PassthroughSample, Plain, Reader
 from dp_ray.engine.user_code import error_text
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.samples import ReadRequest
@@ -189,31 +189,29 @@ def end_process(pid: int) -> None:
 
 @dataclass(eq=False)
 class Screen:
-    """A filter that sets bad samples aside where they are loaded; `source` reads samples without it.
+    """A filter that sets bad samples of a reader aside where they are loaded.
 
-    `carry` are the keys that the job carries; `carried_alone` returns their values of a sample that cannot be read.
     `hung` are samples, by epoch, whose read ended its process. `careful` are requests whose samples are to be read
     one by one, since one of them did so.
     """
 
+    reader: Reader
     is_finite: bool
     has_own_collate: bool
     limit: ReadLimit | None = None
     reference: Reference | None = None
-    source: Callable[[list[int]], list[Any]] = list
-    carry: tuple[str, ...] = ()
-    carried_alone: Callable[[int], Mapping[str, Plain]] | None = None
     hung: dict[tuple[int, int], BadSample] = field(default_factory=dict)
     careful: set[tuple[int, int, int]] = field(default_factory=set)
     _reference_item: list[Any] = field(default_factory=list)
     _wanted: ReadRequest = field(default_factory=lambda: ReadRequest(0, 0, 0, []))
 
-    def read(self, wanted: ReadRequest, indices: list[int], at_once: bool) -> list[Any]:
+    def read(self, wanted: ReadRequest, indices: list[int]) -> list[Any]:
         """Return the samples of a request, with a BadSample in the place of each that cannot be read.
 
-        `at_once` says that the dataset reads several faster than one by one. Raises what is no sample's own mistake.
+        Raises errors that no single sample caused.
         """
         self._wanted = wanted
+        at_once = hasattr(self.reader.dataset, "__getitems__")  # then it reads several faster than one by one
         bad: dict[int, BadSample] = {}
         if (
             len(indices) > 1
@@ -224,7 +222,7 @@ class Screen:
                 if at_once or self.limit is None:
                     return self._within_limit(indices)
                 with self.limit.reading_each(wanted, indices) as noted:
-                    return self.source(noted)
+                    return self.reader(noted)
             except (JobError, MemoryError):
                 raise
             except (Exception, ReadTimeout) as error:  # one by one, to find the bad ones
@@ -256,20 +254,19 @@ class Screen:
     def _unread(self, index: int, error: BaseException) -> BadSample:
         """Return a sample that could not be read as bad, with those of its carried values that can."""
         bad = bad_sample(index, error)
-        if not self.carry:
+        carry, carried = self.reader.carry, dict[str, Plain]()
+        if not carry:
             return bad
-        carried: Mapping[str, Plain] = {}
-        limited = nullcontext() if self.limit is None else self.limit.reading(self._wanted, [index])
-        with suppress(Exception, ReadTimeout), limited:
-            if self.carried_alone is not None:
-                carried = self.carried_alone(index)
-        return bad._replace(carried={key: carried.get(key) for key in self.carry})
+        with suppress(Exception, ReadTimeout), self._limited([index]):
+            carried = self.reader.carried_alone(index)
+        return bad._replace(carried={key: carried.get(key) for key in carry})
 
     def _within_limit(self, indices: list[int]) -> list[Any]:
-        if self.limit is None:
-            return self.source(indices)
-        with self.limit.reading(self._wanted, indices):
-            return self.source(indices)
+        with self._limited(indices):
+            return self.reader(indices)
+
+    def _limited(self, indices: list[int]) -> AbstractContextManager[None]:
+        return nullcontext() if self.limit is None else self.limit.reading(self._wanted, indices)
 
     def collate(self, items: Sequence[Any], indices: Sequence[int], collate: Collate) -> Screened:
         """Collate the good samples of those that were read.
@@ -286,7 +283,7 @@ class Screen:
                 item = items[place]
                 if place not in bad and (misfit := self._misfit(index, item, collate)):
                     if isinstance(item, PassthroughSample):
-                        misfit = misfit._replace(carried=dict(zip(self.carry, item.values, strict=True)))
+                        misfit = misfit._replace(carried=dict(zip(self.reader.carry, item.values, strict=True)))
                     bad[place] = misfit
             good = [item for place, item in enumerate(items) if place not in bad]
             batch = collate(good) if good else None

@@ -1,6 +1,6 @@
 """The modules beside the model that a step calls: a loss, a step of the user's, metrics.
 
-What their calls write follows the rules of what the model's forwards write: see `dp_ray.engine.buffers`.
+What their calls write follows the rules of what the model's forwards write: see `dp_ray.engine.forward_state`.
 """
 
 import functools

@@ -13,9 +13,10 @@ from torch import nn
 
 from dp_ray.engine.beside import modules_beside
 from dp_ray.engine.clock import Part, SilentClock, StepClock
+from dp_ray.engine.eval_state import evaluating
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.metric_trial import MetricTrial
-from dp_ray.engine.model import autocast, evaluating
+from dp_ray.engine.model import autocast
 from dp_ray.engine.replica import Forwards, Replica
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.step import Compare, Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step

@@ -13,10 +13,12 @@ from torch import nn
 
 from dp_ray.engine.bad_samples import not_finite
 from dp_ray.engine.beside import modules_in
-from dp_ray.engine.buffers import EvalState, on_copies
+from dp_ray.engine.buffers import on_copies
+from dp_ray.engine.eval_state import EvalState, evaluating
 from dp_ray.engine.gradient_hooks import InEachBackward, ParameterHooks
 from dp_ray.engine.loading import LoadedShard, LoadedStep
-from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
+from dp_ray.engine.model import autocast
+from dp_ray.engine.out_of_memory import ShardSize, advised
 from dp_ray.engine.random import preserved
 from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.replica import Replica

@@ -4,12 +4,14 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from dp_ray.engine.user_code import error_text, reraise_as
 from dp_ray.errors import DataError, Error
 from dp_ray.job.job import Job
 from dp_ray.job.samples import Indices
@@ -172,6 +174,65 @@ def split_passthrough(batch: Any, indices: Indices) -> tuple[Any, dict[str, list
 
 ReadColumns = Callable[[Sequence[int], Sequence[str] | None], Any]
 ReadBeside = Callable[[Sequence[int], Sequence[str] | None, Sequence[str]], Any]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The samples of a dataset, whose errors name the sample and the dataset.
+
+    Of each sample, `keys` picks what the job takes. With keys to `carry`, it becomes a PassthroughSample.
+    """
+
+    dataset: Any
+    name: str = "the dataset"
+    keys: ItemKeys | None = None
+    carry: tuple[str, ...] = ()
+
+    def __call__(self, indices: list[int]) -> list[Any]:
+        """Read some samples; raises DataError."""
+        items = self.whole(indices)
+        if self.keys is None and not self.carry:
+            return items
+        made = []
+        for index, item in zip(indices, items, strict=True):
+            try:
+                picked = item if self.keys is None else self.keys.pick(item)
+                made.append(
+                    PassthroughSample(picked, index, passthrough_of(item, self.carry)) if self.carry else picked
+                )
+            except DataError as error:
+                raise DataError(f"sample {index} of {self.name}: {error}") from None
+        return made
+
+    def whole(self, indices: list[int]) -> list[Any]:
+        """Read some samples as the dataset gives them; raises DataError."""
+        many = getattr(self.dataset, "__getitems__", None)
+        if many is None:
+            get, index = self.dataset.__getitem__, -1
+            try:
+                return [get(index := one) for one in indices]
+            except Error:
+                raise
+            except (Exception, SystemExit) as error:
+                raise DataError(error_text(f"sample {index} of {self.name}", error)) from error
+        samples = f"samples {listed(indices)}"
+        with reraise_as(f"{samples} of {self.name}", kind=DataError):
+            items = many(list(indices))
+        if isinstance(items, list | tuple) and len(items) == len(indices):
+            return items  # type: ignore[return-value]
+        got = f"{len(items)} items" if isinstance(items, list | tuple) else f"a {type(items).__qualname__}"
+        must = "it must give a list of one item for each"
+        raise DataError(f"{self.name}'s __getitems__ gave {got} for {samples}: {must}")
+
+    def carried_alone(self, index: int) -> dict[str, Plain]:
+        """Return the carried values of an unreadable sample, as far as the dataset reads columns alone."""
+        read = getattr(self.dataset, "read_values", None)
+        item = {} if read is None else read(index, self.carry)
+        values: dict[str, Plain] = {}
+        for key in item:
+            with suppress(DataError):  # a value that cannot be carried
+                (values[key],) = passthrough_of(item, [key])
+        return values
 
 
 class ColumnSlice(NamedTuple):

@@ -19,22 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_ray.engine.buffers import ForwardState
 from dp_ray.engine.clock import SilentClock
+from dp_ray.engine.devices import blocks_of, building_on, has_own, input_device, move_inputs
 from dp_ray.engine.evaluation import build_metrics
+from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
-from dp_ray.engine.model import (
-    as_module,
-    autocast,
-    blocks_of,
-    building_on,
-    call_model,
-    follow_shards,
-    has_own,
-    input_device,
-    move_inputs,
-    with_devices,
-)
+from dp_ray.engine.model import as_module, autocast, call_model, constructed, follow_shards, with_devices
 from dp_ray.engine.optimizer import build_optimizer
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved, seed_all
@@ -500,8 +490,8 @@ def _placed_by_itself(job: Job, devices: Sequence[torch.device], mode: FakeTenso
     assert isinstance(job.model, Target)
     resolve("model", job.model)
     try:
-        with mode, building_on(devices), patched(nn.Module, _apply=_apply_to_new):
-            return as_module(build("model", with_devices(job.model, devices)))
+        with mode, patched(nn.Module, _apply=_apply_to_new):
+            return constructed(job, devices)
     except JobError as error:
         raise _cannot_be_built(job.model, error) from None
 

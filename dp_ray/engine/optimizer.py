@@ -19,8 +19,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from dp_ray.engine.buffers import copy_all, same_buffers
-from dp_ray.engine.model import check_has_shape, compiled, tensors_of
+from dp_ray.engine.model import compiled
 from dp_ray.engine.user_code import reraise_as
+from dp_ray.engine.weights import check_has_shape, tensors_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Optimizer, Scheduler, Target

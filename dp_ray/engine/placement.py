@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.engine.buffers import Blocks, make_room
-from dp_ray.engine.model import BatchNormOfShard, build_model, compiled, input_device, load_weights, unwrapped
+from dp_ray.engine.devices import input_device
+from dp_ray.engine.forward_state import Blocks
+from dp_ray.engine.model import BatchNormOfShard, build_model, compiled
 from dp_ray.engine.optimizer import Average
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.reduce import DdpReduction, Reduction, Trained
@@ -28,6 +29,7 @@ from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
 from dp_ray.engine.sharded.state import AlignedParts, Sharded, load_rows, rows_of_optimizer, whole_tensors
 from dp_ray.engine.tree_sum import ShardSums
 from dp_ray.engine.update import OptimizerStep, ShardedAverage, ShardedOptimizerStep, load_part
+from dp_ray.engine.weights import load_weights, make_room, unwrapped
 from dp_ray.engine.world import World, everyone
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job

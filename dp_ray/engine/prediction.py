@@ -19,10 +19,12 @@ import torch
 from torch import nn
 
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
+from dp_ray.engine.devices import mixed_devices
+from dp_ray.engine.eval_state import evaluating
 from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.items import Plain, split_passthrough
 from dp_ray.engine.loading import LoadedStep
-from dp_ray.engine.model import autocast, call_model, evaluating, mixed_devices
+from dp_ray.engine.model import autocast, call_model
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.replica import Forwards, Replica
 from dp_ray.engine.rows import Less, RowTrial, Tried, row_dim

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dp_ray.engine.alignment import align_gradients
 from dp_ray.engine.beside import modules_beside
-from dp_ray.engine.buffers import ForwardState
 from dp_ray.engine.clock import Part, StepClock
+from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.gradient_hooks import InEachBackward
 from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.loading import LoadedStep, OverlappedRead

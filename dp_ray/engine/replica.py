@@ -1,7 +1,7 @@
 """A model on one worker, and the one place that runs a shard of it: begin at `Replica.run`.
 
-Every shard starts from the same state (`engine/buffers.py`), and from random numbers of its own, whatever has run
-before it on this worker: so no result depends on who runs it. An error names its step and shard.
+Every shard starts from the same state (`engine/forward_state.py`), and from random numbers of its own, whatever has
+run before it on this worker: so no result depends on who runs it. An error names its step and shard.
 
 `Forwards` says what the workers run together: of a model of which each holds a part, every forward.
 """
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from dp_ray.engine.buffers import EvalState, ForwardState
 from dp_ray.engine.call_state import CallState
 from dp_ray.engine.clock import SilentClock, StepClock
-from dp_ray.engine.model import ShardSize, raise_advised
+from dp_ray.engine.out_of_memory import ShardSize, raise_advised
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.user_code import locating, location, raise_located
 from dp_ray.errors import ModelError
@@ -25,6 +24,8 @@ from dp_ray.plan.split import Shard, Work
 from dp_ray.tensors.tree import copied
 
 if TYPE_CHECKING:
+    from dp_ray.engine.eval_state import EvalState
+    from dp_ray.engine.forward_state import ForwardState
     from dp_ray.engine.loading import LoadedStep
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ class Replica:
     seed: int
     model: nn.Module
     device: torch.device
-    state: ForwardState | EvalState | CallState
+    state: "ForwardState | EvalState | CallState"
     work: Work | None = None
     forwards: Forwards = field(default_factory=Forwards)
     clock: StepClock = field(default_factory=SilentClock)

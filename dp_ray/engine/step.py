@@ -22,9 +22,11 @@ from torch.nn.modules.loss import _Loss
 
 from dp_ray.engine.beside import modules_in
 from dp_ray.engine.buffers import on_copies
+from dp_ray.engine.devices import mixed_devices
 from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.items import kind_of
-from dp_ray.engine.model import are_texts, batch_hint, call_model, is_unpacked, mixed_devices
+from dp_ray.engine.model import are_texts, call_model, is_unpacked
+from dp_ray.engine.out_of_memory import batch_hint
 from dp_ray.engine.random import preserved
 from dp_ray.engine.user_code import (
     OF_SHARDS,

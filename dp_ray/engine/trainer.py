@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from dp_ray.engine.alignment import must_align
-from dp_ray.engine.buffers import ForwardState, make_room
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
+from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.gradient_hooks import check_sums_once
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
-from dp_ray.engine.model import ShardSize, batch_hint, raise_advised, synchronise
 from dp_ray.engine.optimizer import EVALUATED, runs_users_code
+from dp_ray.engine.out_of_memory import ShardSize, batch_hint, raise_advised
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, for_trial, make_gradients_dense
@@ -32,6 +32,7 @@ from dp_ray.engine.tree_sum import sparse_parameters
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.user_code import location, raise_as, reraise_as
 from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, Stats
+from dp_ray.engine.weights import make_room, synchronise
 from dp_ray.engine.whole_batch import shard_loss
 from dp_ray.engine.world import everyone, is_gpu
 from dp_ray.errors import JobError, ModelError

@@ -15,11 +15,13 @@ from torch import nn
 
 from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.beside import modules_beside
-from dp_ray.engine.buffers import EvalState, ForwardState
 from dp_ray.engine.clock import SilentClock
+from dp_ray.engine.eval_state import EvalState, evaluating
 from dp_ray.engine.evaluation import build_metrics
+from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.loading import LoadedStep, Source, find_reference, load_steps
-from dp_ray.engine.model import autocast, evaluating, free_memory, is_out_of_memory
+from dp_ray.engine.model import autocast
+from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
 from dp_ray.engine.placement import Placement, ShardedPlacement, place
 from dp_ray.engine.prediction import Prediction, predict
 from dp_ray.engine.reduce import Reduction, Trained, make_gradients_dense

@@ -57,12 +57,10 @@ class OptimizerStep:
     that it does not hold: their gradients are dropped in each step, or they would grow from step to step.
     """
 
-    aligned: AlignedParts | None = None
-
-    def __init__(self, job: Job, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, job: Job, model: nn.Module, device: torch.device, aligned: AlignedParts | None = None) -> None:
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        instead = {} if self.aligned is None else self.aligned.flats
-        self.optimizer = build_optimizer(job.optimizer, model, instead)
+        self.aligned = aligned
+        self.optimizer = build_optimizer(job.optimizer, model) if aligned is None else aligned.optimizer
         # The update of a part must be the part of the update.
         self._is_exact = job.bitwise and job.is_sharded
         if self._is_exact and type(self.optimizer) not in ELEMENTWISE:
@@ -81,6 +79,7 @@ class OptimizerStep:
         self.has_skipped = False  # whether the last step has left the parameters as they were
         self._all_named = list(model.named_parameters(remove_duplicate=False))
         self._names = {id(one): name for name, one in model.named_parameters()}
+        instead = {} if aligned is None else aligned.flats
         self._of_model = [(one, instead.get(id(one), one)) for one in self.trained.values()]
         self.hooks = ParameterHooks(self.trained)
         self._parameters: list[nn.Parameter] = []
@@ -295,13 +294,8 @@ class ShardedOptimizerStep(OptimizerStep):
     """The same on a sharded model. With `bitwise` the optimizer gets parts of whole vectors (`aligned`)."""
 
     def __init__(self, job: Job, sharded: Sharded, device: torch.device) -> None:
-        if job.bitwise:
-            trained = [one for one in sharded.model.parameters() if one.requires_grad]
-            self.aligned = AlignedParts(trained, sharded.world)
-        super().__init__(job, sharded.model, device)
-        if self.aligned is not None:
-            self.aligned.optimizer = self.optimizer
-        else:
+        super().__init__(job, sharded.model, device, AlignedParts(job, sharded) if job.bitwise else None)
+        if self.aligned is None:
             for kind, reason in UNSHARDED.items():
                 if isinstance(self.optimizer, kind):
                     raise JobError(f"optimizer: {kind.__name__} {reason}; take another one, like torch.optim:AdamW")

@@ -16,7 +16,6 @@ from dp_ray.errors import DataError, Error, JobError, ModelError
 from dp_ray.plan.split import Shard
 from dp_ray.system.linux import full_memory
 from dp_ray.tensors.tree import sizes
-from dp_ray.text import listed
 
 
 @contextmanager
@@ -95,17 +94,6 @@ OF_MEMORY = (signal.SIGKILL, signal.SIGTERM)  # of memory that is full, or near 
 
 def _signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
-def read_many(many: Callable[[list[int]], Any], indices: list[int], name: str) -> Any:
-    """Return the samples of a dataset's `__getitems__`; raises DataError, naming it, unless it is one for each."""
-    samples = f"samples {listed(indices)}"
-    with reraise_as(f"{samples} of {name}", kind=DataError):
-        items = many(list(indices))
-    if isinstance(items, list | tuple) and len(items) == len(indices):
-        return items
-    returned = f"{len(items)} items" if isinstance(items, list | tuple) else f"a {type(items).__qualname__}"
-    raise DataError(f"{name}'s __getitems__ gave {returned} for {samples}: it must give a list of one item for each")
 
 
 def location(shard: Shard) -> str:

@@ -18,8 +18,8 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from dp_ray.errors import JobError
+from dp_ray.job.args import inner_path
 from dp_ray.job.job import Job
-from dp_ray.job.keys import inner_path
 from dp_ray.job.old_keys import current, current_name
 from dp_ray.text import hide
 

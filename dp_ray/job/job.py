@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import ValidationError, model_validator
@@ -332,12 +332,15 @@ class Job(MeasuringKeys):
         except ValidationError as error:
             raise JobError("\n".join(explain(error, named.get("workers")))) from None
 
-    def describe(self, as_objects: bool = False, hides: Callable[[Any], Any] = hide_in) -> dict[str, Any]:
+    def describe(self, as_objects: bool = False) -> dict[str, Any]:
         """Return the job as plain JSON values, without secrets; an object from Python is shown as its type.
 
-        `as_objects` leaves the args of targets as they are, which earlier versions kept by their text; these versions
-        also hid secrets in another way, by `hides`.
+        `as_objects` leaves the args of targets as they are, which earlier versions kept by their text.
         """
+        hidden: dict[str, Any] = hide_in(self._with_secrets(as_objects))
+        return hidden
+
+    def _with_secrets(self, as_objects: bool) -> dict[str, Any]:
         described = functools.partial(describe_target, as_objects=as_objects)
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
         values["hooks"] = {name: described(target) for name, target in self.hooks}
@@ -349,8 +352,7 @@ class Job(MeasuringKeys):
         values |= {key: described(getattr(self, key)) for key in self.TARGETED}
         if self.metrics:
             values["metrics"] = {name: described(metric) for name, metric in self.metrics.items()}
-        hidden: dict[str, Any] = hides({**values, "shards": "auto" if self.finds_shards else self.num_shards})
-        return hidden
+        return {**values, "shards": "auto" if self.finds_shards else self.num_shards}
 
     def __repr__(self) -> str:
         return hide(super().__repr__())
@@ -383,13 +385,12 @@ class Job(MeasuringKeys):
     def has_fingerprint(self, fingerprint: str | None) -> bool:
         """Return whether a run or checkpoint with this fingerprint is of this job.
 
-        Earlier versions hashed the lengths too, hid less, and of args that are no plain values hashed their text.
+        Versions before 0.2 hid less, hashed the text of args that are no plain values, and at first the lengths too.
         """
-        for as_objects, hides in itertools.product((False, True), (hide_in, hide_in_as_before)):
-            described = self.describe(as_objects, hides)
-            if fingerprint in (self._hash(described, False), self._hash(described, True)):
-                return True
-        return False
+        if fingerprint == self.fingerprint():
+            return True
+        before = hide_in_as_before(self._with_secrets(as_objects=True))
+        return fingerprint in (self._hash(before, False), self._hash(before, True))
 
 
 def that_count(job: Mapping[str, Any]) -> dict[str, Any]:

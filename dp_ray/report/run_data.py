@@ -21,7 +21,7 @@ from dp_ray.engine.clock import PARTS
 from dp_ray.job.old_keys import of_a_run
 from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, from_arrow
 from dp_ray.outputs.files import names_so_far
-from dp_ray.outputs.read import read_previews
+from dp_ray.outputs.previews import read_previews
 from dp_ray.rundir.claim import UnfinishedRun, unfinished
 from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON, SHAPES
 from dp_ray.rundir.history import history_of

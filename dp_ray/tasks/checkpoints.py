@@ -22,9 +22,9 @@ import torch
 from dp_ray.engine.clock import Part
 from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.loading import Source
-from dp_ray.engine.model import advice_on, tensors_of
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
+from dp_ray.engine.weights import advice_on, tensors_of
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import keys
 from dp_ray.job.files import differences, same
@@ -32,14 +32,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.plan import checkpoints_of
 from dp_ray.job.samples import describe_blocks
 from dp_ray.plan.split import Split
-from dp_ray.rundir.checkpoint import (
-    CHECKPOINTS,
-    Checkpoint,
-    CheckpointWriter,
-    newest,
-    pack,
-    steps_of,
-)
+from dp_ray.rundir.checkpoint import CHECKPOINTS, Checkpoint, CheckpointWriter, newest, pack, steps_of
 from dp_ray.rundir.files import replacing
 from dp_ray.rundir.history import HISTORY, write_piece
 from dp_ray.rundir.ledger import check_newest

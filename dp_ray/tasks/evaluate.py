@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from dp_ray.engine.evaluation import Evaluated, Evaluation, build_metrics
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
-from dp_ray.engine.model import synchronise
 from dp_ray.engine.step import StepEnd, build_step
+from dp_ray.engine.weights import synchronise
 from dp_ray.engine.world import check_rows
 from dp_ray.errors import JobError
 from dp_ray.job.plan import evaluations_of, split_of
@@ -14,14 +14,7 @@ from dp_ray.messages import Measured
 from dp_ray.plan.split import Work
 from dp_ray.tasks.checkpoints import Training
 from dp_ray.tasks.loop import Run, shards_of, times_of
-from dp_ray.tasks.setup import (
-    Context,
-    begin_quarantine,
-    check_unchanged,
-    load_dataset,
-    model_to_run,
-    set_aside,
-)
+from dp_ray.tasks.setup import Context, begin_quarantine, check_unchanged, load_dataset, model_to_run, set_aside
 
 
 def evaluate(context: Context) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from dp_ray.engine.loading import Source, seeded_dataset
-from dp_ray.engine.model import ShardSize, advice
+from dp_ray.engine.out_of_memory import ShardSize, advice
 from dp_ray.engine.trial import Data, why_not
 from dp_ray.engine.world import check_rows, gathered
 from dp_ray.errors import JobError

@@ -8,7 +8,7 @@ from functools import partial
 from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.clock import Part
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
-from dp_ray.engine.model import ShardSize, advised
+from dp_ray.engine.out_of_memory import ShardSize, advised
 from dp_ray.engine.prediction import PredictedShard, Prediction, predict
 from dp_ray.engine.step import PredictInputs
 from dp_ray.engine.user_code import location
@@ -19,7 +19,7 @@ from dp_ray.messages import FlopsCounted, Note
 from dp_ray.outputs.files import OUTPUTS, Outputs, forget_lost
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
-from dp_ray.outputs.read import ROWS, Previews
+from dp_ray.outputs.previews import ROWS, Previews
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Done, Shard, Split, Work
 from dp_ray.rundir import ledger

@@ -11,10 +11,10 @@ from typing import Any
 
 from dp_ray.engine.bad_samples import Quarantine, Reference
 from dp_ray.engine.loading import find_reference, seeded_dataset
-from dp_ray.engine.model import synchronise
 from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.random import has_drawn
 from dp_ray.engine.votes import StepControl
+from dp_ray.engine.weights import synchronise
 from dp_ray.engine.world import World, broadcast, check_rows, gathered, is_rank_0
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job

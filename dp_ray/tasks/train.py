@@ -12,12 +12,13 @@ from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.clock import Part
 from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.engine.loading import OverlappedRead, Source, load_steps
-from dp_ray.engine.model import autocast, check_all_tensors
+from dp_ray.engine.model import autocast
 from dp_ray.engine.placement import place
 from dp_ray.engine.step import OnShard, StepOutput, build_step, of_neighbours
 from dp_ray.engine.trainer import Trainer, Update
 from dp_ray.engine.user_code import reraise_as
 from dp_ray.engine.votes import LossWatch, NotFinite
+from dp_ray.engine.weights import check_all_tensors
 from dp_ray.engine.world import gathered
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.messages import FlopsCounted

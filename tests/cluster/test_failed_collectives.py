@@ -22,7 +22,7 @@ from dp_ray.cluster.channel import NOTHING
 from dp_ray.cluster.decisions import Memory, Restart, RestartReason, Snapshot, WorkersFailed, decide_restart
 from dp_ray.cluster.worker import _ending_of
 from dp_ray.engine import world
-from dp_ray.engine.model import is_out_of_memory
+from dp_ray.engine.out_of_memory import is_out_of_memory
 from dp_ray.engine.world import (
     NO_TIMEOUT,
     TIMEOUT,

@@ -32,7 +32,7 @@ from dp_ray.cluster.internals.core import types_in, wants_token
 from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
 from dp_ray.cluster.resources import NodeType, addable, capacity_for, free_for, gpus_by_default
 from dp_ray.cluster.workers import backend_of
-from dp_ray.engine.model import input_device
+from dp_ray.engine.devices import input_device
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys

@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
 from dp_ray.engine.bad_samples import Quarantine, Reference, Screen, bad_sample, choose_reference, form_of, not_finite
-from dp_ray.engine.loading import Collate, Read
+from dp_ray.engine.items import Reader
+from dp_ray.engine.loader import Collate, Read
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
@@ -264,8 +265,7 @@ def test_the_reference_is_of_the_most_common_form() -> None:
 
 def verdicts(items: list[Any], size: int, collate: Any = None) -> set[int]:
     """The samples that are bad if so many are read at once; the first one is the reference."""
-    screen = Screen(is_finite=True, has_own_collate=collate is not None)
-    screen.reference, screen.source = Reference(0, form_of(items[0])), lambda indices: [items[one] for one in indices]
+    screen = Screen(Reader(items), True, collate is not None, reference=Reference(0, form_of(items[0])))
     bad: set[int] = set()
     for start in range(0, len(items), size):
         indices = list(range(len(items)))[start : start + size]

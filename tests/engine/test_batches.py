@@ -20,7 +20,7 @@ from dp_ray.driver.planning import plan_memory_of
 from dp_ray.driver.replay import replay
 from dp_ray.engine.bad_samples import not_finite
 from dp_ray.engine.inspect_step import OF_ANY_FORM
-from dp_ray.engine.loading import Collated, LoaderError
+from dp_ray.engine.loader import Collated, LoaderError
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.tasks.replay import StepChoice

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine import host_copy, loading, random
-from dp_ray.engine import model as model_module
 from dp_ray.engine.clock import DeviceClock
 from dp_ray.engine.host_copy import PinnedMemory, side_stream
+from dp_ray.engine.items import Reader
+from dp_ray.engine.loader import Samples
 from dp_ray.engine.loading import LoadedShard
+from dp_ray.engine.model import build_model
+from dp_ray.engine.out_of_memory import free_memory
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.user_code import raise_as
@@ -162,7 +165,7 @@ def test_memory_is_freed_after_an_assert_in_a_kernel(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", raises)
-    model_module.free_memory()  # where an error is on its way, one more would hide it
+    free_memory()  # where an error is on its way, one more would hide it
 
 
 def test_an_error_of_cuda_tells_how_to_find_its_kernel() -> None:
@@ -196,7 +199,7 @@ def test_an_operation_that_bitwise_cannot_have_names_the_key(tmp_path: Path) -> 
 
 def test_what_a_loaders_process_gets_holds_no_events_of_the_gpu() -> None:
     clock = DeviceClock(lambda: SimpleNamespace(record=id), object)  # such as on a GPU: it cannot be pickled
-    samples = loading.Samples(training.Pairs(), 0, times=StepTimes(clock))
+    samples = Samples(Reader(training.Pairs()), 0, times=StepTimes(clock))
     there = pickle.loads(pickle.dumps(samples))
     assert len(there.__getitems__(ReadRequest(0, 0, 0, [3, 4]))[1]) == 2
 
@@ -247,7 +250,7 @@ def test_a_models_first_draw_on_a_gpu_is_the_seeds(
 ) -> None:
     job = job_of({"target": "tests.engine.test_cuda_rules:DrawsOnTheGpu"}, seed=5)
     monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: model)
-    model: Any = model_module.build_model(job, devices)
+    model: Any = build_model(job, devices)
     assert model.drawn.equal(torch.rand(2, generator=torch.Generator().manual_seed(5)))
 
 

@@ -15,7 +15,8 @@ from torch import nn
 
 import dp_ray
 from dp_ray.driver.replay import replay
-from dp_ray.engine.buffers import ForwardState, digests
+from dp_ray.engine.buffers import digests
+from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.trainer import WRITTEN
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job

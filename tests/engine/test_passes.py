@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
-from dp_ray.engine.buffers import ForwardState
+from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.step import Step
 from dp_ray.engine.trainer import Pass

@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 
 import dp_ray
 from dp_ray.driver.checks import check_targets
-from dp_ray.engine.model import build_model, evaluating
+from dp_ray.engine.eval_state import evaluating
+from dp_ray.engine.model import build_model
 from dp_ray.engine.prediction import PredictedShard
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World

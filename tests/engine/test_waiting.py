@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from dp_ray.cluster.worker import is_in_collective
+from dp_ray.cluster.heartbeat import is_in_collective
 from dp_ray.engine.world import own_rank
 from dp_ray.job.job import Job
 from dp_ray.system.threads import waiting, waits_for

@@ -25,7 +25,7 @@ from dp_ray.engine import loading
 from dp_ray.engine.buffers import EARLY
 from dp_ray.engine.clock import DevicePlace, Part, StepClock, TimedStep, clock_on
 from dp_ray.engine.loading import LoadedShard, on_device
-from dp_ray.engine.model import free_memory
+from dp_ray.engine.out_of_memory import free_memory
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.trainer import Trainer
 from dp_ray.engine.votes import LAG, Lagged, LossWatch, NotFinite

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import dp_ray
-from dp_ray.outputs.read import Previews, png, read_previews, thumbnail
+from dp_ray.outputs.previews import Previews, png, read_previews, thumbnail
 from dp_ray.plan.split import Shard
 from dp_ray.storage import Storage
 

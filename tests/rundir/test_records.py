@@ -24,7 +24,7 @@ from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.messages import Report, ShardSpan, Sizes, TimedSteps
 from dp_ray.outputs.files import FILE_JSON, MANIFEST_JSON, FileRecord
-from dp_ray.outputs.read import PREVIEWS_JSON, Preview
+from dp_ray.outputs.previews import PREVIEWS_JSON, Preview
 from dp_ray.plan.split import Done, Range
 from dp_ray.records import FAIL, IGNORE, Record
 from dp_ray.rundir import history

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from dp_ray.engine.bad_samples import Quarantine
-from dp_ray.engine.buffers import ForwardState
 from dp_ray.engine.clock import SilentClock
+from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead, Source, load_steps
 from dp_ray.engine.model import build_model
 from dp_ray.engine.placement import Placement
@@ -49,7 +49,7 @@ PREDICTION: dict[str, Any] = {"model": "a:b", "dataset": "a:c", "batch_size": 10
 CONSTRUCTORS = {
     "dp_ray.engine.loading.OverlappedRead",
     "dp_ray.engine.loading.load_steps",
-    "dp_ray.engine.loading.make_loader",
+    "dp_ray.engine.loader.make_loader",
     "dp_ray.engine.prediction.Prediction",
     "dp_ray.engine.prediction.predict",
     "dp_ray.engine.reduce.DdpReduction",

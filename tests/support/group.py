@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.engine.model import free_memory
+from dp_ray.engine.out_of_memory import free_memory
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, everyone, form_group, leave_group
 from dp_ray.job.job import Job

@@ -13,7 +13,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from dp_ray.cluster import worker
+from dp_ray.cluster import heartbeat, worker
 from dp_ray.cluster.channel import WorkerConfig
 from dp_ray.engine.clock import DevicePlace, Part, StepClock
 from dp_ray.engine.votes import StepControl
@@ -178,9 +178,9 @@ class Worker:
         self.channel = Channel()
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(ray, "get", lambda answer: answer)
-        monkeypatch.setattr(worker, "recorded_collectives", self.record)
+        monkeypatch.setattr(heartbeat, "recorded_collectives", self.record)
         config = WorkerConfig(self.channel, False)
-        self.heartbeat = worker.Heartbeat(config, "a-1", World(1, 2), Storage(str(folder)), limit)
+        self.heartbeat = heartbeat.Heartbeat(config, "a-1", World(1, 2), Storage(str(folder)), limit)
         self.heartbeat.runs_on(Gpu())
 
     def record(self) -> tuple[str, tuple[Collective, ...]]:
@@ -243,7 +243,7 @@ def test_a_recorder_that_cannot_be_kept_is_told(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_worker_that_records_nothing_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     late = Worker(monkeypatch, tmp_path, 100.0)
-    monkeypatch.setattr(worker, "recorded_collectives", lambda: ("", ()))
+    monkeypatch.setattr(heartbeat, "recorded_collectives", lambda: ("", ()))
     late.heartbeat.before(7)
     late.beat(101.0)
     assert late.beat(1.0).collectives == ()

@@ -18,12 +18,13 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from dp_ray.engine.model import as_module, build_model, check_has_shape, follow_shards
+from dp_ray.engine.model import as_module, build_model, follow_shards
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.recompute import choose_blocks, recompute_blocks
 from dp_ray.engine.reduce import make_gradients_dense
 from dp_ray.engine.sharded.deferred import CannotDefer, Recording, Ref, record, replay
 from dp_ray.engine.sharded.state import FsdpRound, Gather, Sharded, SumScatter, TreeScatter
+from dp_ray.engine.weights import check_has_shape
 from dp_ray.engine.world import CPU, World, everyone, is_gpu, new_group
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from dp_ray.engine.buffers import make_room
-from dp_ray.engine.model import advice_on, loaded_of, misfits, other_sizes
-from dp_ray.engine.optimizer import load_optimizer, norm_of_norms, norms_of
+from dp_ray.engine.optimizer import build_optimizer, load_optimizer, norm_of_norms, norms_of
 from dp_ray.engine.tree_sum import add_to, exchanged
+from dp_ray.engine.weights import advice_on, loaded_of, make_room, misfits, other_sizes
 from dp_ray.engine.world import CPU, World, all_gather, everyone
 from dp_ray.errors import ModelError
+from dp_ray.job.job import Job
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import Stored, in_memory, is_sharded, laid_out, local, rows_of
@@ -470,13 +470,13 @@ class AlignedParts:
     with zeros.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
-        self.optimizer: Any = None  # made of `flats`, so it is set later
-        self._world = world
-        self.parts = [Part(one, world) for one in parameters if is_sharded(one)]
+    def __init__(self, job: Job, sharded: Sharded) -> None:
+        model, self._world = sharded.model, sharded.world
+        self.parts = [Part(one, self._world) for one in model.parameters() if one.requires_grad and is_sharded(one)]
         self._by_flat = {id(one.flat): one for one in self.parts}
         # What the optimizer gets for each parameter, by the parameter's id.
         self.flats = {id(one.parameter): one.flat for one in self.parts}
+        self.optimizer: Any = build_optimizer(job.optimizer, model, self.flats)
 
     @torch.no_grad()
     def take(self) -> None:

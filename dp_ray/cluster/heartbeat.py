@@ -1,0 +1,220 @@
+"""A worker's heartbeat: it reports that the worker lives and where it stands, brings requests, and injects faults."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from types import FrameType
+
+import psutil
+import ray
+from torch.distributed import distributed_c10d
+
+from dp_ray.cluster.channel import Ask, WorkerConfig, encoded, send
+from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
+from dp_ray.engine.clock import StepClock
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import TIMEOUT, Collective, World, recorded_collectives
+from dp_ray.errors import ClusterError, JobError
+from dp_ray.messages import Beat, FaultInjected, Message, Note, Started, beat_interval
+from dp_ray.monitor.faults import Fault
+from dp_ray.rundir.files import FLIGHT_RECORDER
+from dp_ray.storage import Storage
+from dp_ray.system.threads import waits_for
+
+
+def bring_about(fault: Fault, driver_node: str) -> None:
+    """Inject a fault into this worker or its node; a fault of the driver does nothing here, the driver ends itself.
+
+    Raises JobError if the driver runs on the node, and ClusterError if Ray refuses to drain it.
+    """
+    pid = os.getpid()
+    if fault.what == "worker" and fault.action == "kill":
+        os.kill(pid, signal.SIGKILL)
+    elif fault.what == "worker":
+        if fault.seconds is not None:  # another process wakes this one, which stops itself
+            line = ["sh", "-c", f"sleep {fault.seconds}; kill -CONT {pid}"]
+            subprocess.Popen(line, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        os.kill(pid, signal.SIGSTOP)
+    elif fault.what == "node":
+        if ray.get_runtime_context().get_node_id() == driver_node:
+            raise JobError(f"--inject '{fault}': the driver runs on that node; name another node")
+        if fault.action == "kill":
+            raylet, this_process = raylet_of_this_worker(), psutil.Process()
+            family = [*raylet.children(recursive=True), raylet]
+            for process in sorted(family, key=lambda one: one == this_process):  # this one last
+                process.kill()
+        elif refusal := drain_this_node(fault.seconds):
+            raise ClusterError(f"--inject: Ray does not drain the node: {refusal}")
+
+
+SHOWN_FRAMES = 12
+
+
+class Heartbeat(StepControl):
+    """Step control of a worker on Ray: a thread sends beats, and the answers carry the driver's requests.
+
+    Once the loop has been in one step for `limit` seconds, each beat carries its stack, how far its GPU has come, and
+    the collectives in which it stands; the flight recorder is written to `run`, the run's directory. Without a limit
+    a beat carries the last two after 30 minutes, for whoever ends the run.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerConfig,
+        attempt: str,
+        world: World,
+        run: Storage,
+        limit: float | None,
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        self._worker = worker
+        self.attempt = attempt
+        self.node_id = worker.node_id
+        self.kind = worker.kind
+        self._world = world
+        self._run = run
+        self._limit = limit
+        self._faults = list(faults)
+        self.slows = any(fault.action == "slow" for fault in faults)
+        self._delay = self._due_delay = 0.0
+        self._loop = threading.get_ident()
+        self._step: int | None = None
+        self._first: int | None = None
+        self._since = time.monotonic()
+        self._clock = StepClock()
+        self._recorded_since: float | None = None  # the `_since` for which the flight recorder was read
+        self._collectives: tuple[Collective, ...] = ()
+        self._save = False
+        self._has_saved = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the worker has finished a step since it began."""
+        return self._step != self._first
+
+    def settle(self, kind: str) -> None:
+        """Have the channel tell the job's next workers what these compute on."""
+        ray.get(self._worker.channel.settle.remote(self._worker.number, kind))
+
+    def runs_on(self, clock: StepClock) -> None:
+        """Note the clock whose GPU each late beat asks how far it has come."""
+        self._clock = clock
+
+    def before(self, step: int) -> None:
+        """Note the step that begins, report the first one, and inject the faults that are due."""
+        self._step = step
+        self._since = time.monotonic()
+        if self._first is None:
+            self._first = step
+            self._send(Started(self.attempt, self._world.rank, step))
+        for fault in [one for one in self._faults if one.is_due(self._world, step)]:
+            self._faults.remove(fault)
+            # An earlier attempt may have injected it; a worker is slow in each attempt.
+            if fault.action != "slow" and not ray.get(self._worker.channel.fire.remote(fault.number)):
+                continue
+            self._send(FaultInjected(self.attempt, self._world, str(fault), fault.what == "driver"))
+            if fault.action == "slow":
+                self._delay += fault.seconds or 0.0
+            else:
+                bring_about(fault, self._worker.driver_node)
+        self._due_delay = self._delay
+
+    def take_delay(self, rank: int) -> float:
+        """Return the seconds by which faults make the current step slower, once a step."""
+        delay, self._due_delay = self._due_delay, 0.0
+        return delay
+
+    def touch(self) -> None:
+        """Restart the time in the current step, for instance during an evaluation."""
+        self._since = time.monotonic()
+
+    def through(self) -> None:
+        """Note that the last step is done, so that no time limit applies any more."""
+        self._step = None
+
+    def take_save(self) -> bool:
+        """Return whether the driver has asked to keep the work so far; true once."""
+        taken, self._save = self._save, False
+        return taken
+
+    def leave(self) -> None:
+        """Wait until the attempt's other workers have kept their work, then raise StopRequested."""
+        self._end(wait=True)
+        super().leave()
+
+    def end(self) -> None:
+        """Report that this worker has nothing left to run."""
+        self._end(wait=False)
+
+    def _end(self, wait: bool) -> None:
+        self.through()
+        ray.get(self._worker.channel.end.remote(self.attempt, self._world.rank, self._world.world_size, wait))
+
+    def _send(self, message: Message, wait: bool = True) -> None:
+        send(self._worker.channel, message, self._worker.number, wait=wait)
+
+    def __enter__(self) -> "Heartbeat":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        interval = beat_interval(self._world.world_size)
+        while not self._stopped.wait(interval):
+            try:
+                request: Ask = ray.get(self._worker.channel.put.remote(encoded(self._state()), self._worker.number))
+            except ray.exceptions.RayError:
+                return  # the driver is gone, and Ray will end this worker soon
+            self.wants_stop = request in (Ask.RESTART, Ask.STOP)
+            if request is Ask.SAVE and not self._has_saved:
+                self._save = self._has_saved = True
+
+    def _state(self) -> Beat:
+        since, step = self._since, self._step
+        seconds = time.monotonic() - since
+        beat = Beat(self.attempt, self._world.rank, step, seconds, "")
+        if step is None or seconds <= (self._limit or TIMEOUT.total_seconds()):
+            return beat
+        if self._recorded_since != since:
+            self._recorded_since, self._collectives = since, ()
+            # In a thread: a storage that hangs too must not silence the worker.
+            threading.Thread(target=self._record, name="flight recorder", daemon=True).start()
+        # The GPU is asked only here: the driver may hold the asking thread, and Python's lock with it, while another
+        # call waits for the GPU. A worker that falls silent so is told as one that does not answer.
+        beat = replace(beat, device=self._clock.place(), collectives=self._collectives)
+        frame = sys._current_frames().get(self._loop)
+        if self._limit is None or frame is None:
+            return beat
+        waits = waits_for() or ("a collective of the user's code" if is_in_collective(frame) else "")
+        stack = "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:])  # innermost frame last
+        return replace(beat, stack=stack, waits_for=waits)
+
+    def _record(self) -> None:
+        """Write torch's flight recorder into the run's directory, and have the next beats carry its collectives."""
+        try:
+            text, self._collectives = recorded_collectives()
+            if text:
+                folder = self._run.child(FLIGHT_RECORDER)
+                folder.create()
+                folder.write_text(f"{self.attempt}-rank-{self._world.rank}.json", text)
+        except Exception as error:  # of another version of torch, or of the storage
+            told = f"{self._world}: its flight recorder cannot be kept: {type(error).__name__}: {error}"
+            self._send(Note(told), wait=False)
+
+
+def is_in_collective(frame: FrameType | None) -> bool:
+    """Return whether a function of torch.distributed is on the stack, for instance called by user code."""
+    while frame is not None and frame.f_globals is not vars(distributed_c10d):
+        frame = frame.f_back
+    return frame is not None

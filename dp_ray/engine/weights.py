@@ -1,0 +1,219 @@
+"""The weights of a model: loaded into it, or the same as rank 0's on every worker; errors say how they differ."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dp_ray.engine.buffers import held_in, places_of, shared_in, tensor_at
+from dp_ray.engine.world import broadcast, everyone, gathered, is_rank_0
+from dp_ray.errors import ModelError
+from dp_ray.system.threads import waiting
+from dp_ray.tensors.files import Stored, is_sharded
+from dp_ray.tensors.flat import as_bytes, from_bytes
+from dp_ray.text import listed
+
+
+def synchronise(model: nn.Module) -> None:
+    """Broadcast rank 0's parameters and buffers; every rank calls this.
+
+    Raises ModelError, on every rank, if their names, sizes, dtypes or order differ between ranks.
+    """
+    if everyone() is not None:
+        _check_alike(model)
+        _broadcast_state(model)
+
+
+def _check_alike(model: nn.Module) -> None:
+    """Raise ModelError, on every rank, unless all have the same tensors in the same order, in which they are sent."""
+    for name, tensor in _state_of(model):
+        check_has_shape(name, tensor)
+    mine = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in _state_of(model)]
+    digests = gathered(hashlib.sha256("\n".join(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    first = json.loads(broadcast(json.dumps(mine)))
+    pairs = itertools.zip_longest(first, mine, fillvalue="nothing")
+    difference = next(((there, here) for there, here in pairs if there != here), None)
+    for rank, one in enumerate(gathered(difference)):
+        if one is not None:
+            raise ModelError(
+                f"the models of the workers differ: where rank 0 has {one[0]}, rank {rank} has {one[1]}; build the "
+                "same modules in the same order everywhere (a set of names has another order in each process)"
+            )
+
+
+def _broadcast_state(model: nn.Module) -> None:
+    """Broadcast rank 0's parameters and buffers as bytes: gloo and NCCL do not support every dtype."""
+    for name, tensor in _state_of(model):
+        if tensor.layout is not torch.strided or tensor.is_quantized or is_sharded(tensor):
+            continue  # built from the same seed or file on every worker
+        data = tensor.detach()
+        raw = as_bytes(data)
+        with waiting("rank 0's model"):
+            dist.broadcast(raw, src=0, group=everyone())
+        if raw.data_ptr() == data.data_ptr() or is_rank_0():
+            continue  # the bytes were the tensor's own memory, or rank 0's
+        values = from_bytes(raw, data)
+        try:
+            data.copy_(values)
+        except RuntimeError as error:  # an expanded tensor, say: it takes no values, but may have them already
+            if not torch.equal(data, values):
+                raise ModelError(f"{name} differs on the workers and cannot be set to rank 0's: {error}") from error
+
+
+def _state_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def check_has_shape(name: str, tensor: torch.Tensor) -> None:
+    """Raise ModelError if a lazy module has not given its tensor a shape yet."""
+    if is_lazy(tensor):
+        raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of the module's state_dict, without its other values."""
+    return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+
+
+def other_sizes(own: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tensors of a model of which some weights have another size, each with both sizes in words."""
+    return {
+        name: f"{name} {list(weights[name].shape)} in place of {list(one.shape)}"
+        for name, one in own.items()
+        if hasattr(weights.get(name), "shape") and not is_lazy(one) and tuple(weights[name].shape) != tuple(one.shape)
+    }
+
+
+WRAPPERS = ("module.", "_orig_mod.")  # before names in what nn.DataParallel, DDP or torch.compile has wrapped
+
+
+def unwrapped(own: Set[str], weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Return weights without the WRAPPERS before all their names, and what was stripped.
+
+    `own` are the names of the model, which may begin so too: as little is stripped as fits most of them.
+    """
+    best, stripped, named, before = weights, "", weights, ""
+    while named:
+        wrapper = next((one for one in WRAPPERS if all(str(name).startswith(one) for name in named)), None)
+        if wrapper is None:
+            break
+        named, before = {name.removeprefix(wrapper): one for name, one in named.items()}, before + wrapper
+        if len(own & named.keys()) > len(own & best.keys()):
+            best, stripped = named, before
+    return best, stripped
+
+
+def misfits(missing: Sequence[str], unexpected: Sequence[str], sizes: Mapping[str, str]) -> str:
+    """Say how some weights and a model differ: by the names that one of them lacks, and by sizes."""
+    kinds = {"missing": missing, "unexpected": unexpected, "of another size": list(sizes.values())}
+    return "".join(f"; {kind}: {listed(names)}" for kind, names in kinds.items() if names)
+
+
+def loaded_of(
+    where: str,
+    own: Set[str],
+    weights: Mapping[str, Any],
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    sizes: Mapping[str, str],
+) -> str:
+    """Say how many tensors of a model were loaded with `strict: false`, and which were not.
+
+    Raises ModelError if none was.
+    """
+    differences = misfits(missing, unexpected, sizes)
+    if own and not own - {*missing, *sizes}:
+        says = f"the weights of {where} have no tensor that fits this model by name and size"
+        raise ModelError(says + differences + _nested(weights))
+    return f"; loads {len(own) - len({*missing, *sizes} & own)} of {len(own)} tensors of the model{differences}"
+
+
+def advice_on(own: Mapping[str, torch.Tensor], weights: Mapping[str, Any], advice: str) -> str:
+    """Return what to do about weights that are not those of a model with the tensors `own`.
+
+    That is the advice, to load what fits, if a tensor fits by name and size. Of a checkpoint of the user's own it is
+    to save a value alone.
+    """
+    weights, _ = unwrapped(own.keys(), weights)
+    fitting = own.keys() & weights.keys() - other_sizes(own, weights).keys()
+    return _nested(weights) or (advice if fitting else "")
+
+
+def _nested(weights: Mapping[str, Any]) -> str:
+    for key, one in weights.items():
+        if isinstance(one, Mapping) and one and all(isinstance(inner, torch.Tensor) for inner in one.values()):
+            return f"; it holds weights in {key!r}: save that alone, torch.save(found[{key!r}], file)"
+    return ""
+
+
+def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Give memory to the buffers that are None, and of which there are weights: a first forward had made them."""
+    device = next((one.device for one in model.parameters()), None)
+    for name, (held, key) in places_of({"": model}).items():
+        weight = weights.get(name)
+        if tensor_at(held, key) is None and weight is not None:
+            whole = weight.whole() if isinstance(weight, Stored) else weight
+            held[key] = torch.empty_like(whole, device=device)
+    _make_apart(model, weights)
+
+
+@torch.no_grad()
+def _make_apart(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Give memory of its own to a buffer that shares it with others, but has weights apart: a forward set it anew."""
+    places = places_of({"": model})
+    tensors = held_in(places)
+    shared = shared_in(tensors)
+    wanted: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name in {**{first: None for first, _ in shared.values()}, **shared}:
+        weight, one = weights.get(name), tensors[name]
+        if isinstance(weight, Stored):
+            weight = weight.whole()
+        if one is not None and isinstance(weight, torch.Tensor) and weight.shape == one.shape:
+            wanted[name] = one, weight.to(one)
+            one.copy_(weight)
+    for name, (one, weight) in wanted.items():
+        if not torch.equal(as_bytes(one), as_bytes(weight)):
+            held, key = places[name]
+            held[key] = weight
+
+
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Any], where: str, is_strict: bool = True, advice: str = ""
+) -> str:
+    """Load weights into the bare module; returns what was loaded and what not, in words, if not `is_strict`.
+
+    Raises ModelError, which names missing, unexpected and mis-sized tensors and ends with the advice, or if nothing
+    fits.
+    """
+    own = tensors_of(model)
+    sizes = {} if is_strict else other_sizes(own, weights)
+    try:
+        keys = model.load_state_dict({key: one for key, one in weights.items() if key not in sizes}, is_strict)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        advice = advice_on(own, weights, advice if is_strict else "")
+        raise ModelError(f"the weights of {where} are not this model's: {str(error).rstrip('.')}{advice}") from None
+    if is_strict or keys is None:
+        return ""
+    missing = [key for key in keys.missing_keys if key not in sizes]
+    return loaded_of(where, own.keys(), weights, missing, keys.unexpected_keys, sizes)
+
+
+def check_all_tensors(model: nn.Module) -> None:
+    """Raise ModelError if the module's state_dict has other values than tensors: no weights file could hold them.
+
+    A model is loaded with all values of its state_dict, so such a file could never be loaded.
+    """
+    for name, one in model.state_dict().items():
+        if not isinstance(one, torch.Tensor):
+            raise ModelError(
+                f"model.{name} is of type {type(one).__qualname__}: a weights file holds tensors only, and could not "
+                "be loaded without it; have get_extra_state give a tensor, or keep the value in a buffer"
+            )
