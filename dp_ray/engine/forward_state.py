@@ -3,7 +3,8 @@
 The modules `beside` the model have such a state too: a loss's (the centre of its targets), a step's, a metric's.
 
 Every shard of a step starts from the same values; after the step every worker has those of shard 0, as with
-nn.DataParallel (`ForwardState`). An evaluation or a prediction leaves no change (`EvalState`). Three means, by cost:
+nn.DataParallel (`ForwardState`). An evaluation or a prediction leaves no change (`EvalState`). `buffers.py` has three
+means for it, by cost:
 
 - Copies, in each step: of buffers, of frozen parameters that are SMALL together, and of each parameter that a forward
   was seen to write. They are put back, however a forward has written.

@@ -149,7 +149,9 @@ def describe_target(value: Any, as_objects: bool = False) -> Any:
         return None
     if not isinstance(value, Target):
         return f"<{_qualified(value)}>"
-    rest = value.model_dump(exclude={"target", "over"}) if as_objects else value._described.values
+    rest = value._described.values
+    if as_objects:
+        rest = value.model_dump(include=set(rest))
     return {"target": value.label if value.is_named else f"<{value.label}>", **rest}
 
 

@@ -350,6 +350,7 @@ def test_over_is_no_part_of_what_earlier_runs_are_known_by() -> None:
     assert "over" not in str(job_of(**plain_loss).describe()["loss"])
     over = {"loss": {"target": "torch.nn:CrossEntropyLoss", "over": "batch"}}
     assert job_of(**over).fingerprint() != job_of(**plain_loss).fingerprint()
+    assert not job_of(**over).has_fingerprint(job_of(**plain_loss).fingerprint()), "its run is of another job"
     with pytest.raises(JobError, match=r"loss\.over"):
         job_of(loss={"target": "torch.nn:CrossEntropyLoss", "over": "world"})
 
