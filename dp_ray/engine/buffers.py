@@ -62,7 +62,10 @@ class Stamps:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
         versioned = {name: one for name, one in tensors.items() if not one.is_inference()}
-        placed = {name: one for name, one in tensors.items() if _has_address(one)}
+        # A fake or an empty tensor has no address: to ask a fake one for it warns, or raises.
+        placed = {
+            name: one for name, one in tensors.items() if not isinstance(one, FakeTensor) and one.data_ptr() != 0
+        }
         self._names = [*versioned, *placed]
         self._versioned, self._placed = list(versioned.values()), list(placed.values())
         self.note()
@@ -291,11 +294,6 @@ class Writable:
                 trained[layout_of(one)] -= 1
                 names.append(name)
         return names
-
-
-def _has_address(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has an address: a fake or an empty one has none."""
-    return not isinstance(tensor, FakeTensor) and tensor.data_ptr() != 0  # to ask a fake one for it warns, or raises
 
 
 @torch.no_grad()

@@ -25,37 +25,19 @@ def synchronise(model: nn.Module) -> None:
 
     Raises ModelError, on every rank, if their names, sizes, dtypes or order differ between ranks.
     """
-    if everyone() is not None:
-        _check_alike(model)
-        _broadcast_state(model)
-
-
-def _check_alike(model: nn.Module) -> None:
-    """Raise ModelError, on every rank, unless all have the same tensors in the same order, in which they are sent."""
-    for name, tensor in _state_of(model):
-        check_has_shape(name, tensor)
-    mine = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in _state_of(model)]
-    digests = gathered(hashlib.sha256("\n".join(mine).encode()).hexdigest())
-    if len(set(digests)) == 1:
+    if everyone() is None:
         return
-    first = json.loads(broadcast(json.dumps(mine)))
-    pairs = itertools.zip_longest(first, mine, fillvalue="nothing")
-    difference = next(((there, here) for there, here in pairs if there != here), None)
-    for rank, one in enumerate(gathered(difference)):
-        if one is not None:
-            raise ModelError(
-                f"the models of the workers differ: where rank 0 has {one[0]}, rank {rank} has {one[1]}; build the "
-                "same modules in the same order everywhere (a set of names has another order in each process)"
-            )
-
-
-def _broadcast_state(model: nn.Module) -> None:
-    """Broadcast rank 0's parameters and buffers as bytes: gloo and NCCL do not support every dtype."""
-    for name, tensor in _state_of(model):
+    state = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in state:
+        check_has_shape(name, tensor)
+    mine = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in state]
+    if len(set(gathered(hashlib.sha256("\n".join(mine).encode()).hexdigest()))) > 1:
+        _raise_first_difference(mine)
+    for name, tensor in state:
         if tensor.layout is not torch.strided or tensor.is_quantized or is_sharded(tensor):
             continue  # built from the same seed or file on every worker
         data = tensor.detach()
-        raw = as_bytes(data)
+        raw = as_bytes(data)  # gloo and NCCL do not support every dtype
         with waiting("rank 0's model"):
             dist.broadcast(raw, src=0, group=everyone())
         if raw.data_ptr() == data.data_ptr() or is_rank_0():
@@ -68,8 +50,17 @@ def _broadcast_state(model: nn.Module) -> None:
                 raise ModelError(f"{name} differs on the workers and cannot be set to rank 0's: {error}") from error
 
 
-def _state_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+def _raise_first_difference(mine: list[str]) -> None:
+    """Raise ModelError for the first tensor in which a rank's model is not rank 0's; every rank calls this."""
+    first = json.loads(broadcast(json.dumps(mine)))
+    pairs = itertools.zip_longest(first, mine, fillvalue="nothing")
+    difference = next(((there, here) for there, here in pairs if there != here), None)
+    for rank, one in enumerate(gathered(difference)):
+        if one is not None:
+            raise ModelError(
+                f"the models of the workers differ: where rank 0 has {one[0]}, rank {rank} has {one[1]}; build the "
+                "same modules in the same order everywhere (a set of names has another order in each process)"
+            )
 
 
 def check_has_shape(name: str, tensor: torch.Tensor) -> None:
