@@ -9,7 +9,7 @@ import torch
 
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.engine.devices import devices_here
-from dp_ray.engine.model import check_model, with_devices
+from dp_ray.engine.model import check_model, target_with_devices
 from dp_ray.engine.optimizer import check_optimizer, check_unbuilt
 from dp_ray.engine.prediction import check_after
 from dp_ray.errors import Error, JobError
@@ -29,7 +29,7 @@ def check_targets(job: Job) -> None:
         elif key == "scheduler" and isinstance(target, list | tuple):
             raise JobError("scheduler: is a list; give one, or a function of the optimizer with torch's SequentialLR")
         if isinstance(target, Target) and key in ("model", "dataset", "eval.dataset"):
-            bind(key, with_devices(target, ()) if key == "model" else target)
+            bind(key, target_with_devices(target, ()) if key == "model" else target)
         elif isinstance(target, Target) and key in ("optimizer", "scheduler"):
             if key == "optimizer":
                 check_optimizer(resolve(key, target))

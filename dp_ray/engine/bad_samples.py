@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from dp_ray.engine.items import PassthroughSample, Plain, Reader
+from dp_ray.engine.items import PassthroughSample, Plain, SampleReader
 from dp_ray.engine.user_code import error_text
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.samples import ReadRequest
@@ -195,7 +195,7 @@ class Screen:
     one by one, since one of them did so.
     """
 
-    reader: Reader
+    reader: SampleReader
     is_finite: bool
     has_own_collate: bool
     limit: ReadLimit | None = None

@@ -176,7 +176,7 @@ class Writable:
         self._parameters = dict(named_parameters_of(self._roots))
         self._known = {id(one) for one in self._parameters.values()}
         self._sharded = {name: one for name, one in self._parameters.items() if is_sharded(one)}
-        self._plain = {name: one for name, one in self._parameters.items() if is_plain(one)}
+        self._plain = {name: one for name, one in self._parameters.items() if can_be_copied(one)}
         self._places = places_of(self._roots)
         self._static = frozenset(self._always_followed())
         self._followed: dict[str, nn.Parameter] = {}  # they are copied
@@ -348,7 +348,7 @@ def on_copies(modules: Roots) -> Iterator[None]:
         (module._parameters, key, one)
         for _, module in (() if large else modules_of(modules))
         for key, one in module._parameters.items()
-        if one is not None and is_plain(one)
+        if one is not None and can_be_copied(one)
     ]
     held_now = [*places.values(), *parameters]
     copies = {id(one): one.detach().clone() for _, _, one in held_now if one is not None}
@@ -484,7 +484,7 @@ def non_persistent(roots: Roots) -> set[str]:
     }
 
 
-def is_plain(parameter: nn.Parameter) -> bool:
+def can_be_copied(parameter: nn.Parameter) -> bool:
     """Return whether a parameter can be copied and sent as it is."""
     return not (
         is_lazy(parameter)

@@ -177,7 +177,7 @@ ReadBeside = Callable[[Sequence[int], Sequence[str] | None, Sequence[str]], Any]
 
 
 @dataclass(frozen=True)
-class Reader:
+class SampleReader:
     """The samples of a dataset, whose errors name the sample and the dataset.
 
     Of each sample, `keys` picks what the job takes. With keys to `carry`, it becomes a PassthroughSample.

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from dp_ray.engine.bad_samples import HungRead, ReadLimit, Reference, Screen, end_process
-from dp_ray.engine.items import ColumnSlice, Reader, WholeColumns, collate_passthrough
+from dp_ray.engine.items import ColumnSlice, SampleReader, WholeColumns, collate_passthrough
 from dp_ray.engine.objects import part_that_fails
 from dp_ray.engine.random import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.engine.timed_loader import StepTimes, TimedLoader, begin_process
@@ -55,7 +55,7 @@ class Samples(Dataset[Any]):
     cannot be read. A dataset with a `set_epoch` is told each epoch before the first read of it in this process.
     """
 
-    reader: Reader
+    reader: SampleReader
     seed: int
     columns: WholeColumns | None = None
     times: StepTimes = dataclasses.field(default_factory=StepTimes)
@@ -330,7 +330,7 @@ def next_batch(loader: Iterator[Any], limit: ReadLimit | None = None) -> tuple[I
     raise batch.error
 
 
-def new_screen(job: Job, reader: Reader, reference: Reference | None = None) -> Screen:
+def new_screen(job: Job, reader: SampleReader, reference: Reference | None = None) -> Screen:
     """Make a screen for what a reader reads; the job must have `on_error`."""
     assert job.on_error is not None
     seconds = job.on_error.timeout

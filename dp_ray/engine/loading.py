@@ -20,7 +20,7 @@ from dp_ray.engine.alignment import aligned_batch, must_align
 from dp_ray.engine.bad_samples import BadSample, HungRead, Quarantine, Reference, bad_sample, choose_reference
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.host_copy import entered, side_stream
-from dp_ray.engine.items import PassthroughBatch, Reader, item_keys, passthrough_keys, whole_columns
+from dp_ray.engine.items import PassthroughBatch, SampleReader, item_keys, passthrough_keys, whole_columns
 from dp_ray.engine.loader import Pieces, Samples, collate_of, make_loader, new_screen, next_batch
 from dp_ray.engine.out_of_memory import ShardSize, advised
 from dp_ray.engine.random import preserved, seed_all
@@ -113,7 +113,7 @@ def load_steps(
     job, dataset, screen = source.job, source.dataset, None
     hold_blocks(job, dataset, work)
     keys = item_keys(job)
-    reader = Reader(dataset, source.name, keys, passthrough_keys(job))
+    reader = SampleReader(dataset, source.name, keys, passthrough_keys(job))
     if quarantine is None:
         columns = whole_columns(job, dataset, keys)
     else:
@@ -428,7 +428,7 @@ def find_reference(job: Job, dataset: Any, name: str) -> Reference:
     It is the one with which most others of them can be collated. Raises DataError if there are no good ones.
     """
     assert job.on_error is not None
-    reader = Reader(dataset, name, item_keys(job))
+    reader = SampleReader(dataset, name, item_keys(job))
     samples = Samples(reader, job.seed, screen=new_screen(job, reader))
     tried = min(len(samples), CANDIDATES + job.on_error.quarantine)
     skipping = Skipping(job, dataset)

@@ -24,7 +24,7 @@ from dp_ray.engine.devices import blocks_of, building_on, has_own, input_device,
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
-from dp_ray.engine.model import as_module, autocast, call_model, constructed, follow_shards, with_devices
+from dp_ray.engine.model import as_module, autocast, call_model, constructed, follow_shards, target_with_devices
 from dp_ray.engine.optimizer import build_optimizer
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved, seed_all
@@ -475,7 +475,7 @@ def _on_meta(job: Job) -> nn.Module:
     seed_all(job.seed)
     try:
         with building_on([CPU]):
-            made, _ = record(lambda: build("model", with_devices(job.model, [CPU])), exact=False)
+            made, _ = record(lambda: build("model", target_with_devices(job.model, [CPU])), exact=False)
             return as_module(made)
     except CannotDefer as error:
         raise _cannot_be_built(job.model, error) from None

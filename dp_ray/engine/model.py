@@ -52,10 +52,10 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
 def constructed(job: Job, devices: Sequence[torch.device]) -> nn.Module:
     """Call the model's target, which may place its parts on `devices`, in the random state of now."""
     with building_on(devices):
-        return as_module(build("model", with_devices(job.model, devices)))
+        return as_module(build("model", target_with_devices(job.model, devices)))
 
 
-def with_devices(model: Any, own: Sequence[torch.device]) -> Any:
+def target_with_devices(model: Any, own: Sequence[torch.device]) -> Any:
     """Add to the model's target an argument `devices`, if its constructor takes one and the job sets none."""
     if not isinstance(model, Target) or "devices" in model.args:
         return model

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
 from dp_ray.engine.bad_samples import Quarantine, Reference, Screen, bad_sample, choose_reference, form_of, not_finite
-from dp_ray.engine.items import Reader
+from dp_ray.engine.items import SampleReader
 from dp_ray.engine.loader import Collate, Read
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, JobError
@@ -265,7 +265,7 @@ def test_the_reference_is_of_the_most_common_form() -> None:
 
 def verdicts(items: list[Any], size: int, collate: Any = None) -> set[int]:
     """The samples that are bad if so many are read at once; the first one is the reference."""
-    screen = Screen(Reader(items), True, collate is not None, reference=Reference(0, form_of(items[0])))
+    screen = Screen(SampleReader(items), True, collate is not None, reference=Reference(0, form_of(items[0])))
     bad: set[int] = set()
     for start in range(0, len(items), size):
         indices = list(range(len(items)))[start : start + size]

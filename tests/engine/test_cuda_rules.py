@@ -19,7 +19,7 @@ from torch import nn
 from dp_ray.engine import host_copy, loading, random
 from dp_ray.engine.clock import DeviceClock
 from dp_ray.engine.host_copy import PinnedMemory, side_stream
-from dp_ray.engine.items import Reader
+from dp_ray.engine.items import SampleReader
 from dp_ray.engine.loader import Samples
 from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.model import build_model
@@ -199,7 +199,7 @@ def test_an_operation_that_bitwise_cannot_have_names_the_key(tmp_path: Path) -> 
 
 def test_what_a_loaders_process_gets_holds_no_events_of_the_gpu() -> None:
     clock = DeviceClock(lambda: SimpleNamespace(record=id), object)  # such as on a GPU: it cannot be pickled
-    samples = Samples(Reader(training.Pairs()), 0, times=StepTimes(clock))
+    samples = Samples(SampleReader(training.Pairs()), 0, times=StepTimes(clock))
     there = pickle.loads(pickle.dumps(samples))
     assert len(there.__getitems__(ReadRequest(0, 0, 0, [3, 4]))[1]) == 2
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.engine.items import Reader
+from dp_ray.engine.items import SampleReader
 from dp_ray.engine.loader import Collate, Samples
 from dp_ray.engine.timed_loader import StepTimes, TimedLoader, share_of_wait, started
 from dp_ray.job.samples import ReadRequest
@@ -146,7 +146,7 @@ def test_the_next_batch_can_be_asked_for_after_an_error() -> None:
 
 
 def test_measuring_costs_microseconds() -> None:
-    reads, collate, times = Samples(Reader(SlowReads()), 0), Collate(len, None, None, picks=False), StepTimes()
+    reads, collate, times = Samples(SampleReader(SlowReads()), 0), Collate(len, None, None, picks=False), StepTimes()
     assert len(reads) == STEPS * 4
     seconds, (indices, batch) = collate(reads.__getitems__(ReadRequest(0, 0, 0, [1, 2])))
     assert seconds >= SECONDS
