@@ -173,7 +173,7 @@ def watched_lines(run: "Storage") -> Iterator[str]:
 def track(run_dir: str) -> None:
     """Send to the trackers of a run that has ended what they lack of it."""
     from dp_ray.records import damage_told
-    from dp_ray.trackers.feed import send_late
+    from dp_ray.trackers.process import send_late
 
     with damage_told(run_dir):
         for line in send_late(run_dir):
