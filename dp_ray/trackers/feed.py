@@ -96,9 +96,10 @@ def feed(
         try:
             if client is None:
                 known = {"run_id": memory.run_id, "next_step": memory.next_step}
+                with suppress(StorageError):
+                    run.child(TRACKERS).create()
                 with answering(OPEN_SECONDS, tell):
                     client = connect({**about_run(job, str(run)), **known})
-                run.child(TRACKERS).create()
                 memory = remember(run, name, Memory(client.run_id, client.next_step))
                 tell("")
             for rows in missing(run, memory.next_step, has_ended) if job["task"] == "train" else ():
@@ -122,7 +123,8 @@ def feed(
         except TrackerError as error:
             client = None
             tell(str(error))
-            seconds = min(seconds, RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+            if not has_ended:
+                seconds = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
             failures += 1
         except (StorageError, OSError, ValueError):  # files that change while they are read
             pass

@@ -16,6 +16,7 @@ class FakeTracker:
         self.is_down = False
         self.is_closed = False
         self.loses_answers = 0
+        self.seconds = 0.0  # of each request
         self.run_id = ""
         self.next_step = 0
         self._knows_its_steps = knows_its_steps
@@ -33,6 +34,7 @@ class FakeTracker:
 
     def log(self, rows: list[dict[str, Any]], at: float) -> None:
         self._answer()
+        time.sleep(self.seconds)
         self.rows += rows
         self.times += [at] * len(rows)
         if self.loses_answers:

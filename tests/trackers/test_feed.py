@@ -189,16 +189,34 @@ def test_a_driver_that_is_gone_ends_a_feed_that_has_much_to_send_or_a_tracker_th
     monkeypatch.setattr(feeds, "ROWS_AT_ONCE", 1)
     monkeypatch.setattr(feeds, "RETRY_SECONDS", (60.0,))
     slow, down = FakeTracker(), FakeTracker()
-    monkeypatch.setattr(slow, "log", lambda rows, at: (time.sleep(0.05), slow.rows.extend(rows)))
+    slow.seconds = 0.05
     down.is_down = True
     recent(run, 0, 5000)
     first = fed(slow, run)
     wait_until(lambda: len(slow.steps) > 2)
     first.leave()
     assert len(slow.steps) < 1000
-    second = fed(down, run)
+    said: list[str] = []
+    second = fed(down, run, said)
+    wait_until(lambda: bool(said))
     second.leave()
-    assert not down.rows
+    assert not down.rows and len(said) == 1, "it is tried again after a minute only"
+
+
+def test_a_tracker_that_is_down_is_tried_more_and_more_rarely_until_the_run_ends(
+    run: Storage, fed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "RETRY_SECONDS", (0.01, 0.01, 60.0))
+    tracker, said = FakeTracker(), list[str]()
+    tracker.is_down = True
+    in_files(run, 0, 3)
+    feed = fed(tracker, run, said)
+    wait_until(lambda: len(said) == 3)
+    time.sleep(0.2)
+    assert len(said) == 3
+    tracker.is_down = False
+    feed.end()
+    assert tracker.rows == rows(0, 3)
 
 
 def test_rows_after_a_gap_wait_for_the_steps_that_run_again(run: Storage, fed: Any) -> None:
