@@ -90,7 +90,8 @@ def feed(
     job, memory = kept_job(run, "a training"), MEMORY_JSON.read(run.child(TRACKERS), f"{name}.json")
     client, word, failures = None, GOES_ON, 0
     tried = 0, 0.0  # the end of the last rows that were sent, and the time that they got
-    while word != GONE:
+    parent = os.getppid()  # what the driver has forked may hold its end of the stream for longer than it lives
+    while word != GONE and os.getppid() == parent:
         has_ended = word == ENDED  # before the rows are read: then these are all
         seconds = END_RETRY_SECONDS if has_ended else LOOK_SECONDS[run.is_atomic]
         try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,8 +20,9 @@ import dp_ray
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.rundir.files import RESULT_JSON
-from dp_ray.rundir.history import HISTORY, METRICS, RecentHistory
+from dp_ray.rundir.history import HISTORY, METRICS, RECENT_SECONDS, RecentHistory
 from dp_ray.storage import Storage
+from dp_ray.system.threads import repeated
 from dp_ray.tables import write_table
 from dp_ray.trackers import feed as feeds
 from dp_ray.trackers import process
@@ -29,9 +31,12 @@ from dp_ray.trackers.process import RunTrackers, TrackerProcess
 from tests.support.builders import run_dir_of
 from tests.support.cluster import ROOT
 from tests.support.fresh import loaded_by
+from tests.support.s3 import IN_URL, SECRET
 from tests.support.tracked import WAITING
 from tests.support.trackers import FakeTracker, wait_until
 from tests.support.trainings import keys_of
+
+LOOK_SECONDS = dict(feeds.LOOK_SECONDS)
 
 
 @pytest.fixture(autouse=True)
@@ -400,6 +405,29 @@ def test_a_process_sends_the_rows_and_the_end_and_shows_no_secret(site: Path, ru
     assert b"hush" not in kept
 
 
+@pytest.mark.slow
+def test_a_run_in_an_object_store_is_fed_as_it_goes_on_and_no_command_shows_the_stores_secret(
+    site: Path, server: Any
+) -> None:
+    run = run_dir_of(Storage(server.url("tracked")), Job.make(keys_of_job(), "run")).storage
+    driver = RecentHistory(run, is_followed=True)
+    said: list[str] = []
+    trackers = RunTrackers(["trackio"], run, package(site), said.append)
+    with repeated("recent history", RECENT_SECONDS, driver.save_if_due):
+        for first in range(0, 12, 3):
+            driver.add(rows(first, first + 3))
+            wait_until(lambda end=first + 3: len(rows_told(site)) == end)  # type: ignore[misc]
+        (pid,) = (what["pid"] for what in told(site) if isinstance(what, dict) and "pid" in what)
+        assert not [part for part in psutil.Process(pid).cmdline() if SECRET in part or IN_URL in part]
+        in_files(run, 0, 12)
+        driver.add(rows(12, 14))
+    driver.close()
+    RESULT_JSON.write(run, {"status": "done", "metrics": {}})
+    trackers.finish("done")
+    assert [row["step"] for row in rows_told(site)] == list(range(14)) and said == []
+    assert RECENT_SECONDS + max(LOOK_SECONDS.values()) <= 5, "what a row waits for, at most, besides the requests"
+
+
 @pytest.mark.parametrize(
     ("code", "says"),
     [
@@ -471,19 +499,31 @@ def test_a_run_that_is_lost_to_another_driver_is_left_without_a_word(site: Path,
     assert have_ended(site) and said == [] and "finished" not in told(site)
 
 
-def test_a_killed_driver_leaves_no_process(site: Path, run: Storage) -> None:
+@pytest.mark.parametrize("has_child", [False, True])
+def test_a_killed_driver_leaves_no_process(site: Path, run: Storage, has_child: bool) -> None:
+    """Not even if a process that it has forked lives on, and holds all that it held."""
     program = (
-        "import sys; from dp_ray.storage import Storage; "
+        "import os, sys, time; from dp_ray.storage import Storage; "
         "from dp_ray.trackers.process import RunTrackers; "
         f"RunTrackers(['trackio'], Storage({run.location!r}), {package(site)!r}, print); "
-        "sys.stdin.read()"
+        "sys.stdin.readline(); child = sys.argv[1] == 'True' and (os.fork() or time.sleep(600)); "
+        "print(child, flush=True); sys.stdin.read()"
     )
     recent(run, 0, 3)
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, cwd=ROOT) as driver:
+    command = [sys.executable, "-W", "ignore", "-c", program, str(has_child)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT, text=True) as driver:
+        assert driver.stdin is not None and driver.stdout is not None
         wait_until(lambda: len(rows_told(site)) == 3)
+        print(file=driver.stdin, flush=True)
+        child = driver.stdout.readline().strip()
         driver.kill()
-    wait_until(lambda: have_ended(site))
+        driver.wait()
+        try:
+            wait_until(lambda: have_ended(site))
+        finally:
+            if has_child:
+                os.kill(int(child), signal.SIGKILL)
     assert told(site)[-1] == "finished", "its client was closed"
     assert MEMORY_JSON.read(run.child(TRACKERS), "trackio.json") == Memory("theirs", 3)
 
