@@ -62,7 +62,9 @@ class TrackerProcess:
     def end(self) -> None:
         """Have the tracker get what it lacks, and the run's end: the run's result is in its directory."""
         self._ended.set()
-        self._tell_end()
+        with suppress(OSError, ValueError):  # it has just ended
+            if self._process is not None and self._process.stdin is not None:
+                self._process.stdin.write(ENDED)
 
     def leave(self, until: float) -> None:
         """Wait for the process until a time of time.monotonic(); then kill it, and say what the tracker lacks."""
@@ -117,11 +119,11 @@ class TrackerProcess:
                 # The location may hold a secret, so that it stands in no command.
                 process.stdin.write(f"{self._run.location}\n".encode())
             self._process = process
-            # Looked at after the process is set: what comes meanwhile is told by `end` or `close`, or here too.
+            # Looked at once the process is set: a call of `end` or `close` before that did not reach it.
+            if self._ended.is_set():
+                self.end()
             if self._is_left:
                 process.kill()
-            if self._ended.is_set():
-                self._tell_end()
             for line in process.stdout:
                 self._hear(line.decode().strip())
             process.wait()
@@ -129,12 +131,6 @@ class TrackerProcess:
             errors.seek(0)
             words = [line for line in errors.read().decode(errors="replace").split("\n") if line.strip()]
             return words[-1] if words else "its process has ended"
-
-    def _tell_end(self) -> None:
-        """Tell the process, if there is one, that the run has ended; it may be told twice."""
-        with suppress(OSError, ValueError):  # it has just ended
-            if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.write(ENDED)
 
     def _hear(self, problem: str) -> None:
         """Say, once, that the tracker does not answer; once there is no problem any more, that it does again."""
