@@ -9,7 +9,8 @@ in turns long enough for a tracker's requests.
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -31,10 +32,13 @@ from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.messages import Logged, Report
 from dp_ray.monitor.console import Progress
+from dp_ray.rundir.files import RESULT_JSON, RUN_JSON
+from dp_ray.rundir.history import RECENT_SECONDS, RecentHistory
 from dp_ray.storage import Storage
+from dp_ray.system.threads import repeated
 from dp_ray.telemetry.times import packed
-from dp_ray.trackers.feed import Feed, about_run, end_all
-from dp_ray.trackers.process import TrackerProcess
+from dp_ray.trackers.feed import MEMORY_JSON, TRACKERS
+from dp_ray.trackers.process import RunTrackers
 from dp_ray.trackers.tensorboard import TensorBoardWriter
 
 MODEL = "linear"  # a step is little more than reading 1,024 samples
@@ -93,9 +97,9 @@ def _tensorboard_alone(folder: Path) -> list[float]:
 
 
 def _tracker_alone(folder: Path) -> list[float]:
-    feed, sent = _feed(folder)
-    spent = _spent(lambda first: sent.add(feed, _history(first)), sent.wait)
-    end_all([feed], "done", {}, 60.0)
+    fed = _Fed(folder)
+    spent = _spent(lambda first: fed.add(_history(first)), fed.wait)
+    fed.end()
     return spent
 
 
@@ -142,50 +146,40 @@ def _tensorboard(block: int, folder: Path) -> list[tuple[Cost, Cost]]:
 
 
 def _tracker(block: int, folder: Path) -> list[tuple[Cost, Cost]]:
-    feed, sent = _feed(folder)
-    costs = _logging(partial(sent.add, feed), sent.wait, block)
-    end_all([feed], "done", {}, 60.0)
-    assert feed.is_done, "the tracker did not answer"
+    fed = _Fed(folder)
+    costs = _logging(fed.add, fed.wait, block)
+    fed.end()
     return costs
 
 
-def _feed(folder: Path) -> "tuple[Feed, _Sent]":
-    """A feed with the real package, whose process writes to a local folder."""
-    run, sent = Storage(str(folder)), _Sent()
-    about = about_run(training.job_of(MODEL, {}, World()).describe(), str(run))
-    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder)}
-    connect = partial(_Watched, sent, "wandb", about, env)
-    return Feed("wandb", connect, run, lambda line: print(line, file=sys.stderr)), sent
+class _Fed:
+    """A run whose rows the driver writes, for a tracker's process with the real package, which writes to a folder."""
 
+    def __init__(self, folder: Path) -> None:
+        self._run = Storage(str(folder))
+        RUN_JSON.write(self._run, {"job": training.job_of(MODEL, {}, World()).describe()})
+        env = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder)}
+        self._trackers = RunTrackers(["wandb"], self._run, env, lambda line: print(line, file=sys.stderr))
+        self._recent = RecentHistory(self._run, is_followed=True)
+        self._given = -1
+        self._saved = ExitStack()
+        self._saved.enter_context(repeated("recent history", RECENT_SECONDS, self._recent.save_if_due))
 
-class _Sent:
-    """Which steps a feed was given, and which its tracker has."""
-
-    def __init__(self) -> None:
-        self.given = self.there = -1
-
-    def add(self, feed: Feed, rows: Sequence[dict[str, Any]]) -> None:
-        self.given = rows[-1]["step"]
-        feed.add(rows)
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._given = rows[-1]["step"]
+        self._recent.add(rows)
 
     def wait(self) -> None:
         """Wait until the tracker has all steps."""
         until = time.monotonic() + 120
-        while self.there < self.given:
+        while MEMORY_JSON.read(self._run.child(TRACKERS), "wandb.json").next_step <= self._given:
             assert time.monotonic() < until, "the tracker does not answer"
-            time.sleep(0.02)
+            time.sleep(0.1)
 
-
-class _Watched(TrackerProcess):
-    """Notes which steps the tracker has."""
-
-    def __init__(self, sent: _Sent, name: str, about: Mapping[str, Any], env: Mapping[str, str]) -> None:
-        super().__init__(name, about, env)
-        self._sent = sent
-
-    def log(self, rows: Sequence[dict[str, Any]], at: float) -> None:
-        super().log(rows, at)
-        self._sent.there = rows[-1]["step"]
+    def end(self) -> None:
+        self._saved.close()
+        RESULT_JSON.write(self._run, {"status": "done", "metrics": {}})
+        assert not self._trackers.end(60.0), "the tracker did not answer"
 
 
 def _logging(

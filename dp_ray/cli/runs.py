@@ -1,8 +1,10 @@
 """The commands that show runs: report, compare, list, watch, track, replay."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +13,9 @@ from dp_ray.cli.completion import folders
 from dp_ray.cli.options import say
 from dp_ray.errors import StorageError
 from dp_ray.text import harmless, json_text
+
+if TYPE_CHECKING:
+    from dp_ray.storage import Storage
 
 
 @click.command()
@@ -102,12 +107,12 @@ def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
 
 @click.command()
 @options.RUN_DIR
-@click.option("--plain", is_flag=True, help="Draw the run in the terminal, and serve no page.")
+@click.option("--plain", is_flag=True, help="Print the run's console lines, and serve no page.")
 @click.option("--host", default="127.0.0.1", help="The address to serve at; default 127.0.0.1, this machine alone.")
 @click.option("--port", type=int, default=0, help="The port; default: a free one.")
 @click.option("--until-end", is_flag=True, help="End when the run has ended; --plain always does.")
 def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> None:
-    """Watch a run: its page on localhost while it goes on, or its state in the terminal."""
+    """Watch a run: its page on localhost while it goes on, or its console's lines in the terminal."""
     from dp_ray.job.files import located_at
     from dp_ray.records import damage_told
     from dp_ray.rundir.files import RUN, runs_there
@@ -118,14 +123,49 @@ def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> N
         if not run.exists(RUN):
             say(f"{run}: there is no run yet, and it is waited for{runs_there(run)}")
     if plain:
-        from dp_ray.report.terminal import LOOK_SECONDS, Watched, watch_plain
-
         with damage_told(run):
-            watch_plain(Watched(run).look, sys.stdout, LOOK_SECONDS[run.is_atomic])
+            for line in watched_lines(run):
+                click.echo(harmless(line))
         return
     from dp_ray.report.server import watch_page
 
     watch_page(run, host, port, until_end, click.echo)  # as it is: `harmless` would hide the token
+
+
+def watched_lines(run: "Storage") -> Iterator[str]:
+    """Yield the lines of a run's console while another process drives it, and how it ended."""
+    from dp_ray.monitor.console import LINE_SECONDS, progress_line
+    from dp_ray.results.text import measured, time_span
+    from dp_ray.rundir.files import RESULT, RESULT_JSON
+    from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON
+    from dp_ray.rundir.listing import NO_RUN, PROGRESS_JSON, WATCH_SECONDS, watched
+
+    num_told, line_told, due = 0, "", 0.0
+    while True:
+        row = watched(run)
+        log = INCIDENTS_JSON.read(run, RESULT if row.status == "done" else INCIDENTS)
+        events = [text for by in log.interruptions for text in (f"interrupted, {by}", by.resumption)]
+        if log.is_interrupted:
+            events.pop()  # it has not resumed yet
+        yield from (f"{row.name}: {event}" for event in events[num_told:])
+        num_told = len(events)
+        if row.has_ended:
+            break
+        line = "waiting, there is no run yet" if row.status == NO_RUN else "starting"
+        if row.status != NO_RUN and (noted := PROGRESS_JSON.read(run)):
+            line = progress_line(noted, noted["rows_per_second"], noted["metrics"], time.time() - noted["at"])
+        if line != line_told and time.monotonic() >= due:
+            yield f"{row.name}: {line}"
+            line_told, due = line, time.monotonic() + LINE_SECONDS
+        time.sleep(WATCH_SECONDS[run.is_atomic])
+    steps = f", {row.step}/{row.steps} steps" if row.steps else ""
+    ago = "" if row.age is None else f", {time_span(row.age)} ago"
+    metrics = "".join(f", {name} {value}" for name, value in measured(row.metrics).items())
+    yield f"{row.name}: {row.status}{steps}{ago}{metrics}"
+    if row.status == "unfinished":
+        yield "its driver was killed; run the same command to resume"
+    error = RESULT_JSON.read(run).get("error") if row.status == "failed" else None
+    yield from str(error or row.note).splitlines()
 
 
 @click.command()
@@ -133,7 +173,7 @@ def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> N
 def track(run_dir: str) -> None:
     """Send to the trackers of a run that has ended what they lack of it."""
     from dp_ray.records import damage_told
-    from dp_ray.trackers.feed import send_late
+    from dp_ray.trackers.process import send_late
 
     with damage_told(run_dir):
         for line in send_late(run_dir):

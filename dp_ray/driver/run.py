@@ -36,7 +36,7 @@ from dp_ray.rundir import claim, ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RENEW_SECONDS, TELL_SECONDS, RunDir
 from dp_ray.rundir.files import BEFORE_RETRY, SHAPES, recorded_about
-from dp_ray.rundir.history import HISTORY, RECENT, RecentHistory, merge_history
+from dp_ray.rundir.history import HISTORY, RECENT, RECENT_SECONDS, RecentHistory, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import take_request
 from dp_ray.rundir.ledger import FILES, PARTS
@@ -53,7 +53,7 @@ from dp_ray.text import relative
 if TYPE_CHECKING:
     from dp_ray.cluster.connect import EarlyConnection
     from dp_ray.cluster.internals.quick_start import ForkServer
-    from dp_ray.trackers.feed import RunTrackers
+    from dp_ray.trackers.process import RunTrackers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +208,7 @@ def execute(
             console.say(f"the last driver was {end.what}")
         execution = Execution(prepared, claimed, options, console, started, workers)
         after_workers.callback(execution.end_replaced)
+        after_workers.callback(execution.leave_trackers)
         with claim.held(claimed, lambda: execution.steps_done):
             try:
                 return execution.run()
@@ -319,12 +320,12 @@ class Execution:
         """Run the workers to their end, followed by a monitor."""
         prepared, job = self.prepared, self.prepared.job
         if job.trackers:
-            from dp_ray.trackers.feed import RunTrackers
+            from dp_ray.trackers.process import RunTrackers
 
-            self.trackers = RunTrackers(job, self.claimed.storage, self.console.say)
+            self.trackers = RunTrackers(job.trackers, self.claimed.storage, job.env, self.console.say)
         # Where the job's own code runs, an import would take its time.
         page = contextlib.nullcontext() if self.workers.is_here else repeated("page", PAGE_SECONDS, self._import_page)
-        with follow(prepared, self.claimed, self.console, self.options.shapes, self.trackers) as monitor, page:
+        with follow(prepared, self.claimed, self.console, self.options.shapes) as monitor, page:
             self.monitor = monitor
             self.workers.run(job, self.claimed, prepared.plan.rows, monitor, prepared.faults)
 
@@ -427,7 +428,12 @@ class Execution:
 
     def _end_trackers(self, result: Result) -> None:
         if self.trackers is not None:
-            self.trackers.finish(result.status, result.metrics)
+            self.trackers.finish(result.status)
+
+    def leave_trackers(self) -> None:
+        """End the processes of trackers that still run: this driver has lost the run to another one."""
+        if self.trackers is not None:
+            self.trackers.close()
 
     def write_page(self) -> None:
         """Write the page of the run; a page that cannot be made has a line, and fails no run."""
@@ -444,9 +450,7 @@ class Execution:
 
 
 @contextmanager
-def follow(
-    prepared: Prepared, claimed: RunDir, console: Console, shapes: bool, trackers: "RunTrackers | None"
-) -> Iterator[Monitor]:
+def follow(prepared: Prepared, claimed: RunDir, console: Console, shapes: bool) -> Iterator[Monitor]:
     """Follow a run with a monitor, which continues the reports and incidents of the run's earlier drivers.
 
     When the block ends, also by an error, the file of shape reports is complete.
@@ -460,14 +464,14 @@ def follow(
             from dp_ray.trackers.tensorboard import TensorBoardWriter
 
             writers.append(TensorBoardWriter(run))
-        writers.append(RecentHistory(run))
-        if trackers is not None:
-            writers.append(trackers)
+        recent = RecentHistory(run, is_followed=bool(set(job.trackers or ()) - {"tensorboard"}))
+        writers.append(recent)
         file = ReportFile(stream, run.child(REPORTS))
         monitor = Monitor(job, prepared.plan.split, file, writers, console, shapes, claimed)
         monitor.shape_reports.restore(reported)
         try:
-            with console.live(monitor.progress), progress_noted(run, monitor.progress):
+            saved = repeated("recent history", RECENT_SECONDS, recent.save_if_due)
+            with console.live(monitor.progress), progress_noted(run, monitor.progress), saved:
                 yield monitor
         except BaseException as raised:
             error = raised

@@ -2,7 +2,8 @@
 
 All of it goes to stderr; stdout is for the output that the user asks for (`--shapes`, `--json`). A program that has
 set up the logger `dp_ray`, by a handler or by a level, gets the lines as records instead. `Console` prints,
-`Progress` holds what is shown, `Losses` prints a training's losses and metrics.
+`Progress` holds what is shown, `Losses` prints a training's losses and metrics. `dp-ray watch` prints the same
+`progress_line`, of the progress that the driver keeps in the run's directory.
 """
 
 import logging
@@ -11,9 +12,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -23,11 +24,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dp_ray.engine.world import World
-from dp_ray.messages import Report
 from dp_ray.results.text import measured
 from dp_ray.system.threads import if_longer, repeated
 from dp_ray.text import harmless, hide, replay_command
+
+if TYPE_CHECKING:  # `dp-ray watch` does not wait for torch
+    from dp_ray.engine.world import World
+    from dp_ray.messages import Report
 
 LOG = logging.getLogger("dp_ray")
 REFRESH_SECONDS = 0.5
@@ -128,7 +131,7 @@ class Console:
         if not self._quiet:
             self._print(self._prefix + harmless(line))
 
-    def printed(self, world: World, line: str) -> None:
+    def printed(self, world: "World", line: str) -> None:
         """Print a line that user code printed on a worker, even when quiet."""
         self._print(f"[rank {world.rank}] {hide(line)}")
 
@@ -221,7 +224,7 @@ class Progress:
         self._since = time.monotonic()
         self._ran = self._warm = None
 
-    def start(self, worlds: list[World]) -> None:
+    def start(self, worlds: "list[World]") -> None:
         """Start an attempt with these workers."""
         self.workers = {world.rank: (world, 0) for world in worlds}
         self.seconds = {}
@@ -242,7 +245,7 @@ class Progress:
             self.phase = ""
             self._warm = self._warm or (time.monotonic(), self.rows)
 
-    def take(self, report: Report, rows: int) -> None:
+    def take(self, report: "Report", rows: int) -> None:
         """Take in a worker's report of so many rows, and the mean seconds of each part of its steps."""
         rank = report.world.rank
         world, before = self.workers[rank]
@@ -260,20 +263,28 @@ class Progress:
         return (self.rows - began[1]) / max(1e-9, time.monotonic() - began[0])
 
     def __str__(self) -> str:
-        if self.phase:
-            seconds = time.monotonic() - self._since
-            return self.phase + (f", {seconds:.0f} s" if seconds >= 1 else "")
-        if self.step == self.steps:
-            return f"{self.step}/{self.steps} steps, {self.rows} rows, finishing"
-        rate = self.rows_per_second
-        rows_per_second = f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}"
-        left = ""
-        if rate:
-            minutes, seconds = divmod(round((self.rows_in_all - self.rows) / rate), 60)
-            hours, minutes = divmod(minutes, 60)
-            left = f", {hours}:{minutes:02}:{seconds:02} left" if hours else f", {minutes}:{seconds:02} left"
-        loss = f", loss {self.last['loss']:.4g}" if "loss" in self.last else ""
-        return f"{self.step}/{self.steps} steps, {self.rows} rows, {rows_per_second} rows/s{loss}{left}"
+        return progress_line(vars(self), self.rows_per_second, self.last, time.monotonic() - self._since)
+
+
+def progress_line(counts: Mapping[str, Any], rate: float, last: Mapping[str, Any], seconds: float) -> str:
+    """Return a run's progress in words.
+
+    `counts` has what `progress.json` and a `Progress` both have: steps, rows and the phase, which began `seconds`
+    ago. `last` holds the last metrics; None stands for a number that is not finite, as in JSON.
+    """
+    phase, step, steps, rows = (counts[name] for name in ("phase", "step", "steps", "rows"))
+    if phase:
+        return f"{phase}, {seconds:.0f} s" if seconds >= 1 else str(phase)
+    if step == steps:
+        return f"{step}/{steps} steps, {rows} rows, finishing"
+    rows_per_second = f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}"
+    left = ""
+    if rate:
+        minutes, seconds_left = divmod(round((counts["rows_in_all"] - rows) / rate), 60)
+        hours, minutes = divmod(minutes, 60)
+        left = f", {hours}:{minutes:02}:{seconds_left:02} left" if hours else f", {minutes}:{seconds_left:02} left"
+    loss = f", loss {math.nan if last['loss'] is None else last['loss']:.4g}" if "loss" in last else ""
+    return f"{step}/{steps} steps, {rows} rows, {rows_per_second} rows/s{loss}{left}"
 
 
 def _display(progress: Progress, newest: str = "") -> Group:

@@ -1,6 +1,6 @@
 """`dp-ray watch`: serve the page of a run on localhost, to whoever knows the token in its URL, while the run goes on.
 
-Begin at `watch_page`. The state of a run in the terminal is in `terminal.py`.
+Begin at `watch_page`.
 """
 
 import hmac
@@ -18,8 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from dp_ray.errors import JobError
 from dp_ray.report.page import page_of
-from dp_ray.report.terminal import LOOK_SECONDS, Watched
 from dp_ray.rundir.files import RUN
+from dp_ray.rundir.listing import WATCH_SECONDS, watched
 from dp_ray.storage import Storage
 
 LIVE_SECONDS = 2.0
@@ -37,14 +37,13 @@ HEADERS = {
 
 def watch_page(run: Storage, host: str, port: int, until_end: bool, say: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C, or until the run has ended; `say` gets its URL."""
-    watched = Watched(run)
-    server = WatchServer(LivePage(run, lambda: watched.look().has_ended), host, port)
+    server = WatchServer(LivePage(run), host, port)
     thread = threading.Thread(target=server.serve_forever, name="watch", daemon=True)
     thread.start()
     try:
         say(server.url)
-        while not (until_end and watched.look().has_ended):
-            time.sleep(LOOK_SECONDS[run.is_atomic])
+        while not (until_end and watched(run).has_ended):
+            time.sleep(WATCH_SECONDS[run.is_atomic])
     finally:
         server.shutdown()
         server.server_close()
@@ -53,9 +52,8 @@ def watch_page(run: Storage, host: str, port: int, until_end: bool, say: Callabl
 class LivePage:
     """The page of a run, rendered anew at most every few seconds, whoever asks."""
 
-    def __init__(self, run: Storage, has_ended: Callable[[], bool]) -> None:
+    def __init__(self, run: Storage) -> None:
         self._run = run
-        self._has_ended = has_ended
         self._lock = threading.Lock()
         self._page = b""
         self._due = 0.0
@@ -67,7 +65,7 @@ class LivePage:
             if time.monotonic() >= self._due and not self._is_last:
                 began = time.monotonic()
                 # Asked before the page is made: a run that ends meanwhile gets one more page, which shows its end.
-                is_last = self._has_ended()
+                is_last = watched(self._run).has_ended
                 try:
                     if self._run.exists(RUN):
                         page = page_of(self._run, None if is_last else LIVE_SECONDS)

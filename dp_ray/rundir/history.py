@@ -4,9 +4,9 @@ A training writes a piece with each checkpoint. The rows after the last one only
 `recent.parquet`, so that running and failed runs show them.
 """
 
+import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -26,7 +26,7 @@ CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock 
 NOT_MEASURED = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
 DIGEST = "outputs_digest"  # the metric that `verify` adds
 SEGMENT = "steps-{}-{}.parquet"  # of the steps from the first number to before the second
-SECONDS = 2.0  # between two writes of the recent rows
+RECENT_SECONDS = 2.0  # between two writes of the recent rows
 SHARE = 0.01  # of the time, for writing them
 
 
@@ -84,14 +84,15 @@ def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
         write_piece(folder, table.slice(first - start, end - first))
 
 
-def history_so_far(run: Storage) -> pa.Table | None:
+def history_so_far(run: Storage, since: int = 0) -> pa.Table | None:
     """Return the rows that a run has by now, by step: those of pieces and after them, or the merged; None if none.
 
-    Of a step that was run again, the newest row counts.
+    Of a step that was run again, the newest row counts. Pieces that end before step `since` are not read.
     """
     folder = run.child(HISTORY)
-    tables = [read_table(folder, name) for name in folder.numbered(SEGMENT)]
-    names = [*([] if tables else [METRICS]), RECENT]
+    pieces = folder.numbered(SEGMENT)
+    tables = [read_table(folder, name) for name, (_, end) in pieces.items() if end > since]
+    names = [*([] if pieces else [METRICS]), RECENT]
     tables += [read_table(run, name) for name in names if run.exists(name)]
     if not tables:
         return None
@@ -172,35 +173,49 @@ def best_of(run: Storage, metric: str, mode: str, kept: Collection[int]) -> dict
 
 @dataclass(eq=False)
 class RecentHistory:
-    """The history's rows that no piece holds yet, which the driver writes; a repeated step replaces later ones."""
+    """The history's rows that no piece holds yet, which the driver writes; a repeated step replaces later ones.
+
+    `is_followed`: trackers read them there, so that they are written at once, whatever share of the time that takes.
+    """
 
     run: Storage
+    is_followed: bool = False
     _rows: list[dict[str, Any]] = field(default_factory=list, init=False)
-    _due: float = field(default_factory=lambda: time.monotonic() + SECONDS, init=False)
+    _is_saved: bool = field(default=True, init=False)
+    _due: float = field(default=0.0, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)  # of the rows
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Take rows, and write them all if it is time."""
-        if rows and self._rows and rows[0]["step"] <= self._rows[-1]["step"]:
-            self._rows = [row for row in self._rows if row["step"] < rows[0]["step"]]
-        self._rows += rows
-        if time.monotonic() >= self._due:
+        """Take rows, for the next `save`."""
+        with self._lock:
+            if rows and self._rows and rows[0]["step"] <= self._rows[-1]["step"]:
+                self._rows = [row for row in self._rows if row["step"] < rows[0]["step"]]
+            self._rows += rows
+            self._is_saved = False
+
+    def save_if_due(self) -> None:
+        """Write the rows if there are new ones, and if it has not taken much of the time; a thread calls this."""
+        began = time.monotonic()
+        if not self._is_saved and (self.is_followed or began >= self._due):
             self.save()
+            self._due = began + (time.monotonic() - began) / SHARE
 
     def save(self) -> None:
         """Write the rows that no piece holds; a storage that fails is left to what must be written."""
-        began = time.monotonic()
-        with suppress(StorageError):
+        try:
             kept = end_of_pieces(self.run.child(HISTORY))
-            self._rows = [row for row in self._rows if row["step"] >= kept]
-            if self._rows:
+            with self._lock:
+                self._rows = [row for row in self._rows if row["step"] >= kept]
+                rows, self._is_saved = list(self._rows), True
+            if rows:
                 # A table with the columns of all rows: only some have measured values.
-                names = dict.fromkeys(chain.from_iterable(self._rows))
+                names = dict.fromkeys(chain.from_iterable(rows))
                 have_fractions = {
-                    name for row in self._rows for name, value in row.items() if not isinstance(value, int | None)
+                    name for row in rows for name, value in row.items() if not isinstance(value, int | None)
                 }
                 kinds = [(name, pa.float64() if name in have_fractions else pa.int64()) for name in names]
-                write_table(self.run, RECENT, table_of_rows(self._rows, pa.schema(kinds)))
-        ended = time.monotonic()
-        self._due = ended + max(SECONDS, (ended - began) / SHARE)
+                write_table(self.run, RECENT, table_of_rows(rows, pa.schema(kinds)))
+        except StorageError:
+            self._is_saved = False
 
     close = save  # as all that writes the history's rows ends

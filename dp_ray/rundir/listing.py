@@ -6,6 +6,7 @@ A damaged run, or a folder that holds no run, is a row that says so.
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -25,6 +26,7 @@ PROGRESS = "progress.json"  # where the driver notes a run's progress, for `dp-r
 PROGRESS_JSON = Record[dict[str, Any]](dict, PROGRESS, missing={}, damaged=IGNORE, unreachable=IGNORE)
 THREADS = 32  # for object stores, where each file is a request
 NO_RUN, DAMAGED, OF_RUNS = "no run", "damaged", "sweep"
+WATCH_SECONDS = {False: 1.0, True: 5.0}  # between two looks at a watched run: on a disk, on an object store
 SORTABLE = ("name", "task", "status", "age", "step", "steps", "seconds")
 
 
@@ -46,6 +48,11 @@ class ListedRun:
     seconds: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     note: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more happens: the run ended, its driver was killed, or its directory is damaged."""
+        return self.status not in (NO_RUN, "running")
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON values."""
@@ -115,6 +122,14 @@ def listed_run(run: Storage, now: datetime | None = None) -> ListedRun:
         return ListedRun(name, DAMAGED, note=str(error).removeprefix(f"{run}/"))
     except Exception as error:  # files of any content
         return ListedRun(name, DAMAGED, note=f"{type(error).__name__}: {error}")
+
+
+def watched(run: Storage) -> ListedRun:
+    """Return a run as a row, also one that is yet to come, or whose storage does not answer for a moment."""
+    with suppress(StorageError):
+        if run.exists(RUN):
+            return listed_run(run)
+    return ListedRun(run.name, NO_RUN)
 
 
 def _run(run: Storage, written: dict[str, datetime | None], now: datetime) -> ListedRun:

@@ -1,39 +1,38 @@
-"""A tracker in a process of its own, as the run's driver sees it: requests that are answered, fail or time out.
+"""The trackers of a run, as its driver sees them: processes that read the run's directory, and that nobody waits for.
 
-The process runs `child.py`.
+The process runs `feed.py`. Begin at `RunTrackers`; `send_late` sends what the trackers of an ended run lack.
 """
 
-import json
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
 
-from dp_ray.errors import Error, JobError
-from dp_ray.text import hide
+from dp_ray.errors import JobError, StorageError
+from dp_ray.rundir.files import RESULT_JSON, kept_job
+from dp_ray.rundir.history import history_of
+from dp_ray.rundir.lease import last_alive
+from dp_ray.storage import Storage
+from dp_ray.text import command_for, counted
+from dp_ray.trackers.feed import END_RETRY_SECONDS, ENDED, MEMORY_JSON, RETRY_SECONDS, TRACKERS
 
 PACKAGES = {"mlflow": "mlflow", "wandb": "wandb", "trackio": "trackio"}
-OPEN_SECONDS = 120.0
-LOG_SECONDS = 60.0
-LEAVE_SECONDS = 5.0
-CHILD = Path(__file__).with_name("child.py")
-# A request fails soon and is sent again by the driver, instead of waiting within the package.
+# dp_ray is found where this process has found it.
+PROGRAM = (
+    f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from dp_ray.trackers import feed; feed.main()"
+)
+# A request fails soon and is sent again, instead of waiting within the package.
 SETTINGS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
-
-
-class TrackerError(Error):
-    """A tracker does not answer, or answers with an error."""
-
-
-class TrackerRefused(TrackerError):
-    """A tracker's package raised an error: its process lives, and can open the run again."""
+END_SECONDS = 30.0
+STOP_SECONDS = 5.0  # after Ctrl-C
+LATE_SECONDS = 600.0
 
 
 def check_installed(trackers: Sequence[str]) -> None:
@@ -44,79 +43,146 @@ def check_installed(trackers: Sequence[str]) -> None:
 
 
 class TrackerProcess:
-    """A tracker whose package runs in a process of its own; `about` is what it gets of the run when it opens.
+    """The process of a tracker, which a thread starts anew if it ends before the run; `say` prints a line.
 
-    Each method but `close` may raise TrackerError.
+    No method but `leave` waits for it.
     """
 
-    def __init__(self, name: str, about: Mapping[str, Any], env: Mapping[str, str]) -> None:
-        self._about = about
-        self._says = tempfile.TemporaryFile(prefix="dp_ray-")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(CHILD), name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._says,
-            env={**SETTINGS, **os.environ, **env},
-            start_new_session=True,  # Ctrl-C is for the run's driver alone
-        )
-        self._unread = b""
+    def __init__(self, name: str, run: Storage, env: Mapping[str, str], say: Callable[[str], None]) -> None:
+        self.name = name
+        self.is_done = False
+        self._run, self._say = run, say
+        self._env = {**SETTINGS, **os.environ, **env}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = threading.Event()  # the run has
+        self._is_left = self._has_said = False
+        self._thread = threading.Thread(target=self._follow, name=f"tracker {name}", daemon=True)
+        self._thread.start()
 
-    def open(self, run_id: str | None, next_step: int) -> tuple[str, int]:
-        """Open the tracker's run, or a new one; return its id, and the first step that it lacks."""
-        reply = self._ask({"do": "open", "run_id": run_id, "next_step": next_step, **self._about}, OPEN_SECONDS)
-        return str(reply["run_id"]), int(reply["next_step"])
+    def end(self) -> None:
+        """Have the tracker get what it lacks, and the run's end: the run's result is in its directory."""
+        self._ended.set()
+        with suppress(OSError, ValueError):  # it has just ended
+            if self._process is not None and self._process.stdin is not None:
+                self._process.stdin.write(ENDED)
 
-    def log(self, rows: Sequence[dict[str, Any]], at: float) -> None:
-        """Send rows of the history, and wait until they are taken; `at` is the time that they get."""
-        self._ask({"do": "log", "rows": list(rows), "at": at}, LOG_SECONDS)
-
-    def finish(self, status: str, metrics: Mapping[str, float], seconds: float) -> None:
-        """End the tracker's run within some seconds."""
-        self._ask({"do": "finish", "status": status, "metrics": dict(metrics)}, seconds)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(LEAVE_SECONDS)
+    def leave(self, until: float) -> None:
+        """Wait for the process until a time of time.monotonic(); then kill it, and say what the tracker lacks."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        self.close()
+        if not self.is_done:
+            try:
+                next_step = MEMORY_JSON.read(self._run.child(TRACKERS), f"{self.name}.json").next_step
+                table = history_of(self._run)
+                steps = [] if table is None else table.column("step").to_pylist()
+                lacking = counted(sum(step >= next_step for step in steps), "step")
+            except (StorageError, OSError, ValueError):  # pyarrow raises the last two
+                lacking = "steps"
+            self._say(f"{self.name} lacks {lacking} and the run's end; `{command_for('track', self._run)}` sends it")
 
     def close(self) -> None:
-        """End the process at once, if it has not ended by itself; another thread may call it."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._says):
-            with suppress(OSError):  # what is buffered for a process that has ended
-                stream.close()  # type: ignore[union-attr]
+        """Kill the process, if it has not ended by itself."""
+        self._is_left = True
+        self._ended.set()
+        if self._process is not None:
+            self._process.kill()
+        self._thread.join()
 
-    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-            reply: dict[str, Any] = json.loads(self._reply(seconds))
-        except (OSError, ValueError) as error:
-            raise TrackerError(self._last_words() or str(error)) from None
-        if "error" in reply:
-            raise TrackerRefused(" ".join(str(reply["error"]).split()))
-        return reply
+    def _follow(self) -> None:
+        for seconds in chain(RETRY_SECONDS, repeat(RETRY_SECONDS[-1])):
+            try:
+                problem = self._run_process()
+            except OSError as error:  # the system starts no more processes
+                problem = str(error)
+            if self.is_done or self._is_left:
+                return
+            self._hear(problem)
+            if self._ended.wait(seconds):
+                time.sleep(END_RETRY_SECONDS)
 
-    def _reply(self, seconds: float) -> bytes:
-        """Return the next line of the process; it reads while a big request is written, so that cannot block."""
-        assert self._process.stdout is not None
+    def _run_process(self) -> str:
+        """Start the process, and say what it tells until it ends; return the last line that its package wrote."""
+        with (
+            tempfile.TemporaryFile(prefix="dp_ray-") as errors,
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", PROGRAM, self.name],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=self._env,
+                start_new_session=True,  # Ctrl-C is for the run's driver alone
+            ) as process,
+        ):
+            assert process.stdin is not None and process.stdout is not None
+            with suppress(OSError):  # it has ended: its last words say why
+                # The location may hold a secret, so that it stands in no command.
+                process.stdin.write(f"{self._run.location}\n".encode())
+            self._process = process
+            # Looked at once the process is set: a call of `end` or `close` before that did not reach it.
+            if self._ended.is_set():
+                self.end()
+            if self._is_left:
+                process.kill()
+            for line in process.stdout:
+                self._hear(line.decode().strip())
+            process.wait()
+            self.is_done = self._ended.is_set() and process.returncode == 0
+            errors.seek(0)
+            words = [line for line in errors.read().decode(errors="replace").split("\n") if line.strip()]
+            return words[-1] if words else "its process has ended"
+
+    def _hear(self, problem: str) -> None:
+        """Say, once, that the tracker does not answer; once there is no problem any more, that it does again."""
+        if problem and not self._has_said and not self._is_left:
+            self._say(f"{self.name} does not answer, the run goes on; it gets later what it misses: {problem}")
+        elif not problem and self._has_said:
+            self._say(f"{self.name} answers again")
+        self._has_said = bool(problem)
+
+
+class RunTrackers:
+    """The trackers of a run; without any, nothing happens."""
+
+    def __init__(
+        self, names: Sequence[str], run: Storage, env: Mapping[str, str], say: Callable[[str], None]
+    ) -> None:
+        self._all = [TrackerProcess(name, run, env, say) for name in names if name in PACKAGES]
+
+    def finish(self, status: str) -> None:
+        """End the trackers' runs with that of a run, whose result is in its directory."""
+        self.end(END_SECONDS if status == "done" else STOP_SECONDS)
+
+    def end(self, seconds: float) -> list[str]:
+        """End the trackers' runs, all within the same seconds; return those that do not answer, which are left."""
         until = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                if not selector.select(max(0.0, until - time.monotonic())):
-                    raise TrackerError(f"no answer within {seconds:.0f} s")
-                piece = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not piece:
-                    raise TrackerError(self._last_words() or "its process has ended")
-                self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+        for tracker in self._all:
+            tracker.end()
+        for tracker in self._all:
+            tracker.leave(until)
+        return [tracker.name for tracker in self._all if not tracker.is_done]
 
-    def _last_words(self) -> str:
-        """Return the last line that the process wrote to stderr; empty if there is none."""
-        if self._says.closed:
-            return "its process was ended"
-        self._says.seek(0)
-        lines = self._says.read().decode(errors="replace").split("\n")
-        return hide(next((line for line in reversed(lines) if line.strip()), ""))
+    def close(self) -> None:
+        """Kill the processes that have not ended."""
+        for tracker in self._all:
+            tracker.close()
+
+
+def send_late(run_dir: str) -> Iterator[str]:
+    """Send what the trackers of an ended run lack; yield a line for each.
+
+    Raises JobError if the run goes on, or has no trackers, and StorageError if they still do not answer.
+    """
+    run = Storage(run_dir)
+    job, result = kept_job(run, "a training"), RESULT_JSON.read(run)
+    names = [name for name in job.get("trackers") or () if name in PACKAGES]
+    if not names:
+        raise JobError(f"{run}: the job has no trackers but TensorBoard's files")
+    if not result or last_alive(run)[0]:
+        raise JobError(f"{run}: has not ended; its trackers get what they lack when it goes on")
+    check_installed(names)
+    said: list[str] = []
+    if lacking := RunTrackers(names, run, {}, said.append).end(LATE_SECONDS):
+        raise StorageError(f"{run}: {', '.join(lacking)} did not answer: {said[-1]}")
+    for name in names:
+        yield f"{name} has all {MEMORY_JSON.read(run.child(TRACKERS), f'{name}.json').next_step} steps"

@@ -1,10 +1,10 @@
-"""`dp-ray watch`: a run in the terminal and on a page that it serves, whatever state the run is in."""
+"""`dp-ray watch`: a run in lines and on a page that it serves, whatever state the run is in."""
 
 import contextlib
 import http.client
-import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,16 +17,20 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from click.testing import CliRunner
 
 import dp_ray
+from dp_ray.cli.main import cli
+from dp_ray.cli.runs import watched_lines
 from dp_ray.errors import JobError
+from dp_ray.monitor import console
 from dp_ray.report import server as servers
 from dp_ray.report.server import LivePage, WatchServer
-from dp_ray.report.terminal import Snapshot, Watched, headline, screen, watch_plain
+from dp_ray.rundir import listing
 from dp_ray.rundir.claim import RunDir, held
 from dp_ray.rundir.history import HISTORY
-from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
-from dp_ray.rundir.listing import ListedRun
+from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
+from dp_ray.rundir.listing import watched
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
 from tests.support.builders import run_dir_of
@@ -38,58 +42,33 @@ from tests.support.trainings import short_training
 WORKER = {"rank": 0, "node": "10.0.0.7", "device": "cuda:0", "rows": 12345, "ms": 12.34}
 
 
-def snapshot(**changed: Any) -> Snapshot:
-    row = ListedRun("digits", "running", "train", 3.0, 45, 90, metrics={"loss": 0.394217, "eval_accuracy": 0.97})
-    progress = {"rows": 1500, "rows_in_all": 3000, "rows_per_second": 1234.0, "phase": ""}
-    progress |= {"workers": [WORKER, {**WORKER, "rank": 1, "ms": None}]}
-    lost = Interruption(IncidentKind.WORKER, "SIGKILL", 17, (1,), ("10.0.0.8",), 10, 4.5)
-    given = {"row": row, "progress": progress, "losses": [3.0, 2.0, 1.0, float("nan")]}
-    return Snapshot(**{**given, "incidents": IncidentLog((2, 2), (lost,)), **changed})
+NOTED = {"step": 7, "steps": 10, "rows": 1500, "rows_in_all": 3000, "rows_per_second": 1230.0, "phase": ""}
+NOTED |= {"metrics": {"loss": 0.394217, "eval_accuracy": 0.97}, "workers": [WORKER]}
 
 
-@pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    failed = ListedRun("digits", "failed", "train", 3.0, 45, 90)
-    for shown in (snapshot(), snapshot(row=failed, error="DataError: " + "word " * 50), snapshot(progress={})):
-        lines = screen(shown, width)
-        assert all(len(line) <= width for line in lines)
-    assert len(screen(snapshot(), width, height=3)) == 3
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at a run at once, and print a line whenever there is another one."""
+    monkeypatch.setattr(listing, "WATCH_SECONDS", {False: 0.01, True: 0.01})
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
 
 
-def test_the_screen_of_a_running_run() -> None:
-    lines = screen(snapshot(), 80)
-    assert lines[0] == "digits  train  running  45/90 steps  1 s left"
-    assert lines[1] == "█" * 37 + "░" * 37 + "  50 %"
-    assert lines[2] == "1,234 rows/s  loss 0.394217  eval_accuracy 0.97"
-    assert lines[3] == "loss  █▅▁!"
-    assert lines[4:7] == [
-        "2 workers",
-        "  rank 0  10.0.0.7  cuda:0  12,345 rows  12.3 ms a step",
-        "  rank 1  10.0.0.7  cuda:0  12,345 rows",
-    ]
-    assert lines[7:] == [
-        "1 interruption",
-        "  worker: SIGKILL (rank 1 on 10.0.0.8), in step 17, resumed from step 10 after …",
-    ]
-    assert "  rank 0  12,345 rows  12.3 ms a step" in screen(snapshot(), 40)
-    alone = screen(snapshot(progress={"workers": [WORKER]}), 80)
-    assert not any("worker" in line for line in alone[:5]), "with workers: 0 there is none"
-    text = "digits running, 45/90 steps, 50 %, 1,234 rows/s, loss 0.394217, eval_accuracy 0.97"
-    assert headline(snapshot()) == text
+@contextlib.contextmanager
+def watching(run: Storage) -> Iterator[list[str]]:
+    """The lines so far of a run that is watched in a thread; all of them once the block has ended."""
+    lines: list[str] = []
 
+    def watch() -> None:
+        for line in watched_lines(run):
+            lines.append(line)
 
-def test_a_long_error_keeps_its_words_apart_as_they_were() -> None:
-    row = ListedRun("digits", "failed", "train", 3.0, 45, 90)
-    lines = screen(snapshot(row=row, error="DataError: " + "word " * 50), 60)
-    assert sum(line.count("word word") for line in lines) > 20
-    assert not any("word  word" in line for line in lines)
-
-
-def test_a_name_or_an_error_cannot_act_on_the_terminal() -> None:
-    row = ListedRun("a\x1b[2Jb", "failed", note="no")
-    lines = screen(Snapshot(row, {"workers": [{**WORKER, "node": "\x07"}]}, error="bad\x1b]0;title\x07\rthing"), 80)
-    assert not any(not one.isprintable() for line in lines for one in line)
-    assert any(r"a\x1b[2Jb" in line for line in lines)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield lines
+    finally:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def in_files(run: Storage, first: int, end: int) -> None:
@@ -108,56 +87,88 @@ def claimed(folder: Path) -> RunDir:
     run.write_text("run.json", json.dumps({**values, "rows": {"dataset": 10}, "job": job}))
     run.child(HISTORY).create()
     in_files(run, 0, 6)
-    run.write_text("progress.json", json.dumps({"step": 7, "rows_per_second": 5.0, "workers": [WORKER]}))
+    note(run)
     return made
 
 
-def test_a_run_is_waited_for_and_drawn_to_its_end(tmp_path: Path) -> None:
-    """Into a file, it is told in lines: that there is no run, that it runs, and all of it at the end."""
-    out, watched = io.StringIO(), Watched(Storage(str(tmp_path / "run")))
-    thread = threading.Thread(target=watch_plain, args=(watched.look, out, 0.01))
-    thread.start()
-    wait_until(lambda: "run: waiting, there is no run yet\n" in out.getvalue())
-    made = run_dir_of(tmp_path / "other")
-    with held(made):
+def note(run: Storage, **changed: Any) -> None:
+    run.write_text("progress.json", json.dumps({**NOTED, "at": time.time(), **changed}))
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_run_is_waited_for_and_watched_to_its_end(tmp_path: Path) -> None:
+    """It is told in lines: that there is no run, what its console says, and how it ended."""
+    with watching(Storage(str(tmp_path / "run"))) as lines:
+        wait_until(lambda: lines == ["run: waiting, there is no run yet"])
+        made = claimed(tmp_path / "other")
+        with held(made):
+            (tmp_path / "other" / "run").rename(tmp_path / "run")
+            wait_until(lambda: "run: 7/10 steps, 1500 rows, 1,230 rows/s, loss 0.3942, 0:01 left" in lines)
+            (tmp_path / "run").rename(tmp_path / "other" / "run")
+        (tmp_path / "other" / "run" / "result.json").write_text(
+            '{"status": "failed", "error": "DataError: no\\nmore"}'
+        )
         (tmp_path / "other" / "run").rename(tmp_path / "run")
-        time.sleep(0.1)
-        assert thread.is_alive()
-        (tmp_path / "run").rename(tmp_path / "other" / "run")
-    (tmp_path / "other" / "run" / "result.json").write_text('{"status": "failed", "error": "DataError: no\\nmore"}')
-    (tmp_path / "other" / "run").rename(tmp_path / "run")
-    thread.join(30)
-    assert out.getvalue().splitlines()[-2:] == ["DataError: no", "more"]
+    assert re.fullmatch(r"run: failed, 7/10 steps, \d+ s ago, loss 0.394217, eval_accuracy 0.97", lines[-3])
+    assert lines[-2:] == ["DataError: no", "more"]
+
+
+@pytest.mark.usefixtures("soon")
+def test_the_lines_are_those_of_the_runs_console(tmp_path: Path) -> None:
+    """Of a phase, a loss that is not finite, an interruption, the end of the steps, a driver that is killed."""
+    run = Storage(str(tmp_path / "run"))
+    lost = Interruption(IncidentKind.WORKER, "SIGKILL", 7, (1,), ("10.0.0.8",))
+    log = IncidentLog((2, 2)).interrupted(lost)
+    driver = contextlib.ExitStack()
+    driver.enter_context(held(claimed(tmp_path)))
+    with watching(run) as lines, driver:
+        wait_until(lambda: bool(lines))
+        note(run, phase="building the dataset and the model", at=time.time() - 100)
+        wait_until(lambda: lines[-1].startswith("run: building the dataset and the model, 10"))
+        note(run, metrics={"loss": None}, rows_per_second=2.5)
+        wait_until(lambda: lines[-1] == "run: 7/10 steps, 1500 rows, 2.5 rows/s, loss nan, 10:00 left")
+        INCIDENTS_JSON.write(run, log)
+        wait_until(lambda: lines[-1] == "run: interrupted, worker: SIGKILL (rank 1 on 10.0.0.8), in step 7")
+        INCIDENTS_JSON.write(run, log.resumed(4, 4.5))
+        wait_until(lambda: lines[-1] == "run: resumed from step 4 after 4.5 s, 3 steps again")
+        note(run, step=10, rows=3000)
+        wait_until(lambda: lines[-1] == "run: 10/10 steps, 3000 rows, finishing")
+    assert lines[-2].startswith("run: unfinished, 10/10 steps, ")
+    assert lines[-1] == "its driver was killed; run the same command to resume"
+    assert len([line for line in lines if "interrupted" in line or "resumed" in line]) == 2, "each once"
+
+
+def test_a_name_or_an_error_cannot_act_on_the_terminal(tmp_path: Path) -> None:
+    run = claimed(tmp_path).storage
+    run.write_text("result.json", json.dumps({"status": "failed", "error": "bad\x1b]0;title\x07\rthing"}))
+    (tmp_path / "run").rename(tmp_path / "a\x1b[2Jb")
+    done = CliRunner().invoke(cli, ["watch", str(tmp_path / "a\x1b[2Jb"), "--plain"], color=True)
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+    assert r"a\x1b[2Jb: failed" in done.stdout and done.exit_code == 0
 
 
 def test_what_a_directory_says_at_a_moment(tmp_path: Path) -> None:
     run = Storage(str(tmp_path / "run"))
-    assert not Watched(run).look().has_begun
+    assert not watched(run).has_ended
     with held(claimed(tmp_path)):
-        seen = Watched(run).look()
-        assert (seen.row.status, seen.row.step, seen.row.steps) == ("running", 7, 10)
-        assert (seen.losses, seen.has_ended) == ([6.0, 5.0, 4.0, 3.0, 2.0, 1.0], False)
-    killed = Watched(run).look()
-    assert (killed.row.status, killed.has_ended) == ("unfinished", True)
-    assert screen(killed, 80)[-1] == "its driver was killed; run the same command to resume"
-    (tmp_path / "run" / HISTORY / "steps-0-6.parquet").write_bytes(b"no")
-    assert Watched(run).look().losses == []
+        seen = watched(run)
+        assert (seen.status, seen.step, seen.steps, seen.has_ended) == ("running", 7, 10, False)
+    killed = watched(run)
+    assert (killed.status, killed.has_ended) == ("unfinished", True)
     (tmp_path / "run" / "run.json").write_text("{")
-    assert Watched(run).look().row.status == "damaged"
+    damaged = watched(run)
+    assert (damaged.status, damaged.has_ended) == ("damaged", True)
 
 
-def test_a_finished_run_is_drawn_once(tmp_path: Path) -> None:
+def test_a_finished_run_is_told_once(tmp_path: Path) -> None:
     result = short_training(tmp_path, "one")
-    out = io.StringIO()
-    assert watch_plain(Watched(Storage(result.run_dir)).look, out, 60.0).row.status == "done"
-    lines = out.getvalue().splitlines()
-    assert lines[0].startswith("one  train  done  24/24 steps  ")
-    assert lines[1].endswith(" 100 %") and f"loss {result.metrics['loss']:.6g}" in lines[2]
+    (line,) = watched_lines(Storage(result.run_dir))
+    assert line.startswith("one: done, 24/24 steps, ") and f"loss {result.metrics['loss']:.6g}" in line
 
 
 @contextlib.contextmanager
-def served(run: Storage, host: str = "127.0.0.1", has_ended: bool = False) -> Iterator[WatchServer]:
-    server = WatchServer(LivePage(run, lambda: has_ended), host, 0)
+def served(run: Storage, host: str = "127.0.0.1") -> Iterator[WatchServer]:
+    server = WatchServer(LivePage(run), host, 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -208,12 +219,12 @@ def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
     with served(Storage(str(tmp_path))) as server:
         port = server.server_address[1]
         with pytest.raises(JobError, match=rf"--host 127.0.0.1 --port {port}: cannot be served"):
-            WatchServer(LivePage(Storage(str(tmp_path)), lambda: False), "127.0.0.1", port)
+            WatchServer(LivePage(Storage(str(tmp_path))), "127.0.0.1", port)
 
 
 def test_a_page_that_the_browser_has_is_not_sent_again(tmp_path: Path) -> None:
     short_training(tmp_path, "one", epochs=1)
-    with served(Storage(str(tmp_path / "one")), has_ended=True) as server:
+    with served(Storage(str(tmp_path / "one"))) as server:
         path = f"/?token={server.token}"
         status, body, headers = asked(server, path)
         assert (status, b"one" in body) == (200, True)
@@ -229,8 +240,7 @@ def test_the_page_of_a_run_grows_with_it(tmp_path: Path, monkeypatch: pytest.Mon
         pytest.skip("needs Debian's chromium")
     monkeypatch.setattr(servers, "LIVE_SECONDS", 0.5)
     run, errors = Storage(str(tmp_path / "run")), list[str]()
-    ends = Watched(run)
-    server = WatchServer(LivePage(run, lambda: ends.look().has_ended), "127.0.0.1", 0)
+    server = WatchServer(LivePage(run), "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -275,8 +285,8 @@ def test_the_command_serves_the_url_that_it_prints_until_ctrl_c(tmp_path: Path) 
     assert (process.returncode, err) == (130, f"{waited}\ninterrupted\n")
 
 
-def test_the_terminals_view_waits_for_neither_torch_nor_ray() -> None:
-    assert not {"torch", "ray"} & loaded_by("import dp_ray.report.terminal, dp_ray.report.terminal")
+def test_the_lines_wait_for_neither_torch_nor_ray() -> None:
+    assert not {"torch", "ray"} & loaded_by("import dp_ray.cli.runs, dp_ray.monitor.console, dp_ray.rundir.listing")
 
 
 def test_a_run_notes_its_progress(tmp_path: Path) -> None:
@@ -292,8 +302,9 @@ def test_a_run_notes_its_progress(tmp_path: Path) -> None:
 def test_a_run_in_an_object_store_is_watched(server: Any) -> None:
     run = Storage(server.url("watch/one"))
     dp_ray.run(**{**_keys(server.url("watch")), "name": "one"})
-    assert Watched(run).look().row.status == "done"
-    with served(run, has_ended=True) as page_server:
+    (line,) = watched_lines(run)
+    assert line.startswith("one: done, ")
+    with served(run) as page_server:
         status, body, _ = asked(page_server, f"/?token={page_server.token}")
     assert status == 200 and b"one" in body and b"hush" not in body
 

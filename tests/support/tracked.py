@@ -1,5 +1,6 @@
 """A model whose steps take a moment; a server of Trackio as a process: `python -m tests.support.tracked PORT`."""
 
+import os
 import sys
 import time
 
@@ -21,6 +22,23 @@ class SlowNet(nn.Sequential):
         time.sleep(0.1)
         result: torch.Tensor = self[0](inputs)
         return result
+
+
+WAITING = "tests.support.tracked:WaitingNet"
+
+
+class WaitingNet(SlowNet):
+    """Its sixth batch waits for the file that WAITED_FOR names, a minute at most."""
+
+    num_batches = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_batches += 1
+        until = time.monotonic() + 60
+        while self.num_batches == 6 and not os.path.exists(os.environ["WAITED_FOR"]):
+            assert time.monotonic() < until, "nobody has seen the rows before"
+            time.sleep(0.05)
+        return super().forward(inputs)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""A tracker within the test's process, which can be down, hang or forget, and what it was given."""
+"""A tracker within the test's process, which can be down or forget, and what it was given."""
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from dp_ray.trackers.process import TrackerError, TrackerProcess, TrackerRefused
 
-
-class FakeTracker(TrackerProcess):
+class FakeTracker:
     """Keeps what it gets over several connections; `knows_its_steps` says that it tells them when it is opened."""
 
     def __init__(self, knows_its_steps: bool = False) -> None:
@@ -17,45 +14,43 @@ class FakeTracker(TrackerProcess):
         self.opened: list[str | None] = []
         self.ended: list[tuple[str, dict[str, float]]] = []
         self.is_down = False
-        self.hangs = threading.Event()
-        self.closed = threading.Event()
+        self.is_closed = False
         self.loses_answers = 0
+        self.seconds = 0.0  # of each request
+        self.run_id = ""
+        self.next_step = 0
         self._knows_its_steps = knows_its_steps
 
     @property
     def steps(self) -> list[int]:
         return [row["step"] for row in self.rows]
 
-    def connect(self) -> "FakeTracker":
+    def connect(self, asked: dict[str, Any]) -> Any:
+        self._answer()
+        self.opened.append(asked["run_id"])
+        self.run_id = asked["run_id"] or f"run-{len(self.opened)}"
+        self.next_step = self.steps[-1] + 1 if self._knows_its_steps and self.rows else asked["next_step"]
         return self
 
-    def open(self, run_id: str | None, next_step: int) -> tuple[str, int]:
+    def log(self, rows: list[dict[str, Any]], at: float) -> None:
         self._answer()
-        self.opened.append(run_id)
-        knows = self._knows_its_steps and self.rows
-        return run_id or f"run-{len(self.opened)}", self.steps[-1] + 1 if knows else next_step
-
-    def log(self, rows: Sequence[dict[str, Any]], at: float) -> None:
-        self._answer()
+        time.sleep(self.seconds)
         self.rows += rows
         self.times += [at] * len(rows)
         if self.loses_answers:
             self.loses_answers -= 1
-            raise TrackerError("the answer was lost")
+            raise OSError("the answer was lost")
 
-    def finish(self, status: str, metrics: Mapping[str, float], seconds: float) -> None:
+    def finish(self, status: str, metrics: dict[str, float]) -> None:
         self._answer()
-        self.ended.append((status, dict(metrics)))
+        self.ended.append((status, metrics))
 
     def close(self) -> None:
-        self.closed.set()
+        self.is_closed = True
 
     def _answer(self) -> None:
-        if self.hangs.is_set():
-            self.closed.wait(60)
-            raise TrackerError("no answer")
         if self.is_down:
-            raise TrackerRefused("connection refused")
+            raise ConnectionRefusedError("connection refused")
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 100.0) -> None:

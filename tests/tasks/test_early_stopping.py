@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dp_ray
+from dp_ray.cli.runs import watched_lines
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.report.run_data import read_run
-from dp_ray.report.terminal import Watched, headline, screen
 from dp_ray.results.text import list_text
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
@@ -125,9 +125,8 @@ def test_a_run_that_stopped_early_is_done_everywhere(tmp_path: Path, capsys: pyt
     (row,) = listed_runs(Storage(str(tmp_path)))
     assert (row.status, row.step, row.steps, row.note) == ("done", step, 40, text)
     assert f"{step}/40" in list_text([row])
-    snapshot = Watched(Storage(result.run_dir)).look()
-    assert snapshot.has_ended and headline(snapshot).startswith(f"early done, {step}/40 steps")
-    assert text in " ".join(screen(snapshot, 200))
+    line, why = watched_lines(Storage(result.run_dir))
+    assert line.startswith(f"early: done, {step}/40 steps") and why == text
     data = read_run(Storage(result.run_dir))
     assert (data.status, data.steps_done, data.total_steps, data.problems) == ("done", step, 40, [])
     page = (Path(result.run_dir) / "report.html").read_text()

@@ -28,8 +28,8 @@ import dp_ray
 from dp_ray.errors import Error, JobError
 from dp_ray.rundir.lease import last_alive
 from dp_ray.storage import Storage
-from dp_ray.trackers import feed
-from dp_ray.trackers.feed import MEMORY_JSON, TRACKERS, send_late
+from dp_ray.trackers.feed import MEMORY_JSON, TRACKERS
+from dp_ray.trackers.process import send_late
 from tests.support.cluster import free_port, wait_for_port
 from tests.support.tracked import SLOW
 from tests.support.trackers import wait_until
@@ -110,7 +110,7 @@ def test_mlflow_gets_each_step_once_though_its_server_was_down(
         env={"MLFLOW_TRACKING_URI": url, "MLFLOW_EXPERIMENT_NAME": "theirs"},
         quiet=False,
     )
-    monkeypatch.setattr(feed, "END_SECONDS", 120.0)
+    monkeypatch.setattr("dp_ray.trackers.process.END_SECONDS", 120.0)
     server = mlflow_server(mlflow, port)
     server.__enter__()
     results: list[dp_ray.Result] = []
@@ -142,18 +142,18 @@ def test_mlflow_gets_what_it_lacks_when_the_run_is_resumed_or_later(
     port, run = free_port(), Storage(str(mlflow / "runs" / "run"))
     url = f"http://127.0.0.1:{port}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-    monkeypatch.setattr(feed, "END_SECONDS", 1.0)
+    monkeypatch.setattr("dp_ray.trackers.process.END_SECONDS", 1.0)
     keys = keys_of(storage=str(mlflow / "runs"), name="run", trackers=["mlflow", "tensorboard"])
     first = dp_ray.run(**keys)
     assert MEMORY_JSON.read(run.child(TRACKERS), "mlflow.json").next_step == 0
-    monkeypatch.setattr("dp_ray.trackers.feed.LATE_SECONDS", 1.0)
+    monkeypatch.setattr("dp_ray.trackers.process.LATE_SECONDS", 1.0)
     with pytest.raises(Error, match="mlflow did not answer"):
         list(send_late(str(mlflow / "runs" / "run")))
-    monkeypatch.setattr("dp_ray.trackers.feed.LATE_SECONDS", 120.0)
+    monkeypatch.setattr("dp_ray.trackers.process.LATE_SECONDS", 120.0)
     with mlflow_server(mlflow, port):
         assert list(send_late(str(mlflow / "runs" / "run"))) == [f"mlflow has all {first.steps} steps"]
         once = MEMORY_JSON.read(run.child(TRACKERS), "mlflow.json")
-        monkeypatch.setattr(feed, "END_SECONDS", 120.0)
+        monkeypatch.setattr("dp_ray.trackers.process.END_SECONDS", 120.0)
         longer = dp_ray.run(**{**keys, "epochs": 2})
         assert MEMORY_JSON.read(run.child(TRACKERS), "mlflow.json").run_id == once.run_id
         found = losses_of(once.run_id, port)
@@ -176,7 +176,7 @@ def test_trackio_gets_each_step_once_though_its_server_was_down(
     command = [sys.executable, "-m", "tests.support.tracked", str(port)]
     keys = keys_of(storage=str(tmp_path), name="run", model=SLOW, batch_size=1, trackers=["trackio"])
     keys |= {"env": {**ours, "TRACKIO_WRITE_TOKEN": "token"}}
-    monkeypatch.setattr(feed, "END_SECONDS", 120.0)
+    monkeypatch.setattr("dp_ray.trackers.process.END_SECONDS", 120.0)
     server = serving(command, port, **theirs)
     server.__enter__()
     results: list[dp_ray.Result] = []

@@ -1,14 +1,12 @@
-"""The program of a tracker's own process, so that nothing that the tracker's package does reaches the run.
+"""The packages of trackers, each behind a client that the program of its process calls: see `feed.py`.
 
-It imports nothing of dp_ray. Requests arrive on stdin and replies leave on stdout, each a JSON object in a line. Each
-client has a `run_id`, the first step that its tracker lacks as `next_step`, and `log`, `finish` and `close`.
+A client has a `run_id`, the first step that its tracker lacks as `next_step`, and `log`, `finish` and `close`. It
+imports nothing of dp_ray.
 """
 
-import json
 import os
-import sys
 import time
-from typing import Any, TextIO, TypeAlias
+from typing import Any, TypeAlias
 
 NEXT = "dp_ray.next_step"  # MLflow's tag: the first step that its server lacks
 MOST_METRICS = 1000  # what MLflow takes at once
@@ -164,40 +162,3 @@ class TrackioClient(PackageClient):
 
 Client: TypeAlias = MlflowClient | WandbClient | TrackioClient
 CLIENTS: dict[str, type[Client]] = {"mlflow": MlflowClient, "wandb": WandbClient, "trackio": TrackioClient}
-
-
-def main(name: str, replies: TextIO) -> None:
-    """Answer requests until the run has finished, or until its driver is gone."""
-    client: Client | None = None
-    for line in sys.stdin:
-        asked = json.loads(line)
-        try:
-            client, reply = answer(name, client, asked)
-        except Exception as error:  # of a package of any kind; the run's driver tells it
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=replies, flush=True)
-        if asked["do"] == "finish" and "error" not in reply:
-            return
-    if client is not None:
-        client.close()
-
-
-def answer(name: str, client: Client | None, asked: dict[str, Any]) -> tuple[Client | None, dict[str, Any]]:
-    """Carry out a request; return the opened tracker, and the reply."""
-    if asked["do"] == "open":
-        client = CLIENTS[name](asked)
-        return client, {"run_id": client.run_id, "next_step": client.next_step}
-    assert client is not None, "the first request opens the tracker's run"
-    if asked["do"] == "log":
-        client.log(asked["rows"], asked["at"])
-        client.next_step = asked["rows"][-1]["step"] + 1
-    else:
-        client.finish(asked["status"], asked["metrics"])
-    return client, {}
-
-
-if __name__ == "__main__":
-    # What the packages print goes to stderr: stdout carries replies alone.
-    with os.fdopen(os.dup(1), "w") as replies:
-        os.dup2(2, 1)
-        main(sys.argv[1], replies)
