@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dp_ray.engine.world import World
-from dp_ray.tasks.wire import Place
+from dp_ray.tasks.wire import WorkerPlace
 
 IN_LINE_BYTES = 1 << 15  # of an array that is copied into a message
 
@@ -19,7 +19,7 @@ class Serves(NamedTuple):
 
     rank: int
     num_workers: int
-    place: Place
+    place: WorkerPlace
     handle: Any
 
 

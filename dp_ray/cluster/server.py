@@ -7,8 +7,7 @@ worker forms a process group; the channel says only when the modules are closed.
 import os
 import pickle
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import ray
@@ -28,13 +27,18 @@ from dp_ray.system.imports import imported_files
 from dp_ray.system.threads import waiting
 from dp_ray.tasks.numerics import computes_on
 from dp_ray.tasks.serve import Served
-from dp_ray.tasks.wire import Place
+from dp_ray.tasks.wire import WorkerPlace
 
 
 def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
     """Answer the calls of a process's parallel modules until they are closed; `packed` are the workers' keys."""
     attempt, here = f"{os.environ[GROUP]}-{terms.number}", place(terms.workers)
-    with _restored(terms) as remains:
+    restored: AbstractContextManager[list[str]] = nullcontext([])
+    if not terms.is_last:
+        from dp_ray.tasks.isolation import isolated  # here: it is for workers that go on
+
+        restored = isolated()
+    with restored as remains:
         try:
             world = with_devices(here, pickle.loads(packed), 1)
             if world.device.type == "cuda":
@@ -60,22 +64,10 @@ def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
     send(worker.channel, Finished(attempt, here.rank, False, tuple(remains), imported), terms.number)
 
 
-@contextmanager
-def _restored(terms: Terms) -> Iterator[list[str]]:
-    """Restore the process after the block for what comes then, if anything does; yields what remains."""
-    if terms.is_last:
-        yield []
-        return
-    from dp_ray.tasks.isolation import isolated  # here: it is for workers that go on
-
-    with isolated() as remains:
-        yield remains
-
-
 def _said(world: World) -> Serves:
     context = ray.get_runtime_context()
     device = str(world.device)
-    where = Place(world.node, context.get_node_id(), os.getpid(), device, computes_on(device))
+    where = WorkerPlace(world.node, context.get_node_id(), os.getpid(), device, computes_on(device))
     num_workers = place_of_this_worker().get_world_size()
     return Serves(world.rank, num_workers, where, context.current_actor)
 

@@ -6,7 +6,7 @@ tensor([1., 1.], dtype=torch.bfloat16)
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
@@ -24,7 +24,7 @@ Bytes: TypeAlias = np.typing.NDArray[np.uint8]
 ADDS_NOTHING = -0.0  # added to any number, it changes no bit
 
 
-class Place(NamedTuple):
+class WorkerPlace(NamedTuple):
     """Where a worker runs."""
 
     node: str  # its address
@@ -32,6 +32,14 @@ class Place(NamedTuple):
     pid: int
     device: str
     computes: Mapping[str, str]  # by which workers give the same bits, or not
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker, as the driver sees it; `loaded` is the last version of each module that it has taken in."""
+
+    place: WorkerPlace
+    loaded: dict[int, Any] = field(default_factory=dict)
 
 
 class Lost(NamedTuple):
@@ -247,6 +255,11 @@ class PeerLost:
     """A collective failed, since another worker is gone; this worker has left the group."""
 
     line: str
+
+
+def has_left(answer: Any) -> bool:
+    """Return whether a worker that answers so is gone, or has left the group, which then has to be formed anew."""
+    return isinstance(answer, Lost | PeerLost) or (isinstance(answer, Raised) and not answer.has_module)
 
 
 class Layout:
