@@ -12,6 +12,7 @@ import torch
 from ray.cloudpickle import CloudPickler
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from dp_ray.cluster.calls import Leave
 from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.engine.world import World, form_group, leave_group, show_alone
 from dp_ray.job.keys import WorkerKeys
@@ -74,6 +75,8 @@ class GlooServing:
 
     def ready(self) -> list[Process]:
         """Return the members, each lost one replaced, in one group."""
+        if self._has_changed:  # who is gone is known before others wait for it
+            self._call(dict.fromkeys(self.members, Leave()))
         while len(self.members) < self.keys.max_workers:
             here, there = FORKED.Pipe()
             process = new_process(_serve, there)
@@ -135,13 +138,19 @@ def _serve(pipe: Connection) -> None:
         except (EOFError, ConnectionResetError):
             return
         try:
-            pipe.send(_join(asked) if isinstance(asked, Join) else served.answer(asked))
+            match asked:
+                case Leave():
+                    leave_group()
+                    pipe.send(None)
+                case Join():
+                    pipe.send(_join(asked))
+                case _:
+                    pipe.send(served.answer(asked))
         except BaseException:
             pipe.send(AssertionError(traceback.format_exc()))
 
 
 def _join(asked: Join) -> str | None:
-    leave_group()
     if asked.size == 1:
         show_alone("gloo")
         return None
