@@ -20,7 +20,7 @@ from dp_ray.cluster.channel import encoded as encoded_message
 from dp_ray.cluster.group import place, process_group, report, with_devices
 from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.internals.train_worker import calls
-from dp_ray.engine.world import World, leave_group
+from dp_ray.engine.world import leave_group
 from dp_ray.errors import WorkerError
 from dp_ray.messages import Ending, Finished, WorkerExit
 from dp_ray.system.imports import imported_files
@@ -44,7 +44,10 @@ def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
             if world.device.type == "cuda":
                 torch.cuda.set_device(world.device)
             served = Served(str(world.device), CloudPickler)
-            said = encoded_message(_said(world))
+            context, device = ray.get_runtime_context(), str(world.device)
+            where = WorkerPlace(world.node, context.get_node_id(), os.getpid(), device, computes_on(device))
+            num_workers = place_of_this_worker().get_world_size()
+            said = encoded_message(Serves(world.rank, num_workers, where, context.current_actor))
         except Exception as error:
             raise WorkerExit(
                 Ending.MISTAKEN, report(worker.channel, terms.number, attempt, here, error), False
@@ -62,14 +65,6 @@ def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
         del served
     imported = imported_files() if here.rank == 0 and not terms.is_last else ()
     send(worker.channel, Finished(attempt, here.rank, False, tuple(remains), imported), terms.number)
-
-
-def _said(world: World) -> Serves:
-    context = ray.get_runtime_context()
-    device = str(world.device)
-    where = WorkerPlace(world.node, context.get_node_id(), os.getpid(), device, computes_on(device))
-    num_workers = place_of_this_worker().get_world_size()
-    return Serves(world.rank, num_workers, where, context.current_actor)
 
 
 def _await_end(channel: Any, number: int) -> None:

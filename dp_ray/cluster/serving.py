@@ -280,7 +280,8 @@ class RayServing:
                     try:
                         answers[member] = decoded(ray.get(reference))
                     except RayActorError as error:
-                        answers[member] = Lost(_first_lines(error))
+                        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                        answers[member] = Lost(" ".join(lines[:2]))
                         self._lose(member)
                     except RayError as error:
                         cause = getattr(error, "cause", None)  # of RayTaskError: what was raised there
@@ -328,8 +329,3 @@ def _hangs(member: RayMember) -> bool:
     with suppress(RayError):
         return bool(ray.get(member.handle.execute.remote(is_stuck), timeout=LOOK_SECONDS))
     return False
-
-
-def _first_lines(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2])

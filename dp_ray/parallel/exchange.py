@@ -27,6 +27,7 @@ from dp_ray.parallel.weights import Version
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import worker_shards
 from dp_ray.tasks import wire
+from dp_ray.tasks.modes import Modes
 from dp_ray.tasks.shipped import TensorForm
 from dp_ray.text import counted
 
@@ -158,7 +159,7 @@ class Call:
 
     number: int
     version: Version
-    modes: wire.Modes
+    modes: Modes
     spec: bytes
     shards: int
     inputs: Sequence[Sequence[torch.Tensor | Any]]  # of each shard that runs: its leaves, on the caller's device
@@ -342,6 +343,10 @@ class Exchange:
 
         `gradients` are those of the outputs' leaves, by shard. Raises what `forward` raises.
         """
+        given = {
+            shard: tuple(None if one is None else wire.packed(one) for one in of_shard)
+            for shard, of_shard in gradients.items()
+        }
         with self.workers.lock:
             self.check_open()
             for _ in range(TRIES):
@@ -352,7 +357,22 @@ class Exchange:
                 layout = wire.Layout(call.forms, call.sparse, len(members))
                 owners, call.owners = call.owners, {}  # until all have answered: some may have dropped their graphs
                 ranks = {shard: members.index(owners[shard]) for shard in call.filled}
-                answers = self._backward(call, ranks, gradients, keep_graph, members, layout)
+                answers = self.workers.serving.call(
+                    {
+                        member: wire.Backward(
+                            self.number,
+                            call.number,
+                            keep_graph,
+                            {shard: given[shard] for shard in call.filled if owners[shard] is member},
+                            ranks,
+                            call.shards,
+                            layout.lengths,
+                            bool(call.sparse),
+                            self.threads,
+                        )
+                        for member in members  # those without a shard too: they take part in the sum
+                    }
+                )
                 raised = [(one, member) for member, one in answers.items() if isinstance(one, wire.Raised)]
                 if len(answers) == len([one for one in answers.values() if isinstance(one, wire.Gradients)]):
                     parts: list[wire.Gradients] = list(answers.values())
@@ -376,36 +396,6 @@ class Exchange:
         call.owners.clear()
         self._dropped.append(call.number)  # what is left of it
         self.forward(call)
-
-    def _backward(
-        self,
-        call: Call,
-        owners: Mapping[int, int],
-        gradients: Mapping[int, Sequence[torch.Tensor | None]],
-        keep_graph: bool,
-        members: list[wire.Member],
-        layout: wire.Layout,
-    ) -> dict[wire.Member, Any]:
-        """Have the workers run the shards' backwards, and sum; those without a shard too."""
-        messages = {
-            member: wire.Backward(
-                self.number,
-                call.number,
-                keep_graph,
-                {
-                    shard: tuple(None if one is None else wire.packed(one) for one in gradients[shard])
-                    for shard, owner in owners.items()
-                    if owner == rank
-                },
-                owners,
-                call.shards,
-                layout.lengths,
-                bool(call.sparse),
-                self.threads,
-            )
-            for rank, member in enumerate(members)
-        }
-        return self.workers.serving.call(messages)
 
     def _sums(self, call: Call, layout: wire.Layout, parts: Sequence[wire.Gradients]) -> list[torch.Tensor | None]:
         """Return the gradient of each trained parameter, on its device; None for one that no shard has used."""

@@ -22,7 +22,7 @@ from dp_ray.monitor.console import Console
 from dp_ray.parallel.exchange import Call, Exchange, SharedWorkers, Ticket, on_device
 from dp_ray.parallel.weights import ModuleWatch
 from dp_ray.plan.split import chunk_bounds, num_filled
-from dp_ray.tasks.serve import modes_of
+from dp_ray.tasks.modes import modes_of
 from dp_ray.tasks.shipped import Wrapper, dumped_input
 from dp_ray.tasks.wire import Packed, ShardOutput, unpacked
 from dp_ray.tensors.scatter import gather, num_rows, rows_dim

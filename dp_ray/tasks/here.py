@@ -4,14 +4,34 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 
 from dp_ray.engine.random import preserved
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.tasks.serve import Served
-from dp_ray.tasks.wire import Member, PicklerHere, WorkerPlace
+from dp_ray.tasks.wire import Member, WorkerPlace
+
+
+class PicklerHere(pickle.Pickler):
+    """Pickles what is read in this very process: functions and classes that no import gives stay those they are."""
+
+    def reducer_override(self, one: Any) -> Any:
+        """Reduce what is of `__main__`, or local, to its id."""
+        if isinstance(one, type | FunctionType) and (one.__module__ == "__main__" or "<" in one.__qualname__):
+            _known[id(one)] = one
+            return _known_by, (id(one),)
+        return NotImplemented
+
+
+_known: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
+
+
+def _known_by(number: int) -> Any:
+    return _known[number]
 
 
 class ServingHere:
@@ -24,7 +44,7 @@ class ServingHere:
         self.each: Mapping[str, float] = {}
         has_gpu = torch.cuda.is_available() and keys.gpus_per_worker != 0
         device = keys.devices[0] if keys.devices else "cuda:0" if has_gpu else "cpu"
-        self._served = Served(device, self.pickler)
+        self._served = Served(device, self.pickler, is_worker=False)
         self._member = Member(WorkerPlace("localhost", "", os.getpid(), device, {}))
 
     def ready(self) -> list[Member]:
@@ -49,7 +69,7 @@ class ServingHere:
 
     def close(self) -> None:
         """Forget all modules."""
-        self._served = Served(self._member.place.device, self.pickler)
+        self._served = Served(self._member.place.device, self.pickler, is_worker=False)
 
 
 @contextmanager

@@ -1,18 +1,17 @@
 """A worker's side of parallel modules: it holds their copies, runs shards and keeps graphs. Begin at `Served.answer`.
 
 A worker takes part in a collective in two places: where the modules' new elements come from rank 0, and where all
-sum their gradients by the tree of `engine.tree_sum`. `Here` is the worker of `workers: 0`, in the caller's process.
+sum their gradients by the tree of `engine.tree_sum`.
 """
 
 import contextlib
-import functools
 import io
 import os
 import pickle
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dp_ray.engine.call_state import CallState
-from dp_ray.engine.determinism import deterministic, of_cublas
+from dp_ray.engine.determinism import of_cublas
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.tree_sum import add_to, exchanged, sparse_modules
 from dp_ray.engine.user_code import dtypes_and_sizes
@@ -32,7 +31,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
 from dp_ray.tasks import shipped, wire
-from dp_ray.tasks.isolation import UNKNOWN, Setting, settings_of_torch
+from dp_ray.tasks.modes import Modes, as_on_caller, with_settings
 from dp_ray.tasks.shipped import Structure, TensorForm
 from dp_ray.tensors.flat import room, views
 from dp_ray.tensors.tree import flatten, unflatten
@@ -51,7 +50,7 @@ class Copy:
         self.state = CallState(self.module, tensors, self.elsewhere)
         self.replica = Replica(0, self.module, device, self.state)
 
-    def set_modes(self, modes: wire.Modes, graphs: "Sequence[Graph]") -> None:
+    def set_modes(self, modes: Modes, graphs: "Sequence[Graph]") -> None:
         """Set what the caller may have set on its module: training or not, and what requires a gradient."""
         for one, training in zip(self._modules, modes.training, strict=True):
             if one.training is not training:
@@ -74,7 +73,7 @@ class Graph:
     forms: list[TensorForm]  # of `trained`
     sparse: frozenset[int]  # which of `trained` have sparse gradients
     got: str
-    modes: wire.Modes
+    modes: Modes
     copy: Copy
 
     def keep_edges(self) -> None:
@@ -158,13 +157,13 @@ def nodes_of(asked: wire.Backward, ranks: int) -> tuple[list[list[Node]], Node]:
 class Served:
     """The copies of all parallel modules on a worker, and the graphs that wait for their backward.
 
-    Its answers hold what the class `base` pickles. With PicklerHere it is in the caller's process, and has no peers.
+    Its answers hold what the class `base` pickles. What is no worker is in the caller's process, and has no peers.
     """
 
-    def __init__(self, device: str, base: type[pickle.Pickler]) -> None:
+    def __init__(self, device: str, base: type[pickle.Pickler], is_worker: bool = True) -> None:
         self._device = torch.device(device)
         self._pickler = base
-        self._is_worker = is_worker = base is not wire.PicklerHere
+        self._is_worker = is_worker
         self._copies: dict[int, Copy] = {}
         self._graphs: dict[tuple[int, int], dict[int, Graph]] = {}  # by module and call, by shard
         if is_worker:
@@ -242,7 +241,7 @@ class Served:
 
         def run() -> tuple[Any, float]:
             started = time.perf_counter()
-            with _as_on_caller(modes), contextlib.redirect_stdout(text):
+            with as_on_caller(modes), contextlib.redirect_stdout(text):
                 result = copy.module(*args, **kwargs)
             if is_gpu(self._device):
                 torch.cuda.synchronize(self._device)
@@ -275,7 +274,7 @@ class Served:
         )
         return output, graph
 
-    def _sync(self, sync: wire.Sync, modes: wire.Modes) -> None:
+    def _sync(self, sync: wire.Sync, modes: Modes) -> None:
         """Drop what nobody waits for; take the module's structure, if it is new, and changed elements."""
         for call in sync.dropped:
             self._graphs.pop((sync.module, call), None)
@@ -332,7 +331,7 @@ class Served:
                 seeds = [None if one is None else wire.owned(one, self._device) for one in given]
                 # A backward may run forwards again, as of a checkpoint.
                 graph.copy.set_modes(graph.modes, self._graphs_of(asked.module))
-                with _with_settings(graph.modes), contextlib.redirect_stdout(text):
+                with with_settings(graph.modes), contextlib.redirect_stdout(text):
                     found = graph.backward(seeds, asked.keep_graph)
                 inputs, trained = found[: len(graph.inputs)], found[len(graph.inputs) :]
                 of_inputs[shard] = {
@@ -454,75 +453,6 @@ def _collective() -> Iterator[None]:
         if not is_groups:
             raise
         raise PeerIsLost(text_of(error)) from error
-
-
-@functools.cache
-def precision() -> tuple[Setting, ...]:
-    """Return torch's settings of how precisely products and convolutions are computed, and whether kernels are timed.
-
-    `Modes.precision` has their values, in this order, which is that in which they are to be set.
-    """
-    named = ("float32_matmul_precision", "fp32_precision", "cudnn_benchmark")
-    _C: Any = torch._C
-    # The older interface comes before the newer one: what it sets, the newer one tells as well.
-    older = Setting("cudnn_allow_tf32", _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32)
-    return older, *(one for one in settings_of_torch() if one.name.startswith(named))
-
-
-def modes_of(module: nn.Module, tensors: Sequence[torch.Tensor], threads: int | None) -> wire.Modes:
-    """Return the settings of this thread and process, and of a module of these tensors, for a call on the workers."""
-    is_inference = torch.is_inference_mode_enabled()
-    autocast = {
-        device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    }
-    if "cpu" in autocast and not torch.cuda.is_available():
-        autocast["cuda"] = autocast["cpu"]  # of a worker with a GPU: without one, torch refuses it here
-    return wire.Modes(
-        tuple(one.training for one in module.modules()),
-        tuple(one.requires_grad for one in tensors),
-        torch.is_grad_enabled() and not is_inference,
-        is_inference,
-        autocast,
-        torch.get_default_dtype(),
-        tuple(one.read() for one in precision()),
-        threads,
-    )
-
-
-@contextmanager
-def _as_on_caller(modes: wire.Modes) -> Iterator[None]:
-    """Run a forward in the block under the caller's settings of torch: what `modes_of` has found."""
-    with ExitStack() as within:
-        within.enter_context(_with_settings(modes))
-        within.enter_context(torch.inference_mode(modes.is_inference))
-        if not modes.is_inference:
-            within.enter_context(torch.set_grad_enabled(modes.is_grad_enabled))
-        for device, dtype in modes.autocast.items():
-            if device == "cpu" or torch.cuda.is_available():
-                within.enter_context(torch.autocast(device, dtype=dtype))
-        yield
-
-
-@contextmanager
-def _with_settings(modes: wire.Modes) -> Iterator[None]:
-    """Run the block under the settings that concern a backward too."""
-    dtype, precisely = torch.get_default_dtype(), tuple(one.read() for one in precision())
-    try:
-        torch.set_default_dtype(modes.default_dtype)
-        _set_precision(precisely, modes.precision)
-        with nullcontext() if modes.threads is None else deterministic(modes.threads):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        _set_precision(modes.precision, precisely)
-
-
-def _set_precision(before: Sequence[Any], values: Sequence[Any]) -> None:
-    if before != values:
-        for one, value in zip(precision(), values, strict=True):
-            if one.set is not None and value != UNKNOWN and one.read() != value:
-                with contextlib.suppress(RuntimeError):  # this build of torch may not know the caller's
-                    one.set(value)
 
 
 def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -4,12 +4,9 @@
 tensor([1., 1.], dtype=torch.bfloat16)
 """
 
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -17,6 +14,7 @@ import torch
 from dp_ray.engine.call_state import Written
 from dp_ray.engine.host_copy import HostCopy
 from dp_ray.engine.world import is_gpu
+from dp_ray.tasks.modes import Modes
 from dp_ray.tasks.shipped import Structure
 from dp_ray.tensors.flat import Form, HasForm, as_bytes, room, views
 
@@ -92,24 +90,6 @@ def owned(given: Packed, device: torch.device) -> Any:
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.clone()
 
 
-class PicklerHere(pickle.Pickler):
-    """Pickles what is read in this very process: functions and classes that no import gives stay those they are."""
-
-    def reducer_override(self, one: Any) -> Any:
-        """Reduce what is of `__main__`, or local, to its id."""
-        if isinstance(one, type | FunctionType) and (one.__module__ == "__main__" or "<" in one.__qualname__):
-            _known[id(one)] = one
-            return _known_by, (id(one),)
-        return NotImplemented
-
-
-_known: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
-
-
-def _known_by(number: int) -> Any:
-    return _known[number]
-
-
 @dataclass(frozen=True)
 class Sync:
     """What a worker takes in before a call of module `module`.
@@ -124,23 +104,6 @@ class Sync:
     data: Bytes | None = None
     dropped: tuple[int, ...] = ()  # calls of this module
     closed: tuple[int, ...] = ()  # modules
-
-
-@dataclass(frozen=True)
-class Modes:
-    """The settings of the caller's thread, process and module under which a call runs: see `serve.modes_of`.
-
-    `training` is that of each submodule, in order. `autocast` maps device types to their dtypes, where it is on.
-    """
-
-    training: tuple[bool, ...]
-    requires_grad: tuple[bool, ...]  # of each tensor of the module
-    is_grad_enabled: bool
-    is_inference: bool
-    autocast: Mapping[str, torch.dtype]
-    default_dtype: torch.dtype
-    precision: tuple[Any, ...]  # of matrix products and convolutions: values of `serve.PRECISION`
-    threads: int | None  # torch's, with `bitwise`
 
 
 @dataclass(frozen=True)
