@@ -36,7 +36,7 @@ class Join(NamedTuple):
     local_world_size: int
 
 
-def encoded(value: Any) -> Any:
+def framed(value: Any) -> Any:
     """Return a value as bytes, or as a list of bytes and large arrays, which Ray ships in little time.
 
     Its classes must be ones that can be imported.
@@ -54,8 +54,8 @@ def encoded(value: Any) -> Any:
     return [head, *large] if large else head
 
 
-def decoded(given: Any) -> Any:
-    """Return the value that was encoded; its large arrays must not be written to."""
+def unframed(given: Any) -> Any:
+    """Return the value that was framed; its large arrays must not be written to."""
     if isinstance(given, bytes):
         return pickle.loads(given)
     return pickle.loads(given[0], buffers=given[1:])

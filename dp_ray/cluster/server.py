@@ -14,9 +14,8 @@ import ray
 import torch
 from ray.cloudpickle import CloudPickler
 
-from dp_ray.cluster.calls import Join, Leave, Serves, decoded, encoded
-from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, send
-from dp_ray.cluster.channel import encoded as encoded_message
+from dp_ray.cluster.calls import Join, Leave, Serves, framed, unframed
+from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, encoded, send
 from dp_ray.cluster.group import place, process_group, report, with_devices
 from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.internals.train_worker import calls
@@ -47,7 +46,7 @@ def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
             context, device = ray.get_runtime_context(), str(world.device)
             where = WorkerPlace(world.node, context.get_node_id(), os.getpid(), device, computes_on(device))
             num_workers = place_of_this_worker().get_world_size()
-            said = encoded_message(Serves(world.rank, num_workers, where, context.current_actor))
+            said = encoded(Serves(world.rank, num_workers, where, context.current_actor))
         except Exception as error:
             raise WorkerExit(
                 Ending.MISTAKEN, report(worker.channel, terms.number, attempt, here, error), False
@@ -58,7 +57,7 @@ def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
             while (call := calls.get()) is not None:
                 asked, answer = call
                 try:
-                    answer.put((encoded(_answer(decoded(asked), served, worker.channel, group)), None))
+                    answer.put((framed(_answer(unframed(asked), served, worker.channel, group)), None))
                 except Exception as error:
                     answer.put((None, error))
             leave_group()

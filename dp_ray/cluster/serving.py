@@ -19,7 +19,7 @@ import torch
 from ray.cloudpickle import CloudPickler
 from ray.exceptions import RayActorError, RayError
 
-from dp_ray.cluster.calls import Join, Leave, Serves, decoded, encoded
+from dp_ray.cluster.calls import Join, Leave, Serves, framed, unframed
 from dp_ray.cluster.channel import receive
 from dp_ray.cluster.resources import text_of
 from dp_ray.engine.world import World
@@ -252,14 +252,14 @@ class RayServing:
         self._settle()
         try:
             for member, asked in messages.items():
-                self._unsettled[member] = member.handle.call.remote(encoded(asked))
+                self._unsettled[member] = member.handle.call.remote(framed(asked))
         except BaseException:  # as of Ctrl-C: those that have a message may wait for others that have none
             self._has_changed, self._lost_since = True, self._lost_since or time.monotonic()
             raise
         try:
-            encoded_answers = ray.get(list(self._unsettled.values()))
+            framed_answers = ray.get(list(self._unsettled.values()))
             self._unsettled.clear()
-            answers = dict(zip(messages, map(decoded, encoded_answers), strict=True))
+            answers = dict(zip(messages, map(unframed, framed_answers), strict=True))
         except RayError:  # each is looked at alone
             found = self._settle()
             answers = {member: found[member] for member in messages}
@@ -278,7 +278,7 @@ class RayServing:
                 if reference in ready:
                     del waiting[member]
                     try:
-                        answers[member] = decoded(ray.get(reference))
+                        answers[member] = unframed(ray.get(reference))
                     except RayActorError as error:
                         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                         answers[member] = Lost(" ".join(lines[:2]))

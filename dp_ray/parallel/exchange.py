@@ -32,8 +32,7 @@ from dp_ray.tasks.shipped import TensorForm
 from dp_ray.text import counted
 
 TRIES = 4  # of one call, each after a worker was lost
-SHARED = {"cpus_per_worker", "gpus_per_worker", "resources_per_worker", "accelerator_type", "placement", "devices"}
-SHARED |= {"env"}
+SHARED = WorkerKeys.model_fields.keys() - {"workers", "timeouts"}  # what all modules of shared workers have alike
 
 
 class SharedWorkers:
@@ -304,7 +303,7 @@ class Exchange:
         had = [member.loaded.get(self.number) for member in members]
         base = had[0] if all(one is had[0] for one in had) else None
         changed = version.changed_since(base)
-        dropped, closed = taken(self._dropped), taken(self.workers.closed)
+        dropped, closed = popped(self._dropped), popped(self.workers.closed)
         if closed:
             for member in members:
                 for number in closed:
@@ -374,14 +373,14 @@ class Exchange:
                     }
                 )
                 raised = [(one, member) for member, one in answers.items() if isinstance(one, wire.Raised)]
-                if len(answers) == len([one for one in answers.values() if isinstance(one, wire.Gradients)]):
-                    parts: list[wire.Gradients] = list(answers.values())
+                if len(answers) == len([one for one in answers.values() if isinstance(one, wire.BackwardResult)]):
+                    parts: list[wire.BackwardResult] = list(answers.values())
                     sys.stdout.write("".join(one.text for one in parts))
                     call.owners = owners
                     inputs = {shard: found for one in parts for shard, found in one.inputs.items()}
                     return inputs, self._sums(call, layout, parts)
                 if raised:
-                    texts = [one.text for one in answers.values() if isinstance(one, wire.Gradients)]
+                    texts = [one.text for one in answers.values() if isinstance(one, wire.BackwardResult)]
                     self._raise(call, members, raised, {-1: "".join(texts)})
             raise WorkerError(f"the backward of call {call.number}: workers were lost in each of {TRIES} tries")
 
@@ -397,7 +396,9 @@ class Exchange:
         self._dropped.append(call.number)  # what is left of it
         self.forward(call)
 
-    def _sums(self, call: Call, layout: wire.Layout, parts: Sequence[wire.Gradients]) -> list[torch.Tensor | None]:
+    def _sums(
+        self, call: Call, layout: wire.Layout, parts: Sequence[wire.BackwardResult]
+    ) -> list[torch.Tensor | None]:
         """Return the gradient of each trained parameter, on its device; None for one that no shard has used."""
         device = call.version.tensors[0].device if call.version.tensors else torch.device("cpu")
         slices = zip(*(one.slices for one in parts), strict=True)
@@ -438,7 +439,7 @@ def tensors_in(leaves: Iterable[Any]) -> list[torch.Tensor]:
     return [one for one in leaves if isinstance(one, torch.Tensor)]
 
 
-def taken(numbers: deque[int]) -> tuple[int, ...]:
+def popped(numbers: deque[int]) -> tuple[int, ...]:
     """Take the numbers out of a queue that the garbage collector may fill meanwhile."""
     return tuple(numbers.popleft() for _ in range(len(numbers)))
 

@@ -311,7 +311,7 @@ class Served:
                 dist.broadcast(buffer, src=0, group=everyone())
         return list(views(buffer, forms))
 
-    def _backward(self, asked: wire.Backward) -> wire.Gradients | wire.Raised | wire.PeerLost:
+    def _backward(self, asked: wire.Backward) -> wire.BackwardResult | wire.Raised | wire.PeerLost:
         """Run the shards' backwards, and sum the gradients over the workers, of which each returns its slice."""
         has_group = self._is_worker and has_peers()
         group = everyone() if has_group else None
@@ -357,7 +357,7 @@ class Served:
             return raised or wire.PeerLost(str(lost))
         if raised is not None:
             return raised
-        return wire.Gradients(of_inputs, tuple(map(wire.packed, slices)), sparse, text.getvalue())
+        return wire.BackwardResult(of_inputs, tuple(map(wire.packed, slices)), sparse, text.getvalue())
 
     def _summed(
         self,

@@ -154,7 +154,7 @@ class Backward:
 
     `gradients` holds for each shard that of each output leaf, None for one without. All workers take part in the
     sum: `owners` are the ranks that ran the shards, and `lengths` those of the vectors by dtype, of `Layout`.
-    The answer is Gradients, Raised or PeerLost.
+    The answer is BackwardResult, Raised or PeerLost.
     """
 
     module: int
@@ -184,7 +184,7 @@ class SparseParts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gradients:
+class BackwardResult:
     """A worker's part of a backward's result: its shards' gradients of input leaves, and its slice of each sum.
 
     Rank 0 has the sums of the sparse ones, by the parameter's number.

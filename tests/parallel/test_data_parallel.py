@@ -411,15 +411,15 @@ def test_ctrl_c_between_two_sends_leaves_nobody_waiting(
 ) -> None:
     """Of the backward, whose sums all workers exchange: those with a message wait for those without."""
     module, inputs = nn.Linear(2, 3), torch.ones(9, 2)
-    output, encoded, sends = parallel(module)(inputs).sum(), calls.encoded, iter(range(1, 4))
+    output, framed, sends = parallel(module)(inputs).sum(), calls.framed, iter(range(1, 4))
 
     def interrupted(message: Any) -> Any:
         if next(sends) == cut:
             raise KeyboardInterrupt
-        return encoded(message)
+        return framed(message)
 
     with monkeypatch.context() as patch:
-        patch.setattr("dp_ray.cluster.serving.encoded", interrupted)
+        patch.setattr("dp_ray.cluster.serving.framed", interrupted)
         with pytest.raises(KeyboardInterrupt):
             output.backward()
     assert next(sends, None) == (None if cut == 3 else cut + 1)

@@ -294,7 +294,8 @@ class Program:
         members: Any = SharedWorkers.by_owner[OF_PROCESS].serving.ready()
         pid: int = members[which % len(members)].place.pid
         if when == 0:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # where it was the last one that was killed
+                os.kill(pid, signal.SIGKILL)
         else:
             self.served.orders.write_text(f"{pid} {('forward', 'backward')[when - 1]}")
 
