@@ -237,9 +237,8 @@ class RayServing:
             self._say(f"no worker is taken on {one.place.node}, which would change the bits: {difference(there)}")
             return
         others = [other for other in self.members if other.slot != one.rank]  # one in its place is gone
-        self.members = sorted(
-            [*others, RayMember(one.place, slot=one.rank, handle=one.handle)], key=lambda member: member.slot
-        )
+        newcomer = RayMember(one.place, slot=one.rank, handle=one.handle)
+        self.members = sorted([*others, newcomer], key=lambda member: member.slot)
         self._has_changed = True
 
     # Calls.
