@@ -93,11 +93,11 @@ class Session:
         session does not. Raises ClusterError if the session has ended or runs a job, and what `dp_ray.DataParallel`
         raises.
         """
-        self._check_open()
+        self._workers.check_open()
         if workers == 0:
             return DataParallel(module, 0, quiet=self._options.quiet, **keys)
         if not self._runs.acquire(blocking=False):
-            raise ClusterError("the session runs a job; make a parallel module of it before or after")
+            raise ClusterError(RUNS_A_JOB)
         try:
             self._stay_awake()
             most = self._workers.most
@@ -110,7 +110,7 @@ class Session:
 
     def execute(self, job: Job, options: Options) -> Result:
         """Run a job on the session's workers and return its result."""
-        self._check_open()
+        self._workers.check_open()
         if self._shared is not None and not self._shared.users:
             self._shared.close()  # its modules are gone, without `close`
         if self._shared is not None:
@@ -122,7 +122,7 @@ class Session:
         self._runner = threading.get_ident()
         try:
             self._stay_awake()
-            self._check_open()
+            self._workers.check_open()
             if job.max_workers == 0:
                 return execute(job, options)
             return execute(self._workers.renewed_for(job, options), options, self._workers)
@@ -139,10 +139,6 @@ class Session:
     def _shared(self) -> SharedWorkers | None:
         """The session's workers while they serve parallel modules."""
         return SharedWorkers.by_owner.get(self._workers)
-
-    def _check_open(self) -> None:
-        if self.has_ended:
-            raise ClusterError(f"the session has ended: {self._workers.ended}")
 
     @property
     def has_ended(self) -> bool:
@@ -202,6 +198,9 @@ class Session:
         self._workers.close(why)
 
 
+RUNS_A_JOB = "the session runs a job; make a parallel module of it before or after"
+
+
 class SessionWorkers:
     """The workers of a session, which stay when a job ends, or what they serve.
 
@@ -214,6 +213,7 @@ class SessionWorkers:
     def __init__(self, keys: WorkerKeys, options: Options, at_a_time: int | None = 1) -> None:
         self.at_a_time = at_a_time  # how many such sessions shall run at a time; None: as many as fit
         self.ended = ""  # why, once they have
+        self._runs_job = False
         self._keys = keys
         self._options = options
         self._sources = Sources(Path.cwd())
@@ -249,6 +249,11 @@ class SessionWorkers:
         self._renew(Console(job.run_name, options.quiet))
         return job.model_copy(update={"env": {**self._keys.env, **job.env}})  # in the driver too
 
+    def check_open(self) -> None:
+        """Raise ClusterError if the session has ended."""
+        if self.ended:
+            raise ClusterError(f"the session has ended: {self.ended}")
+
     def accept(self, job: Job, replaces: bool) -> Job:
         """Return the job: the session has checked it already, so that its workers start while it is prepared."""
         return job
@@ -257,13 +262,21 @@ class SessionWorkers:
         """Run a job to its end; the files of user code that it imports count as the session's from now on."""
         self._sources.note()
         monitor.begin("waiting for the workers")
+        self._runs_job = True
         try:
             self.started.run(job, claimed, rows, monitor, faults)
         finally:
+            self._runs_job = False
             self._note_imported()
 
     def serve(self, keys: WorkerKeys) -> RayServing:
-        """Have all of them serve parallel modules, whatever `keys` ask for."""
+        """Have all of them serve parallel modules, whatever `keys` ask for.
+
+        Raises ClusterError if the session has ended or runs a job: a copy of a module may begin at any time.
+        """
+        self.check_open()
+        if self._runs_job:
+            raise ClusterError(RUNS_A_JOB)
         self._renew(Console("session", self._options.quiet))
         self._sources.note()
         of_all = self._keys.model_copy(update={"workers": self.most})

@@ -15,8 +15,10 @@ from dp_ray.driver.run import Options, execute
 from dp_ray.driver.sessions import Session
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.job.job import Job
+from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.in_process import InProcess
+from dp_ray.tasks.wire import HeldBytes
 from tests.support import training
 from tests.support.cluster import Cluster
 from tests.support.trainings import job_of, mean_loss
@@ -64,6 +66,22 @@ def test_own_workers_and_those_of_a_session_give_the_bits_of_this_process(
     shared = session.execute(job_on(tmp_path, 2, given, "session"), QUIET)
     assert {one.weights_sha256 for one in (alone, shared)} == {here.weights_sha256}
     assert [one.world_sizes for one in (here, alone, shared)] == [[1], [2], [2]]
+
+
+@pytest.mark.ray
+def test_each_kind_serves_modules_and_then_runs_a_job(
+    session: Session, cluster: Cluster, tmp_path: Path, in_project: Path
+) -> None:
+    given, weights = training.mlp(), set[str | None]()
+    kinds: list[tuple[int, Workers]] = [(0, InProcess()), (2, own_workers(cluster.address)), (2, session._workers)]
+    for at, (workers, kind) in enumerate(kinds):
+        serving = kind.serve(WorkerKeys(workers=workers))
+        members = serving.ready()
+        assert len(members) >= max(1, workers)
+        assert set(serving.call(dict.fromkeys(members, HeldBytes(1))).values()) == {0}
+        serving.close()
+        weights.add(execute(job_on(tmp_path, workers, given, f"run-{at}"), QUIET, kind).weights_sha256)
+    assert len(weights) == 1 and None not in weights
 
 
 class NotCopied(nn.Linear):

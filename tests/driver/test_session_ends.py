@@ -14,6 +14,7 @@ import dp_ray
 from dp_ray.cluster.workers import Reached, StartedWorkers
 from dp_ray.driver.sessions import Session, SessionWorkers
 from dp_ray.errors import ClusterError
+from dp_ray.job.keys import WorkerKeys
 from tests.support import models
 
 Open = Callable[..., Session]
@@ -121,6 +122,14 @@ def test_a_session_that_cannot_connect_again_ends(
     with pytest.raises(ClusterError, match="the session has ended: no Ray answers at elsewhere"):
         session.run(None, **job(tmp_path))
     session.close()
+
+
+def test_a_session_that_has_ended_serves_no_module(opened: Open) -> None:
+    """As where a closed module of it is copied, which begins anew."""
+    session = opened()
+    session.close()
+    with pytest.raises(ClusterError, match="the session has ended: it was closed"):
+        session._workers.serve(WorkerKeys(workers=1))
 
 
 class Trainer:
