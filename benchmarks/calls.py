@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dp_ray
-from dp_ray.driver.in_process import DriverStepControl
+from dp_ray.monitor.in_process import DriverStepControl
 
 HOME = str(Path(dp_ray.__file__).parent) + os.sep
 STEPS, BATCH = 100, 4  # of the training; rows of a step

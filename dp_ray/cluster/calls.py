@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dp_ray.engine.world import World
-from dp_ray.tasks.wire import Place
+from dp_ray.tasks.wire import WorkerPlace
 
 IN_LINE_BYTES = 1 << 15  # of an array that is copied into a message
 
@@ -19,7 +19,7 @@ class Serves(NamedTuple):
 
     rank: int
     num_workers: int
-    place: Place
+    place: WorkerPlace
     handle: Any
 
 
@@ -36,7 +36,7 @@ class Join(NamedTuple):
     local_world_size: int
 
 
-def encoded(value: Any) -> Any:
+def framed(value: Any) -> Any:
     """Return a value as bytes, or as a list of bytes and large arrays, which Ray ships in little time.
 
     Its classes must be ones that can be imported.
@@ -54,8 +54,8 @@ def encoded(value: Any) -> Any:
     return [head, *large] if large else head
 
 
-def decoded(given: Any) -> Any:
-    """Return the value that was encoded; its large arrays must not be written to."""
+def unframed(given: Any) -> Any:
+    """Return the value that was framed; its large arrays must not be written to."""
     if isinstance(given, bytes):
         return pickle.loads(given)
     return pickle.loads(given[0], buffers=given[1:])

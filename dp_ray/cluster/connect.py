@@ -26,6 +26,7 @@ from dp_ray.system.threads import handlers_kept, signals_put_off
 from dp_ray.text import counted, hide
 
 RUN_NAME = "dp_ray_run"  # in a Ray job's metadata: the run's name
+OF_MODULES = "dp_ray.DataParallel"  # the namespace of an embedded Ray that is there for parallel modules alone
 AWAIT_SECONDS = 10.0  # after which a line says that Ray is waited for
 
 
@@ -84,27 +85,15 @@ def connected(
     by `fork_server`, if that serves such workers. Raises ClusterError if no Ray answers.
     """
     if ray.is_initialized():
-        if _holders:
-            why = f"this process has started its Ray for {_holders[0]}, which is open: close that first"
-            raise ClusterError(why)
+        if ray.get_runtime_context().namespace == OF_MODULES:  # which leave no room for others
+            raise ClusterError(
+                "this process has started its Ray for dp_ray.DataParallel, which is open: close that first"
+            )
         _check_heard()
         yield
     else:
         with _connected(keys, address, verbose, fork_server):
             yield
-
-
-_holders: list[str] = []
-
-
-@contextmanager
-def held_for(who: str) -> Iterator[None]:
-    """Within the block, the Ray that this process has started is for `who` alone: it has no room for others."""
-    _holders.append(who)
-    try:
-        yield
-    finally:
-        _holders.remove(who)
 
 
 @contextmanager
@@ -121,7 +110,7 @@ def _connected(
         core.raylets_hushed(verbose),
     ):
         try:
-            _start_ray(keys, found, verbose, folder, fork_server)
+            _start_ray(keys, found, verbose, folder, fork_server, OF_MODULES if serves else None)
             yield
         finally:
             ray.shutdown()
@@ -196,7 +185,12 @@ def address_of(address: str | None) -> str | None:
 
 
 def _start_ray(
-    keys: WorkerKeys, address: str | None, verbose: bool, folder: str, fork_server: Path | None = None
+    keys: WorkerKeys,
+    address: str | None,
+    verbose: bool,
+    folder: str,
+    fork_server: Path | None = None,
+    namespace: str | None = None,
 ) -> None:
     level = "INFO" if verbose else "ERROR"
     logging.getLogger("ray").setLevel(level)
@@ -221,7 +215,7 @@ def _start_ray(
             else:
                 # Enough for all workers, even if the machine has fewer: a laptop runs 8 workers on 2 cores, slowly.
                 cpus = max(os.cpu_count() or 1, math.ceil(keys.max_workers * keys.cpus_per_worker))
-                start_local(cpus, folder, verbose, fork_server, logging_level=level)
+                start_local(cpus, folder, verbose, fork_server, logging_level=level, namespace=namespace)
     except Exception as error:  # Ray's own of many types, and a bare Exception if a node does not start in time
         says = f"no Ray answers at {address}" if address else "cannot start Ray on this machine"
         raise ClusterError(f"{says}: {error}") from error

@@ -7,40 +7,46 @@ worker forms a process group; the channel says only when the modules are closed.
 import os
 import pickle
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import ray
 import torch
 from ray.cloudpickle import CloudPickler
 
-from dp_ray.cluster.calls import Join, Leave, Serves, decoded, encoded
-from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, send
-from dp_ray.cluster.channel import encoded as encoded_message
+from dp_ray.cluster.calls import Join, Leave, Serves, framed, unframed
+from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, encoded, send
 from dp_ray.cluster.group import place, process_group, report, with_devices
 from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.internals.train_worker import calls
-from dp_ray.engine.world import World, leave_group
+from dp_ray.engine.world import leave_group
 from dp_ray.errors import WorkerError
 from dp_ray.messages import Ending, Finished, WorkerExit
 from dp_ray.system.imports import imported_files
 from dp_ray.system.threads import waiting
 from dp_ray.tasks.numerics import computes_on
 from dp_ray.tasks.serve import Served
-from dp_ray.tasks.wire import Place
+from dp_ray.tasks.wire import WorkerPlace
 
 
 def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
     """Answer the calls of a process's parallel modules until they are closed; `packed` are the workers' keys."""
     attempt, here = f"{os.environ[GROUP]}-{terms.number}", place(terms.workers)
-    with _restored(terms) as remains:
+    restored: AbstractContextManager[list[str]] = nullcontext([])
+    if not terms.is_last:
+        from dp_ray.tasks.isolation import isolated  # here: it is for workers that go on
+
+        restored = isolated()
+    with restored as remains:
         try:
             world = with_devices(here, pickle.loads(packed), 1)
             if world.device.type == "cuda":
                 torch.cuda.set_device(world.device)
             served = Served(str(world.device), CloudPickler)
-            said = encoded_message(_said(world))
+            context, device = ray.get_runtime_context(), str(world.device)
+            where = WorkerPlace(world.node, context.get_node_id(), os.getpid(), device, computes_on(device))
+            num_workers = place_of_this_worker().get_world_size()
+            said = encoded(Serves(world.rank, num_workers, where, context.current_actor))
         except Exception as error:
             raise WorkerExit(
                 Ending.MISTAKEN, report(worker.channel, terms.number, attempt, here, error), False
@@ -51,33 +57,13 @@ def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
             while (call := calls.get()) is not None:
                 asked, answer = call
                 try:
-                    answer.put((encoded(_answer(decoded(asked), served, worker.channel, group)), None))
+                    answer.put((framed(_answer(unframed(asked), served, worker.channel, group)), None))
                 except Exception as error:
                     answer.put((None, error))
             leave_group()
         del served
     imported = imported_files() if here.rank == 0 and not terms.is_last else ()
     send(worker.channel, Finished(attempt, here.rank, False, tuple(remains), imported), terms.number)
-
-
-@contextmanager
-def _restored(terms: Terms) -> Iterator[list[str]]:
-    """Restore the process after the block for what comes then, if anything does; yields what remains."""
-    if terms.is_last:
-        yield []
-        return
-    from dp_ray.tasks.isolation import isolated  # here: it is for workers that go on
-
-    with isolated() as remains:
-        yield remains
-
-
-def _said(world: World) -> Serves:
-    context = ray.get_runtime_context()
-    device = str(world.device)
-    where = Place(world.node, context.get_node_id(), os.getpid(), device, computes_on(device))
-    num_workers = place_of_this_worker().get_world_size()
-    return Serves(world.rank, num_workers, where, context.current_actor)
 
 
 def _await_end(channel: Any, number: int) -> None:

@@ -1,8 +1,8 @@
 """Workers that serve a process's parallel modules, as the driver sees them: members, their group, calls and losses.
 
-A `Serving` has the workers of a session serve; `started` starts some for this. Calls and answers go between the
-driver and a worker's actor directly. The channel brings what else happens: a worker begins to serve, one is lost, or
-the workers wait for room. Survivors of a loss stay: they form another group, and the newcomer joins it later.
+Calls and answers go between the driver and a worker's actor directly. The channel brings what else happens: a worker
+begins to serve, one is lost, or the workers wait for room. Survivors of a loss stay: they form another group, and the
+newcomer joins it later.
 """
 
 import math
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
@@ -19,31 +19,19 @@ import torch
 from ray.cloudpickle import CloudPickler
 from ray.exceptions import RayActorError, RayError
 
-from dp_ray.cluster.calls import Join, Leave, Serves, decoded, encoded
+from dp_ray.cluster.calls import Join, Leave, Serves, framed, unframed
 from dp_ray.cluster.channel import receive
-from dp_ray.cluster.connect import (
-    AWAIT_SECONDS,
-    address_of,
-    connected,
-    connected_early,
-    held_for,
-    is_connected,
-    what_is_awaited,
-)
 from dp_ray.cluster.resources import text_of
 from dp_ray.engine.world import World
 from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Failed, Finished, Interrupted, Note, Starting, Waits, error_of
-from dp_ray.monitor.console import Console
 from dp_ray.rundir.numerics import Numerics, difference, kinds_of, refusal
-from dp_ray.system.process import own_folder
-from dp_ray.system.threads import if_longer
-from dp_ray.tasks.wire import Lost, Place
+from dp_ray.tasks.wire import Lost, Member, has_left
 from dp_ray.text import counted
 
 if TYPE_CHECKING:
-    from dp_ray.cluster.workers import Say, Workers
+    from dp_ray.cluster.workers import Say, StartedWorkers
 
 START_SECONDS = 300.0  # until a worker has imported what it needs, on a node that has it on a slow disk
 LOOK_SECONDS = 0.5  # between two looks at workers that may hang, once one is lost
@@ -52,21 +40,16 @@ END_SECONDS = 10.0  # until workers have restored their processes for what comes
 GROUPS = 8  # that may fail to form, one after the other
 
 
-@dataclass(eq=False)
-class Member:
-    """A worker that serves."""
+@dataclass(eq=False, kw_only=True)
+class RayMember(Member):
+    """A worker that serves, on Ray; `slot` is its rank among those that were started."""
 
-    slot: int  # its rank among those that were started
+    slot: int
     handle: Any
-    place: Place
-    loaded: dict[int, Any] = field(default_factory=dict)  # what of each module it has: the exchange's notes
-
-    def __str__(self) -> str:
-        return f"process {self.place.pid} on {self.place.node}"
 
 
-class Serving:
-    """Workers that serve until `close`, which also closes `at_end`; with `is_last`, no job follows on them.
+class RayServing:
+    """Workers that serve until `close`, which also calls `at_end`; with `is_last`, no job follows on them.
 
     Waits until all of them serve; raises an Error if they cannot be started.
     """
@@ -74,7 +57,12 @@ class Serving:
     pickler: ClassVar[type[pickle.Pickler]] = CloudPickler
 
     def __init__(
-        self, workers: "Workers", keys: WorkerKeys, say: "Say", at_end: ExitStack, is_last: bool = False
+        self,
+        workers: "StartedWorkers",
+        keys: WorkerKeys,
+        say: "Say",
+        at_end: Callable[[], object],
+        is_last: bool = False,
     ) -> None:
         self.keys = keys
         self.each = workers.each
@@ -82,8 +70,8 @@ class Serving:
         self._say = say
         self._at_end = at_end
         self._is_last = is_last
-        self.members: list[Member] = []
-        self._unsettled: dict[Member, Any] = {}  # references to answers that nobody has waited for to the end
+        self.members: list[RayMember] = []
+        self._unsettled: dict[RayMember, Any] = {}  # references to answers that nobody has waited for to the end
         self._num_workers = 0  # that serve or are about to; 0 until one has said how many
         self._has_changed = True
         self._num_groups = 0
@@ -101,7 +89,6 @@ class Serving:
         self._gives_up = False  # to hear the rest
         self._thread = threading.Thread(target=self._listen, name="workers of modules", daemon=True)
         with ExitStack() as opening:
-            opening.push(at_end)
             self._number = workers.begin_serving(keys, is_last)
             self._thread.start()
             opening.callback(self.close)
@@ -152,7 +139,7 @@ class Serving:
 
     # Members, and their group.
 
-    def ready(self) -> list[Member]:
+    def ready(self) -> list[RayMember]:
         """Return the workers that are there, in the order of their ranks in one process group.
 
         Takes in those that have come, and waits for one if there is none. Raises ClusterError if none comes, or if
@@ -176,7 +163,7 @@ class Serving:
             self._has_changed = bool(failed)
         raise ClusterError(f"the workers cannot form a process group: {why}")
 
-    def _joins(self) -> dict[Member, Join]:
+    def _joins(self) -> dict[RayMember, Join]:
         from dp_ray.cluster.workers import backend_of  # here: it comes with Ray Train
 
         members = self.members
@@ -197,10 +184,6 @@ class Serving:
             attempt = f"{self._number}-{self._num_groups}"
             joins[one] = Join(attempt, world, backend, node_ids.count(one.place.node_id))
         return joins
-
-    def regroup(self) -> None:
-        """Have the next `ready` form the group anew."""
-        self._has_changed = True
 
     def keep_one_kind(self) -> None:
         """Take no worker from now on that computes differently; raises JobError if there is one already."""
@@ -254,12 +237,13 @@ class Serving:
             self._say(f"no worker is taken on {one.place.node}, which would change the bits: {difference(there)}")
             return
         others = [other for other in self.members if other.slot != one.rank]  # one in its place is gone
-        self.members = sorted([*others, Member(one.rank, one.handle, one.place)], key=lambda member: member.slot)
+        newcomer = RayMember(one.place, slot=one.rank, handle=one.handle)
+        self.members = sorted([*others, newcomer], key=lambda member: member.slot)
         self._has_changed = True
 
     # Calls.
 
-    def call(self, messages: Mapping[Member, Any]) -> dict[Member, Any]:
+    def call(self, messages: Mapping[RayMember, Any]) -> dict[RayMember, Any]:
         """Have members answer a message each; return the answers, in order.
 
         The answer of a member that is gone is `Lost`. Raises what answering has raised, once all have ended.
@@ -267,23 +251,25 @@ class Serving:
         self._settle()
         try:
             for member, asked in messages.items():
-                self._unsettled[member] = member.handle.call.remote(encoded(asked))
+                self._unsettled[member] = member.handle.call.remote(framed(asked))
         except BaseException:  # as of Ctrl-C: those that have a message may wait for others that have none
             self._has_changed, self._lost_since = True, self._lost_since or time.monotonic()
             raise
         try:
-            answers = ray.get(list(self._unsettled.values()))
+            framed_answers = ray.get(list(self._unsettled.values()))
             self._unsettled.clear()
-            return {member: decoded(answer) for member, answer in zip(messages, answers, strict=True)}
+            answers = dict(zip(messages, map(unframed, framed_answers), strict=True))
         except RayError:  # each is looked at alone
             found = self._settle()
-            return {member: found[member] for member in messages}
+            answers = {member: found[member] for member in messages}
+        self._has_changed |= any(map(has_left, answers.values()))
+        return answers
 
-    def _settle(self) -> dict[Member, Any]:
+    def _settle(self) -> dict[RayMember, Any]:
         """Wait for the calls that are under way; give up workers that hang in a collective with one that is gone."""
-        answers: dict[Member, Any] = {}
+        answers: dict[RayMember, Any] = {}
         failures: list[Exception] = []
-        hangs_since: dict[Member, float] = {}
+        hangs_since: dict[RayMember, float] = {}
         while waiting := self._unsettled:
             references = list(waiting.values())
             ready, _ = ray.wait(references, num_returns=len(references), timeout=LOOK_SECONDS)
@@ -291,9 +277,10 @@ class Serving:
                 if reference in ready:
                     del waiting[member]
                     try:
-                        answers[member] = decoded(ray.get(reference))
+                        answers[member] = unframed(ray.get(reference))
                     except RayActorError as error:
-                        answers[member] = Lost(_first_lines(error))
+                        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                        answers[member] = Lost(" ".join(lines[:2]))
                         self._lose(member)
                     except RayError as error:
                         cause = getattr(error, "cause", None)  # of RayTaskError: what was raised there
@@ -309,7 +296,7 @@ class Serving:
             raise failures[0]
         return answers
 
-    def _lose(self, member: Member) -> None:
+    def _lose(self, member: RayMember) -> None:
         """Go on without a member, in whose place Ray Train's controller starts another worker."""
         with suppress(Exception):  # Ray's many types; it may be gone already
             ray.kill(member.handle)
@@ -332,39 +319,12 @@ class Serving:
         if not self._is_last:
             self._workers.take_end(self._finished)
         self.members = []
-        self._at_end.close()
+        self._at_end()
 
 
-def _hangs(member: Member) -> bool:
+def _hangs(member: RayMember) -> bool:
     from dp_ray.cluster.group import is_stuck  # here: it comes with Ray Train
 
     with suppress(RayError):
         return bool(ray.get(member.handle.execute.remote(is_stuck), timeout=LOOK_SECONDS))
     return False
-
-
-def _first_lines(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2])
-
-
-def started(keys: WorkerKeys, address: str | None, quiet: bool) -> Serving:
-    """Start workers of their own that serve, on the Ray that is connected, at the address, or a Ray of their own.
-
-    Raises JobError or ClusterError if they cannot be started.
-    """
-    say = Console("parallel", quiet).say
-    is_own = not is_connected()
-    is_embedded = is_own and address_of(address) is None
-    with ExitStack() as opening:
-        early = connected_early(keys, address, verbose=False, serves=True)
-        connection = opening.enter_context(early) if is_own else connected(keys, address, verbose=False)
-        from dp_ray.cluster.workers import CLOSE_SECONDS, start_workers  # here: while Ray starts
-
-        with if_longer(AWAIT_SECONDS, lambda: say(what_is_awaited(address))):
-            opening.enter_context(connection)
-        if is_embedded:
-            opening.enter_context(held_for("dp_ray.DataParallel"))
-        workers = start_workers(keys, opening.enter_context(own_folder()), is_own, False, say, serves=True)
-        opening.callback(workers.close, 0 if is_own else CLOSE_SECONDS)
-        return Serving(workers, keys, say, opening.pop_all(), is_last=True)

@@ -1,8 +1,8 @@
 """A group of workers on Ray, which runs one job after another.
 
-`Workers` belong to a session or, by `OwnWorkers`, to a single run. `launch` starts them: a TorchTrainer with dp_ray's
-policies. While a job runs, its progress is in gauges of `ray.util.metrics`, which a Ray with dashboard agents exports
-to Prometheus.
+They belong to a session or, by `OwnWorkers`, to a single run. `launch` starts them: a TorchTrainer with dp_ray's
+policies. While a job runs, its progress is in gauges of `ray.util.metrics`, which a Ray with dashboard agents
+exports to Prometheus.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.metrics import Gauge
@@ -23,13 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dp_ray.cluster.channel import STOP, Terms, WorkerConfig, encoded, open_channel, receive
 from dp_ray.cluster.connect import (
-    AWAIT_SECONDS,
-    EarlyConnection,
     check_fits,
-    connected,
-    is_connected,
-    what_begins,
-    what_is_awaited,
     without_gpus,
     worker_resources,
 )
@@ -45,11 +39,11 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Failed, Finished, GaveUp, WorkerReady, error_of
 from dp_ray.monitor.attempts import NodeControl
-from dp_ray.monitor.console import Console, Progress
+from dp_ray.monitor.console import Progress
 from dp_ray.rundir.history import NOT_MEASURED
 from dp_ray.system.imports import postponed
-from dp_ray.system.process import environment, own_folder
-from dp_ray.system.threads import if_longer, repeated
+from dp_ray.system.process import environment
+from dp_ray.system.threads import repeated
 
 with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
     from ray.train import LoggingConfig, RunConfig, ScalingConfig
@@ -62,7 +56,7 @@ with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever
     from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports, answers_at
 
 if TYPE_CHECKING:  # what jobs need: workers that serve modules start without it
-    from dp_ray.monitor.faults import Fault
+    from dp_ray.monitor.faults import Faults
     from dp_ray.monitor.monitor import Monitor
     from dp_ray.rundir.claim import RunDir
 
@@ -139,7 +133,7 @@ class Reached:
 
 
 @dataclass(eq=False)
-class Workers:
+class StartedWorkers:
     """Workers on Ray, with torch imported and their resources held; they run one job at a time."""
 
     trainer: ControlledTrainer
@@ -160,7 +154,7 @@ class Workers:
         claimed: "RunDir",
         rows: Mapping[str, int],
         monitor: "Monitor",
-        faults: tuple["Fault", ...],
+        faults: "Faults",
         is_last: bool = False,
     ) -> None:
         """Run a job to its end on the first `job.workers` of these workers; `is_last` says that no other follows.
@@ -202,7 +196,7 @@ class Workers:
             ray.get(self.channel.begin.remote(terms, [encoded(keys)]))
         return self._number
 
-    def _packed(self, job: Job, claimed: "RunDir", rows: Mapping[str, int], faults: tuple["Fault", ...]) -> list[Any]:
+    def _packed(self, job: Job, claimed: "RunDir", rows: Mapping[str, int], faults: "Faults") -> list[Any]:
         """Return a reference to the job's Assignment, and its `env`, which Ray might write to a disk with it."""
         from dp_ray.cluster.worker import Assignment
 
@@ -284,92 +278,21 @@ class Workers:
         self.trainer.abort()
 
 
-@dataclass(eq=False)
-class OwnWorkers:
-    """The workers of a single run: they start with its first job, and end with its last one, or with the block.
-
-    They are what `driver.run.JobWorkers` asks for. Before a run with `shards: auto` goes a job that finds its shards.
-    """
-
-    starts_workers: ClassVar[bool] = True
-    is_here: ClassVar[bool] = False
-    address: str | None
-    verbose: bool
-    console: Console
-    early: EarlyConnection | None = None  # a connection that has begun for this run alone
-    _open: ExitStack = field(default_factory=ExitStack)
-    _is_own: bool | None = None  # whether the connection is; None before there is one
-    _workers: Workers | None = None
-
-    def __enter__(self) -> "OwnWorkers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def run(
-        self,
-        job: Job,
-        claimed: "RunDir",
-        rows: Mapping[str, int],
-        monitor: "Monitor",
-        faults: tuple["Fault", ...],
-    ) -> None:
-        """Run a job to its end.
-
-        Raises StopRequested if the user stopped the run, else the error that ended it.
-        """
-        with ExitStack() as until_end:
-            until_end.callback(self._open.close)
-            if self._workers is None:
-                if self._is_own is None:  # else `accept` has done it
-                    check_can_be_shipped(job)
-                self._workers = self._start(job, monitor)
-            else:
-                monitor.begin("waiting for the workers")
-            self._workers.run(job, claimed, rows, monitor, faults, is_last=not job.finds_shards)
-            if job.finds_shards:
-                until_end.pop_all()
-
-    def accept(self, job: Job, replaces: bool) -> Job:
-        """Return the job. One that replaces a run, or asks for GPUs, connects first.
-
-        Raises an Error if no Ray answers to it, or if it can never run there.
-        """
-        if replaces or job.asks_for_gpus:
-            with self.console.if_slow("looking for the cluster"):
-                check_can_be_shipped(job)
-                self._connect(job)
-                check_can_run(job, worker_resources(job))
-        return job
-
-    def _connect(self, job: Job) -> bool:
-        """Connect, if that is not done; return whether the connection ends with these workers."""
-        if self._is_own is None:
-            self._is_own = self.early is not None or not is_connected()
-            with if_longer(AWAIT_SECONDS, lambda: self.console.say(what_is_awaited(self.address))):
-                self._open.enter_context(self.early or connected(job, self.address, self.verbose))
-        return self._is_own
-
-    def _start(self, job: Job, monitor: "Monitor") -> Workers:
-        if self.early is None and self._is_own is None:  # else there is nothing to wait for
-            monitor.begin(what_begins(self.address))
-        is_own = self._connect(job)
-        folder = self._open.enter_context(own_folder())
-        workers = start_workers(job, folder, is_own, self.verbose, self.console.say)
-        self._open.callback(workers.close, 0 if is_own else CLOSE_SECONDS)  # an own connection ends them
-        monitor.begin("starting Ray Train")
-        return workers
-
-
 def start_workers(
-    keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, say: Say, serves: bool = False
-) -> Workers:
+    keys: WorkerKeys,
+    folder: str,
+    is_own: bool,
+    verbose: bool,
+    say: Say,
+    serves: bool = False,
+    is_first: bool = True,
+) -> StartedWorkers:
     """Start workers on the Ray that is connected; does not wait for them. With `serves`, they will run no job.
 
     `say` gets lines on an unknown Ray, on what they must wait for, and if they take no GPU where an autoscaler might
     add some.
-    `folder` is for Ray Train's own files; `is_own` says that its Ray, or the connection to it, ends with the workers.
+    `folder` is for Ray Train's own files; `is_own` says that its Ray, or the connection to it, ends with the workers,
+    `is_first` that no others were started in that connection.
     Raises ClusterError if they can never fit.
     """
     each = worker_resources(keys)
@@ -381,7 +304,8 @@ def start_workers(
         channel = open_channel(keys.max_workers)
         node_id = ray.get_runtime_context().get_node_id()
         config = WorkerConfig(channel, is_own and not verbose, node_id, is_for_modules=serves)
-        return Workers(launch(keys, each, config, folder, is_own, verbose), channel, each, verbose, reached)
+        trainer = launch(keys, each, config, folder, is_own, is_first, verbose)
+        return StartedWorkers(trainer, channel, each, verbose, reached)
 
 
 def check_can_run(keys: WorkerKeys, each: Resources) -> str | None:
@@ -410,7 +334,13 @@ def free_text(each: Resources) -> str:
 
 
 def launch(
-    keys: WorkerKeys, each: Resources, config: WorkerConfig, folder: str, is_own: bool, verbose: bool
+    keys: WorkerKeys,
+    each: Resources,
+    config: WorkerConfig,
+    folder: str,
+    is_own: bool,
+    is_first: bool,
+    verbose: bool,
 ) -> ControlledTrainer:
     """Start the workers with the resources `each`, and return the trainer that keeps them; it does not wait.
 
@@ -445,6 +375,7 @@ def launch(
         restarts=RestartPolicy(channel),
         start=StartReports(dict(keys.env), channel),
         is_own=is_own,
+        is_first=is_first,
     )
     variables = {key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}  # the user's stay
     with _ENVIRONMENT, environment(variables):

@@ -1,7 +1,7 @@
 """Run a job: prepare it, claim its run directory, start and follow its workers, prove that their files are whole.
 
 `run` is the public function, `execute` what all ways to run a job share, and an `Execution` one run, step by step.
-`JobWorkers` are who runs it: `own_workers` opens those of a single job, a session has others.
+`Workers` are who runs it: `own_workers` gives those of a single job, a session has others.
 """
 
 import contextlib
@@ -11,13 +11,13 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
+from dp_ray.cluster.kinds import Workers, own_workers
 from dp_ray.driver.checks import check_targets, lacking_here
 from dp_ray.driver.finish import result_of, save_unfinished, summary_of, time_lines
-from dp_ray.driver.in_process import ONE_AT_A_TIME, InProcess
 from dp_ray.driver.planning import dataset_rows, make_plan, taken_over
 from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import World
@@ -27,6 +27,7 @@ from dp_ray.job.job import Job
 from dp_ray.messages import ShardSpan, Sizes
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, faults_for
+from dp_ray.monitor.in_process import ONE_AT_A_TIME
 from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
 from dp_ray.outputs.files import prove_outputs
 from dp_ray.plan.costs import Plan, table
@@ -131,48 +132,10 @@ class Prepared:
         return Prepared(job, make_plan(job, self.plan.rows), self.faults)
 
 
-class JobWorkers(Protocol):
-    """Who runs a prepared job: workers of the run's own, those of a session, or this process.
-
-    `starts_workers` says that the seconds before the first step hold their start. With `is_here` the job's own code
-    runs in this process, which it may fork.
-    """
-
-    starts_workers: ClassVar[bool]
-    is_here: ClassVar[bool]
-
-    def accept(self, job: Job, replaces: bool) -> Job:
-        """Return the job as these workers run it; `replaces` says that another run is deleted for it.
-
-        Raises an Error if they cannot run it, as far as that is known before anything is deleted or written.
-        """
-
-    def run(
-        self, job: Job, claimed: RunDir, rows: Mapping[str, int], monitor: Monitor, faults: tuple[Fault, ...]
-    ) -> None:
-        """Run an accepted job to its end, which the monitor follows; `rows` are the lengths of its datasets.
-
-        A job with `shards: auto` only finds its number of shards; with that number, another one follows it.
-        Raises StopRequested if the user stopped the job, else the error that ended it.
-        """
-
-
-@contextmanager
-def own_workers(job: Job, options: Options, console: Console) -> Iterator[JobWorkers]:
-    """Open what runs this job alone, until the block ends: its own workers, or this process with `workers: 0`."""
-    if job.max_workers == 0:
-        yield InProcess()
-        return
-    from dp_ray.cluster.workers import OwnWorkers  # imports Ray, which `workers: 0` does not need
-
-    with OwnWorkers(options.address, options.verbose, console, options.connection) as own:
-        yield own
-
-
 def execute(
     job: Job,
     options: Options,
-    workers: JobWorkers | None = None,
+    workers: Workers | None = None,
     reopen: Callable[[Split, Storage], None] | None = None,
 ) -> Result:
     """Run a job to its end and return its result; the run directory keeps the result, also after a failure.
@@ -192,7 +155,11 @@ def execute(
         prepared, killed = prepare(job, console, options.overwrite, options.inject), None
     if prepared.job.finds_shards and not options.overwrite:  # the driver before may have found the number meanwhile
         prepared = prepared.cut_as(claim.with_shards_of_run(prepared.job, base))
-    opened = own_workers(prepared.job, options, console) if workers is None else contextlib.nullcontext(workers)
+    if workers is None:
+        own = own_workers(prepared.job, options.address, options.verbose, console, options.connection)
+        opened: contextlib.AbstractContextManager[Workers] = contextlib.closing(own)
+    else:
+        opened = contextlib.nullcontext(workers)
     # What this run replaces is put back or removed last: until its workers have ended, they may still write.
     with contextlib.ExitStack() as after_workers, opened as workers:
         prepared = dataclasses.replace(prepared, job=workers.accept(prepared.job, options.overwrite))
@@ -254,7 +221,7 @@ class Execution:
     options: Options
     console: Console
     started: float
-    workers: JobWorkers
+    workers: Workers
     monitor: Monitor | None = None
     trackers: "RunTrackers | None" = None
     asked: list[str] = dataclasses.field(default_factory=list)  # who has asked to stop before there was a monitor

@@ -5,9 +5,8 @@
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,11 +14,11 @@ from pydantic import ValidationError
 from torch import nn
 
 from dp_ray.cluster import connect
+from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, text_of
-from dp_ray.cluster.serving import Serving
+from dp_ray.cluster.serving import RayServing
 from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers
-from dp_ray.cluster.workers import Workers as StartedWorkers
 from dp_ray.driver.run import Options, ShortErrors, execute, options_of
 from dp_ray.errors import ClusterError, JobError, RunInterrupted
 from dp_ray.job.errors import explain
@@ -27,9 +26,9 @@ from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.faults import Fault
+from dp_ray.monitor.faults import Faults
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.parallel.exchange import Workers
+from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.parallel.module import DataParallel
 from dp_ray.results.result import Result
 from dp_ray.rundir.claim import RunDir
@@ -66,19 +65,12 @@ class Session:
         self, keys: WorkerKeys, options: Options, idle_seconds: float | None = None, at_a_time: int | None = 1
     ) -> None:
         check_ray()
-        self._keys = keys
         self._options = options
         self._idle_seconds = idle_seconds
-        self._sources = Sources(Path.cwd())
         self._runs = threading.Lock()  # held while a job runs
         self._runner: int | None = None  # the thread that runs it
-        self._parallel: Workers | None = None  # the last that parallel modules have had of the session
         self._timer: threading.Timer | None = None
-        self._ended = ""  # why, once it has ended
-        self._open = ExitStack()
-        self._is_own = not connect.is_connected()
-        self.at_a_time = at_a_time  # how many such sessions shall run at a time; None: as many as fit
-        self._connect()
+        self._workers = SessionWorkers(keys, options, at_a_time)
         self._wait_idle()
 
     def run(self, job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Result:
@@ -101,40 +93,27 @@ class Session:
         session does not. Raises ClusterError if the session has ended or runs a job, and what `dp_ray.DataParallel`
         raises.
         """
-        self._check_open()
+        self._workers.check_open()
         if workers == 0:
             return DataParallel(module, 0, quiet=self._options.quiet, **keys)
         if not self._runs.acquire(blocking=False):
-            raise ClusterError("the session runs a job; make a parallel module of it before or after")
+            raise ClusterError(RUNS_A_JOB)
         try:
             self._stay_awake()
-            most = self._keys.max_workers
+            most = self._workers.most
             if workers is not None and workers > most:
                 raise JobError(f"workers: the module asks for {workers}, the session has {most}")
-            if False not in Workers.sets:
-                self._renew(Console("session", self._options.quiet))
-                of_all = self._keys.model_copy(update={"workers": most})
-                self._parallel = Workers.taken(of_all, self._serving)
-                self._parallel.can_grow = False
-                self._open.callback(self._parallel.close)
-            return DataParallel(module, workers or most, quiet=self._options.quiet, **keys)
+            return DataParallel(module, workers or most, quiet=self._options.quiet, _kind=self._workers, **keys)
         finally:
             self._wait_idle()
             self._runs.release()
 
-    def _serving(self, keys: WorkerKeys) -> Serving:
-        """Have the session's workers serve parallel modules."""
-        self._sources.note()
-        at_end = ExitStack()
-        at_end.callback(lambda: self._sources.note_imported(self._workers.imported))
-        return Serving(self._workers, keys, Console("parallel", self._options.quiet).say, at_end)
-
     def execute(self, job: Job, options: Options) -> Result:
         """Run a job on the session's workers and return its result."""
-        self._check_open()
-        if self._parallel is not None and self._parallel.is_open and not self._parallel.users:
-            self._parallel.close()  # its modules are gone, without `close`
-        if self._parallel is not None and self._parallel.is_open:
+        self._workers.check_open()
+        if self._shared is not None and not self._shared.users:
+            self._shared.close()  # its modules are gone, without `close`
+        if self._shared is not None:
             raise ClusterError(
                 "the session's workers serve a dp_ray.DataParallel; close that first, and then run the job"
             )
@@ -143,16 +122,12 @@ class Session:
         self._runner = threading.get_ident()
         try:
             self._stay_awake()
-            self._check_open()
+            self._workers.check_open()
             if job.max_workers == 0:
                 return execute(job, options)
-            check_covered(job, self._keys, self._workers.each)
-            check_can_be_shipped(job)
-            job = job.model_copy(update={"env": {**self._keys.env, **job.env}})  # in the driver too
-            self._renew(Console(job.run_name, options.quiet))
-            return execute(job, options, SessionWorkers(self._workers, self._sources))
+            return execute(self._workers.renewed_for(job, options), options, self._workers)
         except RunInterrupted:
-            if self._workers.is_interrupted_twice:
+            if self._workers.started.is_interrupted_twice:
                 self._end("it was interrupted")
             raise
         finally:
@@ -160,14 +135,20 @@ class Session:
             self._runner = None
             self._runs.release()
 
-    def _check_open(self) -> None:
-        if self._ended:
-            raise ClusterError(f"the session has ended: {self._ended}")
+    @property
+    def _shared(self) -> SharedWorkers | None:
+        """The session's workers while they serve parallel modules."""
+        return SharedWorkers.by_owner.get(self._workers)
 
     @property
     def has_ended(self) -> bool:
         """Whether the session has ended: it was closed, was idle for long, or was interrupted twice."""
-        return bool(self._ended)
+        return bool(self._workers.ended)
+
+    @property
+    def at_a_time(self) -> int | None:
+        """How many such sessions shall run at a time."""
+        return self._workers.at_a_time
 
     def close(self) -> None:
         """End the session and free its resources; waits for a job that another thread runs.
@@ -190,71 +171,11 @@ class Session:
 
     def abort(self) -> None:
         """End the workers at once, and so the job that another thread runs on them."""
-        self._workers.close(0)
-
-    def _connect(self) -> None:
-        """Connect to Ray and start the workers."""
-        address, verbose = self._options.address, self._options.verbose
-        say = Console("session", self._options.quiet).say
-        say(connect.what_begins(address))
-        if connect.address_of(address) if self._is_own else connect.ships_callers_code():
-            self._sources.note_sent()
-        with ExitStack() as opening:
-            all_workers = self._keys.max_workers * (self.at_a_time or 1)
-            of_all = self._keys.model_copy(update={"workers": all_workers})
-            with if_longer(connect.AWAIT_SECONDS, lambda: say(connect.what_is_awaited(address))):
-                opening.enter_context(connect.connected(of_all, address, verbose, self._options.fork_server))
-            if self.at_a_time != 1:
-                self.at_a_time = connect.sessions_that_fit(self._keys, self.at_a_time)
-                # If several sessions run at a time, the others use this connection, which then stays.
-                self._is_own = self._is_own and self.at_a_time == 1
-            self._folder = opening.enter_context(own_folder())
-            self._workers = start_workers(self._keys, self._folder, self._is_own, verbose, say)
-            opening.callback(lambda: self._workers.close(0 if self._is_own else CLOSE_SECONDS))
-            self._open = opening.pop_all()
-
-    def _renew(self, console: Console) -> None:
-        """Start the workers anew if the next job would find there what it must not; a line says why."""
-        is_fixed = self.at_a_time != 1 and connect.ships_callers_code()  # what was sent is what all sessions run
-        edited = [] if is_fixed else self._sources.edited()
-        if edited:
-            why = f"{', '.join(edited)} {'was' if len(edited) == 1 else 'were'} edited"
-        elif self._workers.remains:
-            why = f"the last job left {', '.join(self._workers.remains)} behind"
-        elif self._workers.is_over:
-            why = self._workers.why_over
-        elif self._workers.is_mended:
-            why = "one was replaced alone while they served a parallel module"
-        else:
-            return
-        if edited and not self._is_own and connect.ships_callers_code():
-            raise ClusterError(
-                f"{why}, and the workers would still import what your own ray.init(runtime_env=...) has sent; "
-                "call ray.shutdown() and ray.init() again, or open the session without a ray.init of your own"
-            )
-        console.say(f"the workers are started anew: {why}")
-        if edited:
-            self._sources.forget()
-        if (
-            self._is_own and edited and connect.address_of(self._options.address)
-        ):  # a connection sends the code to the cluster
-            self._reconnect()
-        elif self._workers.close(CLOSE_SECONDS if self._is_own else LEAVE_SECONDS) or not self._is_own:
-            self._workers = start_workers(self._keys, self._folder, self._is_own, self._options.verbose, console.say)
-        else:  # the end of the connection frees what these workers hold
-            self._reconnect()
-
-    def _reconnect(self) -> None:
-        self._open.close()
-        try:
-            self._connect()
-        except BaseException as error:
-            self._end(str(error) or type(error).__name__)
-            raise
+        self._workers.started.close(0)
 
     def _wait_idle(self) -> None:
         """Begin to count the seconds without a job."""
-        if self._idle_seconds is not None and not self._ended:
+        if self._idle_seconds is not None and not self.has_ended:
             self._timer = threading.Timer(self._idle_seconds, self._end_idle)
             self._timer.daemon = True
             self._timer.start()
@@ -266,40 +187,168 @@ class Session:
 
     def _end_idle(self) -> None:
         with self._runs:
-            if self._parallel is not None and self._parallel.is_open:
+            if self._shared is not None:
                 self._wait_idle()  # it serves a module
             elif threading.current_thread() is self._timer:
                 self._end(f"it ran no job for {self._idle_seconds:g} s")
 
     def _end(self, why: str) -> None:
-        if not self._ended:
-            self._ended = why
-            self._open.close()
+        if self._shared is not None:
+            self._shared.close()
+        self._workers.close(why)
 
 
-@dataclass(frozen=True)
+RUNS_A_JOB = "the session runs a job; make a parallel module of it before or after"
+
+
 class SessionWorkers:
-    """The workers of a session, which stay when a job ends: what `driver.run.JobWorkers` asks for."""
+    """The workers of a session, which stay when a job ends, or what they serve.
+
+    They start anew before the next one if it would find there what it must not.
+    """
 
     starts_workers: ClassVar[bool] = False
     is_here: ClassVar[bool] = False
-    workers: StartedWorkers
-    sources: Sources
+
+    def __init__(self, keys: WorkerKeys, options: Options, at_a_time: int | None = 1) -> None:
+        self.at_a_time = at_a_time  # how many such sessions shall run at a time; None: as many as fit
+        self.ended = ""  # why, once they have
+        self._runs_job = False
+        self._keys = keys
+        self._options = options
+        self._sources = Sources(Path.cwd())
+        self._open = ExitStack()
+        self._is_own = not connect.is_connected()
+        self._connect()
+
+    @property
+    def owners(self) -> tuple[Hashable, ...]:
+        """Modules of the session share them, and those that name no session if they start none of their own."""
+        return self, OF_PROCESS
+
+    @property
+    def most(self) -> int:
+        """How many there are."""
+        return self._keys.max_workers
+
+    def __deepcopy__(self, _: object) -> "SessionWorkers":
+        """Return the same: a copy of a session's module is the session's too."""
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Be None in a pickle: there a module names no session."""
+        return type(None), ()
+
+    def renewed_for(self, job: Job, options: Options) -> Job:
+        """Start the workers anew if the job needs that; return the job with the session's `env`.
+
+        Raises JobError if the job needs more than the session has.
+        """
+        check_covered(job, self._keys, self.started.each)
+        check_can_be_shipped(job)
+        self._renew(Console(job.run_name, options.quiet))
+        return job.model_copy(update={"env": {**self._keys.env, **job.env}})  # in the driver too
+
+    def check_open(self) -> None:
+        """Raise ClusterError if the session has ended."""
+        if self.ended:
+            raise ClusterError(f"the session has ended: {self.ended}")
 
     def accept(self, job: Job, replaces: bool) -> Job:
         """Return the job: the session has checked it already, so that its workers start while it is prepared."""
         return job
 
-    def run(
-        self, job: Job, claimed: RunDir, rows: Mapping[str, int], monitor: Monitor, faults: tuple[Fault, ...]
-    ) -> None:
+    def run(self, job: Job, claimed: RunDir, rows: Mapping[str, int], monitor: Monitor, faults: Faults = ()) -> None:
         """Run a job to its end; the files of user code that it imports count as the session's from now on."""
-        self.sources.note()
+        self._sources.note()
         monitor.begin("waiting for the workers")
+        self._runs_job = True
         try:
-            self.workers.run(job, claimed, rows, monitor, faults)
+            self.started.run(job, claimed, rows, monitor, faults)
         finally:
-            self.sources.note_imported(self.workers.imported)
+            self._runs_job = False
+            self._note_imported()
+
+    def serve(self, keys: WorkerKeys) -> RayServing:
+        """Have all of them serve parallel modules, whatever `keys` ask for.
+
+        Raises ClusterError if the session has ended or runs a job: a copy of a module may begin at any time.
+        """
+        self.check_open()
+        if self._runs_job:
+            raise ClusterError(RUNS_A_JOB)
+        self._renew(Console("session", self._options.quiet))
+        self._sources.note()
+        of_all = self._keys.model_copy(update={"workers": self.most})
+        return RayServing(self.started, of_all, Console("parallel", self._options.quiet).say, self._note_imported)
+
+    def _note_imported(self) -> None:
+        self._sources.note_imported(self.started.imported)
+
+    def _connect(self) -> None:
+        """Connect to Ray and start the workers."""
+        address, verbose = self._options.address, self._options.verbose
+        say = Console("session", self._options.quiet).say
+        say(connect.what_begins(address))
+        if connect.address_of(address) if self._is_own else connect.ships_callers_code():
+            self._sources.note_sent()
+        with ExitStack() as opening:
+            all_workers = self.most * (self.at_a_time or 1)
+            of_all = self._keys.model_copy(update={"workers": all_workers})
+            with if_longer(connect.AWAIT_SECONDS, lambda: say(connect.what_is_awaited(address))):
+                opening.enter_context(connect.connected(of_all, address, verbose, self._options.fork_server))
+            if self.at_a_time != 1:
+                self.at_a_time = connect.sessions_that_fit(self._keys, self.at_a_time)
+                # If several sessions run at a time, the others use this connection, which then stays.
+                self._is_own = self._is_own and self.at_a_time == 1
+            self._folder = opening.enter_context(own_folder())
+            self.started = start_workers(self._keys, self._folder, self._is_own, verbose, say)
+            opening.callback(lambda: self.started.close(0 if self._is_own else CLOSE_SECONDS))
+            self._open = opening.pop_all()
+
+    def _renew(self, console: Console) -> None:
+        """Start the workers anew if the next job would find there what it must not; a line says why."""
+        is_fixed = self.at_a_time != 1 and connect.ships_callers_code()  # what was sent is what all sessions run
+        edited = [] if is_fixed else self._sources.edited()
+        if edited:
+            why = f"{', '.join(edited)} {'was' if len(edited) == 1 else 'were'} edited"
+        elif self.started.remains:
+            why = f"the last job left {', '.join(self.started.remains)} behind"
+        elif self.started.is_over:
+            why = self.started.why_over
+        elif self.started.is_mended:
+            why = "one was replaced alone while they served a parallel module"
+        else:
+            return
+        if edited and not self._is_own and connect.ships_callers_code():
+            raise ClusterError(
+                f"{why}, and the workers would still import what your own ray.init(runtime_env=...) has sent; "
+                "call ray.shutdown() and ray.init() again, or open the session without a ray.init of your own"
+            )
+        console.say(f"the workers are started anew: {why}")
+        if edited:
+            self._sources.forget()
+        if self._is_own and edited and connect.address_of(self._options.address):
+            self._reconnect()  # a connection sends the code to the cluster
+        elif self.started.close(CLOSE_SECONDS if self._is_own else LEAVE_SECONDS) or not self._is_own:
+            verbose, say = self._options.verbose, console.say
+            self.started = start_workers(self._keys, self._folder, self._is_own, verbose, say, is_first=False)
+        else:  # the end of the connection frees what these workers hold
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        self._open.close()
+        try:
+            self._connect()
+        except BaseException as error:
+            self.close(str(error) or type(error).__name__)
+            raise
+
+    def close(self, why: str = "it was closed") -> None:
+        """End the workers, and the connection if it is theirs."""
+        if not self.ended:
+            self.ended = why
+            self._open.close()
 
 
 def worker_keys(keys: dict[str, Any]) -> WorkerKeys:

@@ -53,7 +53,10 @@ class Fault:
         return world.rank == 0
 
 
-def faults_for(job: Job, text: str) -> tuple[Fault, ...]:
+Faults = tuple[Fault, ...]
+
+
+def faults_for(job: Job, text: str) -> Faults:
     """Parse the faults of `--inject`; also raises JobError if the job has no worker that one could hit."""
     faults = parse_faults(text)
     if faults and job.max_workers == 0:
@@ -61,7 +64,7 @@ def faults_for(job: Job, text: str) -> tuple[Fault, ...]:
     return faults
 
 
-def parse_faults(text: str) -> tuple[Fault, ...]:
+def parse_faults(text: str) -> Faults:
     """Parse the faults of `--inject`; raises JobError, which lists the valid forms."""
     return tuple(_parse(number, part.strip()) for number, part in enumerate(text.split(";")) if part.strip())
 

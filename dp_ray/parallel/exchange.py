@@ -1,7 +1,7 @@
 """A module's calls on the workers of this process: who runs which shard, and what happens if one of them is lost.
 
-A process has one set of workers, `Workers`, for all of its parallel modules: the first module starts it, and the
-last one that is closed ends it. `Exchange` is one module's use of it. A call is kept until its backward, so that any
+All parallel modules of a process share its workers, `SharedWorkers`: the first module has them serve, and the last
+one that is closed ends that. `Exchange` is one module's use of it. A call is kept until its backward, so that any
 of its shards can be run again: the same inputs, seed, buffers and weights give the same graph.
 """
 
@@ -12,12 +12,13 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from dp_ray.cluster.kinds import Workers
 from dp_ray.cluster.resources import text_of
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import ClusterError, JobError, ModelError, WorkerError
@@ -25,116 +26,67 @@ from dp_ray.job.keys import WorkerKeys
 from dp_ray.parallel.weights import Version
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import worker_shards
+from dp_ray.tasks import wire
+from dp_ray.tasks.modes import Modes
 from dp_ray.tasks.shipped import TensorForm
-from dp_ray.tasks.wire import (
-    Backward,
-    Forward,
-    Gradients,
-    HeldBytes,
-    Layout,
-    Lost,
-    Modes,
-    Packed,
-    PeerLost,
-    Place,
-    Raised,
-    ShardInput,
-    ShardOutput,
-    Sync,
-    of_parts,
-    packed,
-    unpacked,
-)
 from dp_ray.text import counted
 
 TRIES = 4  # of one call, each after a worker was lost
-SHARED = (
-    "cpus_per_worker",
-    "gpus_per_worker",
-    "resources_per_worker",
-    "accelerator_type",
-    "placement",
-    "devices",
-    "env",
-)
+SHARED = WorkerKeys.model_fields.keys() - {"workers", "timeouts"}  # what all modules of shared workers have alike
 
 
-class Member(Protocol):
-    """A worker."""
+class SharedWorkers:
+    """Workers that serve parallel modules, and which modules use them, from the first one to the last.
 
-    place: Place
-    loaded: dict[int, Any]  # the last version of each module that it has taken in: the exchange's notes
+    A process has them for the modules that name no session, and for those that it serves itself; so has each session.
+    Where a session's serve first, modules that name none use these too.
+    """
 
-
-class Serving(Protocol):
-    """Workers that serve parallel modules: `cluster.serving.Serving`, or `tasks.serve.Here`."""
-
-    keys: WorkerKeys
-    each: Mapping[str, float]  # what a worker takes
-    pickler: ClassVar[type[pickle.Pickler]]  # its class of what goes to the workers: that of Ray, or PicklerHere
-
-    def ready(self) -> list[Any]:
-        """Return the workers that are there, each a Member, in the order of their ranks in one process group."""
-
-    def call(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the answers to messages; that of a member that is gone is `Lost`."""
-
-    def regroup(self) -> None:
-        """Have the next `ready` form the group anew."""
-
-    def keep_one_kind(self) -> None:
-        """Take no worker from now on that computes otherwise than those that are there."""
-
-    def close(self) -> None:
-        """End the workers if they are its own, else only their serving."""
-
-
-Start = Callable[[WorkerKeys], Serving]
-
-
-class Workers:
-    """The one set of workers of this process, and who uses it; those in the process itself are a set too."""
-
-    sets: ClassVar[dict[bool, "Workers"]] = {}  # by whether they are Here
+    by_owner: ClassVar[dict[Hashable, "SharedWorkers"]] = {}  # those that serve, by owner
     lock: ClassVar[threading.RLock] = threading.RLock()
 
-    def __init__(self, keys: WorkerKeys, start: Start) -> None:
-        self.serving = start(keys)
-        self.start = start
-        self.can_grow = True  # a session's workers cannot
+    def __init__(self, kind: Workers, keys: WorkerKeys) -> None:
+        self.kind = kind
+        self.serving = kind.serve(keys)
         self.users: set[int] = set()  # numbers of the modules that are open
         self.closed: deque[int] = deque()  # of those that the workers may forget
         self._numbers = 0
         self._is_of_one_kind = False
+        for owner in kind.owners:
+            self.by_owner.setdefault(owner, self)
         atexit.register(self.close)
 
     @classmethod
-    def taken(cls, keys: WorkerKeys, start: Start, say: Callable[[str], object] = print) -> "Workers":
-        """Return the process's workers, started if there are none.
+    def taken(cls, kind: Workers, keys: WorkerKeys, say: Callable[[str], object] = print) -> "SharedWorkers":
+        """Return the workers that serve for the owner of a kind; they start if there are none.
 
         If `keys` ask for more of them, all start anew, which it will `say`; modules that are open go on. Those that
         no module uses any more end if they are not what `keys` ask for. Raises JobError if those that run take
         otherwise.
         """
-        is_here = keys.max_workers == 0
         with cls.lock:
-            has = cls.sets.get(is_here)
+            has = cls.by_owner.get(kind.owners[0])
             if has is not None:
                 try:
-                    has._cover(keys, start, say)
+                    has._cover(keys, say)
                     return has
                 except JobError:
                     gc.collect()  # a module in a circle of references is gone only then
                     if has.users:
                         raise
                     has.close()
-            made = cls.sets[is_here] = cls(keys, start)
+            made = cls(kind, keys)
+            try:
+                made._cover(keys, say)  # a session's are what it has
+            except JobError:
+                made.close()
+                raise
             return made
 
-    def _cover(self, keys: WorkerKeys, start: Start, say: Callable[[str], object]) -> None:
+    def _cover(self, keys: WorkerKeys, say: Callable[[str], object]) -> None:
         """Have as many workers as `keys` ask for; raises JobError if they take something else than these."""
         before = self.serving.keys
-        for key in sorted(set(SHARED) & keys.model_fields_set):
+        for key in sorted(SHARED & keys.model_fields_set):
             mine, theirs = getattr(before, key), getattr(keys, key)
             if mine != theirs:
                 shown = "another value" if key == "env" else f"{theirs!r}, not {mine!r}"
@@ -144,21 +96,20 @@ class Workers:
                 )
         if keys.max_workers <= before.max_workers:
             return
-        if not self.can_grow:
+        if self.kind.most is not None:
             raise JobError(
                 f"workers: this module asks for {keys.max_workers}, and the session whose workers serve this "
-                f"process's parallel modules has {before.max_workers}"
+                f"process's parallel modules has {self.kind.most}"
             )
         if self.users:
             more = counted(keys.max_workers, "worker")
             say(f"{more} start in place of {before.max_workers}, since a module asks for more")
         self.serving.close()
         try:
-            self.serving = start(before.model_copy(update={"workers": keys.workers}))
+            self.serving = self.kind.serve(before.model_copy(update={"workers": keys.workers}))
         except BaseException:
-            self.serving = self.start(before)  # for the modules that are open
+            self.serving = self.kind.serve(before)  # for the modules that are open
             raise
-        self.start = start
         if self._is_of_one_kind:
             self.serving.keep_one_kind()
 
@@ -173,32 +124,32 @@ class Workers:
         self.users.add(self._numbers)
         return self._numbers
 
-    def forget(self, number: int) -> None:
+    def forget(self, module: int) -> None:
         """Note that nobody holds a module any more; this runs in the garbage collector."""
-        self.users.discard(number)
-        self.closed.append(number)
+        self.users.discard(module)
+        self.closed.append(module)
 
-    def leave(self, number: int) -> None:
+    def leave(self, module: int) -> None:
         """Note that a module uses them no longer; the last one ends them."""
         with self.lock:
-            self.forget(number)
+            self.forget(module)
             if not self.users:
                 self.close()
 
     @property
     def is_open(self) -> bool:
-        """Whether these workers still run."""
-        return any(one is self for one in Workers.sets.values())
+        """Whether these workers still serve."""
+        return self in self.by_owner.values()
 
     def close(self) -> None:
-        """End the workers."""
+        """Have the workers serve no longer, and end those that are there for this alone."""
         with self.lock:
             atexit.unregister(self.close)
-            for is_here, one in list(Workers.sets.items()):
-                if one is self:
-                    del Workers.sets[is_here]
-                    self.users.clear()
-                    self.serving.close()
+            if self.is_open:
+                for owner in [owner for owner, workers in self.by_owner.items() if workers is self]:
+                    del self.by_owner[owner]
+                self.users.clear()
+                self.serving.close()
 
 
 @dataclass(eq=False)
@@ -213,7 +164,7 @@ class Call:
     inputs: Sequence[Sequence[torch.Tensor | Any]]  # of each shard that runs: its leaves, on the caller's device
     requires_grad: frozenset[int]  # numbers of leaves
     seed: int
-    owners: dict[int, Member] = field(default_factory=dict)  # of the shards' graphs
+    owners: dict[int, wire.Member] = field(default_factory=dict)  # of the shards' graphs
     lost: str = ""  # why a worker was lost in the forward, last
     sparse: frozenset[int] = frozenset()  # which of the trained parameters have sparse gradients
     versions: list[int] = field(default_factory=list)  # of the leaves, which tell whether they were written to
@@ -233,65 +184,38 @@ class Call:
 class Exchange:
     """One module's calls on the workers of this process, of which at most `max_workers` run its shards."""
 
-    def __init__(self, workers: Workers, bitwise: bool, max_waiting: int, max_workers: int) -> None:
+    def __init__(self, workers: SharedWorkers, bitwise: bool, max_waiting: int, max_workers: int) -> None:
         self.workers = workers
         self.threads: int | None = None  # torch's, on each worker
         if bitwise:
             self.threads = max(1, int(workers.serving.keys.cpus_per_worker))
             workers.keep_one_kind()
         self.number = workers.enter()
+        # Once nobody holds the module, and no call of it waits for its backward: tickets hold this too.
+        self._end = weakref.finalize(self, workers.forget, self.number)
+        self._end.atexit = False
         self.pickler = workers.serving.pickler
         self.max_waiting = max_waiting
         self.max_workers = max(1, max_workers)
         self.waiting: dict[int, int] = {}  # calls that wait for their backward, with the bytes that are kept here
         self._dropped: deque[int] = deque()  # calls whose graphs nobody waits for any more
-        self._is_closed = False  # by its user
-        self._is_forgotten = False  # nobody holds the module; calls may wait
 
     def check_open(self) -> None:
         """Raise ClusterError if the workers have ended."""
-        if self._is_closed:
+        if not self._end.alive:
             raise ClusterError("the module was closed: make another dp_ray.DataParallel of it")
         if not self.workers.is_open:
             raise ClusterError("the module's workers have ended: make another dp_ray.DataParallel of it")
 
     def close(self) -> None:
         """Leave the workers; the last module that does ends them."""
-        if not (self._is_closed or self._is_forgotten):
-            self._is_closed = True
-            if self.workers.is_open:
-                self.workers.leave(self.number)
-
-    def forget(self) -> None:
-        """Have the workers forget the module, which nobody holds any more, once no call waits for its backward.
-
-        This runs in the garbage collector.
-        """
-        if not (self._is_closed or self._is_forgotten):
-            self._is_forgotten = True
-            self._forget_if_done()
-
-    def _forget_if_done(self) -> None:
-        if self._is_forgotten and not self.waiting and self.number in self.workers.users:
-            self.workers.forget(self.number)
-
-    def keep(self, call: Call) -> "Ticket":
-        """Have a call wait for its backward, until the ticket is gone or done with."""
-        tensors = [one for shard in call.inputs for one in tensors_in(shard)]
-        call.versions = [one._version for one in tensors]
-        self.waiting[call.number] = sum(one.nbytes for one in tensors)
-        return Ticket(self, call)
+        if self._end.detach() is not None and self.workers.is_open:
+            self.workers.leave(self.number)
 
     def drop(self, number: int) -> None:
         """Have the workers drop a call's graphs; the message goes with the next call."""
-        if self.waiting.pop(number, None) is not None:
-            self._dropped.append(number)
-            self._forget_if_done()
-
-    def done(self, number: int) -> None:
-        """Note that a call's backward has run, and does not run again."""
-        self.waiting.pop(number, None)
-        self._forget_if_done()
+        del self.waiting[number]
+        self._dropped.append(number)
 
     def check_waiting(self) -> None:
         """Raise ModelError, naming calls and bytes, if too many calls wait for their backward."""
@@ -302,7 +226,7 @@ class Exchange:
             return
         with self.workers.lock:
             members = self.workers.serving.ready()
-            held = self.workers.serving.call(dict.fromkeys(members, HeldBytes(self.number)))
+            held = self.workers.serving.call(dict.fromkeys(members, wire.HeldBytes(self.number)))
         most = max(((size, rank) for rank, size in enumerate(held.values()) if isinstance(size, int)), default=(0, 0))
         raise ModelError(
             f"{len(self.waiting)} calls of this module wait for their backward, as many as max_waiting allows; they "
@@ -310,14 +234,14 @@ class Exchange:
             f"worker (rank {most[1]}): call backward, let their outputs go, or call the module under torch.no_grad()"
         )
 
-    def forward(self, call: Call) -> tuple[list[ShardOutput], list[int]]:
+    def forward(self, call: Call) -> tuple[list[wire.ShardOutput], list[int]]:
         """Run a call's shards; return their outputs in order, and the ranks that ran them.
 
         Raises ModelError if the model raised, naming the shard, and WorkerError if workers are lost again and again.
         """
         with self.workers.lock:
             self.check_open()
-            outputs: dict[int, ShardOutput] = {}
+            outputs: dict[int, wire.ShardOutput] = {}
             ranks: dict[int, int] = {}  # one that has run a shard may be lost while others run theirs again
             for _ in range(TRIES):
                 members = self.workers.serving.ready()
@@ -331,32 +255,33 @@ class Exchange:
                 f"process or takes all memory; the last one: {call.lost or 'a collective failed'}"
             )
 
-    def _run(self, call: Call, members: list[Member], outputs: dict[int, ShardOutput]) -> None:
+    def _run(self, call: Call, members: list[wire.Member], outputs: dict[int, wire.ShardOutput]) -> None:
         """Have the workers run the shards without output, with what they lack of the module; note what they have."""
-        messages: dict[Member, Forward] = {}
+        messages: dict[wire.Member, wire.Forward] = {}
         syncs = self._syncs(call.version, members)
         running = min(self.max_workers, len(members))
         for rank, member in enumerate(members):
             own = worker_shards(call.shards, running, rank) if rank < running else range(0)
             shards = tuple(
-                ShardInput(shard, self._seed(call, shard), tuple(packed(leaf) for leaf in call.inputs[shard]))
+                wire.ShardInput(
+                    shard, self._seed(call, shard), tuple(wire.packed(leaf) for leaf in call.inputs[shard])
+                )
                 for shard in own
                 if shard in call.filled and shard not in outputs
             )
             sync = syncs[member]
             if shards or sync.structure or sync.changed or sync.dropped or sync.closed:
                 spec = call.spec if shards else None
-                messages[member] = Forward(call.number, sync, call.modes, spec, call.requires_grad, shards)
-        raised: list[tuple[Raised, Member]] = []
+                messages[member] = wire.Forward(call.number, sync, call.modes, spec, call.requires_grad, shards)
+        raised: list[tuple[wire.Raised, wire.Member]] = []
         for member, answer in self.workers.serving.call(messages).items():
-            if isinstance(answer, list) or (isinstance(answer, Raised) and answer.has_module):
+            if isinstance(answer, list) or (isinstance(answer, wire.Raised) and answer.has_module):
                 member.loaded[self.number] = call.version
             else:
                 member.loaded.pop(self.number, None)
-                self.workers.serving.regroup()  # it may have left the group
-            if isinstance(answer, Lost):
+            if isinstance(answer, wire.Lost):
                 call.lost = answer.why
-            if isinstance(answer, Raised):
+            if isinstance(answer, wire.Raised):
                 raised.append((answer, member))
             for one in answer if isinstance(answer, list) else []:
                 outputs[one.shard] = one
@@ -370,7 +295,7 @@ class Exchange:
         of_module = (self.number,) if self.number > 1 else ()
         return derive_seed(call.seed, "parallel", call.number, shard, *of_module)
 
-    def _syncs(self, version: Version, members: Sequence[Member]) -> dict[Member, Sync]:
+    def _syncs(self, version: Version, members: Sequence[wire.Member]) -> dict[wire.Member, wire.Sync]:
         """Return what each worker lacks of this version of the module.
 
         All get the same elements, since they come to rank 0 alone, and from there to all.
@@ -378,7 +303,7 @@ class Exchange:
         had = [member.loaded.get(self.number) for member in members]
         base = had[0] if all(one is had[0] for one in had) else None
         changed = version.changed_since(base)
-        dropped, closed = taken(self._dropped), taken(self.workers.closed)
+        dropped, closed = popped(self._dropped), popped(self.workers.closed)
         if closed:
             for member in members:
                 for number in closed:
@@ -388,11 +313,15 @@ class Exchange:
             lacks = has is None or has.structure is not version.structure
             data = version.flat(changed) if changed and rank == 0 else None
             structure = version.structure if lacks else None
-            syncs[member] = Sync(self.number, structure, changed, data, dropped, closed)
+            syncs[member] = wire.Sync(self.number, structure, changed, data, dropped, closed)
         return syncs
 
     def _raise(
-        self, call: Call, members: Sequence[Member], raised: Sequence[tuple[Raised, Member]], texts: Mapping[int, str]
+        self,
+        call: Call,
+        members: Sequence[wire.Member],
+        raised: Sequence[tuple[wire.Raised, wire.Member]],
+        texts: Mapping[int, str],
     ) -> NoReturn:
         """Print what user code has printed, then raise the first shard's error as a ModelError that names it."""
         printed = {**texts, **{one.shard or 0: one.text for one, _ in raised}}
@@ -408,11 +337,15 @@ class Exchange:
 
     def backward(
         self, call: Call, gradients: Mapping[int, Sequence[torch.Tensor | None]], keep_graph: bool
-    ) -> tuple[dict[int, Mapping[int, Packed | None]], list[torch.Tensor | None]]:
+    ) -> tuple[dict[int, Mapping[int, wire.Packed | None]], list[torch.Tensor | None]]:
         """Run a call's backward; return the shards' gradients of input leaves, and the sums of the parameters'.
 
         `gradients` are those of the outputs' leaves, by shard. Raises what `forward` raises.
         """
+        given = {
+            shard: tuple(None if one is None else wire.packed(one) for one in of_shard)
+            for shard, of_shard in gradients.items()
+        }
         with self.workers.lock:
             self.check_open()
             for _ in range(TRIES):
@@ -420,19 +353,34 @@ class Exchange:
                 if any(call.owners.get(shard) not in members for shard in call.filled):
                     self._run_again(call)
                     members = self.workers.serving.ready()
-                layout = Layout(call.forms, call.sparse, len(members))
-                answers = self._backward(call, gradients, keep_graph, members, layout)
-                raised = [(one, member) for member, one in answers.items() if isinstance(one, Raised)]
-                if len(answers) == len([one for one in answers.values() if isinstance(one, Gradients)]):
-                    parts: list[Gradients] = list(answers.values())
+                layout = wire.Layout(call.forms, call.sparse, len(members))
+                owners, call.owners = call.owners, {}  # until all have answered: some may have dropped their graphs
+                ranks = {shard: members.index(owners[shard]) for shard in call.filled}
+                answers = self.workers.serving.call(
+                    {
+                        member: wire.Backward(
+                            self.number,
+                            call.number,
+                            keep_graph,
+                            {shard: given[shard] for shard in call.filled if owners[shard] is member},
+                            ranks,
+                            call.shards,
+                            layout.lengths,
+                            bool(call.sparse),
+                            self.threads,
+                        )
+                        for member in members  # those without a shard too: they take part in the sum
+                    }
+                )
+                raised = [(one, member) for member, one in answers.items() if isinstance(one, wire.Raised)]
+                if len(answers) == len([one for one in answers.values() if isinstance(one, wire.BackwardResult)]):
+                    parts: list[wire.BackwardResult] = list(answers.values())
                     sys.stdout.write("".join(one.text for one in parts))
+                    call.owners = owners
                     inputs = {shard: found for one in parts for shard, found in one.inputs.items()}
                     return inputs, self._sums(call, layout, parts)
-                call.owners.clear()  # some have dropped their graphs
-                if any(isinstance(one, PeerLost | Lost) for one in answers.values()):
-                    self.workers.serving.regroup()
                 if raised:
-                    texts = [one.text for one in answers.values() if isinstance(one, Gradients)]
+                    texts = [one.text for one in answers.values() if isinstance(one, wire.BackwardResult)]
                     self._raise(call, members, raised, {-1: "".join(texts)})
             raise WorkerError(f"the backward of call {call.number}: workers were lost in each of {TRIES} tries")
 
@@ -448,44 +396,15 @@ class Exchange:
         self._dropped.append(call.number)  # what is left of it
         self.forward(call)
 
-    def _backward(
-        self,
-        call: Call,
-        gradients: Mapping[int, Sequence[torch.Tensor | None]],
-        keep_graph: bool,
-        members: list[Member],
-        layout: Layout,
-    ) -> dict[Member, Any]:
-        """Have the workers run the shards' backwards, and sum; those without a shard too."""
-        ranks = {member: rank for rank, member in enumerate(members)}
-        owners = {shard: ranks[call.owners[shard]] for shard in call.filled}
-        messages = {
-            member: Backward(
-                self.number,
-                call.number,
-                keep_graph,
-                {
-                    shard: tuple(None if one is None else packed(one) for one in gradients[shard])
-                    for shard, owner in owners.items()
-                    if owner == rank
-                },
-                owners,
-                call.shards,
-                layout.lengths,
-                bool(call.sparse),
-                self.threads,
-            )
-            for member, rank in ranks.items()
-        }
-        return self.workers.serving.call(messages)
-
-    def _sums(self, call: Call, layout: Layout, parts: Sequence[Gradients]) -> list[torch.Tensor | None]:
+    def _sums(
+        self, call: Call, layout: wire.Layout, parts: Sequence[wire.BackwardResult]
+    ) -> list[torch.Tensor | None]:
         """Return the gradient of each trained parameter, on its device; None for one that no shard has used."""
         device = call.version.tensors[0].device if call.version.tensors else torch.device("cpu")
         slices = zip(*(one.slices for one in parts), strict=True)
-        vectors = [on_device(torch.cat(list(map(unpacked, pieces))), device) for pieces in slices]
+        vectors = [on_device(torch.cat(list(map(wire.unpacked, pieces))), device) for pieces in slices]
         views, counts = layout.views(vectors)
-        sparse = {number: of_parts(one, device) for part in parts for number, one in part.sparse.items()}
+        sparse = {number: wire.of_parts(one, device) for part in parts for number, one in part.sparse.items()}
         return [
             (sparse[number] if number in sparse else views[number]) if count else None
             for number, count in enumerate(counts.tolist())
@@ -493,20 +412,26 @@ class Exchange:
 
 
 class Ticket:
-    """Holds a call that waits for its backward; once nobody holds the ticket, its graphs are dropped."""
+    """Holds a call that waits for its backward; once nobody holds the ticket, its graphs are dropped.
+
+    `of` are the call's exchange and the call, None once its backward has run and does not run again.
+    """
 
     def __init__(self, exchange: Exchange, call: Call) -> None:
-        self.call: Call | None = call
-        self.exchange = exchange
+        tensors = [one for shard in call.inputs for one in tensors_in(shard)]
+        call.versions = [one._version for one in tensors]
+        exchange.waiting[call.number] = sum(one.nbytes for one in tensors)
+        self.of: tuple[Exchange, Call] | None = exchange, call
         self._end = weakref.finalize(self, exchange.drop, call.number)
         self._end.atexit = False
 
     def done(self) -> None:
         """The call's backward has run, and does not run again."""
         self._end.detach()
-        if self.call is not None:
-            self.exchange.done(self.call.number)
-        self.call = None
+        if self.of is not None:
+            exchange, call = self.of
+            del exchange.waiting[call.number]
+        self.of = None
 
 
 def tensors_in(leaves: Iterable[Any]) -> list[torch.Tensor]:
@@ -514,7 +439,7 @@ def tensors_in(leaves: Iterable[Any]) -> list[torch.Tensor]:
     return [one for one in leaves if isinstance(one, torch.Tensor)]
 
 
-def taken(numbers: deque[int]) -> tuple[int, ...]:
+def popped(numbers: deque[int]) -> tuple[int, ...]:
     """Take the numbers out of a queue that the garbage collector may fill meanwhile."""
     return tuple(numbers.popleft() for _ in range(len(numbers)))
 

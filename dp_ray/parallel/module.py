@@ -7,7 +7,6 @@ inputs and of the module's own parameters: its backward hands the outputs' gradi
 import functools
 import pickle
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,14 +14,15 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from dp_ray.cluster.kinds import Workers, own_workers
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.console import Console
-from dp_ray.parallel.exchange import Call, Exchange, Serving, Ticket, Workers, on_device
+from dp_ray.parallel.exchange import Call, Exchange, SharedWorkers, Ticket, on_device
 from dp_ray.parallel.weights import ModuleWatch
 from dp_ray.plan.split import chunk_bounds, num_filled
-from dp_ray.tasks.serve import Here, modes_of
+from dp_ray.tasks.modes import modes_of
 from dp_ray.tasks.shipped import Wrapper, dumped_input
 from dp_ray.tasks.wire import Packed, ShardOutput, unpacked
 from dp_ray.tensors.scatter import gather, num_rows, rows_dim
@@ -88,6 +88,7 @@ class DataParallel(Wrapper):
         self._max_waiting: int = keys.pop("max_waiting", MAX_WAITING)
         self._address: str | None = keys.pop("address", None)
         self._quiet: bool = keys.pop("quiet", False)
+        self._kind: Workers | None = keys.pop("_kind", None)  # of a session's `parallel`
         for key, value in (("shards", self.shards), ("max_waiting", self._max_waiting)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise JobError(f"{key}: must be a number of 1 or more, got {value!r}")
@@ -97,8 +98,9 @@ class DataParallel(Wrapper):
 
     def _begin(self) -> None:
         """Take part in the process's workers; start them if there are none."""
-        start = functools.partial(serving, address=self._address, quiet=self._quiet)
-        workers = Workers.taken(self._keys, start, Console("parallel", self._quiet).say)
+        console = Console("parallel", self._quiet)
+        kind = self._kind or own_workers(self._keys, self._address, verbose=False, console=console)
+        workers = SharedWorkers.taken(kind, self._keys, console.say)
         self._exchange = Exchange(workers, self.bitwise, self._max_waiting, self._keys.max_workers)
         self._watch = ModuleWatch(self._exchange.pickler)
         try:
@@ -106,8 +108,6 @@ class DataParallel(Wrapper):
         except BaseException:
             self._exchange.close()
             raise
-        end = weakref.finalize(self, self._exchange.forget)
-        end.atexit = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the workers, and return its outputs as the bare module would.
@@ -138,7 +138,7 @@ class DataParallel(Wrapper):
         ticket: Ticket | None = None
         if modes.is_grad_enabled and (wants or trained):
             self._exchange.check_waiting()
-            ticket = self._exchange.keep(call)
+            ticket = Ticket(self._exchange, call)
         outputs, ranks = self._exchange.forward(call)
         results = [_Result.of(one) for one in outputs]
         self._take(call, outputs, results, batch, ranks)
@@ -167,10 +167,10 @@ class DataParallel(Wrapper):
         self.shapes = []
         for one, result, rank in zip(outputs, results, ranks, strict=True):
             place = call.owners[one.shard].place
-            given, found = _input_sizes(*sizes(unflatten(batch.spec, batch.shards[one.shard]))), sizes(result.tree)
-            self.shapes.append(
-                ShardShape(one.shard, given, found, rank, place.node, place.device, one.seconds * 1000)
-            )
+            args, kwargs = sizes(unflatten(batch.spec, batch.shards[one.shard]))
+            given = (args, kwargs) if kwargs else args[0] if len(args) == 1 else args
+            where = rank, place.node, place.device
+            self.shapes.append(ShardShape(one.shard, given, sizes(result.tree), *where, one.seconds * 1000))
             if one.text:
                 sys.stdout.write(one.text)
         if outputs and outputs[0].written:
@@ -188,7 +188,8 @@ class DataParallel(Wrapper):
         keys = leaf_keys(results[0].spec)
         for spec, leaves, tree in results:
             by_key = dict(zip(leaf_keys(spec), leaves, strict=True))
-            rows.append([_rows_of(by_key[key], self.dim) if key in by_key else None for key in keys])
+            own = [by_key.get(key) for key in keys]
+            rows.append([one.shape[rows_dim(one, self.dim)] if one is not None and one.ndim else None for one in own])
             if self.shards > 1 and any(leaf.ndim == 0 for leaf in leaves):
                 tree = unflatten(spec, [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves])
             trees.append(tree)
@@ -246,16 +247,6 @@ class DataParallel(Wrapper):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._begin()
-
-
-def serving(keys: WorkerKeys, address: str | None, quiet: bool) -> Serving:
-    """Start workers for parallel modules; with `workers: 0`, this process is the worker."""
-    if keys.max_workers == 0:
-        return Here(keys)
-    from dp_ray.cluster.serving import started  # here: with `workers: 0` nothing of Ray is imported
-
-    found: Serving = started(keys, address, quiet)
-    return found
 
 
 def _worker_keys(keys: dict[str, Any]) -> WorkerKeys:
@@ -321,17 +312,6 @@ def _usual(leaf: Any) -> Any:
     """Return a leaf; of an inference tensor a copy that is none, which a graph may save."""
     is_inference = isinstance(leaf, torch.Tensor) and leaf.is_inference() and not torch.is_inference_mode_enabled()
     return leaf.clone() if is_inference else leaf
-
-
-def _rows_of(leaf: Any, dim: int) -> int | None:
-    return int(leaf.shape[rows_dim(leaf, dim)]) if leaf.ndim else None
-
-
-def _input_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the sizes of a shard's arguments: of a single one its own."""
-    if kwargs:
-        return args, kwargs
-    return args[0] if len(args) == 1 else args
 
 
 class _Backward(NamedTuple):
@@ -409,19 +389,18 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the input leaves and of the parameters."""
         node: _Backward = ctx.node
-        call = node.ticket.call
         if torch.is_grad_enabled():
             raise ModelError(
                 "create_graph=True: the graph of a dp_ray.DataParallel is on its workers, and cannot be "
                 "differentiated twice; compute what needs it, as a gradient penalty, within the module's forward"
             )
-        if call is None:
+        if node.ticket.of is None:
             raise RuntimeError(
                 "Trying to backward through the graph of a dp_ray.DataParallel a second time: the workers have freed "
                 "it; specify retain_graph=True for the first backward"
             )
         keep_graph: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-        exchange = node.ticket.exchange
+        exchange, call = node.ticket.of
         inputs, trained = exchange.backward(call, node.of_shards(given), keep_graph)
         if not keep_graph:
             node.ticket.done()

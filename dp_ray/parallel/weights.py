@@ -303,14 +303,11 @@ def _state(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module, as its pickle has them."""
     if isinstance(module, Wrapper):
         return {key: value for key, value in vars(module).items() if key in OF_MODULES}
-    if type(module).__getstate__ is nn.Module.__getstate__ or _is_parametrized(module):
+    is_parametrized = "parametrizations" in module._modules  # torch's own function asks for an attribute: it is slow
+    if type(module).__getstate__ is nn.Module.__getstate__ or is_parametrized:
         return vars(module)
     state = module.__getstate__()  # type: ignore[no-untyped-call]
     return state if isinstance(state, dict) else {"": state}
-
-
-def _is_parametrized(module: nn.Module) -> bool:
-    return "parametrizations" in module._modules  # torch's own function asks for an attribute, which takes long
 
 
 def _is_imported(value: Any) -> bool:

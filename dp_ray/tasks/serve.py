@@ -1,20 +1,19 @@
 """A worker's side of parallel modules: it holds their copies, runs shards and keeps graphs. Begin at `Served.answer`.
 
 A worker takes part in a collective in two places: where the modules' new elements come from rank 0, and where all
-sum their gradients by the tree of `engine.tree_sum`. `Here` is the worker of `workers: 0`, in the caller's process.
+sum their gradients by the tree of `engine.tree_sum`.
 """
 
 import contextlib
-import functools
 import io
 import os
 import pickle
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,42 +21,18 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dp_ray.engine.call_state import CallState
-from dp_ray.engine.determinism import deterministic, of_cublas
-from dp_ray.engine.random import preserved
+from dp_ray.engine.determinism import of_cublas
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.tree_sum import add_to, exchanged, sparse_modules
 from dp_ray.engine.user_code import dtypes_and_sizes
 from dp_ray.engine.world import everyone, failed_in_group, gathered, has_peers, is_gpu, leave_group, own_rank, text_of
 from dp_ray.errors import Error, JobError, ModelError, frames_of
-from dp_ray.job.keys import WorkerKeys
 from dp_ray.plan.split import Shard
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
-from dp_ray.tasks import shipped
-from dp_ray.tasks.isolation import UNKNOWN, Setting, settings_of_torch
+from dp_ray.tasks import shipped, wire
+from dp_ray.tasks.modes import Modes, as_on_caller, with_settings
 from dp_ray.tasks.shipped import Structure, TensorForm
-from dp_ray.tasks.wire import (
-    ADDS_NOTHING,
-    Backward,
-    Forward,
-    Gradients,
-    HeldBytes,
-    Layout,
-    Modes,
-    Packed,
-    PeerLost,
-    PicklerHere,
-    Place,
-    Raised,
-    ShardInput,
-    ShardOutput,
-    Sync,
-    of_parts,
-    owned,
-    packed,
-    parts_of,
-    unpacked,
-)
 from dp_ray.tensors.flat import room, views
 from dp_ray.tensors.tree import flatten, unflatten
 
@@ -127,10 +102,12 @@ class Sum:
     """The sum of some shards' gradients, in the vectors of a layout; sparse gradients stay sparse."""
 
     def __init__(self, lengths: Mapping[torch.dtype, int], device: torch.device) -> None:
-        self.vectors = [torch.full((n,), ADDS_NOTHING, dtype=dtype, device=device) for dtype, n in lengths.items()]
+        self.vectors = [
+            torch.full((n,), wire.ADDS_NOTHING, dtype=dtype, device=device) for dtype, n in lengths.items()
+        ]
         self.sparse: dict[int, torch.Tensor] = {}
 
-    def take(self, layout: Layout, sparse: frozenset[int], gradients: Sequence[torch.Tensor | None]) -> "Sum":
+    def take(self, layout: wire.Layout, sparse: frozenset[int], gradients: Sequence[torch.Tensor | None]) -> "Sum":
         """Take in a shard's gradients; a parameter that the shard has not used adds nothing."""
         own, counts = layout.views(self.vectors)
         counts.zero_()
@@ -161,7 +138,7 @@ def _added(left: dict[int, torch.Tensor], right: dict[int, torch.Tensor]) -> dic
     return found
 
 
-def nodes_of(asked: Backward, ranks: int) -> tuple[list[list[Node]], Node]:
+def nodes_of(asked: wire.Backward, ranks: int) -> tuple[list[list[Node]], Node]:
     """Return the nodes of the tree whose sums each rank holds once its backwards have run, and the root.
 
     With `bitwise` each shard is a leaf; else all shards of a worker are.
@@ -180,13 +157,13 @@ def nodes_of(asked: Backward, ranks: int) -> tuple[list[list[Node]], Node]:
 class Served:
     """The copies of all parallel modules on a worker, and the graphs that wait for their backward.
 
-    Its answers hold what the class `base` pickles. With PicklerHere it is in the caller's process, and has no peers.
+    Its answers hold what the class `base` pickles. What is no worker is in the caller's process, and has no peers.
     """
 
-    def __init__(self, device: str, base: type[pickle.Pickler]) -> None:
+    def __init__(self, device: str, base: type[pickle.Pickler], is_worker: bool = True) -> None:
         self._device = torch.device(device)
         self._pickler = base
-        self._is_worker = is_worker = base is not PicklerHere
+        self._is_worker = is_worker
         self._copies: dict[int, Copy] = {}
         self._graphs: dict[tuple[int, int], dict[int, Graph]] = {}  # by module and call, by shard
         if is_worker:
@@ -195,18 +172,18 @@ class Served:
     def answer(self, message: Any) -> Any:
         """Do what a message asks for, and return the answer that its class names."""
         match message:
-            case Forward():
+            case wire.Forward():
                 return self._forward(message)
-            case Backward():
+            case wire.Backward():
                 return self._backward(message)
-            case HeldBytes():
+            case wire.HeldBytes():
                 return self._held_bytes(message.module)
         raise TypeError(f"a worker of parallel modules knows no {type(message).__name__}")
 
-    def _forward(self, asked: Forward) -> list[ShardOutput] | Raised | PeerLost:
+    def _forward(self, asked: wire.Forward) -> list[wire.ShardOutput] | wire.Raised | wire.PeerLost:
         """Take in what is new, then run the shards in order, and keep their graphs."""
         number, at, got, what = asked.sync.module, None, "", "the module cannot be made on a worker:"
-        outputs: list[ShardOutput] = []
+        outputs: list[wire.ShardOutput] = []
         text = io.StringIO()
         try:
             self._sync(asked.sync, asked.modes)
@@ -233,7 +210,7 @@ class Served:
                 self._graphs.setdefault((number, asked.call), {}).update(graphs)
             return outputs
         except PeerIsLost as lost:
-            return PeerLost(str(lost))
+            return wire.PeerLost(str(lost))
         except (Exception, SystemExit) as error:
             if at is None or self._copies[number].state.is_lost:
                 self._copies.pop(number, None)
@@ -243,28 +220,28 @@ class Served:
     def _graphs_of(self, module: int) -> list[Graph]:
         return [one for (owner, _), graphs in self._graphs.items() if owner == module for one in graphs.values()]
 
-    def _argument(self, leaf: Packed, may_stay: bool) -> Any:
+    def _argument(self, leaf: wire.Packed, may_stay: bool) -> Any:
         """Return a leaf of the inputs; a graph may keep it, and must not keep the room that it has in Ray's store.
 
         There it is for this call alone, so a model may write to it; in the caller's process it is the caller's.
         """
         is_own = leaf.dtype is not None and not is_gpu(self._device) and self._is_worker
-        return unpacked(leaf) if is_own and not may_stay else owned(leaf, self._device)
+        return wire.unpacked(leaf) if is_own and not may_stay else wire.owned(leaf, self._device)
 
     def _run(
         self,
         copy: Copy,
-        asked: Forward,
-        given: ShardInput,
+        asked: wire.Forward,
+        given: wire.ShardInput,
         arguments: tuple[dict[int, torch.Tensor], Any, Any],
         got: str,
         text: io.StringIO,
-    ) -> tuple[ShardOutput, Graph]:
+    ) -> tuple[wire.ShardOutput, Graph]:
         modes, (inputs, args, kwargs) = asked.modes, arguments
 
         def run() -> tuple[Any, float]:
             started = time.perf_counter()
-            with _as_on_caller(modes), contextlib.redirect_stdout(text):
+            with as_on_caller(modes), contextlib.redirect_stdout(text):
                 result = copy.module(*args, **kwargs)
             if is_gpu(self._device):
                 torch.cuda.synchronize(self._device)
@@ -280,10 +257,10 @@ class Served:
         kept = [one if has else None for one, has in zip(ends, has_graph, strict=True)]
         forms = [copy.structure.forms[number] for number in numbers]
         graph = Graph(inputs, kept, list(trained), forms, sparse, got, modes, copy)
-        output = ShardOutput(
+        output = wire.ShardOutput(
             given.shard,
             tree,
-            tuple(packed(one) for one in ends),
+            tuple(wire.packed(one) for one in ends),
             tuple(has_graph),
             seconds,
             text.getvalue(),
@@ -291,12 +268,13 @@ class Served:
             ()
             if given.shard
             else tuple(
-                one if one.value is None else one._replace(value=packed(one.value)) for one in copy.state.written()
+                one if one.value is None else one._replace(value=wire.packed(one.value))
+                for one in copy.state.written()
             ),
         )
         return output, graph
 
-    def _sync(self, sync: Sync, modes: Modes) -> None:
+    def _sync(self, sync: wire.Sync, modes: Modes) -> None:
         """Drop what nobody waits for; take the module's structure, if it is new, and changed elements."""
         for call in sync.dropped:
             self._graphs.pop((sync.module, call), None)
@@ -325,7 +303,7 @@ class Served:
         """Return new elements on this worker's device: rank 0 has them from the caller, the others from rank 0."""
         size = sum(map(room, forms))
         if data is not None:
-            buffer = owned(Packed(torch.uint8, (size,), data), self._device)
+            buffer = wire.owned(wire.Packed(torch.uint8, (size,), data), self._device)
         else:
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         if self._is_worker and has_peers():
@@ -333,16 +311,16 @@ class Served:
                 dist.broadcast(buffer, src=0, group=everyone())
         return list(views(buffer, forms))
 
-    def _backward(self, asked: Backward) -> Gradients | Raised | PeerLost:
+    def _backward(self, asked: wire.Backward) -> wire.BackwardResult | wire.Raised | wire.PeerLost:
         """Run the shards' backwards, and sum the gradients over the workers, of which each returns its slice."""
         has_group = self._is_worker and has_peers()
         group = everyone() if has_group else None
         rank, ranks = (own_rank(), group.size()) if group is not None else (0, 1)
         nodes, root = nodes_of(asked, ranks)
         held: dict[Node, Sum] = {}
-        of_inputs: dict[int, dict[int, Packed | None]] = {}
-        raised: Raised | None = None
-        layout: Layout | None = None
+        of_inputs: dict[int, dict[int, wire.Packed | None]] = {}
+        raised: wire.Raised | None = None
+        layout: wire.Layout | None = None
         at, got, text = None, "", io.StringIO()
         try:
             graphs = self._graphs.get((asked.module, asked.call), {})
@@ -350,17 +328,17 @@ class Served:
             for shard, given in asked.gradients.items():
                 at, graph = shard, graphs[shard] if asked.keep_graph else graphs.pop(shard)
                 got = graph.got
-                seeds = [None if one is None else owned(one, self._device) for one in given]
+                seeds = [None if one is None else wire.owned(one, self._device) for one in given]
                 # A backward may run forwards again, as of a checkpoint.
                 graph.copy.set_modes(graph.modes, self._graphs_of(asked.module))
-                with _with_settings(graph.modes), contextlib.redirect_stdout(text):
+                with with_settings(graph.modes), contextlib.redirect_stdout(text):
                     found = graph.backward(seeds, asked.keep_graph)
                 inputs, trained = found[: len(graph.inputs)], found[len(graph.inputs) :]
                 of_inputs[shard] = {
-                    number: None if one is None else packed(one)
+                    number: None if one is None else wire.packed(one)
                     for number, one in zip(graph.inputs, inputs, strict=True)
                 }
-                layout = layout or Layout(graph.forms, graph.sparse, ranks)  # which all shards share
+                layout = layout or wire.Layout(graph.forms, graph.sparse, ranks)  # which all shards share
                 own = Sum(asked.lengths, self._device).take(layout, graph.sparse, trained)
                 if asked.threads is not None:
                     climb(held, (shard, shard + 1), own, above, Sum.add)
@@ -376,14 +354,14 @@ class Served:
         try:
             slices, sparse = self._summed(asked, [held[node] for node in nodes[rank]], nodes, root, group)
         except PeerIsLost as lost:
-            return raised or PeerLost(str(lost))
+            return raised or wire.PeerLost(str(lost))
         if raised is not None:
             return raised
-        return Gradients(of_inputs, tuple(map(packed, slices)), sparse, text.getvalue())
+        return wire.BackwardResult(of_inputs, tuple(map(wire.packed, slices)), sparse, text.getvalue())
 
     def _summed(
         self,
-        asked: Backward,
+        asked: wire.Backward,
         own: Sequence[Sum],
         nodes: Sequence[Sequence[Node]],
         root: Node,
@@ -392,7 +370,7 @@ class Served:
         """Return this worker's slice of each vector's sum; on rank 0 also the sparse ones, packed."""
         ranks, rank = len(nodes), own_rank() if group is not None else 0
         held = dict(zip(nodes[rank], own, strict=True))
-        sparse = {node: {number: parts_of(g) for number, g in one.sparse.items()} for node, one in held.items()}
+        sparse = {node: {number: wire.parts_of(g) for number, g in one.sparse.items()} for node, one in held.items()}
         slices = []
         with _collective() if group is not None else nullcontext():
             for at, (dtype, length) in enumerate(asked.lengths.items()):
@@ -407,15 +385,15 @@ class Served:
         if rank or not asked.has_sparse:
             return slices, {}
         found = {
-            node: {number: of_parts(one, self._device) for number, one in gradients.items()}
+            node: {number: wire.of_parts(one, self._device) for number, one in gradients.items()}
             for of_rank in of_ranks
             for node, gradients in of_rank.items()
         }
-        return slices, {number: parts_of(one) for number, one in (fold(found, root, _added) or {}).items()}
+        return slices, {number: wire.parts_of(one) for number, one in (fold(found, root, _added) or {}).items()}
 
     def _raised(
         self, error: BaseException, shard: int | None, what: str, got: str, has_module: bool, text: str
-    ) -> Raised:
+    ) -> wire.Raised:
         if isinstance(error, Error) and not isinstance(error, JobError):
             error = error.__cause__ or error  # the replica has put its words before the text
         try:
@@ -428,7 +406,7 @@ class Served:
         frames = frames_of(raising) or "".join(traceback.format_exception(error))
         told = str(error) if isinstance(error, Error) else text_of(error)
         told = type(error).__name__ + (f": {told}" if told else "")
-        return Raised(shard, what, told, got, frames, exception, has_module, text)
+        return wire.Raised(shard, what, told, got, frames, exception, has_module, text)
 
     def _held_bytes(self, module: int) -> int:
         """Return how many bytes the graphs of a module hold, as far as they can be seen: each storage once."""
@@ -477,140 +455,7 @@ def _collective() -> Iterator[None]:
         raise PeerIsLost(text_of(error)) from error
 
 
-@functools.cache
-def precision() -> tuple[Setting, ...]:
-    """Return torch's settings of how precisely products and convolutions are computed, and whether kernels are timed.
-
-    `Modes.precision` has their values, in this order, which is that in which they are to be set.
-    """
-    named = ("float32_matmul_precision", "fp32_precision", "cudnn_benchmark")
-    _C: Any = torch._C
-    # The older interface comes before the newer one: what it sets, the newer one tells as well.
-    older = Setting("cudnn_allow_tf32", _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32)
-    return older, *(one for one in settings_of_torch() if one.name.startswith(named))
-
-
-def modes_of(module: nn.Module, tensors: Sequence[torch.Tensor], threads: int | None) -> Modes:
-    """Return the settings of this thread and process, and of a module of these tensors, for a call on the workers."""
-    is_inference = torch.is_inference_mode_enabled()
-    autocast = {
-        device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    }
-    if "cpu" in autocast and not torch.cuda.is_available():
-        autocast["cuda"] = autocast["cpu"]  # of a worker with a GPU: without one, torch refuses it here
-    return Modes(
-        tuple(one.training for one in module.modules()),
-        tuple(one.requires_grad for one in tensors),
-        torch.is_grad_enabled() and not is_inference,
-        is_inference,
-        autocast,
-        torch.get_default_dtype(),
-        tuple(one.read() for one in precision()),
-        threads,
-    )
-
-
-@contextmanager
-def _as_on_caller(modes: Modes) -> Iterator[None]:
-    """Run a forward in the block under the caller's settings of torch: what `modes_of` has found."""
-    with ExitStack() as within:
-        within.enter_context(_with_settings(modes))
-        within.enter_context(torch.inference_mode(modes.is_inference))
-        if not modes.is_inference:
-            within.enter_context(torch.set_grad_enabled(modes.is_grad_enabled))
-        for device, dtype in modes.autocast.items():
-            if device == "cpu" or torch.cuda.is_available():
-                within.enter_context(torch.autocast(device, dtype=dtype))
-        yield
-
-
-@contextmanager
-def _with_settings(modes: Modes) -> Iterator[None]:
-    """Run the block under the settings that concern a backward too."""
-    dtype, precisely = torch.get_default_dtype(), tuple(one.read() for one in precision())
-    try:
-        torch.set_default_dtype(modes.default_dtype)
-        _set_precision(precisely, modes.precision)
-        with nullcontext() if modes.threads is None else deterministic(modes.threads):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        _set_precision(modes.precision, precisely)
-
-
-def _set_precision(before: Sequence[Any], values: Sequence[Any]) -> None:
-    if before != values:
-        for one, value in zip(precision(), values, strict=True):
-            if one.set is not None and value != UNKNOWN and one.read() != value:
-                with contextlib.suppress(RuntimeError):  # this build of torch may not know the caller's
-                    one.set(value)
-
-
 def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return the dtypes and sizes of a forward's arguments, for messages."""
     told = [dtypes_and_sizes(one) for one in args] + [f"{key}={dtypes_and_sizes(kwargs[key])}" for key in kwargs]
     return ", ".join(told)
-
-
-@contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Run the block without the hooks on what graphs save that the caller has set, as a checkpoint does around it."""
-    of_torch: Any = torch._C._autograd
-    found = []
-    while (hooks := of_torch._top_saved_tensors_default_hooks(True)) is not None:
-        found.append(hooks)
-        of_torch._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for hooks in reversed(found):
-            of_torch._push_saved_tensors_default_hooks(*hooks)
-
-
-@dataclass(eq=False)
-class Process:
-    """The caller's process, as a member of its workers."""
-
-    place: Place
-    loaded: dict[int, Any] = field(default_factory=dict)
-
-
-class Here:
-    """The worker of `workers: 0`: this process, without Ray. Random states and settings stay as they are."""
-
-    pickler: ClassVar[type[pickle.Pickler]] = PicklerHere
-
-    def __init__(self, keys: WorkerKeys) -> None:
-        self.keys = keys
-        self.each: Mapping[str, float] = {}
-        has_gpu = torch.cuda.is_available() and keys.gpus_per_worker != 0
-        device = keys.devices[0] if keys.devices else "cuda:0" if has_gpu else "cpu"
-        self._served = Served(device, self.pickler)
-        self._member = Process(Place("localhost", "", os.getpid(), device, {}))
-
-    def ready(self) -> list[Any]:
-        """Return this process."""
-        return [self._member]
-
-    def call(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the answers to the messages."""
-        answers = {}
-        for member, message in messages.items():
-            # A worker has no mode of the caller's but those of the message.
-            with ExitStack() as within:
-                within.enter_context(preserved(torch.device(self._member.place.device)))
-                within.enter_context(torch.inference_mode(False))
-                within.enter_context(torch.enable_grad())
-                within.enter_context(_without_hooks())
-                answers[member] = self._served.answer(message)
-        return answers
-
-    def regroup(self) -> None:
-        """There is no group."""
-
-    def keep_one_kind(self) -> None:
-        """There is one kind."""
-
-    def close(self) -> None:
-        """Forget all modules."""
-        self._served = Served(self._member.place.device, self.pickler)

@@ -4,12 +4,9 @@
 tensor([1., 1.], dtype=torch.bfloat16)
 """
 
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import FunctionType
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -17,6 +14,7 @@ import torch
 from dp_ray.engine.call_state import Written
 from dp_ray.engine.host_copy import HostCopy
 from dp_ray.engine.world import is_gpu
+from dp_ray.tasks.modes import Modes
 from dp_ray.tasks.shipped import Structure
 from dp_ray.tensors.flat import Form, HasForm, as_bytes, room, views
 
@@ -24,7 +22,7 @@ Bytes: TypeAlias = np.typing.NDArray[np.uint8]
 ADDS_NOTHING = -0.0  # added to any number, it changes no bit
 
 
-class Place(NamedTuple):
+class WorkerPlace(NamedTuple):
     """Where a worker runs."""
 
     node: str  # its address
@@ -32,6 +30,14 @@ class Place(NamedTuple):
     pid: int
     device: str
     computes: Mapping[str, str]  # by which workers give the same bits, or not
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker, as the driver sees it; `loaded` is the last version of each module that it has taken in."""
+
+    place: WorkerPlace
+    loaded: dict[int, Any] = field(default_factory=dict)
 
 
 class Lost(NamedTuple):
@@ -84,24 +90,6 @@ def owned(given: Packed, device: torch.device) -> Any:
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.clone()
 
 
-class PicklerHere(pickle.Pickler):
-    """Pickles what is read in this very process: functions and classes that no import gives stay those they are."""
-
-    def reducer_override(self, one: Any) -> Any:
-        """Reduce what is of `__main__`, or local, to its id."""
-        if isinstance(one, type | FunctionType) and (one.__module__ == "__main__" or "<" in one.__qualname__):
-            _known[id(one)] = one
-            return _known_by, (id(one),)
-        return NotImplemented
-
-
-_known: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
-
-
-def _known_by(number: int) -> Any:
-    return _known[number]
-
-
 @dataclass(frozen=True)
 class Sync:
     """What a worker takes in before a call of module `module`.
@@ -116,23 +104,6 @@ class Sync:
     data: Bytes | None = None
     dropped: tuple[int, ...] = ()  # calls of this module
     closed: tuple[int, ...] = ()  # modules
-
-
-@dataclass(frozen=True)
-class Modes:
-    """The settings of the caller's thread, process and module under which a call runs: see `serve.modes_of`.
-
-    `training` is that of each submodule, in order. `autocast` maps device types to their dtypes, where it is on.
-    """
-
-    training: tuple[bool, ...]
-    requires_grad: tuple[bool, ...]  # of each tensor of the module
-    is_grad_enabled: bool
-    is_inference: bool
-    autocast: Mapping[str, torch.dtype]
-    default_dtype: torch.dtype
-    precision: tuple[Any, ...]  # of matrix products and convolutions: values of `serve.PRECISION`
-    threads: int | None  # torch's, with `bitwise`
 
 
 @dataclass(frozen=True)
@@ -183,7 +154,7 @@ class Backward:
 
     `gradients` holds for each shard that of each output leaf, None for one without. All workers take part in the
     sum: `owners` are the ranks that ran the shards, and `lengths` those of the vectors by dtype, of `Layout`.
-    The answer is Gradients, Raised or PeerLost.
+    The answer is BackwardResult, Raised or PeerLost.
     """
 
     module: int
@@ -213,7 +184,7 @@ class SparseParts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gradients:
+class BackwardResult:
     """A worker's part of a backward's result: its shards' gradients of input leaves, and its slice of each sum.
 
     Rank 0 has the sums of the sparse ones, by the parameter's number.
@@ -247,6 +218,11 @@ class PeerLost:
     """A collective failed, since another worker is gone; this worker has left the group."""
 
     line: str
+
+
+def has_left(answer: Any) -> bool:
+    """Return whether a worker that answers so is gone, or has left the group, which then has to be formed anew."""
+    return isinstance(answer, Lost | PeerLost) or (isinstance(answer, Raised) and not answer.has_module)
 
 
 class Layout:

@@ -2,17 +2,17 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dp_ray.cli import main
-from dp_ray.cluster import connect, workers
+from dp_ray.cluster import connect, own, workers
 from dp_ray.cluster.connect import EarlyConnection, connected_early
 from dp_ray.cluster.internals.quick_start import ForkServer
-from dp_ray.cluster.workers import OwnWorkers
+from dp_ray.cluster.own import OwnWorkers
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
@@ -49,18 +49,18 @@ def own_workers(early: EarlyConnection | None) -> OwnWorkers:
 
 def test_own_workers_take_it_over_and_end_it(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Others, which were not given it, connect by themselves."""
-    monkeypatch.setattr(workers, "worker_resources", lambda _: {})
+    monkeypatch.setattr(own, "worker_resources", lambda _: {})
     monkeypatch.setattr(workers, "check_can_run", lambda *_: said.append("can run"))
     job = Job.make({"model": "a:b", "dataset": "a:b", "batch_size": 2, "workers": 2}, "job")
     with connected_early(KEYS, "there", False) as early:
         early.wait()
-        with own_workers(early) as own:
-            assert own.accept(job, replaces=False) is job
+        with closing(own_workers(early)) as mine:
+            assert mine.accept(job, replaces=False) is job
             assert said == ["begins to connect to there"], "a job that replaces nothing need not know whether it fits"
-            own.accept(job, replaces=True)
+            mine.accept(job, replaces=True)
         said.append("merges")
-        with own_workers(None) as own:
-            own.accept(job, replaces=True)
+        with closing(own_workers(None)) as mine:
+            mine.accept(job, replaces=True)
     first = ["begins to connect to there", "can run", "disconnected", "merges"]
     assert said == [*first, "begins to connect to again", "can run", "disconnected"]
 

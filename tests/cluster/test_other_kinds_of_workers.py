@@ -19,8 +19,9 @@ from torch import nn
 
 import dp_ray
 from dp_ray.cluster.calls import Serves
+from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.errors import JobError
-from dp_ray.parallel.exchange import Workers
+from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.tasks.wire import HeldBytes
 from tests.support import ray_forks
 from tests.support.cluster import Cluster, end, free_port
@@ -153,7 +154,7 @@ def test_a_parallel_module_takes_no_worker_of_another_kind(
 ) -> None:
     module, inputs = nn.Linear(3, 2), torch.randn(4, 3)
     with dp_ray.DataParallel(module, 2, address=cluster.address):
-        pool: Any = Workers.sets[False].serving
+        pool: Any = SharedWorkers.by_owner[OF_PROCESS].serving
 
         def replace_second(env: dict[str, str]) -> None:
             """The worker in the place of the second one says that it computes with this in its environment."""

@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import dp_ray
-from dp_ray.driver.in_process import InProcess
 from dp_ray.driver.planning import plan_job
 from dp_ray.engine.step import build_loss
 from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
+from dp_ray.monitor.in_process import InProcess
 from dp_ray.plan.costs import remarks
 from dp_ray.plan.split import Split
 from dp_ray.trackers.process import PACKAGES

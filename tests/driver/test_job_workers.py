@@ -1,5 +1,6 @@
 """Who runs a prepared job: this process, workers of its own, or a session's. Each is asked by the same protocol."""
 
+import contextlib
 import copy
 from pathlib import Path
 
@@ -8,13 +9,16 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.cluster.workers import OwnWorkers
-from dp_ray.driver.in_process import InProcess
-from dp_ray.driver.run import JobWorkers, Options, execute
+from dp_ray.cluster.kinds import Workers
+from dp_ray.cluster.own import OwnWorkers
+from dp_ray.driver.run import Options, execute
 from dp_ray.driver.sessions import Session
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.job.job import Job
+from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.console import Console
+from dp_ray.monitor.in_process import InProcess
+from dp_ray.tasks.wire import HeldBytes
 from tests.support import training
 from tests.support.cluster import Cluster
 from tests.support.trainings import job_of, mean_loss
@@ -57,11 +61,27 @@ def test_own_workers_and_those_of_a_session_give_the_bits_of_this_process(
     given = training.mlp()
     here = execute(job_on(tmp_path, 0, given, "here"), QUIET)
     check_trained(here, given)
-    with own_workers(cluster.address) as own:
+    with contextlib.closing(own_workers(cluster.address)) as own:
         alone = execute(job_on(tmp_path, 2, given, "own"), QUIET, own)
     shared = session.execute(job_on(tmp_path, 2, given, "session"), QUIET)
     assert {one.weights_sha256 for one in (alone, shared)} == {here.weights_sha256}
     assert [one.world_sizes for one in (here, alone, shared)] == [[1], [2], [2]]
+
+
+@pytest.mark.ray
+def test_each_kind_serves_modules_and_then_runs_a_job(
+    session: Session, cluster: Cluster, tmp_path: Path, in_project: Path
+) -> None:
+    given, weights = training.mlp(), set[str | None]()
+    kinds: list[tuple[int, Workers]] = [(0, InProcess()), (2, own_workers(cluster.address)), (2, session._workers)]
+    for at, (workers, kind) in enumerate(kinds):
+        serving = kind.serve(WorkerKeys(workers=workers))
+        members = serving.ready()
+        assert len(members) >= max(1, workers)
+        assert set(serving.call(dict.fromkeys(members, HeldBytes(1))).values()) == {0}
+        serving.close()
+        weights.add(execute(job_on(tmp_path, workers, given, f"run-{at}"), QUIET, kind).weights_sha256)
+    assert len(weights) == 1 and None not in weights
 
 
 class NotCopied(nn.Linear):
@@ -75,7 +95,7 @@ class NotCopied(nn.Linear):
     ("count", "workers"), [(0, InProcess()), (2, own_workers("127.0.0.1:1"))], ids=["this process", "own workers"]
 )
 def test_a_model_that_they_cannot_take_leaves_the_run_that_is_there(
-    tmp_path: Path, in_project: Path, count: int, workers: JobWorkers
+    tmp_path: Path, in_project: Path, count: int, workers: Workers
 ) -> None:
     before = execute(job_on(tmp_path, 0, training.mlp()), QUIET)
     with pytest.raises(JobError, match=r"model: .*never copied"):
@@ -85,6 +105,9 @@ def test_a_model_that_they_cannot_take_leaves_the_run_that_is_there(
 
 def test_own_workers_without_a_ray_leave_the_run_that_is_there(tmp_path: Path, in_project: Path) -> None:
     before = execute(job_on(tmp_path, 0, training.mlp()), QUIET)
-    with own_workers("127.0.0.1:1") as own, pytest.raises(ClusterError, match=r"no Ray answers at 127\.0\.0\.1:1"):
+    with (
+        contextlib.closing(own_workers("127.0.0.1:1")) as own,
+        pytest.raises(ClusterError, match=r"no Ray answers at 127\.0\.0\.1:1"),
+    ):
         execute(job_on(tmp_path, 2, training.mlp()), Options(quiet=True, overwrite=True), own)
     assert dp_ray.load(before.run_dir).weights_sha256 == before.weights_sha256

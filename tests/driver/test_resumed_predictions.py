@@ -25,12 +25,12 @@ from tensorboardX.proto.event_pb2 import Event
 import dp_ray
 from dp_ray.cli.runs import report
 from dp_ray.driver import run as driver
-from dp_ray.driver.in_process import InProcess
 from dp_ray.errors import DataError, JobError, RunInterrupted, StorageError
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.messages import Interrupted
 from dp_ray.monitor.attempts import interruption_of
+from dp_ray.monitor.in_process import InProcess
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs import merging, parts
 from dp_ray.outputs.files import FileMerge, prove_outputs

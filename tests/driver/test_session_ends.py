@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import dp_ray
-from dp_ray.cluster.workers import Reached, Workers
-from dp_ray.driver.sessions import Session
+from dp_ray.cluster.workers import Reached, StartedWorkers
+from dp_ray.driver.sessions import Session, SessionWorkers
 from dp_ray.errors import ClusterError
+from dp_ray.job.keys import WorkerKeys
 from tests.support import models
 
 Open = Callable[..., Session]
@@ -22,7 +23,7 @@ Open = Callable[..., Session]
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens a session that connects to nothing."""
-    monkeypatch.setattr(Session, "_connect", lambda self: None)
+    monkeypatch.setattr(SessionWorkers, "_connect", lambda self: None)
     return lambda **keys: dp_ray.session(workers=1, quiet=True, **keys)
 
 
@@ -112,15 +113,23 @@ def test_a_session_that_cannot_connect_again_ends(
 ) -> None:
     session = opened()
 
-    def fails(self: Session) -> None:
+    def fails(self: SessionWorkers) -> None:
         raise ClusterError("no Ray answers at elsewhere")
 
-    monkeypatch.setattr(Session, "_connect", fails)
+    monkeypatch.setattr(SessionWorkers, "_connect", fails)
     with pytest.raises(ClusterError, match="no Ray answers at elsewhere"):
-        session._reconnect()
+        session._workers._reconnect()
     with pytest.raises(ClusterError, match="the session has ended: no Ray answers at elsewhere"):
         session.run(None, **job(tmp_path))
     session.close()
+
+
+def test_a_session_that_has_ended_serves_no_module(opened: Open) -> None:
+    """As where a closed module of it is copied, which begins anew."""
+    session = opened()
+    session.close()
+    with pytest.raises(ClusterError, match="the session has ended: it was closed"):
+        session._workers.serve(WorkerKeys(workers=1))
 
 
 class Trainer:
@@ -137,7 +146,7 @@ class Trainer:
 def test_workers_that_were_ended_at_once_have_not_left(has_ended: bool) -> None:
     """Ray then holds what they held until the connection ends, so that a session connects again."""
     trainer: Any = Trainer(has_ended)
-    workers = Workers(trainer, None, {}, False, Reached("", {}))
+    workers = StartedWorkers(trainer, None, {}, False, Reached("", {}))
     if not has_ended:
         workers._abort()
     assert workers.close(0) is has_ended

@@ -16,12 +16,12 @@ from torch import nn
 
 import dp_ray
 from dp_ray.driver import run as driver
-from dp_ray.driver.in_process import InProcess
 from dp_ray.driver.run import Options
 from dp_ray.engine.clock import PARTS, DeviceClock, DevicePlace, Part, SilentClock, StepClock, TimedStep
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.messages import TimedSteps
+from dp_ray.monitor.in_process import InProcess
 from dp_ray.storage import Storage
 from dp_ray.telemetry import times as step_time_files
 from dp_ray.telemetry.times import SCHEMA, STEP_PARTS, TIMES, StepTimeWriter, packed, read_step_times

@@ -16,7 +16,6 @@ import torch
 import dp_ray
 from dp_ray import errors
 from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms, Why
-from dp_ray.driver import in_process
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError
 from dp_ray.messages import (
@@ -33,7 +32,7 @@ from dp_ray.messages import (
     WorkerReady,
     error_of,
 )
-from dp_ray.monitor import attempts, console, watchdog
+from dp_ray.monitor import attempts, console, in_process, watchdog
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.monitor import Monitor, listening

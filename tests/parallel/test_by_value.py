@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, weight_norm
 
 import dp_ray
 from dp_ray.errors import DataError, JobError, ModelError
-from dp_ray.parallel.exchange import Workers
+from dp_ray.parallel.exchange import SharedWorkers
 from tests.support import parallel_models as models
 from tests.support.cluster import ROOT
 
@@ -29,7 +29,7 @@ def workers(request: pytest.FixtureRequest) -> Iterator[None]:
     address = request.getfixturevalue("cluster").address if num_workers else None
     with contextlib.chdir(ROOT), dp_ray.DataParallel(nn.Identity(), num_workers, address=address, quiet=True):
         yield
-        for one in list(Workers.sets.values()):
+        for one in list(SharedWorkers.by_owner.values()):
             one.close()
 
 

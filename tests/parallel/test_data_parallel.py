@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dp_ray
+from dp_ray.cluster import calls
+from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, cause_of
-from dp_ray.parallel.exchange import Workers
+from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.tasks.wire import Forward, HeldBytes
 from tests.support import parallel_models as models
 from tests.support.cluster import ROOT, Cluster
@@ -33,13 +35,13 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers(cluster: Cluster) -> Iterator[Workers]:
+def workers(cluster: Cluster) -> Iterator[SharedWorkers]:
     """Three workers, which all modules of these tests share."""
     with contextlib.chdir(ROOT):
         first = dp_ray.DataParallel(nn.Identity(), 3, address=cluster.address, quiet=True)
-        yield Workers.sets[False]
+        yield SharedWorkers.by_owner[OF_PROCESS]
         first.close()
-        for one in list(Workers.sets.values()):  # a test that has failed may hold a module
+        for one in list(SharedWorkers.by_owner.values()):  # a test that has failed may hold a module
             one.close()
 
 
@@ -190,7 +192,7 @@ def test_a_module_that_cannot_be_pickled_is_an_error_that_names_the_attribute() 
         parallel(nn.Sequential(models.Locked()))
 
 
-def sent(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def sent(workers: SharedWorkers, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The numbers of the tensors that go to workers from now on, a tuple for each call; the list grows."""
     told: list[tuple[int, ...]] = []
     before = workers.serving.call
@@ -206,7 +208,7 @@ def sent(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
     return told
 
 
-def test_only_what_has_changed_is_sent(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_has_changed_is_sent(workers: SharedWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
     model, inputs = parallel(module), torch.randn(6, 2)
     told = sent(workers, monkeypatch)
@@ -363,7 +365,7 @@ def test_hooks_on_gradients_run_once_at_the_caller_on_the_whole_gradient() -> No
 
 
 @pytest.mark.parametrize("when", ["before", "forward", "backward"])
-def test_the_shards_of_a_lost_worker_are_run_again(workers: Workers, tmp_path: Path, when: str) -> None:
+def test_the_shards_of_a_lost_worker_are_run_again(workers: SharedWorkers, tmp_path: Path, when: str) -> None:
     inputs = torch.randn(9, 2, requires_grad=True)
 
     def run(kills: str) -> list[torch.Tensor]:
@@ -383,7 +385,9 @@ def test_the_shards_of_a_lost_worker_are_run_again(workers: Workers, tmp_path: P
 
 
 @pytest.mark.parametrize("killed", [(1,), (0, 2), (1, 2), (0, 1, 2)])
-def test_survivors_stay_and_others_come_in_the_place_of_the_lost(workers: Workers, killed: tuple[int, ...]) -> None:
+def test_survivors_stay_and_others_come_in_the_place_of_the_lost(
+    workers: SharedWorkers, killed: tuple[int, ...]
+) -> None:
     module, inputs = nn.Linear(2, 3), torch.randn(9, 2)
     model = parallel(module, shards=3)
     assert_close(model(inputs), module(inputs))
@@ -401,7 +405,32 @@ def test_survivors_stay_and_others_come_in_the_place_of_the_lost(workers: Worker
     assert sorted({one.rank for one in model.shapes}) == [0, 1, 2]
 
 
-def test_graphs_are_dropped_with_their_outputs_and_with_their_backward(workers: Workers) -> None:
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_ctrl_c_between_two_sends_leaves_nobody_waiting(
+    workers: SharedWorkers, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """Of the backward, whose sums all workers exchange: those with a message wait for those without."""
+    module, inputs = nn.Linear(2, 3), torch.ones(9, 2)
+    output, framed, sends = parallel(module)(inputs).sum(), calls.framed, iter(range(1, 4))
+
+    def interrupted(message: Any) -> Any:
+        if next(sends) == cut:
+            raise KeyboardInterrupt
+        return framed(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dp_ray.cluster.serving.framed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            output.backward()
+    assert next(sends, None) == (None if cut == 3 else cut + 1)
+    assert module.weight.grad is None
+    output.backward()
+    assert_close(module.weight.grad, torch.full((3, 2), 9.0))
+    wait_until(lambda: len(workers.serving.ready()) == 3)
+    assert_close(parallel(module)(inputs), module(inputs))
+
+
+def test_graphs_are_dropped_with_their_outputs_and_with_their_backward(workers: SharedWorkers) -> None:
     model = parallel(nn.Sequential(nn.Linear(2, 100), nn.Tanh()))
 
     def held() -> int:
@@ -450,7 +479,7 @@ def test_classes_of_main_go_by_value_and_a_dead_caller_leaves_no_process(cluster
 
 
 @pytest.mark.slow
-def test_a_thousand_calls_leave_memory_files_and_objects_as_they_were(workers: Workers) -> None:
+def test_a_thousand_calls_leave_memory_files_and_objects_as_they_were(workers: SharedWorkers) -> None:
     model = parallel(nn.Linear(300, 100))  # its gradients come by way of Ray's store
     inputs = torch.randn(60, 300)
     processes = [psutil.Process(), *(psutil.Process(one.place.pid) for one in workers.serving.ready())]

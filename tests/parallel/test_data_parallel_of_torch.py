@@ -16,7 +16,7 @@ from torch import nn
 
 import dp_ray
 from dp_ray.errors import ModelError, cause_of
-from dp_ray.parallel.exchange import Workers
+from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.tensors.tree import flatten, map_leaves
 from tests.support import parallel_models as models
 from tests.support.cluster import ROOT, Cluster
@@ -29,7 +29,7 @@ def workers(cluster: Cluster) -> Iterator[None]:
     """Two workers, which all modules of these tests share."""
     with contextlib.chdir(ROOT), dp_ray.DataParallel(nn.Identity(), 2, address=cluster.address, quiet=True):
         yield
-        for one in list(Workers.sets.values()):
+        for one in list(SharedWorkers.by_owner.values()):
             one.close()
 
 

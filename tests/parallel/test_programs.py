@@ -1,15 +1,17 @@
 """Drawn programs on parallel modules, against the bare module run shard by shard in this process.
 
-`DP_RAY_PROGRAMS` is the number of programs, 25 by default. `Plain` is the oracle: plain torch, a copy of the module
-for each shard of each call. It knows of dp_ray only how a shard's seed is derived.
+`DP_RAY_PROGRAMS` is the number of programs, 25 by default; in some, workers are killed. `Plain` is the oracle: plain
+torch, a copy of the module for each shard of each call. It knows of dp_ray only how a shard's seed is derived.
 """
 
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,11 +20,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dp_ray
+from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.engine.random import seed_all
-from dp_ray.parallel.exchange import Workers
+from dp_ray.parallel import module as parallel
+from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.plan.order import derive_seed
 from tests.support import parallel_models as models
 from tests.support.cluster import ROOT
+from tests.support.served import Gloo
 
 NUM_PROGRAMS = int(os.environ.get("DP_RAY_PROGRAMS", "25"))
 
@@ -32,21 +37,28 @@ class Served:
     """How modules are served: at most on so many workers."""
 
     workers: int
+    orders: Path  # of which worker is to end itself, and when
 
     def wrapped(self, module: nn.Module, workers: int, **keys: Any) -> dp_ray.DataParallel:
         """Return the parallel module."""
         return dp_ray.DataParallel(module, min(workers, self.workers), quiet=True, **keys)
 
 
-@pytest.fixture(scope="module", params=[0, pytest.param(2, marks=pytest.mark.ray)])
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """Workers that all programs share: this process, or two workers on Ray."""
-    num: int = request.param
-    address = request.getfixturevalue("cluster").address if num else None
-    with contextlib.chdir(ROOT), dp_ray.DataParallel(nn.Identity(), num, address=address, quiet=True):
-        yield Served(num)
-        for one in list(Workers.sets.values()):
-            one.close()
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Workers that all programs share: this process, two processes of a gloo group, or two workers on Ray."""
+    num = 0 if request.param == "here" else 2
+    address = request.getfixturevalue("cluster").address if request.param == "ray" else None
+    with contextlib.chdir(ROOT), pytest.MonkeyPatch.context() as patch:
+        if request.param == "gloo":
+            patch.setattr(parallel, "own_workers", lambda *_, **__: Gloo())
+        with dp_ray.DataParallel(nn.Identity(), num, address=address, quiet=True):
+            yield Served(num, tmp_path_factory.mktemp("orders") / "orders")
+            for one in list(SharedWorkers.by_owner.values()):
+                one.close()
+
+
+ON_RAY = pytest.param("ray", marks=pytest.mark.ray)
 
 
 class PlainCall:
@@ -128,8 +140,10 @@ class Program:
     """Two parallel modules and their oracles; each method does the same to both, and compares."""
 
     def __init__(self, served: Served, shards: list[int], workers: list[int], shares: bool, optimizer: int) -> None:
-        one = models.Drawn(1)
-        bare = [one, models.Drawn(2, one.body if shares else None)]
+        self.served, orders = served, str(served.orders)
+        self.served.orders.unlink(missing_ok=True)
+        one = models.Drawn(1, None, orders)
+        bare = [one, models.Drawn(2, one.body if shares else None, orders)]
         self.real = [
             served.wrapped(each, of_workers, shards=of_shards, seed=7)
             for each, of_shards, of_workers in zip(copy.deepcopy(bare), shards, workers, strict=True)
@@ -255,7 +269,7 @@ class Program:
             elif number % 3 == 1:
                 head[0] = nn.Sigmoid()
             else:
-                one.module = models.Drawn(number)
+                one.module = models.Drawn(number, None, str(self.served.orders))
         self.steps[at] = self._optimizers(at)
 
     def hook(self, at: int, number: int, _: int) -> None:
@@ -274,6 +288,16 @@ class Program:
         self.plain[at] = Plain(copy.deepcopy(former.module), former.shards, former.seed, number)
         self.plain[at].calls = former.calls
         self.steps[at] = self._optimizers(at)
+
+    def kill(self, when: int, which: int, _: int) -> None:
+        """End a worker at once, or in its next forward or backward."""
+        members: Any = SharedWorkers.by_owner[OF_PROCESS].serving.ready()
+        pid: int = members[which % len(members)].place.pid
+        if when == 0:
+            with contextlib.suppress(ProcessLookupError):  # where it was the last one that was killed
+                os.kill(pid, signal.SIGKILL)
+        else:
+            self.served.orders.write_text(f"{pid} {('forward', 'backward')[when - 1]}")
 
     def check(self) -> None:
         """States and gradients are the same."""
@@ -302,20 +326,51 @@ CALLS = {"forward", "infer", "train"}
 # Half of these are followed by a call.
 CHANGES = {"step", "load", "write", "configure", "replace", "hook", "mode"}
 Operation = st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 1), st.sampled_from([6, 8, 9]), st.integers(0, 9))
+Test = TypeVar("Test")
+Kill = st.tuples(st.just("kill"), st.integers(0, 2), st.just(0), st.integers(0, 1))
 
 
-@settings(max_examples=NUM_PROGRAMS, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(Operation, min_size=10, max_size=30),
-    st.lists(st.integers(1, 3), min_size=2, max_size=2),
-    st.lists(st.integers(1, 2), min_size=2, max_size=2),
-    st.booleans(),
-    st.integers(0, 1),
-)
+def programs(operation: Any, num: int) -> Callable[[Test], Test]:
+    """Draw so many programs, each with the shards and workers of its two modules."""
+    of_modules = [st.lists(st.integers(1, most), min_size=2, max_size=2) for most in (3, 2)]
+    drawn: Any = given(st.lists(operation, min_size=10, max_size=30), *of_modules, st.booleans(), st.integers(0, 1))
+    fixtures = [HealthCheck.function_scoped_fixture]
+    limits = settings(max_examples=max(1, num), deadline=None, suppress_health_check=fixtures)
+
+    def decorated(test: Test) -> Test:
+        found: Test = limits(drawn(test))
+        return found
+
+    return decorated
+
+
+@pytest.mark.parametrize("served", ["here", ON_RAY], indirect=True)
+@programs(Operation, NUM_PROGRAMS)
 def test_a_program_gives_what_the_bare_module_gives_shard_by_shard(
     served: Served, program: list[Any], shards: list[int], workers: list[int], shares: bool, optimizer: int
 ) -> None:
-    both = Program(served, shards, workers, shares, optimizer)
+    run(program, Program(served, shards, workers, shares, optimizer))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served", ["gloo"], indirect=True)
+@programs(st.one_of(*[Operation] * 4, Kill), NUM_PROGRAMS // 2)
+def test_a_program_whose_workers_are_killed_gives_the_same(
+    served: Served, program: list[Any], shards: list[int], workers: list[int], shares: bool, optimizer: int
+) -> None:
+    run(program, Program(served, shards, workers, shares, optimizer))
+
+
+@pytest.mark.parametrize("served", [ON_RAY], indirect=True)
+@programs(st.one_of(*[Operation] * 7, Kill), NUM_PROGRAMS // 8)
+def test_a_program_whose_workers_on_ray_are_killed_gives_the_same(
+    served: Served, program: list[Any], shards: list[int], workers: list[int], shares: bool, optimizer: int
+) -> None:
+    run(program, Program(served, shards, workers, shares, optimizer))
+
+
+def run(program: list[Any], both: Program) -> None:
+    """Do what is drawn, and compare after each operation."""
     for name, at, rows, other in program:
         given = (other, rows) if name in ("backward", "drop") else (at, rows if name in CALLS else other)
         getattr(both, name)(*given, other)

@@ -1,6 +1,8 @@
 """`session.parallel`, and a Ray that a parallel module has started: jobs and parallel modules take turns."""
 
+import copy
 import os
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -78,6 +80,22 @@ def test_jobs_and_modules_take_turns_on_the_same_processes(
         assert time.monotonic() - began < END_SECONDS, "the workers say that they have finished"
         assert not set(run("fourth")) & set(third)
     assert "anew: the last job left the thread 'endless' behind" in capfd.readouterr().err
+
+
+def test_each_session_serves_its_own_modules(cluster: Cluster, in_project: Path) -> None:
+    keys: dict[str, Any] = {"address": cluster.address, "quiet": True}
+    with dp_ray.session(workers=1, **keys) as first, dp_ray.session(workers=2, **keys) as second:
+        one, two = first.parallel(nn.Linear(2, 3)), second.parallel(nn.Linear(2, 3))
+        of_first, of_second = pids_of(one), pids_of(two)
+        assert (len(of_first), len(of_second)) == (1, 2) and not set(of_first) & set(of_second)
+        assert pids_of(copy.deepcopy(two)) == of_second
+        assert pids_of(pickle.loads(pickle.dumps(two))) == of_first, "in a pickle it names no session"
+        bare = dp_ray.DataParallel(nn.Identity(), 1, quiet=True)
+        assert pids_of(bare) == of_first, "it shares what serves already"
+        first.close()
+        with pytest.raises(ClusterError, match="workers have ended"):
+            one(torch.ones(4, 2))
+        two(torch.ones(4, 2)).sum().backward()
 
 
 def test_a_ray_of_a_modules_own_runs_no_job_and_ends_with_it(tmp_path: Path, in_project: Path) -> None:

@@ -27,9 +27,9 @@ from dp_ray.messages import Measured, Note
 from dp_ray.parallel import module as parallel
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.tasks.serve import Process, Served
+from dp_ray.tasks.serve import Served
 from dp_ray.tasks.task import run_task
-from dp_ray.tasks.wire import Place
+from dp_ray.tasks.wire import Member, WorkerPlace, has_left
 from tests.sim import calls, hanging, jobs, mutants
 from tests.support import parallel_models as models
 from tests.support import simgpu, training
@@ -151,23 +151,27 @@ def run(
 class Everyone:
     """All ranks of the set as the workers of parallel modules, and each rank as their caller too: all call alike."""
 
+    owners = ("everyone",)
+    most = None
+
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         self.keys = WorkerKeys(workers=plan.size)
         self.each: dict[str, float] = {}
         self.pickler: type[pickle.Pickler] = CloudPickler
         self._served = Served(str(device), CloudPickler)
-        self._members = [Process(Place("localhost", "node", at, str(device), {})) for at in range(plan.size)]
+        self._members = [Member(WorkerPlace("localhost", "node", at, str(device), {})) for at in range(plan.size)]
         self._own = self._members[rank]
+
+    def serve(self, keys: WorkerKeys) -> "Everyone":
+        return self
 
     def ready(self) -> list[Any]:
         return self._members
 
     def call(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
         answers = gathered(self._served.answer(messages[self._own]) if self._own in messages else None)
+        assert not any(map(has_left, answers)), "no worker is lost"
         return {one: answers[at] for at, one in enumerate(self._members) if one in messages}
-
-    def regroup(self) -> None:
-        raise AssertionError("no worker is lost")
 
     def keep_one_kind(self) -> None: ...
 
@@ -182,7 +186,8 @@ def call_a_module(plan: Plan, rank: int, where: str, device: torch.device) -> No
     module = nn.Sequential(*layers[:2], nn.Linear(6, 4), layers[2])
     simgpu.watch(True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "serving", lambda keys, **_: Everyone(plan, rank, device))
+        everyone = Everyone(plan, rank, device)
+        patch.setattr(parallel, "own_workers", lambda *_, **__: everyone)
         with parallel.DataParallel(module, plan.size, shards=5, bitwise=True, seed=1, quiet=True) as model:
             for _ in range(3):
                 model.zero_grad()

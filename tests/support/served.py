@@ -4,7 +4,7 @@ import pickle
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -12,10 +12,12 @@ import torch
 from ray.cloudpickle import CloudPickler
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from dp_ray.cluster.calls import Leave
+from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.engine.world import World, form_group, leave_group, show_alone
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.tasks.serve import Served
-from dp_ray.tasks.wire import Lost, Place
+from dp_ray.tasks.wire import Lost, Member, WorkerPlace, has_left
 from tests.support.forked import new_process
 from tests.support.forked_python import FORKED
 
@@ -30,14 +32,12 @@ class Join(NamedTuple):
     port: int
 
 
-@dataclass(eq=False)
-class Member:
+@dataclass(eq=False, kw_only=True)
+class Process(Member):
     """A worker's process, and the pipe to it."""
 
     process: Any
     pipe: Connection
-    place: Place
-    loaded: dict[int, Any] = field(default_factory=dict)
 
     def kill(self) -> None:
         """End it at once."""
@@ -51,25 +51,39 @@ class Member:
         self.process.close()
 
 
-class GlooWorkers:
+class Gloo:
+    """Workers of a process's own: what `cluster.own` has on Ray."""
+
+    owners: tuple[Any, ...] = (OF_PROCESS,)
+    most: int | None = None
+
+    def serve(self, keys: WorkerKeys) -> "GlooServing":
+        """Start processes."""
+        return GlooServing(keys)
+
+
+class GlooServing:
     """Workers that serve in processes of their own: what `cluster.serving` has on Ray."""
 
     def __init__(self, keys: WorkerKeys) -> None:
         self.keys = keys
         self.each: Mapping[str, float] = {"CPU": keys.cpus_per_worker}
         self.pickler: type[pickle.Pickler] = CloudPickler
-        self.members: list[Member] = []
-        self.told: list[dict[Member, Any]] = []  # the messages of all calls
+        self.members: list[Process] = []
+        self.told: list[dict[Process, Any]] = []  # the messages of all calls
         self._has_changed = True
 
-    def ready(self) -> list[Member]:
+    def ready(self) -> list[Process]:
         """Return the members, each lost one replaced, in one group."""
+        if self._has_changed:  # who is gone is known before others wait for it
+            self._call(dict.fromkeys(self.members, Leave()))
         while len(self.members) < self.keys.max_workers:
             here, there = FORKED.Pipe()
             process = new_process(_serve, there)
             process.start()
             there.close()
-            self.members.append(Member(process, here, Place(LOCALHOST, "node", process.pid, "cpu", {})))
+            place = WorkerPlace(LOCALHOST, "node", process.pid, "cpu", {})
+            self.members.append(Process(place, process=process, pipe=here))
             self._has_changed = True
         if self._has_changed:
             store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
@@ -80,13 +94,15 @@ class GlooWorkers:
                 return self.ready()
         return list(self.members)
 
-    def call(self, messages: Mapping[Member, Any]) -> dict[Member, Any]:
+    def call(self, messages: Mapping[Process, Any]) -> dict[Process, Any]:
         """Return the answers; raises what is no answer."""
         self.told.append(dict(messages))
-        return self._call(messages)
+        answers = self._call(messages)
+        self._has_changed |= any(map(has_left, answers.values()))
+        return answers
 
-    def _call(self, messages: Mapping[Member, Any]) -> dict[Member, Any]:
-        answers: dict[Member, Any] = {}
+    def _call(self, messages: Mapping[Process, Any]) -> dict[Process, Any]:
+        answers: dict[Process, Any] = {}
         for member, message in messages.items():
             with suppress(BrokenPipeError):
                 member.pipe.send(message)
@@ -102,10 +118,6 @@ class GlooWorkers:
             if isinstance(answer, AssertionError):
                 raise answer
         return answers
-
-    def regroup(self) -> None:
-        """Have the next `ready` form the group anew."""
-        self._has_changed = True
 
     def keep_one_kind(self) -> None:
         """They are of one machine."""
@@ -126,13 +138,19 @@ def _serve(pipe: Connection) -> None:
         except (EOFError, ConnectionResetError):
             return
         try:
-            pipe.send(_join(asked) if isinstance(asked, Join) else served.answer(asked))
+            match asked:
+                case Leave():
+                    leave_group()
+                    pipe.send(None)
+                case Join():
+                    pipe.send(_join(asked))
+                case _:
+                    pipe.send(served.answer(asked))
         except BaseException:
             pipe.send(AssertionError(traceback.format_exc()))
 
 
 def _join(asked: Join) -> str | None:
-    leave_group()
     if asked.size == 1:
         show_alone("gloo")
         return None

@@ -15,7 +15,7 @@ import torch._dynamo  # noqa: F401
 import torchmetrics  # noqa: F401
 
 import dp_ray.cli.main
-import dp_ray.driver.in_process  # noqa: F401
+import dp_ray.monitor.in_process  # noqa: F401
 import tests.support.feeds
 import tests.support.group
 import tests.support.tables

@@ -22,16 +22,18 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from dp_ray.errors import ClusterError, ModelError, cause_of
+from dp_ray.cluster.own import OF_PROCESS
+from dp_ray.errors import ClusterError, JobError, ModelError, cause_of
+from dp_ray.job.keys import WorkerKeys
+from dp_ray.monitor.in_process import InProcess
 from dp_ray.parallel import module as parallel
-from dp_ray.parallel.exchange import Workers
+from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.parallel.module import DataParallel
 from dp_ray.plan.order import derive_seed
-from dp_ray.tasks.serve import Here
 from dp_ray.tasks.wire import HeldBytes
 from tests.support import parallel_models as models
 from tests.support.cluster import ROOT
-from tests.support.served import GlooWorkers
+from tests.support.served import Gloo, GlooServing
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -39,17 +41,17 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 @pytest.fixture(autouse=True)
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Workers are processes of a gloo group; none is left after a test."""
-    monkeypatch.setattr(parallel, "serving", lambda keys, **_: (GlooWorkers if keys.max_workers else Here)(keys))
+    monkeypatch.setattr(parallel, "own_workers", lambda keys, *_, **__: (Gloo if keys.max_workers else InProcess)())
     yield
     gc.collect()
-    for one in list(Workers.sets.values()):
+    for one in list(SharedWorkers.by_owner.values()):
         one.close()
 
 
-def served() -> GlooWorkers:
+def served() -> GlooServing:
     """The workers of this process that are processes."""
-    found = Workers.sets[False].serving
-    assert isinstance(found, GlooWorkers)
+    found = SharedWorkers.by_owner[OF_PROCESS].serving
+    assert isinstance(found, GlooServing)
     return found
 
 
@@ -476,6 +478,57 @@ def test_a_worker_may_be_lost_once_it_has_run_its_shard_of_a_call(monkeypatch: p
         assert module.weight.grad.tolist() == [[4.0, 4.0]] * 2
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_backward_that_ctrl_c_cut_short_can_be_run_again(has_run: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = nn.Linear(2, 2), torch.ones(4, 2)
+    with DataParallel(module, 2, quiet=True) as model:
+        output = model(inputs).sum()
+        usual = served().call
+
+        def interrupted(messages: Any) -> Any:
+            if has_run:
+                usual(messages)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(served(), "call", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                output.backward()
+        output.backward()
+        assert module.weight.grad is not None
+        assert module.weight.grad.tolist() == [[4.0, 4.0]] * 2
+
+
+class OfSession(Gloo):
+    """Stands for the worker of a session."""
+
+    most = 1
+
+    def __init__(self) -> None:
+        self.owners = (self, OF_PROCESS)
+
+    def serve(self, keys: WorkerKeys) -> GlooServing:
+        return super().serve(WorkerKeys(workers=1))
+
+
+def test_modules_of_two_sessions_run_on_the_workers_of_their_own() -> None:
+    kinds = [OfSession(), OfSession()]
+    first, second = [DataParallel(nn.Linear(2, 2), 1, quiet=True, _kind=one) for one in kinds]
+    bare = DataParallel(nn.Linear(2, 2), 1, quiet=True)  # names no session, and shares what serves already
+    of_first, of_second, of_bare = (one._exchange.workers.serving for one in (first, second, bare))
+    assert of_bare is of_first is not of_second
+    with pytest.raises(JobError, match=r"asks for 2, and the session whose workers serve .* has 1"):
+        DataParallel(nn.Identity(), 2, quiet=True)
+    with pytest.raises(JobError, match=r"cpus_per_worker: this module asks for 7\.0, not"):
+        DataParallel(nn.Identity(), 1, quiet=True, cpus_per_worker=7.0, _kind=kinds[1])
+    first.close()
+    bare.close()
+    assert second(torch.ones(4, 2)).shape == (4, 2)
+    with pytest.raises(JobError, match=r"cpus_per_worker: this module asks for 7\.0, not"):
+        DataParallel(nn.Identity(), 1, quiet=True, cpus_per_worker=7.0, _kind=kinds[0])
+    assert set(SharedWorkers.by_owner) == {kinds[1]}, "a session whose workers are others serves nobody"
+
+
 def test_graphs_are_dropped_with_their_outputs_and_with_their_backward() -> None:
     model = DataParallel(nn.Sequential(nn.Linear(2, 100), nn.Tanh()), 2, quiet=True)
 
@@ -508,7 +561,7 @@ def test_no_graph_stays_to_which_no_backward_comes() -> None:
     with DataParallel(MakesOwn(), 0, quiet=True) as model:
         for _ in range(3):
             assert not model(torch.ones(4, 2)).requires_grad
-        serving = Workers.sets[True].serving
+        serving = SharedWorkers.by_owner["here"].serving
         held = serving.call(dict.fromkeys(serving.ready(), HeldBytes(model._exchange.number)))
         assert list(held.values()) == [0]
 

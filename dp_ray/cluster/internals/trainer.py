@@ -26,23 +26,12 @@ with postponed("ray.data", "pandas"):
 if TYPE_CHECKING:
     from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports
 
-_started_by: set[tuple[str, str]] = set()  # the connections of this process: the session of the Ray, and its own id
-
-
-def _is_first_start() -> bool:
-    """Return whether this connection starts workers for the first time: no user code has run in its processes."""
-    context = ray.get_runtime_context()
-    this = context.get_session_name(), context.get_worker_id()  # each Ray gives its first driver the same id
-    is_first = this not in _started_by
-    _started_by.add(this)
-    return is_first
-
 
 class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
     """A TorchTrainer with our policies, which can be aborted and starts no needless process.
 
-    `is_own` says that its Ray, or the connection to it, ends with these workers. Public: none; TorchTrainer takes no
-    policies.
+    `is_own` says that its Ray, or the connection to it, ends with these workers, `is_first` that no others were
+    started in this connection. Public: none; TorchTrainer takes no policies.
     """
 
     def __init__(
@@ -52,12 +41,15 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         restarts: "RestartPolicy",
         start: "StartReports",
         is_own: bool,
+        is_first: bool,
         **keys: Any,
     ) -> None:
         super().__init__(*args, **keys)
         self._on_start = WorkersStart(start)
-        self._is_own = is_own
-        self._has_env = bool(start.env)
+        # How many starts of workers may take processes that Ray holds ready: with `env` only the first one. In a
+        # later one, a process may have imported torch for a task before `env` is set. On a Ray of the caller's it may
+        # have run the caller's code.
+        self._idle_starts = 0.0 if not is_own else float(is_first) if start.env else math.inf
         self._unneeded: tuple[type[Any], ...] = (_NoDatasets,)
         if is_own:
             # The end of the job cleans up instead. Its actor would ask the Ray that was started last on this host,
@@ -88,22 +80,12 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         """
         here = label_of(ray.get_runtime_context().get_node_id())
         variables = {WARN_BLOCKING: "0", **get_env_vars_to_propagate()}
-        idle_starts = self._idle_starts()
-        runtime_env = {} if idle_starts else {"env_vars": variables}
+        runtime_env = {} if self._idle_starts else {"env_vars": variables}
         actor = ray.remote(num_cpus=0, label_selector=here, runtime_env=runtime_env)(WorkerController)
-        make = functools.partial(OwnController, idle_starts)
+        make = functools.partial(OwnController, self._idle_starts)
         self._controller = actor.remote(variables, [put_apart((make, {**given, **self._policies}))])
         self._ended = self._controller.run.remote().future()
         return SimpleNamespace(error=None)  # `fit` looks for an error in it
-
-    def _idle_starts(self) -> float:
-        """Return how many starts of workers may take processes that Ray holds ready: with `env` only the first one.
-
-        In a later one, a process may have imported torch for a task before `env` is set. On a Ray of the caller's it
-        may have run the caller's code.
-        """
-        is_first = _is_first_start()
-        return 0 if not self._is_own else float(is_first) if self._has_env else math.inf
 
     @property
     def has_ended(self) -> bool:

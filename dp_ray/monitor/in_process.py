@@ -1,4 +1,4 @@
-"""Run a task with `workers: 0`: in the driver's own process, where a debugger can step into it."""
+"""The worker of `workers: 0`: the driver's own process, where a debugger can step into a job or a module."""
 
 import contextlib
 import inspect
@@ -8,21 +8,24 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dp_ray.engine.devices import devices_here
 from dp_ray.engine.objects import copied, reached, refused
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Target
+from dp_ray.job.keys import Target, WorkerKeys
 from dp_ray.messages import HERE, Message, Started, WorkerReady
-from dp_ray.monitor.faults import Fault
+from dp_ray.monitor.faults import Faults
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.process import environment
 from dp_ray.system.threads import planned_stops
 from dp_ray.tasks.task import run_task
+
+if TYPE_CHECKING:
+    from dp_ray.tasks.here import ServingHere
 
 # Runs in threads take turns, also with what prepares a run: each changes the process's stdout, environment, random
 # states and settings of torch.
@@ -30,10 +33,12 @@ ONE_AT_A_TIME = threading.RLock()
 
 
 class InProcess:
-    """This process as the only worker of jobs: what `driver.run.JobWorkers` asks for."""
+    """This process as the only worker."""
 
     starts_workers: ClassVar[bool] = False
     is_here: ClassVar[bool] = True
+    owners: ClassVar[tuple[str]] = ("here",)
+    most: ClassVar[None] = None
 
     def accept(self, job: Job, replaces: bool) -> Job:
         """Return the job with a copy of its model object, as each worker on Ray has one: the caller's stays as it is.
@@ -45,9 +50,7 @@ class InProcess:
         """
         return _copied(job, all_objects=False)
 
-    def run(
-        self, job: Job, claimed: RunDir, rows: Mapping[str, int], monitor: Monitor, faults: tuple[Fault, ...] = ()
-    ) -> None:
+    def run(self, job: Job, claimed: RunDir, rows: Mapping[str, int], monitor: Monitor, faults: Faults = ()) -> None:
         """Run a job to its end; waits until no other thread runs a task. There is no worker that `faults` could hit.
 
         What finds the number of shards leaves all objects from Python as they are for the job that follows. But a
@@ -72,6 +75,15 @@ class InProcess:
 
         with ONE_AT_A_TIME, planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
             run_task(job, world, claimed.storage, send, control, rows)
+
+    def serve(self, keys: WorkerKeys) -> "ServingHere":
+        """Have this process serve parallel modules."""
+        from dp_ray.tasks.here import ServingHere  # jobs need none of it
+
+        return ServingHere(keys)
+
+    def close(self) -> None:
+        """Nothing was started."""
 
 
 REPORT_SECONDS = 0.1  # between two reports of a step that begins

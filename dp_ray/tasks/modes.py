@@ -1,0 +1,103 @@
+"""The caller's settings of torch, which travel with a call of a parallel module.
+
+`modes_of` reads them, and `as_on_caller` sets them on a worker.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_ray.engine.determinism import deterministic
+from dp_ray.tasks.isolation import UNKNOWN, Setting, settings_of_torch
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The settings of the caller's thread, process and module under which a call runs.
+
+    `training` is that of each submodule, in order. `autocast` maps device types to their dtypes, where it is on.
+    """
+
+    training: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]  # of each tensor of the module
+    is_grad_enabled: bool
+    is_inference: bool
+    autocast: Mapping[str, torch.dtype]
+    default_dtype: torch.dtype
+    precision: tuple[Any, ...]  # of matrix products and convolutions: values of `precision`
+    threads: int | None  # torch's, with `bitwise`
+
+
+@functools.cache
+def precision() -> tuple[Setting, ...]:
+    """Return torch's settings of how precisely products and convolutions are computed, and whether kernels are timed.
+
+    `Modes.precision` has their values, in this order, which is that in which they are to be set.
+    """
+    named = ("float32_matmul_precision", "fp32_precision", "cudnn_benchmark")
+    _C: Any = torch._C
+    # The older interface comes before the newer one: what it sets, the newer one tells as well.
+    older = Setting("cudnn_allow_tf32", _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32)
+    return older, *(one for one in settings_of_torch() if one.name.startswith(named))
+
+
+def modes_of(module: nn.Module, tensors: Sequence[torch.Tensor], threads: int | None) -> Modes:
+    """Return the settings of this thread and process, and of a module of these tensors, for a call on the workers."""
+    is_inference = torch.is_inference_mode_enabled()
+    autocast = {
+        device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    }
+    if "cpu" in autocast and not torch.cuda.is_available():
+        autocast["cuda"] = autocast["cpu"]  # of a worker with a GPU: without one, torch refuses it here
+    return Modes(
+        tuple(one.training for one in module.modules()),
+        tuple(one.requires_grad for one in tensors),
+        torch.is_grad_enabled() and not is_inference,
+        is_inference,
+        autocast,
+        torch.get_default_dtype(),
+        tuple(one.read() for one in precision()),
+        threads,
+    )
+
+
+@contextmanager
+def as_on_caller(modes: Modes) -> Iterator[None]:
+    """Run a forward in the block under the caller's settings of torch: what `modes_of` has found."""
+    with ExitStack() as within:
+        within.enter_context(with_settings(modes))
+        within.enter_context(torch.inference_mode(modes.is_inference))
+        if not modes.is_inference:
+            within.enter_context(torch.set_grad_enabled(modes.is_grad_enabled))
+        for device, dtype in modes.autocast.items():
+            if device == "cpu" or torch.cuda.is_available():
+                within.enter_context(torch.autocast(device, dtype=dtype))
+        yield
+
+
+@contextmanager
+def with_settings(modes: Modes) -> Iterator[None]:
+    """Run the block under the settings that concern a backward too."""
+    dtype, precisely = torch.get_default_dtype(), tuple(one.read() for one in precision())
+    try:
+        torch.set_default_dtype(modes.default_dtype)
+        _set_precision(precisely, modes.precision)
+        with nullcontext() if modes.threads is None else deterministic(modes.threads):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        _set_precision(modes.precision, precisely)
+
+
+def _set_precision(before: Sequence[Any], values: Sequence[Any]) -> None:
+    if before != values:
+        for one, value in zip(precision(), values, strict=True):
+            if one.set is not None and value != UNKNOWN and one.read() != value:
+                with contextlib.suppress(RuntimeError):  # this build of torch may not know the caller's
+                    one.set(value)
