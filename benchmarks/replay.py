@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dp_ray.engine.world import World
-from dp_ray.messages import Message, Report, ShardSpan, Sizes, WorkerReady
+from dp_ray.messages import Message, Report, SizedShards, Sizes, WorkerReady
 from dp_ray.telemetry.shapes import report_interval
 
 MANY = 4_096  # workers
@@ -44,8 +44,8 @@ def _packed(message: Message) -> bytes:
 
 
 def _report(world: World, first_step: int) -> Report:
-    """One shard a step, alike in all steps; only the first report has to say what it looked like."""
-    seen = {0: Sizes("[4, 5]", "[4, 2]", 4)} if first_step == 0 else {}
+    """One shard a step, alike in all steps."""
+    steps, seen = np.arange(first_step, first_step + STEPS_IN_A_REPORT), np.zeros(STEPS_IN_A_REPORT, np.int32)
     times = np.full(STEPS_IN_A_REPORT, 0.1, np.float32)
-    span = ShardSpan(first_step, STEPS_IN_A_REPORT, world.rank, 0, times)
-    return Report(world, first_step + STEPS_IN_A_REPORT - 1, seen, [span], attempt=ATTEMPT)
+    shards = SizedShards(steps, seen + np.int32(world.rank), (Sizes("[4, 5]", "[4, 2]", 4),), seen, times)
+    return Report(world, first_step + STEPS_IN_A_REPORT - 1, shards, attempt=ATTEMPT)

@@ -59,13 +59,13 @@ class Sizes(NamedTuple):
     rows: int
 
 
-class ShardSpan(NamedTuple):
-    """Consecutive steps in which one shard had the same sizes; one time for each step, or one mean if folded."""
+class SizedShards(NamedTuple):
+    """Shards that one worker ran: step, shard and milliseconds of each, and which of `sizes` it had; all [n]."""
 
-    first_step: int
-    num_steps: int
-    shard: int
-    seen: int
+    steps: "np.ndarray[Any, np.dtype[np.int64]]"
+    shards: "np.ndarray[Any, np.dtype[np.int32]]"
+    sizes: tuple[Sizes, ...]
+    seen: "np.ndarray[Any, np.dtype[np.int32]]"
     milliseconds: "np.ndarray[Any, np.dtype[np.float32]]"
 
 
@@ -78,15 +78,11 @@ class TimedSteps(NamedTuple):
 
 
 class Report(NamedTuple):
-    """One worker's message: spans ordered by first step, the new sizes by their numbers, and the last step done.
-
-    `times` are those of the steps measured since the last message, None if there are none.
-    """
+    """One worker's message: the last step done, and the shards run and the steps measured since the last message."""
 
     world: "World"
     through: int
-    seen: dict[int, Sizes]
-    spans: list[ShardSpan]
+    shards: SizedShards | None = None
     times: TimedSteps | None = None
     attempt: str = ""
 

@@ -1,7 +1,7 @@
 """Measure the sizes of each shard's inputs and outputs, and send them to the driver, on a worker.
 
-`Probe` measures with hooks on the model. `Recorder` collects spans of steps with equal sizes, which takes
-microseconds a shard; a thread of it sends them. `shape_lines` prints them.
+`Probe` measures with hooks on the model. `Recorder` collects what was measured, which takes microseconds a shard; a
+thread of it sends that. `shape_lines` prints it.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from dp_ray.engine.clock import TimedStep
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.world import World
 from dp_ray.errors import ModelError
-from dp_ray.messages import Keep, Report, ShardSpan, Sizes
+from dp_ray.messages import Keep, Report, SizedShards, Sizes
 from dp_ray.plan.split import Shard
 from dp_ray.system.threads import repeated
 from dp_ray.telemetry.times import packed
@@ -141,10 +141,7 @@ class Recorder:
         self._send = send
         self._attempt = attempt
         interval = report_interval(world.world_size) if interval is None else interval
-        self._numbers: dict[Sizes, int] = {}
-        self._unsent: dict[int, Sizes] = {}  # sizes that the driver does not know yet, by number
-        self._open: dict[int, tuple[int, int, list[float]]] = {}  # by shard: first step, number of its sizes, times
-        self._spans: list[ShardSpan] = []
+        self._shards: list[tuple[int, int, Sizes, float]] = []
         self.rows = 0  # of the shards recorded since somebody has set it to 0
         self._times: list[TimedStep] = []
         self._through = -1
@@ -158,16 +155,7 @@ class Recorder:
         """Record a shard's sizes and the milliseconds of its forward."""
         self.rows += shard.rows
         with self._lock:
-            number = self._numbers.get(seen)
-            if number is None:
-                number = self._numbers[seen] = len(self._numbers)
-                self._unsent[number] = seen
-            span = self._open.get(shard.shard)
-            if span and span[1] == number and span[0] + len(span[2]) == shard.step:
-                span[2].append(milliseconds)
-                return
-            self._close_run(shard.shard)
-            self._open[shard.shard] = (shard.step, number, [milliseconds])
+            self._shards.append((shard.step, shard.shard, seen, milliseconds))
 
     def on_step(self, step: int) -> None:
         """Record that this worker has finished `step`, with or without rows in it."""
@@ -199,22 +187,27 @@ class Recorder:
 
     def _take(self) -> Report | None:
         with self._lock:
-            for shard in list(self._open):
-                self._close_run(shard)
             through = self._through  # read once: `on_step` does not take the lock
+            shards, self._shards = self._shards, []
             timed, self._times = self._times, []
-            if not self._spans and not timed and through == self._sent_through:
-                return None
-            spans = sorted(self._spans, key=lambda span: span.first_step)
-            times = packed(timed) if timed else None
-            report = Report(self._world, through, self._unsent, spans, times, self._attempt)
-            self._sent_through, self._unsent, self._spans = through, {}, []
-            return report
+        if not shards and not timed and through == self._sent_through:
+            return None
+        self._sent_through = through
+        sized, times = _packed(shards) if shards else None, packed(timed) if timed else None
+        return Report(self._world, through, sized, times, self._attempt)
 
-    def _close_run(self, shard: int) -> None:
-        if shard in self._open:
-            first_step, seen, times = self._open.pop(shard)
-            self._spans.append(ShardSpan(first_step, len(times), shard, seen, np.array(times, np.float32)))
+
+def _packed(shards: Sequence[tuple[int, int, Sizes, float]]) -> SizedShards:
+    """Pack steps, shards, sizes and milliseconds into arrays, to be sent; equal sizes are sent once."""
+    steps, numbers, seen, milliseconds = zip(*shards, strict=True)
+    places = {sizes: place for place, sizes in enumerate(dict.fromkeys(seen))}
+    return SizedShards(
+        np.array(steps, np.int64),
+        np.array(numbers, np.int32),
+        tuple(places),
+        np.array([places[sizes] for sizes in seen], np.int32),
+        np.array(milliseconds, np.float32),
+    )
 
 
 def report_interval(world_size: int) -> float:
