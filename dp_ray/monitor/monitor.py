@@ -16,6 +16,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
+
 from dp_ray import messages
 from dp_ray.engine.clock import Flops
 from dp_ray.errors import StorageError
@@ -194,7 +196,7 @@ class Monitor:
         self._through[report.world.rank] = report.through
         rows = 0
         if (shards := report.shards) is not None:
-            rows = sum(shards.sizes[seen].rows for seen in shards.seen.tolist())
+            rows = int(np.array([sizes.rows for sizes in shards.sizes])[shards.seen].sum())
             if self._shape_lines:
                 self._shape_lines.add(shards)
         self.progress.take(report, rows)

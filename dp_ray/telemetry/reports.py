@@ -29,7 +29,8 @@ REPORTS = "reports"  # the folder of an unfinished run's shape reports, in the o
 PIECE = "piece-{}.parquet"
 ROWS_IN_A_PIECE = 1 << 14  # it is written again with each commit, until it is full
 PENDING = "pending.parquet"  # of a run of an earlier version: the reports of workers that were ahead
-ROWS_IN_A_GROUP = 1 << 16  # that are ordered at once
+ROWS_IN_A_GROUP = 1 << 16  # of a file, which are read together
+ROWS_AT_ONCE = 1 << 18  # that are put in order together
 WRITE_SECONDS = 5.0
 SHARE_OF_WRITES = 0.02  # of the driver's time, at most
 SCHEMA = pa.schema(
@@ -58,7 +59,8 @@ class ReportTables:
         for file in report_files(run):
             step_ranges(*file)
         self._run, self._num_steps = run, num_steps
-        self._shapes, self._times = PartTable(run.child(REPORTS), PIECE, ROWS_IN_A_PIECE), step_time_parts(run)
+        self._shapes = PartTable(run.child(REPORTS), PIECE, ROWS_IN_A_PIECE, row_group_size=ROWS_IN_A_GROUP)
+        self._times = step_time_parts(run)
         self._attempt = 0
         self._due = 0.0
         self._writing = threading.Lock()  # a table is written by one thread at a time
@@ -129,26 +131,27 @@ def merge_reports(run: Storage, num_steps: int) -> None:
 
     A driver that is killed meanwhile loses none of them: they are merged again.
     """
-    groups = [(file, number, *steps) for file in report_files(run) for number, steps in enumerate(step_ranges(*file))]
-    end = min(num_steps, 1 + max((last for *_, last, _ in groups), default=-1))
-    window = max(1, end * ROWS_IN_A_GROUP // max(1, sum(rows for *_, rows in groups)))
+    files = [(file, step_ranges(*file)) for file in report_files(run)]
+    groups = [group for _, groups in files for group in groups]
+    end = min(num_steps, 1 + max((last for _, last, _ in groups), default=-1))
+    window = max(1, end * ROWS_AT_ONCE // max(1, sum(rows for *_, rows in groups)))
     with run.writing(SHAPES) as stream, pq.ParquetWriter(stream, SCHEMA) as writer:
         for begin in range(0, end, window):
             stop = min(end, begin + window)
-            tables = [
-                _rows_between(file, number, begin, stop)
-                for file, number, first, last, _ in groups
-                if first < stop and last >= begin
-            ]
+            tables = []
+            for file, groups in files:
+                within = [at for at, (first, last, _) in enumerate(groups) if first < stop and last >= begin]
+                if within:
+                    tables.append(_rows_between(file, within, begin, stop))
             if any(map(len, tables)):
-                writer.write_table(_as_ran_last(pa.concat_tables(tables)))
+                writer.write_table(_as_ran_last(pa.concat_tables(tables)), ROWS_IN_A_GROUP)
     run.child(REPORTS).remove()
 
 
-def _rows_between(file: tuple[Storage, str], group: int, begin: int, stop: int) -> pa.Table:
-    """Read the rows of a row group whose steps are `begin` to `stop - 1`."""
+def _rows_between(file: tuple[Storage, str], groups: list[int], begin: int, stop: int) -> pa.Table:
+    """Read the rows of some row groups whose steps are `begin` to `stop - 1`."""
     with reading(*file) as parquet:
-        table = parquet.read_row_group(group).cast(SCHEMA)
+        table = parquet.read_row_groups(groups).cast(SCHEMA)
         step = numbers(table["step"])
         return table.filter(array_of((begin <= step) & (step < stop)))
 

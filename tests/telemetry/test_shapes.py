@@ -638,6 +638,7 @@ def test_every_shard_is_printed_once_and_kept_as_it_ran_last(
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(reports, "ROWS_IN_A_PIECE", data.draw(st.integers(1, 20), label="rows in a piece"))
         patch.setattr(reports, "ROWS_IN_A_GROUP", data.draw(st.integers(1, 20), label="rows in a group"))
+        patch.setattr(reports, "ROWS_AT_ONCE", data.draw(st.integers(1, 20), label="rows at once"))
         play = Play(data, steps, shards, Path(folder))
         for number in range(attempts):
             play.attempt(number, last=number == attempts - 1)
@@ -791,7 +792,7 @@ def test_a_worker_far_ahead_keeps_sizes_and_times(sizes: list[int | None], piece
     recorded: list[Row] = []
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(reports, "ROWS_IN_A_PIECE", full)
-        patch.setattr(reports, "ROWS_IN_A_GROUP", full)
+        patch.setattr(reports, "ROWS_AT_ONCE", full)
         run = Storage(folder)
         with closing(ReportTables(run, ALL)) as tables:
             with Recorder(ahead, tables.add, NEVER) as recorder:
@@ -837,7 +838,7 @@ def test_memory_does_not_grow_with_the_steps(is_ahead: bool, tmp_path: Path, mon
     With the steps grow only the names of the files.
     """
     monkeypatch.setattr(reports, "ROWS_IN_A_PIECE", 1 << 11)
-    monkeypatch.setattr(reports, "ROWS_IN_A_GROUP", 1 << 12)
+    monkeypatch.setattr(reports, "ROWS_AT_ONCE", 1 << 12)
     run = Storage(str(tmp_path))
     blocks = [(first, world) for first in range(0, 100_000, 1000) for world in ready(0, 2)]
     if is_ahead:
@@ -926,6 +927,7 @@ def test_no_reports_come_back_from_their_file(tmp_path: Path) -> None:
 
 def test_reports_are_written_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "ROWS_IN_A_GROUP", 8)
+    monkeypatch.setattr(reports, "ROWS_AT_ONCE", 9)
     run, told = Storage(str(tmp_path)), some_reports(26)
     write(run, [told[:3], told[3:8], told[8:17], told[17:]])
     assert [rows for *_, rows in step_ranges(run, "shapes.parquet")] == [8, 8, 8, 2]
