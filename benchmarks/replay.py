@@ -4,11 +4,9 @@ import asyncio
 import pickle
 from typing import Any
 
-import numpy as np
-
 from dp_ray.engine.world import World
-from dp_ray.messages import Message, Report, SizedShards, Sizes, WorkerReady
-from dp_ray.telemetry.shapes import report_interval
+from dp_ray.messages import Message, Report, Sizes, WorkerReady
+from dp_ray.telemetry.shapes import report_interval, shape_table
 
 MANY = 4_096  # workers
 STEPS_A_SECOND = 50
@@ -45,7 +43,6 @@ def _packed(message: Message) -> bytes:
 
 def _report(world: World, first_step: int) -> Report:
     """One shard a step, alike in all steps."""
-    steps, seen = np.arange(first_step, first_step + STEPS_IN_A_REPORT), np.zeros(STEPS_IN_A_REPORT, np.int32)
-    times = np.full(STEPS_IN_A_REPORT, 0.1, np.float32)
-    shards = SizedShards(steps, seen + np.int32(world.rank), (Sizes("[4, 5]", "[4, 2]", 4),), seen, times)
-    return Report(world, first_step + STEPS_IN_A_REPORT - 1, shards, attempt=ATTEMPT)
+    end, sizes = first_step + STEPS_IN_A_REPORT, Sizes("[4, 5]", "[4, 2]", 4)
+    shapes = shape_table(world, [(step, world.rank, sizes, 0.1) for step in range(first_step, end)])
+    return Report(world, end - 1, shapes, attempt=ATTEMPT)

@@ -17,6 +17,7 @@ from dp_ray.text import counted
 
 if TYPE_CHECKING:
     import numpy as np
+    import pyarrow as pa
 
     from dp_ray.engine.clock import DevicePlace, Flops
     from dp_ray.engine.world import Collective, World
@@ -59,16 +60,6 @@ class Sizes(NamedTuple):
     rows: int
 
 
-class SizedShards(NamedTuple):
-    """Shards that one worker ran: step, shard and milliseconds of each, and which of `sizes` it had; all [n]."""
-
-    steps: "np.ndarray[Any, np.dtype[np.int64]]"
-    shards: "np.ndarray[Any, np.dtype[np.int32]]"
-    sizes: tuple[Sizes, ...]
-    seen: "np.ndarray[Any, np.dtype[np.int32]]"
-    milliseconds: "np.ndarray[Any, np.dtype[np.float32]]"
-
-
 class TimedSteps(NamedTuple):
     """Steps of one worker, int64 [n]; the rows that it ran, int32 [n]; the seconds of PARTS, float32 [n, parts]."""
 
@@ -78,11 +69,14 @@ class TimedSteps(NamedTuple):
 
 
 class Report(NamedTuple):
-    """One worker's message: the last step done, and the shards run and the steps measured since the last message."""
+    """One worker's message: the last step done, and what was measured since the last message.
+
+    `shapes` has a row for each shard, as `shapes.parquet`.
+    """
 
     world: "World"
     through: int
-    shards: SizedShards | None = None
+    shapes: "pa.Table | None" = None
     times: TimedSteps | None = None
     attempt: str = ""
 

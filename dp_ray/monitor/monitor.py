@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
-import numpy as np
+import pyarrow as pa
 
 from dp_ray import messages
 from dp_ray.engine.clock import Flops
@@ -32,8 +32,8 @@ from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.listing import PROGRESS_JSON
 from dp_ray.storage import Storage
 from dp_ray.system.threads import repeated
-from dp_ray.tables import reading
-from dp_ray.telemetry.reports import ReportTables, read_reports, report_files
+from dp_ray.tables import numbers, reading
+from dp_ray.telemetry.reports import ReportTables, report_files
 from dp_ray.telemetry.shapes import decode_sizes, shape_lines
 from dp_ray.text import counted, relative
 
@@ -195,10 +195,10 @@ class Monitor:
             return
         self._through[report.world.rank] = report.through
         rows = 0
-        if (shards := report.shards) is not None:
-            rows = int(np.array([sizes.rows for sizes in shards.sizes])[shards.seen].sum())
+        if report.shapes is not None:
+            rows = int(numbers(report.shapes["rows"]).sum())
             if self._shape_lines:
-                self._shape_lines.add(shards)
+                self._shape_lines.add(report.shapes)
         self.progress.take(report, rows)
         if self._reports:
             self._reports.add(report)
@@ -256,18 +256,17 @@ class ShapeLines:
         self._stdout = sys.stdout
         self._next = 0  # the first step that is not printed
         self._sizes: dict[int, dict[int, tuple[Any, Any]]] = {}  # inputs and outputs, by step and shard
-        for file in report_files(run) if run else ():
+        for file in report_files(run) if run else ():  # those of earlier drivers
             with reading(*file) as parquet:
-                for report in read_reports(parquet):
-                    self._sizes.setdefault(report.step, {})[report.shard] = report.input_size, report.output_size
+                for batch in parquet.iter_batches():
+                    self.add(batch)
 
-    def add(self, shards: messages.SizedShards) -> None:
+    def add(self, shapes: pa.Table | pa.RecordBatch) -> None:
         """Add shards that a worker has run."""
-        sizes = [(self._decode(one.input_size), self._decode(one.output_size)) for one in shards.sizes]
-        columns = (column.tolist() for column in (shards.steps, shards.shards, shards.seen))
-        for step, shard, seen in zip(*columns, strict=True):
-            if step >= self._next:
-                self._sizes.setdefault(step, {})[shard] = sizes[seen]
+        for row in shapes.to_pylist():
+            if row["step"] >= self._next:
+                sizes = self._decode(row["input_size"]), self._decode(row["output_size"])
+                self._sizes.setdefault(row["step"], {})[row["shard"]] = sizes
 
     def print(self, end: int | None = None) -> None:
         """Print the steps before `end`, by default all that have been added.

@@ -15,14 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
-from dp_ray.messages import Report, SizedShards
+from dp_ray.messages import Report
 from dp_ray.rundir.files import SHAPES
 from dp_ray.storage import Storage
 from dp_ray.system.threads import repeated
-from dp_ray.tables import PartTable, array_of, array_of_named, numbers, reading, step_ranges
-from dp_ray.telemetry.shapes import ShardReport, decode_sizes
+from dp_ray.tables import PartTable, array_of, numbers, reading, step_ranges
+from dp_ray.telemetry.shapes import SCHEMA, ShardReport, decode_sizes
 from dp_ray.telemetry.times import step_time_parts, times_table
 
 REPORTS = "reports"  # the folder of an unfinished run's shape reports, in the order of their arrival
@@ -33,19 +32,6 @@ ROWS_IN_A_GROUP = 1 << 16  # of a file, which are read together
 ROWS_AT_ONCE = 1 << 18  # that are put in order together
 WRITE_SECONDS = 5.0
 SHARE_OF_WRITES = 0.02  # of the driver's time, at most
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("shard", pa.int32()),
-        ("rank", pa.int32()),
-        ("node", pa.dictionary(pa.int32(), pa.string())),
-        ("device", pa.dictionary(pa.int32(), pa.string())),
-        ("rows", pa.int32()),
-        ("input_size", pa.dictionary(pa.int32(), pa.string())),
-        ("output_size", pa.dictionary(pa.int32(), pa.string())),
-        ("milliseconds", pa.float32()),
-    ]
-)
 
 
 class ReportTables:
@@ -73,8 +59,8 @@ class ReportTables:
 
     def add(self, report: Report) -> None:
         """Add the report of a worker of the current attempt."""
-        if report.shards is not None:
-            self._shapes.add(shape_table(report.world, report.shards))
+        if report.shapes is not None:
+            self._shapes.add(report.shapes)
         if report.times is not None:
             self._times.add(times_table(self._attempt, report.world, report.times))
 
@@ -98,24 +84,6 @@ class ReportTables:
             with suppress(StorageError):
                 self._times.write()
             self._due = began + (time.monotonic() - began) / SHARE_OF_WRITES
-
-
-def shape_table(world: World, shards: SizedShards) -> pa.Table:
-    """Return the shards of a worker as rows of SCHEMA."""
-    here = np.zeros(len(shards.steps), np.int32)
-    rows = np.array([sizes.rows for sizes in shards.sizes], np.int32)
-    columns = [
-        array_of(shards.steps),
-        array_of(shards.shards),
-        array_of(here + np.int32(world.rank)),
-        array_of_named(here, [world.node]),
-        array_of_named(here, [str(world.device)]),
-        array_of(rows[shards.seen]),
-        array_of_named(shards.seen, [sizes.input_size for sizes in shards.sizes]),
-        array_of_named(shards.seen, [sizes.output_size for sizes in shards.sizes]),
-        array_of(shards.milliseconds),
-    ]
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
 def report_files(run: Storage) -> list[tuple[Storage, str]]:

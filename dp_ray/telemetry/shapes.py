@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import nn
 
@@ -22,13 +23,27 @@ from dp_ray.engine.clock import TimedStep
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.world import World
 from dp_ray.errors import ModelError
-from dp_ray.messages import Keep, Report, SizedShards, Sizes
+from dp_ray.messages import Keep, Report, Sizes
 from dp_ray.plan.split import Shard
 from dp_ray.system.threads import repeated
+from dp_ray.tables import array_of, array_of_named
 from dp_ray.telemetry.times import packed
 from dp_ray.tensors.tree import sizes
 
 ENTRIES = re.compile(r"\d+ x ")  # how the size of a list begins that has an entry for each row
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("shard", pa.int32()),
+        ("rank", pa.int32()),
+        ("node", pa.dictionary(pa.int32(), pa.string())),
+        ("device", pa.dictionary(pa.int32(), pa.string())),
+        ("rows", pa.int32()),
+        ("input_size", pa.dictionary(pa.int32(), pa.string())),
+        ("output_size", pa.dictionary(pa.int32(), pa.string())),
+        ("milliseconds", pa.float32()),
+    ]
+)
 REPORTS_A_SECOND = 1000  # of all workers together: each costs the driver's node the same, however many steps it has
 
 
@@ -193,21 +208,27 @@ class Recorder:
         if not shards and not timed and through == self._sent_through:
             return None
         self._sent_through = through
-        sized, times = _packed(shards) if shards else None, packed(timed) if timed else None
-        return Report(self._world, through, sized, times, self._attempt)
+        shapes, times = shape_table(self._world, shards) if shards else None, packed(timed) if timed else None
+        return Report(self._world, through, shapes, times, self._attempt)
 
 
-def _packed(shards: Sequence[tuple[int, int, Sizes, float]]) -> SizedShards:
-    """Pack steps, shards, sizes and milliseconds into arrays, to be sent; equal sizes are sent once."""
+def shape_table(world: World, shards: Sequence[tuple[int, int, Sizes, float]]) -> pa.Table:
+    """Return shards that a worker ran, by their steps, shards, sizes and milliseconds, as rows of SCHEMA."""
     steps, numbers, seen, milliseconds = zip(*shards, strict=True)
     places = {sizes: place for place, sizes in enumerate(dict.fromkeys(seen))}
-    return SizedShards(
-        np.array(steps, np.int64),
-        np.array(numbers, np.int32),
-        tuple(places),
-        np.array([places[sizes] for sizes in seen], np.int32),
-        np.array(milliseconds, np.float32),
-    )
+    here, place = np.zeros(len(shards), np.int32), np.array([places[sizes] for sizes in seen], np.int32)
+    columns = [
+        array_of(np.array(steps, np.int64)),
+        array_of(np.array(numbers, np.int32)),
+        array_of(here + np.int32(world.rank)),
+        array_of_named(here, [world.node]),
+        array_of_named(here, [str(world.device)]),
+        array_of(np.array([sizes.rows for sizes in seen], np.int32)),
+        array_of_named(place, [sizes.input_size for sizes in places]),
+        array_of_named(place, [sizes.output_size for sizes in places]),
+        array_of(np.array(milliseconds, np.float32)),
+    ]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
 def report_interval(world_size: int) -> float:

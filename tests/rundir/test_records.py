@@ -21,7 +21,7 @@ from dp_ray.engine.bad_samples import Reference
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
-from dp_ray.messages import SizedShards, Sizes, TimedSteps
+from dp_ray.messages import Sizes, TimedSteps
 from dp_ray.outputs.files import FILE_JSON, MANIFEST_JSON, FileRecord
 from dp_ray.outputs.read import PREVIEWS_JSON, Preview
 from dp_ray.records import FAIL, IGNORE, Record
@@ -39,6 +39,7 @@ from dp_ray.system.process import Process
 from dp_ray.tables import PartTable, read_table, write_table
 from dp_ray.tasks.setup import PINS_JSON, REFERENCE_JSON
 from dp_ray.telemetry import reports
+from dp_ray.telemetry.shapes import shape_table
 from dp_ray.telemetry.times import read_step_times, step_time_parts, times_table
 from dp_ray.trackers.feed import MEMORY_JSON, Memory
 
@@ -357,7 +358,7 @@ def reported(run: Storage, first: int, end: int) -> None:
     for step in range(first, end):
         for rank in range(2):
             if step - rank >= first:
-                parts.add(reports.shape_table(World(rank, 2), shard(step - rank, rank)))
+                parts.add(shape_table(World(rank, 2), [(step - rank, rank, Sizes("[5]", "[5]", 5), 1.0)]))
         parts.write()
 
 
@@ -365,11 +366,6 @@ def merged(run: Storage, first: int, end: int) -> None:
     """The same, put in order at the end of a run."""
     reported(run, first, end)
     reports.merge_reports(run, 99)
-
-
-def shard(step: int, number: int) -> SizedShards:
-    zero, ones = np.zeros(1, np.int32), np.ones(1, np.float32)
-    return SizedShards(np.array([step]), zero + np.int32(number), (Sizes("[5]", "[5]", 5),), zero, ones)
 
 
 def reports_of(run: Storage) -> list[int]:

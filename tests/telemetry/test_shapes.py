@@ -29,14 +29,14 @@ from torch import nn
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.world import World
 from dp_ray.errors import ModelError, StorageError
-from dp_ray.messages import Report, SizedShards, Sizes, TimedSteps, WorkerReady
+from dp_ray.messages import Report, Sizes, TimedSteps, WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir.claim import RunDir
 from dp_ray.storage import Storage
 from dp_ray.tables import PartTable, reading, step_ranges
 from dp_ray.telemetry import reports
-from dp_ray.telemetry.reports import ReportTables, read_reports, report_files, shape_table
+from dp_ray.telemetry.reports import ReportTables, read_reports, report_files
 from dp_ray.telemetry.shapes import (
     Probe,
     Recorder,
@@ -45,6 +45,7 @@ from dp_ray.telemetry.shapes import (
     encode_sizes,
     report_interval,
     shape_lines,
+    shape_table,
 )
 from dp_ray.tensors.tree import sizes
 from tests.support.builders import monitor_of
@@ -317,11 +318,9 @@ class Row(NamedTuple):
 
 def spelled(report: Report) -> list[Row]:
     """A report's rows one by one."""
-    if (shards := report.shards) is None:
-        return []
-    sizes = [shards.sizes[number] for number in shards.seen.tolist()]
-    columns = shards.steps.tolist(), shards.shards.tolist(), sizes, shards.milliseconds.tolist()
-    return [Row(*values) for values in zip(*columns, strict=True)]
+    rows = [] if report.shapes is None else report.shapes.to_pylist()
+    sizes = [Sizes(row["input_size"], row["output_size"], row["rows"]) for row in rows]
+    return [Row(row["step"], row["shard"], seen, row["milliseconds"]) for row, seen in zip(rows, sizes, strict=True)]
 
 
 def record(recorder: Recorder, row: Row) -> None:
@@ -390,7 +389,6 @@ def test_the_sizes_of_a_report_are_named_once() -> None:
         with recording() as (recorder, sent):
             for step in range(100):
                 record(recorder, Row(step, 0, Sizes("[5]" + " " * long, f"[{step % 2}]" + " " * long, 5), 1.0))
-        assert sent[0].shards is not None and len(sent[0].shards.sizes) == 2
         lengths.append(len(pickle.dumps(sent[0])))
     assert lengths[1] < lengths[0] + 5 * 9_000
 
@@ -402,7 +400,7 @@ def test_a_step_without_rows_is_told_too() -> None:
         recorder.flush()
         recorder.flush()
         recorder.on_step(1)
-    assert [(report.through, report.shards) for report in sent] == [(0, None), (1, None)]
+    assert [(report.through, report.shapes) for report in sent] == [(0, None), (1, None)]
 
 
 def record_and_fail(sent: list[Report]) -> None:
@@ -653,19 +651,9 @@ def test_every_shard_is_printed_once_and_kept_as_it_ran_last(
     assert [row.seen for row in kept] == [play.seen(row.step, row.shard) for row in kept]
 
 
-def shards_of(*rows: Row) -> SizedShards:
-    """What a worker sends of these rows."""
-    with recording() as (recorder, sent):
-        for row in rows:
-            record(recorder, row)
-    assert sent[0].shards is not None
-    return sent[0].shards
-
-
-def alike(steps: range, shard: int, seen: int = 0, milliseconds: float = 1.0) -> SizedShards:
+def alike(steps: range, shard: int, seen: int = 0) -> list[Row]:
     """One shard that is alike in all steps."""
-    zeros, times = np.zeros(len(steps), np.int32), np.full(len(steps), milliseconds, np.float32)
-    return SizedShards(np.arange(steps.start, steps.stop), zeros + np.int32(shard), (SEEN[seen],), zeros, times)
+    return [Row(step, shard, SEEN[seen], 1.0) for step in steps]
 
 
 def ready(attempt: int, world_size: int) -> list[World]:
@@ -685,8 +673,8 @@ def begin(monitor: Monitor, *worlds: World) -> None:
         monitor.take(WorkerReady(world.node, world, 1, ()))
 
 
-def report(world: World, through: int, shards: SizedShards | None = None) -> Report:
-    return Report(world, through, shards, attempt=world.node)
+def report(world: World, through: int, rows: Sequence[Row] = ()) -> Report:
+    return Report(world, through, shape_table(world, rows) if rows else None, attempt=world.node)
 
 
 def test_a_step_is_passed_on_when_all_workers_are_through(capsys: pytest.CaptureFixture[str]) -> None:
@@ -803,9 +791,9 @@ def test_a_worker_far_ahead_keeps_sizes_and_times(sizes: list[int | None], piece
                     if step % pieces == 0:
                         recorder.flush()
                         tables.keep()
-            tables.add(report(late, len(sizes), alike(range(len(sizes)), 2, 3, 0.5)))
+            tables.add(report(late, len(sizes), alike(range(len(sizes)), 2)))
         kept = kept_in(run)
-    recorded += [Row(step, 2, SEEN[3], 0.5) for step in range(len(sizes))]
+    recorded += alike(range(len(sizes)), 2)
     assert [Row(*row[:4]) for row in kept] == sorted(recorded)
 
 
@@ -814,7 +802,7 @@ def test_times_are_exact(tmp_path: Path) -> None:
     with closing(ReportTables(run, ALL)) as tables:
         for world in ready(0, 2):
             rows = [Row(step, world.rank, SEEN[0], step * 2.0 + world.rank) for step in range(1000)]
-            tables.add(report(world, 999, shards_of(*rows)))
+            tables.add(report(world, 999, rows))
     assert [row.milliseconds for row in kept_in(run)] == [float(number) for number in range(2000)]
 
 
@@ -879,7 +867,7 @@ def write(run: Storage, blocks: Sequence[Sequence[ShardReport]]) -> None:
                 world = World(told.rank, node=told.node, device=torch.device(told.device))
                 sizes = Sizes(text(told.input_size), text(told.output_size), told.rows)
                 row = Row(told.step, told.shard, sizes, told.milliseconds)
-                tables.add(Report(world, told.step, shards_of(row)))
+                tables.add(report(world, told.step, [row]))
             tables.keep()
 
 
@@ -940,7 +928,7 @@ def test_sizes_of_which_some_are_equal_come_back(tmp_path: Path) -> None:
     with closing(ReportTables(run, ALL)) as tables:
         for first in (0, 4):
             rows = [Row(step, 0, seen, 1.0) for step, seen in enumerate(sizes, first)]
-            tables.add(Report(World(node="node-0"), first + 3, shards_of(*rows)))
+            tables.add(report(World(node="node-0"), first + 3, rows))
     assert [row.seen for row in kept_in(run)] == sizes * 2
     assert [*pd.read_parquet(tmp_path / "shapes.parquet")["input_size"]] == ["[4, 5]"] * 8
 
@@ -998,15 +986,12 @@ def test_pandas_opens_the_reports(tmp_path: Path) -> None:
 
 def test_the_memory_of_many_sizes_in_many_small_blocks_is_what_they_take(tmp_path: Path) -> None:
     """Each of 400 blocks has 16 sizes of its own: no block may hold all earlier ones' too."""
-    shards, ones = np.arange(16, dtype=np.int32), np.ones(16, np.float32)
 
     def go() -> None:
         with closing(ReportTables(Storage(str(tmp_path)), ALL)) as tables:
             for step in range(400):
-                sizes = tuple(
-                    Sizes(f"[1, {number}]", f"[{number}]", 1) for number in range(16 * step, 16 * step + 16)
-                )
-                tables.add(Report(World(), step, SizedShards(np.full(16, step), shards, sizes, shards, ones)))
+                sizes = [Sizes(f"[1, {number}]", f"[{number}]", 1) for number in range(16 * step, 16 * step + 16)]
+                tables.add(report(World(), step, [Row(step, shard, seen, 1.0) for shard, seen in enumerate(sizes)]))
 
     assert growth_of(go) < 10_000_000
     sizes = pd.read_parquet(tmp_path / "shapes.parquet")["output_size"].tolist()
@@ -1046,7 +1031,7 @@ def test_a_storage_that_fails_ends_a_run_at_its_end_for_shapes_and_not_for_times
         folder.mkdir()
         tables = ReportTables(Storage(str(folder)), ALL)
         (folder / name).touch()  # where a folder is to be made
-        tables.add(Report(World(), 1, alike(range(2), 0), times))
+        tables.add(report(World(), 1, alike(range(2), 0))._replace(times=times))
         tables.keep()
         if name == "times":
             tables.close()
