@@ -215,15 +215,16 @@ class Recorder:
 def shape_table(world: World, shards: Sequence[tuple[int, int, Sizes, float]]) -> pa.Table:
     """Return shards that a worker ran, by their steps, shards, sizes and milliseconds, as rows of SCHEMA."""
     steps, numbers, seen, milliseconds = zip(*shards, strict=True)
-    places = {sizes: place for place, sizes in enumerate(dict.fromkeys(seen))}
-    here, place = np.zeros(len(shards), np.int32), np.array([places[sizes] for sizes in seen], np.int32)
+    places: dict[Sizes, int] = {}
+    place = np.array([places.setdefault(sizes, len(places)) for sizes in seen], np.int32)
+    rows, here = np.array([sizes.rows for sizes in places], np.int32)[place], np.zeros(len(shards), np.int32)
     columns = [
         array_of(np.array(steps, np.int64)),
         array_of(np.array(numbers, np.int32)),
         array_of(here + np.int32(world.rank)),
         array_of_named(here, [world.node]),
         array_of_named(here, [str(world.device)]),
-        array_of(np.array([sizes.rows for sizes in seen], np.int32)),
+        array_of(rows),
         array_of_named(place, [sizes.input_size for sizes in places]),
         array_of_named(place, [sizes.output_size for sizes in places]),
         array_of(np.array(milliseconds, np.float32)),

@@ -662,7 +662,7 @@ def ready(attempt: int, world_size: int) -> list[World]:
 
 def following(*worlds: World, run: Storage | None = None) -> Monitor:
     """A monitor of a training of 20 steps of ten rows, whose workers are ready."""
-    claimed = run and RunDir(run, "", is_resumed=False)
+    claimed = RunDir(run, "", is_resumed=False) if run else None
     monitor = monitor_of(split=Split(200, 10, 2), shapes=True, quiet=True, run=claimed)
     begin(monitor, *worlds)
     return monitor
