@@ -11,7 +11,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import ray
 
 from benchmarks.cluster import local_ray, scratch
@@ -25,8 +24,10 @@ from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor, listening
 from dp_ray.plan.costs import Plan
 from dp_ray.plan.split import Split, Work
+from dp_ray.rundir.claim import RunDir
+from dp_ray.rundir.files import SHAPES
 from dp_ray.storage import Storage
-from dp_ray.telemetry.reports import ReportFile
+from dp_ray.tables import reading
 from dp_ray.trackers.tensorboard import TensorBoardWriter
 
 ROWS = 10**9
@@ -85,15 +86,17 @@ def _reports_a_second(folder: Path, workers: int) -> float:
         for first in range(REPLAYS)
     ]
     ray.get([replay.ready.remote(channel) for replay in replays])
-    path = folder / "shapes.parquet"
-    split, tensorboard = Split(workers * steps, workers, workers), TensorBoardWriter(Storage(str(folder)))
-    monitor = Monitor(job, split, ReportFile(path), [tensorboard], Console("growth", quiet=True), False)
+    run = RunDir(Storage(str(folder)).child(f"{time.time_ns()}"), "", is_resumed=False)
+    run.storage.create()
+    split, tensorboard = Split(workers * steps, workers, workers), TensorBoardWriter(run.storage)
+    monitor = Monitor(job, split, [tensorboard], Console("growth", quiet=True), False, run)
     started = time.perf_counter()
     with listening(monitor, lambda wait: receive(channel, wait)):
         ray.get([replay.send.remote(channel) for replay in replays])
     monitor.close()
     taken = time.perf_counter() - started
-    assert pq.read_metadata(path).num_rows == workers * steps, "not every shard report has arrived"
+    with reading(run.storage, SHAPES) as file:
+        assert file.metadata.num_rows == workers * steps, "not every shard report has arrived"
     for actor in (*replays, channel):
         ray.kill(actor)
     return workers * steps / taken

@@ -246,5 +246,5 @@ def _progress() -> Progress:
     progress.last = {"step": 9, "loss": 0.5, "accuracy": 0.5, "eval_loss": 0.5, "eval_accuracy": 0.5}
     for rank in range(2):
         times = packed([TimedStep(9, 5, [0.1] * len(PARTS))])
-        progress.take(Report(World(rank), 9, {}, [], times), 5)
+        progress.take(Report(World(rank), 9, times=times), 5)
     return progress

@@ -29,7 +29,7 @@ from dp_ray.results.result import Result
 from dp_ray.rundir.history import METRICS
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
-from dp_ray.telemetry.times import StepTimeWriter
+from dp_ray.telemetry.times import step_time_parts, times_table
 
 STEPS, FEW = 1_000_000, 1_000
 WORKERS = 2
@@ -75,11 +75,12 @@ def _run(folder: Path, steps: int) -> Storage:
 def _write_times(run: Storage, steps: int, drawn: np.random.Generator) -> None:
     for number, first in enumerate(range(0, steps, AT_ONCE)):
         step = np.arange(first, min(first + AT_ONCE, steps))
-        writer = StepTimeWriter(run.child("times"))
+        parts = step_time_parts(run)
         for rank in range(WORKERS):
             times = drawn.random((len(step), len(PARTS)), np.float32) / np.float32(1000)
-            writer.add(World(rank=rank), TimedSteps(step, np.full(len(step), 2, np.int32), times))
-        writer.close()
+            timed = TimedSteps(step, np.full(len(step), 2, np.int32), times)
+            parts.add(times_table(0, World(rank=rank), timed))
+        parts.write()
         assert (Path(run.path) / "times" / f"part-{number}.parquet").exists()
 
 

@@ -4,11 +4,9 @@ import asyncio
 import pickle
 from typing import Any
 
-import numpy as np
-
 from dp_ray.engine.world import World
-from dp_ray.messages import Message, Report, ShardSpan, Sizes, WorkerReady
-from dp_ray.telemetry.shapes import report_interval
+from dp_ray.messages import Message, Report, Sizes, WorkerReady
+from dp_ray.telemetry.shapes import report_interval, shape_table
 
 MANY = 4_096  # workers
 STEPS_A_SECOND = 50
@@ -44,8 +42,7 @@ def _packed(message: Message) -> bytes:
 
 
 def _report(world: World, first_step: int) -> Report:
-    """One shard a step, alike in all steps; only the first report has to say what it looked like."""
-    seen = {0: Sizes("[4, 5]", "[4, 2]", 4)} if first_step == 0 else {}
-    times = np.full(STEPS_IN_A_REPORT, 0.1, np.float32)
-    span = ShardSpan(first_step, STEPS_IN_A_REPORT, world.rank, 0, times)
-    return Report(world, first_step + STEPS_IN_A_REPORT - 1, seen, [span], attempt=ATTEMPT)
+    """One shard a step, alike in all steps."""
+    end, sizes = first_step + STEPS_IN_A_REPORT, Sizes("[4, 5]", "[4, 2]", 4)
+    shapes = shape_table(world, [(step, world.rank, sizes, 0.1) for step in range(first_step, end)])
+    return Report(world, end - 1, shapes, attempt=ATTEMPT)

@@ -17,6 +17,7 @@ from dp_ray.text import counted
 
 if TYPE_CHECKING:
     import numpy as np
+    import pyarrow as pa
 
     from dp_ray.engine.clock import DevicePlace, Flops
     from dp_ray.engine.world import Collective, World
@@ -59,16 +60,6 @@ class Sizes(NamedTuple):
     rows: int
 
 
-class ShardSpan(NamedTuple):
-    """Consecutive steps in which one shard had the same sizes; one time for each step, or one mean if folded."""
-
-    first_step: int
-    num_steps: int
-    shard: int
-    seen: int
-    milliseconds: "np.ndarray[Any, np.dtype[np.float32]]"
-
-
 class TimedSteps(NamedTuple):
     """Steps of one worker, int64 [n]; the rows that it ran, int32 [n]; the seconds of PARTS, float32 [n, parts]."""
 
@@ -78,15 +69,14 @@ class TimedSteps(NamedTuple):
 
 
 class Report(NamedTuple):
-    """One worker's message: spans ordered by first step, the new sizes by their numbers, and the last step done.
+    """One worker's message: the last step done, and what was measured since the last message.
 
-    `times` are those of the steps measured since the last message, None if there are none.
+    `shapes` has a row for each shard, as `shapes.parquet`.
     """
 
     world: "World"
     through: int
-    seen: dict[int, Sizes]
-    spans: list[ShardSpan]
+    shapes: "pa.Table | None" = None
     times: TimedSteps | None = None
     attempt: str = ""
 

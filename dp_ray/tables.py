@@ -7,7 +7,7 @@ and `pq.ParquetFile` do not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,11 @@ def array_of_texts(texts: Sequence[str]) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
 
 
+def array_of_named(places: Numbers, names: Sequence[str]) -> pa.DictionaryArray:
+    """Return texts as an Arrow array: to each place in `names`, the text there."""
+    return pa.DictionaryArray.from_arrays(array_of(places), array_of_texts(names))
+
+
 def array_of_some(values: Sequence[float | None], kind: pa.DataType) -> pa.Array:
     """Return numbers of Arrow's type `kind`, int64 or float64, as an Arrow array; some may be missing.
 
@@ -106,6 +111,17 @@ def read_table(storage: Storage, name: str, schema: pa.Schema | None = None) -> 
         return table if schema is None else table.cast(schema)
 
 
+def step_ranges(storage: Storage, name: str) -> list[tuple[int, int, int]]:
+    """Return the first step, the last one and the number of rows of each row group of a file.
+
+    The steps are the file's first column. Raises StorageError if it is damaged.
+    """
+    with reading(storage, name) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        columns = [group.column(0).statistics for group in groups]
+        return [(column.min, column.max, group.num_rows) for column, group in zip(columns, groups, strict=True)]
+
+
 def write_table(storage: Storage, name: str, table: pa.Table, **options: Any) -> None:
     """Write a table as a Parquet file; the options are those of `pq.write_table`."""
     with storage.writing(name) as stream:
@@ -135,14 +151,13 @@ class PartTable:
         self._tables.append(table)
 
     def write(self) -> None:
-        """Write the rows that are new; a storage that fails is left to what must be written."""
+        """Write the rows that are new; after a StorageError, the next call writes them."""
         if not self.num_new:
             return
         count = len(self._tables)
         table = pa.concat_tables(self._tables[:count]).unify_dictionaries().combine_chunks()
-        with suppress(StorageError):
-            self._folder.create()
-            write_table(self._folder, self._name.format(self._number), table, **self._options)
-            is_full = len(table) >= self._full
-            self._tables[:count] = [] if is_full else [table]
-            self._number, self._written = self._number + is_full, 0 if is_full else len(table)
+        self._folder.create()
+        write_table(self._folder, self._name.format(self._number), table, **self._options)
+        is_full = len(table) >= self._full
+        self._tables[:count] = [] if is_full else [table]
+        self._number, self._written = self._number + is_full, 0 if is_full else len(table)

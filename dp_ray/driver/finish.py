@@ -22,6 +22,7 @@ from dp_ray.rundir.claim import RunDir, kept_steps
 from dp_ray.rundir.files import BEFORE_RETRY
 from dp_ray.rundir.history import RECENT, best_of, is_of_many, summary
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
+from dp_ray.rundir.listing import PROGRESS
 from dp_ray.rundir.quarantine import count_quarantined, has_set_aside, merge_quarantine, still_missing
 from dp_ray.rundir.start import EMA, weights_path, weights_sha256
 from dp_ray.storage import Storage
@@ -169,7 +170,8 @@ def save_unfinished(
                 text = f"stopped by {(monitor.planned_stop.by or ['an interrupt'])[-1]} after {counted(step, 'step')}"
             log = monitor.incidents.log.interrupted(Interruption(IncidentKind.DRIVER, text, step))
             if not INCIDENTS_JSON.write(run, log):
-                run.delete(RECENT)  # rows that only inform: the resumed run has them again
+                run.delete(RECENT)  # these only inform: the resumed run has them again
+                run.delete(PROGRESS)
                 INCIDENTS_JSON.write(run, log)
         result.save(run)
         if has_set_aside(run):

@@ -7,7 +7,6 @@
 import contextlib
 import dataclasses
 import functools
-import io
 import os
 import sys
 import time
@@ -20,23 +19,20 @@ from dp_ray.driver.checks import check_targets, lacking_here
 from dp_ray.driver.finish import result_of, save_unfinished, summary_of, time_lines
 from dp_ray.driver.planning import dataset_rows, make_plan, taken_over
 from dp_ray.engine.votes import StopRequested
-from dp_ray.engine.world import World
 from dp_ray.errors import ClusterError, Error, RunInterrupted, StorageError, WorkerError, shorten
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
-from dp_ray.messages import ShardSpan, Sizes
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, faults_for
 from dp_ray.monitor.in_process import ONE_AT_A_TIME
 from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
 from dp_ray.outputs.files import prove_outputs
 from dp_ray.plan.costs import Plan, table
-from dp_ray.plan.split import Done, Range, Split
+from dp_ray.plan.split import Split
 from dp_ray.results.result import Result
 from dp_ray.rundir import claim, ledger
-from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RENEW_SECONDS, TELL_SECONDS, RunDir
-from dp_ray.rundir.files import BEFORE_RETRY, SHAPES, recorded_about
+from dp_ray.rundir.files import BEFORE_RETRY, recorded_about
 from dp_ray.rundir.history import HISTORY, RECENT, RECENT_SECONDS, RecentHistory, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import take_request
@@ -47,8 +43,6 @@ from dp_ray.rundir.start import LINKS, first_step
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.system.threads import is_done, planned_stops, raise_put_off, repeated
-from dp_ray.tables import reading
-from dp_ray.telemetry.reports import REPORTS, ReportFile, read_journal, read_spans
 from dp_ray.text import relative
 
 if TYPE_CHECKING:
@@ -269,7 +263,7 @@ class Execution:
         A monitor shows what happens to them meanwhile; nothing of that is kept in the run's directory.
         """
         prepared, job, split = self.prepared, self.prepared.job, self.prepared.plan.split
-        monitor = Monitor(job, split, ReportFile(io.BytesIO()), (), self.console, shapes=False)
+        monitor = Monitor(job, split, (), self.console, shapes=False)
         try:
             with self.console.live(monitor.progress):
                 self.workers.run(job, self.claimed, prepared.plan.rows, monitor, prepared.faults)
@@ -423,38 +417,17 @@ def follow(prepared: Prepared, claimed: RunDir, console: Console, shapes: bool) 
     When the block ends, also by an error, the file of shape reports is complete.
     """
     job, run = prepared.job, claimed.storage
-    error: BaseException | None = None
-    reported = _reported(job, run)  # before the file that it reads is replaced
-    with run.writing(SHAPES) as stream:
-        writers: list[Writer] = []  # of the history's rows, besides the workers
-        if job.trackers is None or "tensorboard" in job.trackers:
-            from dp_ray.trackers.tensorboard import TensorBoardWriter
+    writers: list[Writer] = []  # of the history's rows, besides the workers
+    if job.trackers is None or "tensorboard" in job.trackers:
+        from dp_ray.trackers.tensorboard import TensorBoardWriter
 
-            writers.append(TensorBoardWriter(run))
-        recent = RecentHistory(run, is_followed=bool(set(job.trackers or ()) - {"tensorboard"}))
-        writers.append(recent)
-        file = ReportFile(stream, run.child(REPORTS))
-        monitor = Monitor(job, prepared.plan.split, file, writers, console, shapes, claimed)
-        monitor.shape_reports.restore(reported)
-        try:
-            saved = repeated("recent history", RECENT_SECONDS, recent.save_if_due)
-            with console.live(monitor.progress), progress_noted(run, monitor.progress), saved:
-                yield monitor
-        except BaseException as raised:
-            error = raised
+        writers.append(TensorBoardWriter(run))
+    recent = RecentHistory(run, is_followed=bool(set(job.trackers or ()) - {"tensorboard"}))
+    writers.append(recent)
+    monitor = Monitor(job, prepared.plan.split, writers, console, shapes, claimed)
+    try:
+        saved = repeated("recent history", RECENT_SECONDS, recent.save_if_due)
+        with console.live(monitor.progress), progress_noted(run, monitor.progress), saved:
+            yield monitor
+    finally:
         monitor.close()
-    run.child(REPORTS).remove()  # not before the file is complete: a driver that is killed here loses no report
-    if error is not None:
-        raise error
-
-
-def _reported(job: Job, run: Storage) -> list[tuple[World, Sizes, ShardSpan]]:
-    """Return the shape reports of earlier attempts, only of steps and shards whose work is kept."""
-    steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
-    trained = [Range(0, steps[-1], 0, job.num_shards)] if steps else []  # a training resumes from its last checkpoint
-    done = Done([*ledger.done_ranges(ledger.committed(run)), *trained])
-    spans = read_journal(run.child(REPORTS), done)
-    if run.exists(SHAPES):
-        with reading(run, SHAPES) as file:
-            spans += read_spans(file, done)
-    return sorted(spans, key=lambda one: one[2].first_step)

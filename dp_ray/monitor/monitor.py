@@ -12,16 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from itertools import groupby
 from typing import Any, Protocol
 
-import numpy as np
+import pyarrow as pa
 
 from dp_ray import messages
 from dp_ray.engine.clock import Flops
-from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.job.job import Job
 from dp_ray.monitor import attempts
@@ -34,9 +32,9 @@ from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.listing import PROGRESS_JSON
 from dp_ray.storage import Storage
 from dp_ray.system.threads import repeated
-from dp_ray.telemetry.reports import Collector, ReportColumns, ReportFile
+from dp_ray.tables import numbers, reading
+from dp_ray.telemetry.reports import ReportTables, report_files
 from dp_ray.telemetry.shapes import decode_sizes, shape_lines
-from dp_ray.telemetry.times import TIMES, StepTimeWriter
 from dp_ray.text import counted, relative
 
 
@@ -53,15 +51,14 @@ class Writer(Protocol):
 class Monitor:
     """Takes in the workers' messages; one thread calls `take`, in the order of arrival.
 
-    `run` is the run's directory, which keeps incidents, shape reports and step times; without one they are only
-    shown. `shapes` has the shapes of each step printed. The `writers` get the rows of the history.
+    `run` is the run's directory, which keeps incidents and what the workers report; without one they are only shown.
+    `shapes` has the shapes of each step printed. The `writers` get the rows of the history.
     """
 
     def __init__(
         self,
         job: Job,
         split: Split,
-        file: ReportFile,
         writers: Iterable[Writer],
         console: Console,
         shapes: bool,
@@ -87,9 +84,11 @@ class Monitor:
         self.flops: Flops | None = None  # of a row, if the job asks for them
         self.shards_found: int | None = None  # by `shards: auto`
         self.stopped_early: messages.StoppedEarly | None = None  # why a training ended before its last step
-        self.shape_reports = ShapeReports(
-            file, storage, self.progress, self.incidents, console, shapes, job.batch_dim
-        )
+        self._split = split
+        self._through: dict[int, int] = {}  # the last step that each worker of the attempt has finished, by rank
+        self._reports = ReportTables(storage, split.total_steps) if storage else None
+        self._must_keep = False
+        self._shape_lines = ShapeLines(console, job.batch_dim, storage) if shapes else None
 
     def take(self, message: messages.Message) -> None:
         """Process a message."""
@@ -101,7 +100,7 @@ class Monitor:
             case messages.Report():
                 self._report(message)
             case messages.Keep():
-                self.shape_reports.keep()
+                self._must_keep = True
             case messages.Note(text=text) | messages.Waits(what=text):
                 self._console.say(text)
             case messages.Logged(rows=rows):
@@ -183,16 +182,26 @@ class Monitor:
         devices = ", ".join(sorted({str(world.device) for world in worlds}))
         where = f"{counted(len(worlds), 'worker')} on {counted(len(nodes), 'node')}"
         self._console.say(f"{'in this process' if worker.attempt == messages.HERE else where} ({devices})")
-        self.shape_reports.begin(worlds, len(self.incidents.log.world_sizes) - 1)
+        self._through = {world.rank: -1 for world in worlds}
+        if self._reports:
+            self._reports.begin(len(self.incidents.log.world_sizes) - 1)
         self.progress.start(worlds)
         for report in self.attempts.take_early():
             self._report(report)
 
     def _report(self, report: messages.Report) -> None:
-        if self.attempts.is_current(report.attempt):
-            self.progress.take(report, self.shape_reports.take(report))
-        else:
+        if not self.attempts.is_current(report.attempt):
             self.attempts.hold_early(report)
+            return
+        self._through[report.world.rank] = report.through
+        rows = 0
+        if report.shapes is not None:
+            rows = int(numbers(report.shapes["rows"]).sum())
+            if self._shape_lines:
+                self._shape_lines.add(report.shapes)
+        self.progress.take(report, rows)
+        if self._reports:
+            self._reports.add(report)
 
     def begin(self, what: str) -> None:
         """Show `what` as the current phase, before the first step."""
@@ -200,10 +209,21 @@ class Monitor:
         self._console.progress(self.progress, at_once=True)
 
     def tick(self) -> None:
-        """Pass on complete steps, show the progress, and check for workers that hang."""
-        self.shape_reports.emit()
+        """Take in the steps that all workers have finished, show the progress, and check for workers that hang."""
+        self._advance()
+        if self._must_keep and self._reports:  # once for all workers that have asked for it
+            self._reports.keep()
+        self._must_keep = False
         self._console.progress(self.progress)
         self._hangs.check(self.node_control)
+
+    def _advance(self) -> None:
+        done, before = 1 + min(self._through.values(), default=-1), self.progress.step
+        if done > before:  # else a later attempt repeats steps
+            self.incidents.advanced_at = time.monotonic()
+            self.progress.advance(done, self._split.rows_of(done) - self._split.rows_of(before))
+            if self._shape_lines:
+                self._shape_lines.print(done)
 
     def ask_to_stop(self, by: str) -> bool:
         """Ask the run to stop after its current step and keep it; return whether it will.
@@ -215,98 +235,57 @@ class Monitor:
         return self.planned_stop.ask(self.node_control, runs_a_step, by)
 
     def close(self) -> None:
-        """Finish the shape reports and the history; workers can no longer be asked to stop."""
+        """Finish the shape reports, also of unfinished steps, and the history; workers cannot be asked to stop."""
         self.planned_stop.is_closed = True
-        self.shape_reports.close()
+        self._advance()
+        if self._shape_lines:
+            self._shape_lines.print()
         self._losses.end()
         for writer in self._writers:
             writer.close()
+        if self._reports:  # last: it raises an error if the storage fails
+            self._reports.close()
 
 
-@dataclass(eq=False)
-class ShapeReports:
-    """The workers' shape reports, put in order, written, and printed if the user asks for it; and step times."""
+class ShapeLines:
+    """Prints the lines of `--shapes`: each step once, when all workers have finished it."""
 
-    file: ReportFile
-    run: Storage | None
-    progress: Progress
-    incidents: attempts.Incidents
-    console: Console
-    prints: bool
-    batch_dim: int
-
-    def __post_init__(self) -> None:
-        self._times = StepTimeWriter(self.run.child(TIMES)) if self.run else None
-        self._must_keep = self._is_closing = False
-        self._stdout = sys.stdout
-        self._collector = Collector(self._on_rows)
+    def __init__(self, console: Console, batch_dim: int, run: Storage | None) -> None:
+        self._console, self._batch_dim = console, batch_dim
         self._decode = cache(decode_sizes)
+        self._stdout = sys.stdout
+        self._next = 0  # the first step that is not printed
+        self._sizes: dict[int, dict[int, tuple[Any, Any]]] = {}  # inputs and outputs, by step and shard
+        for file in report_files(run) if run else ():  # those of earlier drivers
+            with reading(*file) as parquet:
+                for batch in parquet.iter_batches():
+                    self.add(batch)
 
-    def restore(self, spans: Sequence[tuple[World, messages.Sizes, messages.ShardSpan]]) -> None:
-        """Take in the reports that a resumed run has of its finished steps."""
-        self._collector.restore(spans)
+    def add(self, shapes: pa.Table | pa.RecordBatch) -> None:
+        """Add shards that a worker has run."""
+        for row in shapes.to_pylist():
+            if row["step"] >= self._next:
+                sizes = self._decode(row["input_size"]), self._decode(row["output_size"])
+                self._sizes.setdefault(row["step"], {})[row["shard"]] = sizes
 
-    def begin(self, worlds: Sequence[World], attempt: int) -> None:
-        """Begin an attempt of the run with these workers; attempts count from 0."""
-        self._collector.begin(worlds)
-        if self._times:
-            self._times.begin(attempt)
+    def print(self, end: int | None = None) -> None:
+        """Print the steps before `end`, by default all that have been added.
 
-    def take(self, report: messages.Report) -> int:
-        """Take in a report; return the number of rows in it."""
-        self._collector.take(report)
-        if self._times and report.times is not None:
-            self._times.add(report.world, report.times)
-        return sum(self._collector.rows_of(report.world.rank, span) for span in report.spans)
-
-    def keep(self) -> None:
-        """Write all reports to the journal at the next `emit`: a worker is about to commit its steps."""
-        self._must_keep = True
-
-    def emit(self) -> None:
-        """Pass on the steps that all workers have finished; write the journal if `keep` asked for it."""
-        self._collector.emit()
-        if self._must_keep:
-            self._must_keep = False
-            self.file.save(self._collector)
-
-    def close(self) -> None:
-        """Pass on all reports, also those of unfinished steps, and finish the file."""
-        self._collector.emit()
-        self._is_closing = True  # the steps that are left are not done, so they do not count as progress
-        self._collector.close()
-        self.file.close()
-        if self._times:
-            self._times.close()
-
-    def _on_rows(self, collector: Collector, rows: ReportColumns) -> None:
-        self.file.write(collector, rows)
-        if not self._is_closing:
-            self.incidents.advanced_at = time.monotonic()
-            counts = np.bincount(rows.seen).tolist()
-            num_rows = sum(count * collector.seen[number].rows for number, count in enumerate(counts))
-            self.progress.advance(int(rows.step[-1]) + 1, num_rows)
-        if self.prints:
-            self._print(self._lines(collector, rows))
-
-    def _print(self, lines: Iterator[str]) -> None:
-        """Print lines to stdout; a closed pipe, as with `| head`, ends the printing but not the job."""
+        A closed pipe, as with `| head`, ends the printing but not the job.
+        """
+        end = 1 + max(self._sizes, default=-1) if end is None else end
         try:
-            for line in lines:
-                print(line, file=self._stdout)
+            for step in range(self._next, end):
+                if shards := self._sizes.pop(step, {}):  # else the run began after the step
+                    lines = shape_lines([shards[shard] for shard in sorted(shards)], self._batch_dim)
+                    print(*lines, sep="\n", file=self._stdout)
+            self._next = max(self._next, end)
             self._stdout.flush()
         except BrokenPipeError:
-            self.prints = False
+            self._next = sys.maxsize
             # Python flushes stdout when it exits, and would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stdout.fileno())
-            self.console.say("stdout was closed, no more shapes are printed")
-
-    def _lines(self, collector: Collector, rows: ReportColumns) -> Iterator[str]:
-        numbered = zip(rows.step.tolist(), rows.seen.tolist(), strict=True)
-        for _, shards in groupby(numbered, key=lambda pair: pair[0]):
-            seen = [collector.seen[number] for _, number in shards]
-            sizes = [(self._decode(one.input_size), self._decode(one.output_size)) for one in seen]
-            yield from shape_lines(sizes, self.batch_dim)
+            self._console.say("stdout was closed, no more shapes are printed")
 
 
 INTERRUPT_SECONDS = 10.0
@@ -364,7 +343,7 @@ WRITE_SECONDS = {False: 1.0, True: 5.0}  # between two writes: on a disk, on an 
 
 @contextmanager
 def progress_noted(run: Storage, progress: Progress) -> Iterator[None]:
-    """Write `progress.json` every few seconds while the block runs, if anything has changed, and at its end."""
+    """Write `progress.json` at once, every few seconds while the block runs if it has changed, and at its end."""
     written: dict[str, Any] = {}
 
     def write() -> None:
@@ -373,6 +352,7 @@ def progress_noted(run: Storage, progress: Progress) -> Iterator[None]:
         if values != written and PROGRESS_JSON.write(run, {**values, "at": time.time()}):
             written = values
 
+    write()
     try:
         with repeated("progress", WRITE_SECONDS[run.is_atomic], write):
             yield

@@ -122,7 +122,11 @@ class Split:
     @property
     def total_rows(self) -> int:
         """Rows of all steps of all epochs."""
-        epochs, rest = divmod(self.total_steps, max(1, self.steps))
+        return self.rows_of(self.total_steps)
+
+    def rows_of(self, num_steps: int) -> int:
+        """Return the rows of the first `num_steps` steps of all epochs."""
+        epochs, rest = divmod(num_steps, max(1, self.steps))
         return epochs * self.rows_kept + rest * self.batch_size
 
     def cursor(self, step: int) -> tuple[int, int]:

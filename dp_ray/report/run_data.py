@@ -23,14 +23,14 @@ from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, from_arrow
 from dp_ray.outputs.files import names_so_far
 from dp_ray.outputs.previews import read_previews
 from dp_ray.rundir.claim import UnfinishedRun, unfinished
-from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON, SHAPES
+from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON
 from dp_ray.rundir.history import history_of
 from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.numerics import summary_of
 from dp_ray.rundir.quarantine import QUARANTINE, QUARANTINED, RECORDS_JSON, BadRecord, record_files
 from dp_ray.storage import Storage
-from dp_ray.tables import numbers, read_table, reading
-from dp_ray.telemetry.reports import REPORTS, journal_files
+from dp_ray.tables import numbers, read_table, reading, step_ranges
+from dp_ray.telemetry.reports import report_files
 from dp_ray.telemetry.times import PART, TIMES, facts_of, read_step_times, steady, time_split, verdict_of
 from dp_ray.text import hide_in, relative
 
@@ -244,14 +244,11 @@ def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
     files = [(times, name) for name in times.numbered(PART)]
     is_timed = bool(files)
     if not is_timed:
-        # The file of a run's shape reports, then the pieces of a run that goes on.
-        folder = run.child(REPORTS)
-        files = [(run, SHAPES)] if run.exists(SHAPES) else []
-        files += [(folder, name) for name in journal_files(folder)]
+        files = report_files(run)
     nodes = {rank: node for file in files for rank, node in _nodes_of(file)}
     if not nodes or steps <= 0:
         return None
-    steps = min(steps, 1 + max(map(_last_step, files)))
+    steps = min(steps, 1 + max((last for file in files for _, last, _ in step_ranges(*file)), default=-1))
     num_ranks = max(nodes) + 1
     columns = max(1, min(steps, MOST_COLUMNS, CELLS // num_ranks))
     edges = np.arange(columns + 1) * steps // columns
@@ -290,13 +287,6 @@ def _reports_in(file: File, is_timed: bool) -> Iterator[tuple[Any, Any, Any, Any
                 seconds, milliseconds = (), numbers(batch.column("milliseconds"))
             step, rank, rows = (numbers(batch.column(name)) for name in names)
             yield step, rank, rows, milliseconds, seconds
-
-
-def _last_step(file: File) -> int:
-    """Return the last step in a file, by its statistics."""
-    with reading(*file) as parquet:
-        groups = [parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups)]
-        return max((int(group.column(0).statistics.max) for group in groups), default=-1)
 
 
 def _nodes_of(file: File) -> Iterator[tuple[int, str]]:

@@ -1,7 +1,7 @@
 """Measure the sizes of each shard's inputs and outputs, and send them to the driver, on a worker.
 
-`Probe` measures with hooks on the model. `Recorder` collects spans of steps with equal sizes, which takes
-microseconds a shard; a thread of it sends them. `shape_lines` prints them.
+`Probe` measures with hooks on the model. `Recorder` collects what was measured, which takes microseconds a shard; a
+thread of it sends that. `shape_lines` prints it.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import nn
 
@@ -22,13 +23,27 @@ from dp_ray.engine.clock import TimedStep
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.world import World
 from dp_ray.errors import ModelError
-from dp_ray.messages import Keep, Report, ShardSpan, Sizes
+from dp_ray.messages import Keep, Report, Sizes
 from dp_ray.plan.split import Shard
 from dp_ray.system.threads import repeated
+from dp_ray.tables import array_of, array_of_named
 from dp_ray.telemetry.times import packed
 from dp_ray.tensors.tree import sizes
 
 ENTRIES = re.compile(r"\d+ x ")  # how the size of a list begins that has an entry for each row
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("shard", pa.int32()),
+        ("rank", pa.int32()),
+        ("node", pa.dictionary(pa.int32(), pa.string())),
+        ("device", pa.dictionary(pa.int32(), pa.string())),
+        ("rows", pa.int32()),
+        ("input_size", pa.dictionary(pa.int32(), pa.string())),
+        ("output_size", pa.dictionary(pa.int32(), pa.string())),
+        ("milliseconds", pa.float32()),
+    ]
+)
 REPORTS_A_SECOND = 1000  # of all workers together: each costs the driver's node the same, however many steps it has
 
 
@@ -141,10 +156,7 @@ class Recorder:
         self._send = send
         self._attempt = attempt
         interval = report_interval(world.world_size) if interval is None else interval
-        self._numbers: dict[Sizes, int] = {}
-        self._unsent: dict[int, Sizes] = {}  # sizes that the driver does not know yet, by number
-        self._open: dict[int, tuple[int, int, list[float]]] = {}  # by shard: first step, number of its sizes, times
-        self._spans: list[ShardSpan] = []
+        self._shards: list[tuple[int, int, Sizes, float]] = []
         self.rows = 0  # of the shards recorded since somebody has set it to 0
         self._times: list[TimedStep] = []
         self._through = -1
@@ -158,16 +170,7 @@ class Recorder:
         """Record a shard's sizes and the milliseconds of its forward."""
         self.rows += shard.rows
         with self._lock:
-            number = self._numbers.get(seen)
-            if number is None:
-                number = self._numbers[seen] = len(self._numbers)
-                self._unsent[number] = seen
-            span = self._open.get(shard.shard)
-            if span and span[1] == number and span[0] + len(span[2]) == shard.step:
-                span[2].append(milliseconds)
-                return
-            self._close_run(shard.shard)
-            self._open[shard.shard] = (shard.step, number, [milliseconds])
+            self._shards.append((shard.step, shard.shard, seen, milliseconds))
 
     def on_step(self, step: int) -> None:
         """Record that this worker has finished `step`, with or without rows in it."""
@@ -199,22 +202,34 @@ class Recorder:
 
     def _take(self) -> Report | None:
         with self._lock:
-            for shard in list(self._open):
-                self._close_run(shard)
             through = self._through  # read once: `on_step` does not take the lock
+            shards, self._shards = self._shards, []
             timed, self._times = self._times, []
-            if not self._spans and not timed and through == self._sent_through:
-                return None
-            spans = sorted(self._spans, key=lambda span: span.first_step)
-            times = packed(timed) if timed else None
-            report = Report(self._world, through, self._unsent, spans, times, self._attempt)
-            self._sent_through, self._unsent, self._spans = through, {}, []
-            return report
+        if not shards and not timed and through == self._sent_through:
+            return None
+        self._sent_through = through
+        shapes, times = shape_table(self._world, shards) if shards else None, packed(timed) if timed else None
+        return Report(self._world, through, shapes, times, self._attempt)
 
-    def _close_run(self, shard: int) -> None:
-        if shard in self._open:
-            first_step, seen, times = self._open.pop(shard)
-            self._spans.append(ShardSpan(first_step, len(times), shard, seen, np.array(times, np.float32)))
+
+def shape_table(world: World, shards: Sequence[tuple[int, int, Sizes, float]]) -> pa.Table:
+    """Return shards that a worker ran, by their steps, shards, sizes and milliseconds, as rows of SCHEMA."""
+    steps, numbers, seen, milliseconds = zip(*shards, strict=True)
+    places: dict[Sizes, int] = {}
+    place = np.array([places.setdefault(sizes, len(places)) for sizes in seen], np.int32)
+    rows, here = np.array([sizes.rows for sizes in places], np.int32)[place], np.zeros(len(shards), np.int32)
+    columns = [
+        array_of(np.array(steps, np.int64)),
+        array_of(np.array(numbers, np.int32)),
+        array_of(here + np.int32(world.rank)),
+        array_of_named(here, [world.node]),
+        array_of_named(here, [str(world.device)]),
+        array_of(rows),
+        array_of_named(place, [sizes.input_size for sizes in places]),
+        array_of_named(place, [sizes.output_size for sizes in places]),
+        array_of(np.array(milliseconds, np.float32)),
+    ]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
 def report_interval(world_size: int) -> float:

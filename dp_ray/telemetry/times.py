@@ -1,7 +1,7 @@
 """The time of each worker's steps: written while a run goes on, read, split into parts, and judged in words.
 
 `times/part-N.parquet` has a row for each step of each worker: COLUMNS, and the seconds of each part of PARTS.
-`StepTimeWriter` writes them on the driver. `read_step_times` leaves out what ran twice and tells waiting from
+`reports.ReportTables` writes them on the driver. `read_step_times` leaves out what ran twice and tells waiting from
 exchanging. `time_split` gives each part's share of the time. `decide` says what limits the run: rules as pure
 functions, each of which gives a Verdict with the share of the time that it would save, or nothing.
 
@@ -12,7 +12,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -29,15 +28,13 @@ from dp_ray.messages import Logged, TimedSteps
 from dp_ray.plan.split import Split
 from dp_ray.rundir.history import CLOCKED, forget
 from dp_ray.storage import Storage
-from dp_ray.system.threads import repeated, waiting
-from dp_ray.tables import PartTable, array_of, array_of_texts, numbers, read_table, table_of_rows
+from dp_ray.system.threads import waiting
+from dp_ray.tables import PartTable, array_of, array_of_named, numbers, read_table, table_of_rows
 from dp_ray.text import listed, percent
 
 TIMES = "times"
 PART = "part-{}.parquet"
 ROWS_IN_A_PART = 1 << 16
-WRITE_SECONDS = 5.0
-SHARE_OF_WRITES = 0.02  # of the driver's time, at most
 COLUMNS = {
     "step": pa.int64(),
     "attempt": pa.int32(),  # the place in `world_sizes` of result.json
@@ -74,39 +71,17 @@ def packed(timed: Sequence[TimedStep]) -> TimedSteps:
     return TimedSteps(steps, rows, np.array([one.seconds for one in timed], np.float32))
 
 
-class StepTimeWriter:
-    """The steps' times on disk, written by a thread every few seconds."""
+def step_time_parts(run: Storage) -> PartTable:
+    """Return the table of a run's step times, to which rows can be added."""
+    return PartTable(run.child(TIMES), PART, ROWS_IN_A_PART, compression="zstd", use_dictionary=["node"])
 
-    def __init__(self, folder: Storage) -> None:
-        self._table = PartTable(folder, PART, ROWS_IN_A_PART, compression="zstd", use_dictionary=["node"])
-        self._attempt = 0
-        self._due = 0.0
-        self._is_open = ExitStack()
-        self._is_open.enter_context(repeated("step-times", WRITE_SECONDS, self._write))
 
-    def begin(self, attempt: int) -> None:
-        """Begin an attempt of the run, counted from 0."""
-        self._attempt = attempt
-
-    def add(self, world: World, timed: TimedSteps) -> None:
-        """Add steps of a worker of the current attempt."""
-        num = len(timed.steps)
-        numbers = np.full(num, self._attempt, np.int32), np.full(num, world.rank, np.int32)
-        node = pa.DictionaryArray.from_arrays(array_of(np.zeros(num, np.int32)), array_of_texts([world.node]))
-        before = [array_of(one) for one in (timed.steps, *numbers)]
-        after = [array_of(one) for one in (timed.rows, *timed.seconds.T)]
-        self._table.add(pa.Table.from_arrays([*before, node, *after], schema=SCHEMA))
-
-    def close(self) -> None:
-        """Write what is new."""
-        self._is_open.close()
-        self._table.write()
-
-    def _write(self) -> None:
-        began = time.monotonic()
-        if began >= self._due:
-            self._table.write()
-            self._due = began + (time.monotonic() - began) / SHARE_OF_WRITES
+def times_table(attempt: int, world: World, timed: TimedSteps) -> pa.Table:
+    """Return the steps of a worker as rows of the table; attempts of the run count from 0."""
+    here = np.zeros(len(timed.steps), np.int32)
+    before = [array_of(column) for column in (timed.steps, here + np.int32(attempt), here + np.int32(world.rank))]
+    after = [array_of(column) for column in (timed.rows, *timed.seconds.T)]
+    return pa.Table.from_arrays([*before, array_of_named(here, [world.node]), *after], schema=SCHEMA)
 
 
 def read_step_times(run: Storage, newest: int | None = None) -> pa.Table:

@@ -35,7 +35,7 @@ def progressed() -> Progress:
     progress.last = {"step": 9, "loss": 0.5, "right": float("nan"), "eval_loss": None, "rows": 10}
     for rank, seconds in enumerate((0.1, 0.3)):
         times = packed([TimedStep(9, 5, [seconds] * len(PARTS))])
-        progress.take(Report(World(rank), 9, {}, [], times), 5)
+        progress.take(Report(World(rank), 9, times=times), 5)
     return progress
 
 

@@ -20,11 +20,20 @@ from dp_ray.driver.run import Options
 from dp_ray.engine.clock import PARTS, DeviceClock, DevicePlace, Part, SilentClock, StepClock, TimedStep
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
-from dp_ray.messages import TimedSteps
+from dp_ray.messages import Report, TimedSteps
 from dp_ray.monitor.in_process import InProcess
 from dp_ray.storage import Storage
-from dp_ray.telemetry import times as step_time_files
-from dp_ray.telemetry.times import SCHEMA, STEP_PARTS, TIMES, StepTimeWriter, packed, read_step_times
+from dp_ray.telemetry import reports
+from dp_ray.telemetry.reports import ReportTables
+from dp_ray.telemetry.times import (
+    SCHEMA,
+    STEP_PARTS,
+    TIMES,
+    packed,
+    read_step_times,
+    step_time_parts,
+    times_table,
+)
 from tests.support.training import Pairs, mlp
 
 STEPS, SECONDS = 6, 0.01
@@ -339,13 +348,12 @@ def steps(first: int, num: int, exchange: float = 0.0, forward: float = 1.0) -> 
 
 
 def written(run: Storage, *attempts: dict[World, TimedSteps]) -> None:
-    """Write each attempt's steps with a writer of its own, as drivers one after another do."""
+    """Write each attempt's steps to files of its own, as drivers one after another do."""
     for number, attempt in enumerate(attempts):
-        writer = StepTimeWriter(run.child(TIMES))
-        writer.begin(number)
+        parts = step_time_parts(run)
         for world, timed in attempt.items():
-            writer.add(world, timed)
-        writer.close()
+            parts.add(times_table(number, world, timed))
+        parts.write()
 
 
 def test_who_arrives_last_waits_for_nobody(tmp_path: Path) -> None:
@@ -372,20 +380,20 @@ def test_a_step_that_ran_twice_is_there_as_it_ran_last(tmp_path: Path) -> None:
 
 
 def test_the_files_are_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_time_files, "WRITE_SECONDS", 0.002)
-    monkeypatch.setattr(step_time_files, "SHARE_OF_WRITES", 1e9)
-    monkeypatch.setattr(step_time_files, "ROWS_IN_A_PART", 5)
+    monkeypatch.setattr(reports, "WRITE_SECONDS", 0.002)
+    monkeypatch.setattr(reports, "SHARE_OF_WRITES", 1e9)
+    monkeypatch.setattr("dp_ray.telemetry.times.ROWS_IN_A_PART", 5)
     run = Storage(str(tmp_path))
     assert read_step_times(run).num_rows == 0
-    writer = StepTimeWriter(run.child(TIMES))
-    writer.begin(0)
+    tables = ReportTables(run, 8)
+    tables.begin(0)
     for step in range(0, 8, 2):
-        writer.add(World(), steps(step, 2))
+        tables.add(Report(World(), step + 1, None, steps(step, 2)))
         until = time.monotonic() + 20
         while read_step_times(run).num_rows < step + 2 and time.monotonic() < until:
             time.sleep(0.002)
         assert read_step_times(run).num_rows == step + 2
-    writer.close()
+    tables.close()
     names = sorted(path.name for path in (tmp_path / TIMES).iterdir())
     assert names == ["part-0.parquet", "part-1.parquet"]
     assert [pq.read_table(tmp_path / TIMES / name).num_rows for name in names] == [6, 2]

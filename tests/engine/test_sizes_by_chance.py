@@ -12,7 +12,7 @@ from dp_ray.driver.replay import replay
 from dp_ray.engine.world import World
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
-from dp_ray.messages import Note, Report
+from dp_ray.messages import Note
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import derive_seed
 from dp_ray.rundir.ledger import PARTS
@@ -20,7 +20,7 @@ from dp_ray.storage import Storage
 from dp_ray.tasks.replay import StepChoice
 from dp_ray.tasks.task import run_task
 from tests.support.builders import run_dir_of
-from tests.support.group import ProcessExit, history_of, run_group, weights_of
+from tests.support.group import ProcessExit, history_of, run_group, shapes_in, weights_of
 from tests.support.merging import merged
 
 ROWS = 24
@@ -158,8 +158,7 @@ def test_what_is_kept_is_a_plain_loops_to_the_bit(tmp_path: Path, model: Any) ->
     pieces = [one if keep is None else one[keep[0]] for one in whole]
     read = found.read()
     assert torch.equal(read if keep is None else read[keep[0]], torch.cat(pieces))
-    seen = [sizes.input_size for one in told if isinstance(one, Report) for sizes in one.seen.values()]
-    assert seen == [f"[{job.batch_size // 2}, 5]"]
+    assert {*shapes_in(told, "input_size")} == {f"[{job.batch_size // 2}, 5]"}
     assert notes(told) == []
 
 

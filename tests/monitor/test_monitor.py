@@ -428,7 +428,7 @@ def test_the_workers_of_an_attempt_stand_in_the_order_of_their_ranks() -> None:
 
 def test_reports_that_come_before_their_attempt_begins_are_given_once() -> None:
     found = attempts_of()
-    early = [Report(World(0, 2), 0, {}, [], attempt=name) for name in ("b", "a", "b")]
+    early = [Report(World(0, 2), 0, attempt=name) for name in ("b", "a", "b")]
     for one in early:
         found.hold_early(one)
     for worker in (ready("a", 0), ready("a", 1), ready("b", 0)):

@@ -25,7 +25,7 @@ from dp_ray.results.text import Table
 from dp_ray.rundir.files import RESULT, SHAPES
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.telemetry.reports import Collector, ReportFile
+from dp_ray.telemetry.reports import ReportTables
 from dp_ray.telemetry.shapes import Recorder, ShardReport
 from tests.support.builders import writer_of
 from tests.support.merging import begin, merge
@@ -45,17 +45,13 @@ def make_outputs(run: Storage) -> None:
 
 
 def make_shapes(run: Storage) -> None:
-    with run.writing(SHAPES) as stream:
-        file = ReportFile(stream)
-        collector = Collector(file.write)
-        collector.begin([World()])
-        with Recorder(World(), collector.take, 3600.0) as recorder:
-            for step, shards in Work(SPLIT):
-                for shard in shards:
-                    recorder.on_shard(shard, Sizes(f"[{shard.rows}, 5]", f"[{shard.rows}, 2]", shard.rows), 1.5)
-                recorder.on_step(step)
-        collector.close()
-        file.close()
+    tables = ReportTables(run, SPLIT.total_steps)
+    with Recorder(World(), tables.add, 3600.0) as recorder:
+        for step, shards in Work(SPLIT):
+            for shard in shards:
+                recorder.on_shard(shard, Sizes(f"[{shard.rows}, 5]", f"[{shard.rows}, 2]", shard.rows), 1.5)
+            recorder.on_step(step)
+    tables.close()
 
 
 @pytest.fixture

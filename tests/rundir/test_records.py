@@ -1,7 +1,6 @@
 """Each JSON file and each growing table of a run: its form, what is made of a bad one, kills while it is written."""
 
 import importlib
-import io
 import json
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -22,10 +21,9 @@ from dp_ray.engine.bad_samples import Reference
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
-from dp_ray.messages import Report, ShardSpan, Sizes, TimedSteps
+from dp_ray.messages import Sizes, TimedSteps
 from dp_ray.outputs.files import FILE_JSON, MANIFEST_JSON, FileRecord
 from dp_ray.outputs.previews import PREVIEWS_JSON, Preview
-from dp_ray.plan.split import Done, Range
 from dp_ray.records import FAIL, IGNORE, Record
 from dp_ray.rundir import history
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN_JSON, SWEEP_JSON, About, Sweep, SweepTrial
@@ -40,9 +38,9 @@ from dp_ray.storage import Storage
 from dp_ray.system.process import Process
 from dp_ray.tables import PartTable, read_table, write_table
 from dp_ray.tasks.setup import PINS_JSON, REFERENCE_JSON
-from dp_ray.telemetry import times
-from dp_ray.telemetry.reports import Collector, ReportFile, read_journal
-from dp_ray.telemetry.times import StepTimeWriter, read_step_times
+from dp_ray.telemetry import reports
+from dp_ray.telemetry.shapes import shape_table
+from dp_ray.telemetry.times import read_step_times, step_time_parts, times_table
 from dp_ray.trackers.feed import MEMORY_JSON, Memory
 
 
@@ -342,11 +340,11 @@ def parts_of(run: Storage) -> list[int]:
 
 
 def timed(run: Storage, attempt: int, first: int, end: int) -> None:
-    writer = StepTimeWriter(run.child(times.TIMES))
-    writer.begin(attempt)
     seconds = np.zeros((end - first, len(PARTS)), np.float32)
-    writer.add(World(), TimedSteps(np.arange(first, end), np.full(end - first, 4, np.int32), seconds))
-    writer.close()  # writes here, and not in its thread
+    steps = TimedSteps(np.arange(first, end), np.full(end - first, 4, np.int32), seconds)
+    parts = step_time_parts(run)
+    parts.add(times_table(attempt, World(), steps))
+    parts.write()
 
 
 def times_of(run: Storage) -> list[tuple[int, int]]:
@@ -355,23 +353,26 @@ def times_of(run: Storage) -> list[tuple[int, int]]:
 
 
 def reported(run: Storage, first: int, end: int) -> None:
-    """A journal that gets steps one by one, and is saved after each; a second worker is one step behind."""
-    file = ReportFile(io.BytesIO(), run.child("reports"))
-    collector = Collector(file.write)
-    worlds = [World(rank, 2) for rank in range(2)]
-    collector.begin(worlds)
+    """Shape reports that come step by step, and are kept after each; a second worker is one step behind."""
+    parts = PartTable(run.child(reports.REPORTS), reports.PIECE, 4)
     for step in range(first, end):
-        for world in worlds:
-            done = step - world.rank
-            spans = [ShardSpan(done, 1, world.rank, 0, np.ones(1, np.float32))] if done >= first else []
-            collector.take(Report(world, done, {0: Sizes("[5]", "[5]", 5)}, spans))
-        collector.emit()
-        file.save(collector)
+        for rank in range(2):
+            if step - rank >= first:
+                parts.add(shape_table(World(rank, 2), [(step - rank, rank, Sizes("[5]", "[5]", 5), 1.0)]))
+        parts.write()
+
+
+def merged(run: Storage, first: int, end: int) -> None:
+    """The same, put in order at the end of a run."""
+    reported(run, first, end)
+    reports.merge_reports(run, 99)
 
 
 def reports_of(run: Storage) -> list[int]:
-    spans = read_journal(run.child("reports"), Done([Range(0, 99, 0, 2)]))
-    return sorted({span.first_step + at for _, _, span in spans for at in range(span.num_steps)})
+    steps: set[int] = set()
+    for folder, name in reports.report_files(run):
+        steps |= {*read_table(folder, name)["step"].to_pylist()}
+    return sorted(steps)
 
 
 def pieces(run: Storage, *ends: int) -> None:
@@ -412,7 +413,8 @@ SCENES = {
     ),
     "a table in parts": Scene(lambda run: grown(run, 0, (2, 5)), lambda run: grown(run, 5, (6, 8, 9, 10)), parts_of),
     "the times of steps": Scene(lambda run: timed(run, 0, 0, 5), lambda run: timed(run, 1, 3, 7), times_of),
-    "the journal of shapes": Scene(lambda run: reported(run, 0, 2), lambda run: reported(run, 2, 5), reports_of),
+    "the shape reports": Scene(lambda run: reported(run, 0, 2), lambda run: reported(run, 2, 5), reports_of),
+    "the merged shape reports": Scene(lambda run: merged(run, 0, 2), lambda run: merged(run, 2, 5), reports_of),
     **{
         name: Scene(
             lambda run, case=case: case.record.write(run, case.value, case.name),  # type: ignore[misc]
@@ -424,7 +426,7 @@ SCENES = {
 }
 
 
-OF_MANY_CALLS = ("the journal of shapes", "a table in parts", "the times of steps")
+OF_MANY_CALLS = ("the shape reports", "the merged shape reports", "a table in parts", "the times of steps")
 
 
 def killed_at_each_point(scene: Scene, folder: Path, error: BaseException) -> Iterator[tuple[Storage, Any]]:
@@ -503,7 +505,8 @@ def test_rows_that_a_storage_refused_are_written_with_the_next(tmp_path: Path) -
     table = PartTable(run, "part-{}.parquet", 4)
     table.add(rows(0, 5))
     fs, run.fs = run.fs, Failing(run.fs, 0, OSError("no answer"))
-    table.write()
+    with pytest.raises(StorageError, match="no answer"):
+        table.write()
     assert table.num_new == 5
     run.fs = fs
     table.add(rows(5, 6))

@@ -3,7 +3,6 @@
 A change of one of these constructors needs a change of its builder alone; `tests/test_house.py` enforces it.
 """
 
-import io
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
@@ -41,7 +40,6 @@ from dp_ray.rundir import ledger
 from dp_ray.rundir.claim import RunDir, claim
 from dp_ray.rundir.ledger import Ledger
 from dp_ray.storage import Storage
-from dp_ray.telemetry.reports import ReportFile
 from dp_ray.trackers.tensorboard import TensorBoardWriter
 
 CPU = torch.device("cpu")
@@ -97,12 +95,12 @@ def monitor_of(
     quiet: bool = False,
     nodes: NodeControl | None = None,
     run: RunDir | None = None,
+    split: Split = Split(20, 10, 2),  # noqa: B008  # it is frozen
 ) -> Monitor:
     """Build the monitor of two workers, by default without a run directory; it has taken in the messages."""
     made = Job.make({**PREDICTION, **(job or {})}, "job")
     writers = [TensorBoardWriter(Storage("nowhere"))]
-    console, file = Console("job", quiet), ReportFile(io.BytesIO())
-    monitor = Monitor(made, Split(20, 10, 2), file, writers, console, shapes, run)
+    monitor = Monitor(made, split, writers, Console("job", quiet), shapes, run)
     if nodes is not None:
         monitor.node_control = nodes
     for message in messages:

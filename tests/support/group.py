@@ -20,7 +20,7 @@ from dp_ray.engine.out_of_memory import free_memory
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, everyone, form_group, leave_group
 from dp_ray.job.job import Job
-from dp_ray.messages import Measured
+from dp_ray.messages import Measured, Report
 from dp_ray.rundir.history import CLOCKED
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
@@ -118,6 +118,12 @@ def measured(messages: list[Any]) -> dict[str, float]:
     """What an evaluation told."""
     (found,) = (one.metrics for one in messages if isinstance(one, Measured))
     return dict(found)
+
+
+def shapes_in(messages: list[Any], column: str) -> list[Any]:
+    """The values of a column of `shapes.parquet` in the reports among the messages."""
+    tables = [message.shapes for message in messages if isinstance(message, Report) and message.shapes is not None]
+    return [value for table in tables for value in table[column].to_pylist()]
 
 
 def _started() -> tuple[Any, Connection]:

@@ -14,7 +14,7 @@ from dp_ray.results.result import Result
 from dp_ray.rundir.history import METRICS
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
-from dp_ray.telemetry.times import StepTimeWriter
+from dp_ray.telemetry.times import step_time_parts, times_table
 
 EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>{{7*7}}$$x$$"
 
@@ -56,12 +56,13 @@ def write_history(run: Storage, table: pa.Table) -> None:
 
 def write_times(run: Storage, steps: int, workers: int, node: str = "10.0.0.7") -> None:
     """Times of steps in which each part of worker r takes r + 1 milliseconds, and the exchange 5."""
-    writer = StepTimeWriter(run.child("times"))
+    parts = step_time_parts(run)
     for rank in range(workers):
         seconds = np.full((steps, 10), (rank + 1) / 1000, np.float32)
         seconds[:, 4] = 0.005
-        writer.add(World(rank=rank, node=node), TimedSteps(np.arange(steps), np.full(steps, rank, np.int32), seconds))
-    writer.close()
+        timed = TimedSteps(np.arange(steps), np.full(steps, rank, np.int32), seconds)
+        parts.add(times_table(0, World(rank=rank, node=node), timed))
+    parts.write()
 
 
 def column(run: Storage, name: str) -> Any:

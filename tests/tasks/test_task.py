@@ -27,7 +27,7 @@ from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
 from tests.support import models
-from tests.support.group import run_group
+from tests.support.group import run_group, shapes_in
 from tests.support.merging import merged
 
 
@@ -83,9 +83,7 @@ def test_outputs_are_a_plain_loops_bit_for_bit(
     assert torch.equal(merged.read(), expected)
     whole = job.model(torch.stack([job.dataset[index] for index in order])).detach()
     assert torch.allclose(merged.read(), whole, atol=1e-6)
-    assert sum(
-        span.num_steps * report.seen.get(span.seen, (0, 0, 0))[2] for report in reports for span in report.spans
-    )
+    assert sum(shapes_in(reports, "rows")) == rows
 
 
 @pytest.mark.parametrize(("shards", "workers"), [(1, 1), (3, 2), (8, 3), (8, 8)])
@@ -134,7 +132,7 @@ def test_a_batch_padded_to_its_longest_is_collated_whole(tmp_path: Path) -> None
     data = models.Ragged()
     batches = [models.pad([data[index] for index in part]) * 2 for part in (range(7), range(7, 11))]
     assert [batch.tolist() for batch in merged.batches(7)] == [batch.tolist() for batch in batches]
-    seen = {one.input_size for report in reports for one in report.seen.values()}
+    seen = {*shapes_in(reports, "input_size")}
     assert all(size.endswith(" 4]") for size in seen), seen
 
 
@@ -312,7 +310,7 @@ def test_objects_in_the_outputs_are_left_out_and_told_once(tmp_path: Path) -> No
     merged, reports = run_alone(job, tmp_path / "merged")
     assert merged.read()["cache"] is None
     assert [column.name for column in merged.layout().columns] == ["logits"]
-    seen = {one.output_size for report in reports if isinstance(report, Report) for one in report.seen.values()}
+    seen = {*shapes_in(reports, "output_size")}
     assert all("<PlainCache>" in size for size in seen), seen
     assert len(seen) <= 3, "each object looks like another in the reports"
     assert sorted(notes_of(job, tmp_path / "notes")) == [

@@ -12,13 +12,13 @@ from dp_ray.job.job import Job
 from dp_ray.messages import Report
 from dp_ray.storage import Storage
 from dp_ray.telemetry.times import (
-    TIMES,
     Facts,
-    StepTimeWriter,
     Verdict,
     facts_of,
     read_step_times,
+    step_time_parts,
     time_split,
+    times_table,
     verdict_of,
 )
 from tests.support.group import run_group
@@ -52,11 +52,11 @@ def verdict_on(folder: Path, data: float, control: Slow, **keys: Any) -> Verdict
     job = Job.make({**given, "batch_size": 8, "workers": 2, **keys}, "job")
     messages = run_group(job, folder, control)
     run = Storage(str(folder))
-    writer = StepTimeWriter(run.child(TIMES))
+    parts = step_time_parts(run)
     for report in messages:
         if isinstance(report, Report) and report.times is not None:
-            writer.add(report.world, report.times)
-    writer.close()
+            parts.add(times_table(0, report.world, report.times))
+    parts.write()
     table = read_step_times(run)
     assert sorted(zip(table["step"].to_pylist(), table["rank"].to_pylist(), strict=True)) == [
         (step, rank) for step in range(STEPS) for rank in range(2)

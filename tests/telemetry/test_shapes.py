@@ -1,16 +1,19 @@
 """What the probe sees, how sizes are written down and shown, and the way of the reports to the end of the run.
 
-Reports are compared with lists of what was recorded, and with a collector that is one dictionary.
+Reports are compared with lists of what was recorded, and with a table that is one dictionary.
 """
 
 import dataclasses
 import io
 import math
+import pickle
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, redirect_stdout
+from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,20 +26,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dp_ray.engine.clock import PARTS
 from dp_ray.engine.world import World
-from dp_ray.errors import ModelError
-from dp_ray.messages import Report, ShardSpan, Sizes
-from dp_ray.plan.split import Done, Range, Shard
+from dp_ray.errors import ModelError, StorageError
+from dp_ray.messages import Report, Sizes, TimedSteps, WorkerReady
+from dp_ray.monitor.monitor import Monitor
+from dp_ray.plan.split import Shard, Split
+from dp_ray.rundir.claim import RunDir
 from dp_ray.storage import Storage
+from dp_ray.tables import PartTable, reading, step_ranges
 from dp_ray.telemetry import reports
-from dp_ray.telemetry.reports import (
-    Collector,
-    ReportColumns,
-    ReportFile,
-    read_journal,
-    read_reports,
-    read_spans,
-)
+from dp_ray.telemetry.reports import ReportTables, read_reports, report_files
 from dp_ray.telemetry.shapes import (
     Probe,
     Recorder,
@@ -45,8 +45,11 @@ from dp_ray.telemetry.shapes import (
     encode_sizes,
     report_interval,
     shape_lines,
+    shape_table,
 )
 from dp_ray.tensors.tree import sizes
+from tests.support.builders import monitor_of
+from tests.support.within import within
 
 Size = torch.Size
 
@@ -301,6 +304,7 @@ def test_the_sum_is_what_torch_cat_gives(rows: int, shards: int, batch_dim: int)
 SEEN = [Sizes(f"[{rows}, 5]", f"[{rows}, 2]", rows) for rows in range(1, 5)]
 NEVER = 3600.0  # seconds between two reports that nobody asked for
 WAIT = 30.0
+ALL = 1 << 40  # more steps than any run here has
 
 
 class Row(NamedTuple):
@@ -312,15 +316,11 @@ class Row(NamedTuple):
     milliseconds: float
 
 
-def spelled(report: Report, seen: dict[int, Sizes]) -> list[Row]:
-    """A report's rows one by one, with the sizes that this and earlier reports named."""
-    seen.update(report.seen)
-    rows = []
-    for span in report.spans:
-        assert len(span.milliseconds) == span.num_steps
-        numbered = enumerate(span.milliseconds.tolist(), span.first_step)
-        rows += [Row(step, span.shard, seen[span.seen], time) for step, time in numbered]
-    return rows
+def spelled(report: Report) -> list[Row]:
+    """A report's rows one by one."""
+    rows = [] if report.shapes is None else report.shapes.to_pylist()
+    sizes = [Sizes(row["input_size"], row["output_size"], row["rows"]) for row in rows]
+    return [Row(row["step"], row["shard"], seen, row["milliseconds"]) for row, seen in zip(rows, sizes, strict=True)]
 
 
 def record(recorder: Recorder, row: Row) -> None:
@@ -334,36 +334,24 @@ def recording(interval: float = NEVER) -> Iterator[tuple[Recorder, list[Report]]
         yield recorder, sent
 
 
-def test_equal_steps_are_one_run() -> None:
-    with recording() as (recorder, sent):
-        for step in range(10):
-            for shard in (3, 4):
-                record(recorder, Row(step, shard, SEEN[shard - 3], step + shard / 8))
-            recorder.on_step(step)
-    (report,) = sent
-    assert report.world == World() and report.through == 9
-    assert report.seen == {0: SEEN[0], 1: SEEN[1]}
-    assert [span[:4] for span in report.spans] == [(0, 10, 3, 0), (0, 10, 4, 1)]
-    assert [span.milliseconds.tolist() for span in report.spans] == [
-        [step + shard / 8 for step in range(10)] for shard in (3, 4)
-    ]
-
-
 @pytest.mark.parametrize(
-    ("steps", "sizes", "spans"),
-    [
-        ([0, 1, 2], [0, 0, 1], [(0, 2), (2, 1)]),
-        ([0, 1, 2], [0, 1, 0], [(0, 1), (1, 1), (2, 1)]),
-        ([0, 2, 3], [0, 0, 0], [(0, 1), (2, 2)]),
-    ],
+    ("steps", "sizes"),
+    [(range(10), [0] * 10), ([0, 1, 2], [0, 0, 1]), ([0, 1, 2], [0, 1, 0]), ([0, 2, 3], [0, 0, 0])],
+    ids=["alike", "changed", "changed back", "one left out"],
 )
-def test_a_run_ends_where_the_size_changes_or_a_step_is_left_out(
-    steps: list[int], sizes: list[int], spans: list[tuple[int, int]]
-) -> None:
+def test_a_report_has_each_shard_in_the_order_of_its_run(steps: Sequence[int], sizes: Sequence[int]) -> None:
+    rows = [
+        Row(step, shard, SEEN[size + shard - 3], step + shard / 8)
+        for step, size in zip(steps, sizes, strict=True)
+        for shard in (3, 4)
+    ]
     with recording() as (recorder, sent):
-        for step, size in zip(steps, sizes, strict=True):
-            record(recorder, Row(step, 0, SEEN[size], 1.0))
-    assert [(span.first_step, span.num_steps) for span in sent[0].spans] == spans
+        for row in rows:
+            record(recorder, row)
+            recorder.on_step(row.step)
+    (report,) = sent
+    assert (report.world, report.through, report.times) == (World(), steps[-1], None)
+    assert spelled(report) == rows
 
 
 histories = st.lists(
@@ -390,20 +378,19 @@ def test_all_that_was_recorded_is_sent(steps: list[tuple[list[tuple[int, Sizes]]
             if flush:
                 recorder.flush()
                 assert sent[-1].through == step
-    named: dict[int, Sizes] = {}
-    assert sorted(row for report in sent for row in spelled(report, named)) == sorted(recorded)
-    for report in sent:
-        assert [span.first_step for span in report.spans] == sorted(span.first_step for span in report.spans)
-    assert len({number for report in sent for number in report.seen}) == len(named) == len(set(named.values()))
+    assert [row for report in sent for row in spelled(report)] == recorded
     assert not steps or sent[-1].through == len(steps) - 1
 
 
-def test_the_sizes_of_a_run_are_named_once() -> None:
-    with recording() as (recorder, sent):
-        for step in range(4):
-            record(recorder, Row(step, 0, SEEN[step % 2], 1.0))
-            recorder.flush()
-    assert [report.seen for report in sent] == [{0: SEEN[0]}, {1: SEEN[1]}, {}, {}]
+def test_the_sizes_of_a_report_are_named_once() -> None:
+    """Also if each is a text of its own: a report of many steps is not longer for long sizes."""
+    lengths = []
+    for long in (9, 9_000):
+        with recording() as (recorder, sent):
+            for step in range(100):
+                record(recorder, Row(step, 0, Sizes("[5]" + " " * long, f"[{step % 2}]" + " " * long, 5), 1.0))
+        lengths.append(len(pickle.dumps(sent[0])))
+    assert lengths[1] < lengths[0] + 5 * 9_000
 
 
 def test_a_step_without_rows_is_told_too() -> None:
@@ -413,7 +400,7 @@ def test_a_step_without_rows_is_told_too() -> None:
         recorder.flush()
         recorder.flush()
         recorder.on_step(1)
-    assert [(report.through, report.spans) for report in sent] == [(0, []), (1, [])]
+    assert [(report.through, report.shapes) for report in sent] == [(0, None), (1, None)]
 
 
 def record_and_fail(sent: list[Report]) -> None:
@@ -429,7 +416,7 @@ def test_an_error_in_the_block_loses_nothing() -> None:
     with pytest.raises(KeyError):
         record_and_fail(sent)
     assert sent[0].through == 0
-    assert [(span.first_step, span.num_steps) for span in sent[0].spans] == [(0, 2)]
+    assert spelled(sent[0]) == [Row(0, 0, SEEN[0], 1.0), Row(1, 0, SEEN[0], 2.0)]
 
 
 def test_reports_are_sent_in_the_background() -> None:
@@ -475,15 +462,20 @@ def test_recording_beside_the_background_thread_loses_nothing() -> None:
         for step in range(3000):
             record(recorder, Row(step, 0, SEEN[step % 3 == 0], float(step)))
             recorder.on_step(step)
-    seen: dict[int, Sizes] = {}
-    rows = [row for report in sent for row in spelled(report, seen)]
+    rows = [row for report in sent for row in spelled(report)]
     assert rows == [Row(step, 0, SEEN[step % 3 == 0], float(step)) for step in range(3000)]
     through = [report.through for report in sent]
     assert through == sorted(through) and through[-1] == 2999
 
 
-class Emitted(NamedTuple):
-    """What a collector passes on, in plain values."""
+@pytest.mark.parametrize(("workers", "seconds"), [(1, 0.1), (8, 0.1), (100, 0.1), (4096, 4.096)])
+def test_all_workers_together_send_at_most_a_thousand_reports_a_second(workers: int, seconds: float) -> None:
+    assert report_interval(workers) == seconds
+    assert workers / seconds <= 1000
+
+
+class Kept(NamedTuple):
+    """A row of `shapes.parquet`, in plain values."""
 
     step: int
     shard: int
@@ -493,11 +485,11 @@ class Emitted(NamedTuple):
 
 
 class Naive:
-    """A collector in a few plain lines: the newest report of each shard, passed on once, in order."""
+    """The reports in a few plain lines: the newest of each shard; a step is passed on once, in order."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[int, int], Emitted] = {}
-        self.emitted: list[Emitted] = []
+        self.held: dict[tuple[int, int], Kept] = {}
+        self.passed_on: list[Kept] = []
         self.through: dict[int, int] = {}
         self.passed = -1
 
@@ -506,40 +498,54 @@ class Naive:
 
     def take(self, worker: tuple[int, int], rows: Sequence[Row], through: int) -> None:
         for row in rows:
-            self.held[row.step, row.shard] = Emitted(*row, worker)
+            self.held[row.step, row.shard] = Kept(*row, worker)
         self.through[worker[1]] = through
 
-    def emit(self, through: float | None = None) -> None:
+    def pass_on(self, through: float | None = None) -> None:
         ready = min(self.through.values()) if through is None else through
         wanted = sorted(key for key in self.held if self.passed < key[0] <= ready)
-        self.emitted += [self.held[key] for key in wanted]
+        self.passed_on += [self.held[key] for key in wanted]
         self.passed = int(max(self.passed, min(ready, 1 << 40)))
+
+    @property
+    def lines(self) -> list[str]:
+        """What `--shapes` prints of the steps that were passed on."""
+        lines: list[str] = []
+        for _, rows in groupby(self.passed_on, key=lambda row: row.step):
+            seen = [(decode_sizes(row.seen.input_size), decode_sizes(row.seen.output_size)) for row in rows]
+            lines += shape_lines(seen, 0)
+        return lines
 
 
 def world_of(attempt: int, rank: int, world_size: int) -> World:
     return World(rank, world_size, node=f"node-{attempt}")
 
 
-def keep(kept: list[Emitted]) -> Callable[[Collector, ReportColumns], None]:
-    """An `on_rows` that spells the rows out."""
-
-    def on_rows(collector: Collector, rows: ReportColumns) -> None:
-        assert len(rows) > 0
-        for step, shard, world, seen, time in zip(*(column.tolist() for column in rows), strict=True):
-            here = collector.worlds[world]
-            worker = (int(here.node.removeprefix("node-")), here.rank)
-            kept.append(Emitted(step, shard, collector.seen[seen], time, worker))
-
-    return on_rows
+def kept_in(run: Storage) -> list[Kept]:
+    """The rows of a run's `shapes.parquet`, as another reader reads them."""
+    return [
+        Kept(
+            row["step"],
+            row["shard"],
+            Sizes(row["input_size"], row["output_size"], row["rows"]),
+            row["milliseconds"],
+            (int(row["node"].removeprefix("node-")), row["rank"]),
+        )
+        for row in pq.read_table(Path(run.path) / "shapes.parquet").to_pylist()
+    ]
 
 
 class Play:
-    """Attempts of workers that run, report, commit and die in any order, told to a Collector and to Naive."""
+    """Attempts of workers that run, report, commit and die in any order, told to a Monitor and to Naive."""
 
-    def __init__(self, data: st.DataObject, steps: int, shards: int) -> None:
+    def __init__(self, data: st.DataObject, steps: int, shards: int, folder: Path) -> None:
         self.data, self.steps, self.shards = data, steps, shards
-        self.emitted: list[Emitted] = []
-        self.collector, self.naive = Collector(keep(self.emitted)), Naive()
+        self.run, self.stdout = Storage(str(folder)), io.StringIO()
+        self.run.create()
+        with redirect_stdout(self.stdout):
+            claimed = RunDir(self.run, "", is_resumed=False)
+            self.monitor = monitor_of(split=Split(steps, 1, 1), shapes=True, quiet=True, run=claimed)
+        self.naive = Naive()
         self.sizes = data.draw(st.lists(st.sampled_from([None, *SEEN]), min_size=1, max_size=5), label="sizes")
         self.every = data.draw(st.integers(1, 4), label="steps of one size")
         self.safe: set[tuple[int, int]] = set()
@@ -551,30 +557,33 @@ class Play:
 
     def attempt(self, number: int, last: bool) -> None:
         world_size = self.data.draw(st.integers(1, self.shards), label="world size")
-        self.collector.begin([world_of(number, rank, world_size) for rank in range(world_size)])
+        for rank in range(world_size):
+            self.monitor.take(WorkerReady(str(number), world_of(number, rank, world_size), 1, ()))
         self.naive.begin(world_size)
         safe = frozenset(self.safe)
         workers = [Worker(self, (number, rank), world_size, safe) for rank in range(world_size)]
         while train_state := [worker for worker in workers if worker.step < self.steps]:
             worker = self.data.draw(st.sampled_from(train_state))
             worker.advance(self.data.draw(st.integers(1, 6)))
-            what = self.data.draw(st.sampled_from(["nothing", "report", "report", "commit", "emit", "die"]))
+            what = self.data.draw(st.sampled_from(["nothing", "report", "report", "commit", "tick", "die"]))
             if what in ("report", "commit"):
                 worker.report(commit=what == "commit")
-            if what == "emit":
-                self.emit()
+            if what == "tick":
+                self.tick()
             if what == "die" and not last:
                 break
         for worker in workers:
             worker.end(last)
 
-    def emit(self) -> None:
-        self.collector.emit()
-        self.naive.emit()
+    def tick(self) -> None:
+        self.monitor.tick()
+        self.naive.pass_on()
+        assert self.monitor.progress.step == self.naive.passed + 1
+        assert self.stdout.getvalue().splitlines() == self.naive.lines
 
     def close(self) -> None:
-        self.collector.close()
-        self.naive.emit(math.inf)
+        self.monitor.close()
+        self.naive.pass_on(math.inf)
 
 
 class Worker:
@@ -583,11 +592,10 @@ class Worker:
     def __init__(self, play: Play, name: tuple[int, int], world_size: int, safe: frozenset[tuple[int, int]]) -> None:
         self.play, self.name, self.safe = play, name, safe
         self.step = 0
-        self.sent: list[Report] = []
-        self.recorder = Recorder(world_of(*name, world_size), self.sent.append, NEVER)
+        self.sent: list[Any] = []
+        self.recorder = Recorder(world_of(*name, world_size), self.sent.append, NEVER, str(name[0]))
         self.shards = range(play.shards * name[1] // world_size, play.shards * (name[1] + 1) // world_size)
         self.rows: list[Row] = []
-        self.named: dict[int, Sizes] = {}
 
     def advance(self, steps: int) -> None:
         for _ in range(min(steps, self.play.steps - self.step)):
@@ -601,13 +609,14 @@ class Worker:
             self.step += 1
 
     def report(self, commit: bool = False) -> None:
+        if commit:
+            self.recorder.keep()
+            self.play.safe |= {(step, shard) for step in range(self.step) for shard in self.shards}
         self.recorder.flush()
-        for report in self.sent:
-            self.play.collector.take(report)
+        for message in self.sent:
+            self.play.monitor.take(message)
         if self.sent:
             self.play.naive.take(self.name, self.rows, self.step - 1)
-        if commit:
-            self.play.safe |= {(step, shard) for step in range(self.step) for shard in self.shards}
         self.sent.clear()
         self.rows = []
 
@@ -621,198 +630,250 @@ class Worker:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(steps=st.integers(1, 25), shards=st.integers(1, 5), attempts=st.integers(1, 4), data=st.data())
-def test_every_shard_is_passed_on_once_in_order(steps: int, shards: int, attempts: int, data: st.DataObject) -> None:
-    play = Play(data, steps, shards)
-    for number in range(attempts):
-        play.attempt(number, last=number == attempts - 1)
-    if data.draw(st.booleans(), label="emit before close"):
-        play.emit()
-    play.close()
-    assert play.emitted == play.naive.emitted
-    places = [(one.step, one.shard) for one in play.emitted]
+def test_every_shard_is_printed_once_and_kept_as_it_ran_last(
+    steps: int, shards: int, attempts: int, data: st.DataObject
+) -> None:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reports, "ROWS_IN_A_PIECE", data.draw(st.integers(1, 20), label="rows in a piece"))
+        patch.setattr(reports, "ROWS_IN_A_GROUP", data.draw(st.integers(1, 20), label="rows in a group"))
+        patch.setattr(reports, "ROWS_AT_ONCE", data.draw(st.integers(1, 20), label="rows at once"))
+        play = Play(data, steps, shards, Path(folder))
+        for number in range(attempts):
+            play.attempt(number, last=number == attempts - 1)
+        if data.draw(st.booleans(), label="tick before close"):
+            play.tick()
+        play.close()
+        kept = kept_in(play.run)
+    assert play.stdout.getvalue().splitlines() == play.naive.lines
+    assert kept == [row for _, row in sorted(play.naive.held.items())]
     every = [(step, shard) for step in range(steps) for shard in range(shards)]
-    assert places == [place for place in every if play.seen(*place)]
-    assert [one.seen for one in play.emitted] == [play.seen(*place) for place in places]
+    assert [(row.step, row.shard) for row in kept] == [place for place in every if play.seen(*place)]
+    assert [row.seen for row in kept] == [play.seen(row.step, row.shard) for row in kept]
 
 
-def span(first: int, count: int, shard: int, seen: int = 0, time: float = 1.0) -> ShardSpan:
-    return ShardSpan(first, count, shard, seen, np.full(count, time, np.float32))
+def alike(steps: range, shard: int, seen: int = 0) -> list[Row]:
+    """One shard that is alike in all steps."""
+    return [Row(step, shard, SEEN[seen], 1.0) for step in steps]
 
 
-def two_workers(on_rows: Callable[[Collector, ReportColumns], None]) -> tuple[Collector, list[World]]:
-    collector, worlds = Collector(on_rows), [world_of(0, rank, 2) for rank in range(2)]
-    collector.begin(worlds)
-    return collector, worlds
+def ready(attempt: int, world_size: int) -> list[World]:
+    return [world_of(attempt, rank, world_size) for rank in range(world_size)]
 
 
-def test_a_step_is_passed_on_when_all_workers_are_through() -> None:
-    kept: list[Emitted] = []
-    collector, (first, second) = two_workers(keep(kept))
-    collector.emit()
-    collector.take(Report(first, 3, {0: SEEN[0]}, [span(0, 4, 0)]))
-    collector.emit()
-    assert kept == []
-    collector.take(Report(second, 1, {0: SEEN[1]}, [span(0, 2, 1)]))
-    assert kept == []
-    collector.emit()
-    assert [(one.step, one.shard, one.seen) for one in kept] == [
-        (0, 0, SEEN[0]), (0, 1, SEEN[1]), (1, 0, SEEN[0]), (1, 1, SEEN[1])
-    ]  # fmt: skip
-    collector.take(Report(second, 9, {}, []))
-    collector.emit()
-    assert [(one.step, one.shard) for one in kept[4:]] == [(2, 0), (3, 0)]
-    assert collector.rows_of(1, span(0, 7, 1)) == 7 * SEEN[1].rows
+def following(*worlds: World, run: Storage | None = None) -> Monitor:
+    """A monitor of a training of 20 steps of ten rows, whose workers are ready."""
+    claimed = RunDir(run, "", is_resumed=False) if run else None
+    monitor = monitor_of(split=Split(200, 10, 2), shapes=True, quiet=True, run=claimed)
+    begin(monitor, *worlds)
+    return monitor
 
 
-def test_what_is_left_of_a_run_keeps_its_place() -> None:
-    kept: list[Emitted] = []
-    collector, (first, second) = two_workers(keep(kept))
-    collector.take(Report(first, 9, {0: SEEN[0]}, [span(0, 10, 0), span(5, 5, 1)]))
+def begin(monitor: Monitor, *worlds: World) -> None:
+    for world in worlds:
+        monitor.take(WorkerReady(world.node, world, 1, ()))
+
+
+def report(world: World, through: int, rows: Sequence[Row] = ()) -> Report:
+    return Report(world, through, shape_table(world, rows) if rows else None, attempt=world.node)
+
+
+def test_a_step_is_passed_on_when_all_workers_are_through(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = ready(0, 2)
+    monitor = following(first, second)
+    monitor.tick()
+    monitor.take(report(first, 3, alike(range(4), 0)))
+    monitor.tick()
+    assert (monitor.progress.step, monitor.progress.rows, capsys.readouterr().out) == (0, 0, "")
+    monitor.take(report(second, 1, alike(range(2), 1, seen=1)))
+    assert monitor.progress.step == 0
+    monitor.tick()
+    both = [(torch.Size([rows, 5]), torch.Size([rows, 2])) for rows in (1, 2)]
+    assert (monitor.progress.step, monitor.progress.rows) == (2, 20)
+    assert capsys.readouterr().out.splitlines() == [*shape_lines(both, 0)] * 2
+    monitor.take(report(second, 9))
+    monitor.tick()
+    assert (monitor.progress.step, monitor.progress.rows) == (4, 40)
+    assert capsys.readouterr().out.splitlines() == [*shape_lines(both[:1], 0)] * 2
+    assert {rank: rows for rank, (_, rows) in monitor.progress.workers.items()} == {0: 4, 1: 4}
+    monitor.close()
+
+
+def test_a_step_with_an_empty_shard_keeps_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = ready(0, 2)
+    monitor = following(first, second, run=Storage(str(tmp_path)))
+    monitor.take(report(first, 9, alike(range(10), 0)))
+    monitor.take(report(first, 9, alike(range(5, 10), 1)))
     for through in (3, 4, 9):
-        collector.take(Report(second, through, {}, []))
-        collector.emit()
+        monitor.take(report(second, through))
+        monitor.tick()
+    assert monitor.progress.step == 10
+    shape = torch.Size([1, 5]), torch.Size([1, 2])
+    lines = [*shape_lines([shape], 0)] * 5 + [*shape_lines([shape, shape], 0)] * 5
+    assert capsys.readouterr().out.splitlines() == lines
+    monitor.close()
     every = [(step, shard) for step in range(10) for shard in (0, 1)]
-    assert [(one.step, one.shard) for one in kept] == [place for place in every if place[1] == 0 or place[0] >= 5]
+    kept = [(row.step, row.shard) for row in kept_in(Storage(str(tmp_path)))]
+    assert kept == [(step, shard) for step, shard in every if shard == 0 or step >= 5]
 
 
-def test_what_never_came_through_is_passed_on_at_the_end() -> None:
-    kept: list[Emitted] = []
-    collector, (first, _) = two_workers(keep(kept))
-    collector.take(Report(first, 3, {0: SEEN[0]}, [span(0, 4, 0)]))
-    collector.emit()
-    collector.close()
-    assert [one.step for one in kept] == [0, 1, 2, 3]
+def test_what_never_came_through_is_passed_on_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = ready(0, 2)
+    monitor = following(first, second, run=Storage(str(tmp_path)))
+    monitor.take(report(first, 3, alike(range(4), 0)))
+    monitor.tick()
+    monitor.close()
+    assert [row.step for row in kept_in(Storage(str(tmp_path)))] == [0, 1, 2, 3]
+    assert len(capsys.readouterr().out.splitlines()) == 8
+    assert monitor.progress.step == 0, "these steps are not done"
 
 
-def test_the_newest_attempt_counts_where_a_step_was_run_twice() -> None:
-    kept: list[Emitted] = []
-    collector, (first, _) = two_workers(keep(kept))
-    collector.take(Report(first, 3, {0: SEEN[0]}, [span(0, 4, 0)]))
-    alone = world_of(1, 0, 1)
-    collector.begin([alone])
-    collector.take(Report(alone, 5, {0: SEEN[1]}, [span(2, 4, 0)]))
-    collector.emit()
-    assert [(one.step, one.worker[0], one.seen) for one in kept] == [
-        (0, 0, SEEN[0]), (1, 0, SEEN[0]), *((step, 1, SEEN[1]) for step in range(2, 6))
+def test_the_newest_attempt_counts_where_a_step_was_run_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one printed two steps; the second one repeats one of these and another."""
+    first, second = ready(0, 2)
+    monitor = following(first, second, run=Storage(str(tmp_path)))
+    monitor.take(report(first, 3, alike(range(4), 0)))
+    monitor.take(report(second, 1))
+    monitor.tick()
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    (alone,) = ready(1, 1)
+    begin(monitor, alone)
+    monitor.take(report(alone, 5, alike(range(1, 6), 0, seen=1)))
+    monitor.tick()
+    shape = torch.Size([2, 5]), torch.Size([2, 2])
+    assert capsys.readouterr().out.splitlines() == [*shape_lines([shape], 0)] * 4, "a step is printed once"
+    assert (monitor.progress.step, monitor.progress.rows) == (6, 60)
+    monitor.close()
+    assert [(row.step, row.worker[0], row.seen) for row in kept_in(Storage(str(tmp_path)))] == [
+        (0, 0, SEEN[0]), *((step, 1, SEEN[1]) for step in range(1, 6))
     ]  # fmt: skip
+
+
+def test_a_resumed_run_prints_what_was_reported_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a prediction, whose second driver runs the shard that was not done, from the first step on."""
+    first, second = ready(0, 2)
+    with closing(ReportTables(Storage(str(tmp_path)), ALL)) as tables:
+        tables.add(report(first, 3, alike(range(4), 0)))
+        tables.add(report(second, 1, alike(range(2), 1)))
+    (alone,) = ready(1, 1)
+    monitor = following(alone, run=Storage(str(tmp_path)))
+    monitor.take(report(alone, 3, alike(range(2, 4), 1)))
+    monitor.tick()
+    shape = torch.Size([1, 5]), torch.Size([1, 2])
+    assert capsys.readouterr().out.splitlines() == [*shape_lines([shape, shape], 0)] * 4
+    monitor.close()
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 2) | st.none(), min_size=1, max_size=60),
     pieces=st.integers(1, 5),
-    behind=st.lists(st.integers(0, 60), max_size=6).map(sorted),
+    full=st.integers(1, 9),
 )
-def test_a_worker_far_ahead_keeps_sizes_and_the_sum_of_times(
-    sizes: list[int | None], pieces: int, behind: list[int]
-) -> None:
-    """Rank 0 reports two shards in many small reports, while rank 1 is where `behind` says, and then at the end.
+def test_a_worker_far_ahead_keeps_sizes_and_times(sizes: list[int | None], pieces: int, full: int) -> None:
+    """Rank 0 reports two shards in many small reports, of which many files are made, and then rank 1 its own.
 
     Where there is no size, shard 1 is empty.
     """
-    kept: list[Emitted] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reports, "PENDING_SPANS", 2)
-        collector, (ahead, late) = two_workers(keep(kept))
-        recorded: list[Row] = []
-        with Recorder(ahead, collector.take, NEVER) as recorder:
-            for step, size in enumerate(sizes):
-                for shard in (0,) if size is None else (0, 1):
-                    recorded.append(Row(step, shard, SEEN[(size or 0) * shard], float(len(recorded) % 7)))
-                    record(recorder, recorded[-1])
-                recorder.on_step(step)
-                if step % pieces == 0:
-                    recorder.flush()
-                if behind and step % 9 == 8:
-                    collector.take(Report(late, behind.pop(0), {}, []))
-                    collector.emit()
-        collector.take(Report(late, len(sizes), {}, []))
-        collector.emit()
-    assert [one[:3] for one in kept] == [row[:3] for row in recorded]
-    for shard in (0, 1):
-        times = [one.milliseconds for one in kept if one.shard == shard]
-        exact = [row.milliseconds for row in recorded if row.shard == shard]
-        assert math.fsum(times) == pytest.approx(math.fsum(exact), rel=1e-4)
-        assert all(min(exact) - 1e-4 <= time <= max(exact) + 1e-4 for time in times)
+    ahead, late = ready(0, 2)
+    recorded: list[Row] = []
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reports, "ROWS_IN_A_PIECE", full)
+        patch.setattr(reports, "ROWS_AT_ONCE", full)
+        run = Storage(folder)
+        with closing(ReportTables(run, ALL)) as tables:
+            with Recorder(ahead, tables.add, NEVER) as recorder:
+                for step, size in enumerate(sizes):
+                    for shard in (0,) if size is None else (0, 1):
+                        recorded.append(Row(step, shard, SEEN[(size or 0) * shard], float(len(recorded))))
+                        record(recorder, recorded[-1])
+                    if step % pieces == 0:
+                        recorder.flush()
+                        tables.keep()
+            tables.add(report(late, len(sizes), alike(range(len(sizes)), 2)))
+        kept = kept_in(run)
+    recorded += alike(range(len(sizes)), 2)
+    assert [Row(*row[:4]) for row in kept] == sorted(recorded)
 
 
-def test_times_are_exact_where_no_worker_is_far_ahead() -> None:
-    kept: list[Emitted] = []
-    collector, worlds = two_workers(keep(kept))
-    for world in worlds:
-        spans = [span(step, 1, world.rank, 0, step * 2.0 + world.rank) for step in range(1000)]
-        collector.take(Report(world, 999, {0: SEEN[0]}, spans))
-    collector.emit()
-    assert [one.milliseconds for one in kept] == [float(number) for number in range(2000)]
+def test_times_are_exact(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    with closing(ReportTables(run, ALL)) as tables:
+        for world in ready(0, 2):
+            rows = [Row(step, world.rank, SEEN[0], step * 2.0 + world.rank) for step in range(1000)]
+            tables.add(report(world, 999, rows))
+    assert [row.milliseconds for row in kept_in(run)] == [float(number) for number in range(2000)]
 
 
 def growth_of(act: Callable[[], None]) -> int:
-    """The most bytes, Python's and Arrow's, held in addition at the end of `act` or at the highest point of it."""
-    before = pa.total_allocated_bytes()
+    """The most bytes, Python's and Arrow's, held in addition at one time in `act`."""
+    pool, before = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
+    pa.set_memory_pool(pool)
     tracemalloc.start()
     try:
         act()
-        return int(tracemalloc.get_traced_memory()[1] + pa.total_allocated_bytes() - before)
+        return int(tracemalloc.get_traced_memory()[1] + (pool.max_memory() or 0))
     finally:
         tracemalloc.stop()
+        pa.set_memory_pool(before)
 
 
-def test_memory_does_not_grow_with_the_steps() -> None:
-    """300,000 steps of two workers in blocks: as rows, 12 megabytes."""
-    count = 0
+@pytest.mark.parametrize("is_ahead", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["together", "apart"])
+def test_memory_does_not_grow_with_the_steps(is_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 steps of two workers in blocks, or of one and then of the other: as rows, 8 megabytes.
 
-    def on_rows(collector: Collector, rows: ReportColumns) -> None:
-        nonlocal count
-        count += len(rows)
-
-    def go() -> None:
-        collector, worlds = two_workers(on_rows)
-        for first in range(0, 300_000, 1000):
-            for world in worlds:
-                collector.take(Report(world, first + 999, {0: SEEN[0]}, [span(first, 1000, world.rank)]))
-            collector.emit()
-        collector.close()
-
-    assert growth_of(go) < 1_000_000
-    assert count == 600_000
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_a_worker_that_is_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reports 100,000 steps, ten at a time, before the other one is through with the first."""
-    monkeypatch.setattr(reports, "PENDING_SPANS", 64)
-    count = 0
-
-    def on_rows(collector: Collector, rows: ReportColumns) -> None:
-        nonlocal count
-        count += len(rows)
-
-    collector, (ahead, late) = two_workers(on_rows)
+    With the steps grow only the names of the files.
+    """
+    monkeypatch.setattr(reports, "ROWS_IN_A_PIECE", 1 << 11)
+    monkeypatch.setattr(reports, "ROWS_AT_ONCE", 1 << 12)
+    run = Storage(str(tmp_path))
+    blocks = [(first, world) for first in range(0, 100_000, 1000) for world in ready(0, 2)]
+    if is_ahead:
+        blocks.sort(key=lambda block: block[1].rank)
 
     def go() -> None:
-        for first in range(0, 100_000, 10):
-            collector.take(Report(ahead, first + 9, {0: SEEN[0]}, [span(first, 10, 0)]))
+        with closing(ReportTables(run, ALL)) as tables:
+            for first, world in blocks:
+                tables.add(report(world, first + 999, alike(range(first, first + 1000), world.rank)))
+                tables.keep()
 
-    assert growth_of(go) < 500_000
-    collector.take(Report(late, 100_000, {}, []))
-    collector.emit()
-    assert count == 100_000
+    assert growth_of(go) < 3_000_000
+    table = pq.read_table(tmp_path / "shapes.parquet")
+    assert table["step"].to_pylist() == [step for step in range(100_000) for _ in (0, 1)]
+    assert table["shard"].to_pylist() == [0, 1] * 100_000
 
 
-def write(path: Path, blocks: Sequence[Sequence[ShardReport]]) -> None:
+def test_many_rows_are_written_though_it_is_not_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "WRITE_SECONDS", 0.002)
+    monkeypatch.setattr(reports, "SHARE_OF_WRITES", 1e-9)
+    monkeypatch.setattr(reports, "ROWS_IN_A_GROUP", 10)
+    run = Storage(str(tmp_path))
+
+    def written() -> int:
+        return sum(rows for file in report_files(run) for *_, rows in step_ranges(*file))
+
+    with closing(ReportTables(run, ALL)) as tables:
+        for end in (3, 20):  # once it was time, it is not so again for long
+            tables.add(report(World(), end, alike(range(end), 0)))
+            assert within(WAIT, lambda end=end: written() >= end)  # type: ignore[misc]
+
+
+def write(run: Storage, blocks: Sequence[Sequence[ShardReport]]) -> None:
     """Write blocks of reports as the driver does; each report by a worker of its own."""
-    collector = Collector(lambda collector, rows: None)
-    with path.open("wb") as sink:
-        file = ReportFile(sink)
+    with closing(ReportTables(run, ALL)) as tables:
         for block in blocks:
-            first = len(collector.worlds)
-            collector.worlds += [World(one.rank, node=one.node, device=torch.device(one.device)) for one in block]
-            collector.seen += [Sizes(text(one.input_size), text(one.output_size), one.rows) for one in block]
-            numbers = np.arange(first, first + len(block), dtype=np.int32)
-            step, shard = (np.array([getattr(one, name) for one in block]) for name in ("step", "shard"))
-            times = np.array([one.milliseconds for one in block], np.float32)
-            file.write(collector, ReportColumns(step, shard.astype(np.int32), numbers, numbers, times))
-        file.close()
+            for told in block:
+                world = World(told.rank, node=told.node, device=torch.device(told.device))
+                sizes = Sizes(text(told.input_size), text(told.output_size), told.rows)
+                row = Row(told.step, told.shard, sizes, told.milliseconds)
+                tables.add(report(world, told.step, [row]))
+            tables.keep()
+
+
+def read(run: Storage) -> list[ShardReport]:
+    with reading(run, "shapes.parquet") as file:
+        return list(read_reports(file))
 
 
 def text(size: Any) -> str:
@@ -838,65 +899,84 @@ def some_reports(count: int) -> list[ShardReport]:
 
 @pytest.mark.parametrize("blocks", [1, 3, 10])
 def test_reports_come_back_from_their_file(tmp_path: Path, blocks: int) -> None:
-    told = some_reports(40)
-    write(tmp_path / "x", [told[number * 40 // blocks : (number + 1) * 40 // blocks] for number in range(blocks)])
-    back = list(read_reports(pq.ParquetFile(tmp_path / "x")))
+    run, told = Storage(str(tmp_path)), some_reports(40)
+    write(run, [told[number * 40 // blocks : (number + 1) * 40 // blocks] for number in range(blocks)])
+    back = read(run)
     assert back == told
     assert {type(one.input_size) for one in back} == {torch.Size}
+    assert [path.name for path in tmp_path.iterdir()] == ["shapes.parquet"]
 
 
 def test_no_reports_come_back_from_their_file(tmp_path: Path) -> None:
-    write(tmp_path / "x", [])
-    assert list(read_reports(pq.ParquetFile(tmp_path / "x"))) == []
+    run = Storage(str(tmp_path))
+    write(run, [])
+    assert read(run) == []
 
 
 def test_reports_are_written_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "ROWS_IN_A_GROUP", 8)
-    told = some_reports(26)
-    write(tmp_path / "x", [told[:3], told[3:8], told[8:17], told[17:]])
-    footer = pq.read_metadata(tmp_path / "x")
-    assert [footer.row_group(number).num_rows for number in range(footer.num_row_groups)] == [8, 9, 9]
-    assert list(read_reports(pq.ParquetFile(tmp_path / "x"))) == told
+    monkeypatch.setattr(reports, "ROWS_AT_ONCE", 9)
+    run, told = Storage(str(tmp_path)), some_reports(26)
+    write(run, [told[:3], told[3:8], told[8:17], told[17:]])
+    assert [rows for *_, rows in step_ranges(run, "shapes.parquet")] == [8, 8, 8, 2]
+    assert read(run) == told
 
 
-def test_what_was_reported_of_finished_shards_is_taken_in_again(tmp_path: Path) -> None:
-    """Of ten steps in four shards, five are done, and two shards of two more; another worker runs the rest."""
-    alike: dict[str, Any] = {"rank": 1, "node": "n", "device": "cpu", "rows": 3, "input_size": torch.Size([3, 5])}
-    told = [
-        dataclasses.replace(one, **alike, output_size=torch.Size([3])) if one.shard else one
-        for one in some_reports(40)
-    ]
-    write(tmp_path / "x", [told])
-    done = Done([Range(0, 3, 0, 4), Range(4, 6, 0, 4), Range(6, 8, 0, 2)])
-    kept: list[ShardReport] = []
-    collector = Collector(lambda collector, rows: kept.extend(shard_reports(collector, rows)))
-    spans = read_spans(pq.ParquetFile(tmp_path / "x"), done)
-    rest = [one for one in told if one.step in (3, 8, 9) or (one.step >= 6 and one.shard >= 2)]
-    assert sum(span.num_steps for _, _, span in spans) == len(told) - len(rest)
-    collector.restore(spans)
-    collector.begin([World()])
-    with Recorder(World(), collector.take, NEVER) as recorder:
+def test_sizes_of_which_some_are_equal_come_back(tmp_path: Path) -> None:
+    sizes = [Sizes("[4, 5]", f"[4, {width}]", 4) for width in (1, 2, 1, 3)]
+    run = Storage(str(tmp_path))
+    with closing(ReportTables(run, ALL)) as tables:
+        for first in (0, 4):
+            rows = [Row(step, 0, seen, 1.0) for step, seen in enumerate(sizes, first)]
+            tables.add(report(World(node="node-0"), first + 3, rows))
+    assert [row.seen for row in kept_in(run)] == sizes * 2
+    assert [*pd.read_parquet(tmp_path / "shapes.parquet")["input_size"]] == ["[4, 5]"] * 8
+
+
+def resumed(run: Storage, told: Sequence[ShardReport], rest: Sequence[ShardReport]) -> None:
+    """Have another worker run the rest, and check that all else is as it was told."""
+    with closing(ReportTables(run, ALL)) as tables, Recorder(World(), tables.add, NEVER) as recorder:
         for one in rest:
             record(recorder, Row(one.step, one.shard, SEEN[0], 0.5))
             recorder.on_step(one.step)
-    collector.emit()
-    for was, now in zip(told, kept, strict=True):
+    for was, now in zip(told, read(run), strict=True):
         size, output = torch.Size([1, 5]), torch.Size([1, 2])
         anew = ShardReport(was.step, was.shard, 0, "localhost", "cpu", 1, size, output, 0.5)
         assert now == (anew if was in rest else was)
 
 
-def shard_reports(collector: Collector, rows: ReportColumns) -> Iterator[ShardReport]:
-    for step, shard, number, size, time in zip(*(column.tolist() for column in rows), strict=True):
-        world, seen = collector.worlds[number], collector.seen[size]
-        sizes = decode_sizes(seen.input_size), decode_sizes(seen.output_size)
-        yield ShardReport(step, shard, world.rank, world.node, str(world.device), seen.rows, *sizes, time)
+def test_what_was_reported_of_finished_shards_is_taken_in_again(tmp_path: Path) -> None:
+    """Of ten steps in four shards, five are done, and two shards of two more; another worker runs the rest."""
+    run, told = Storage(str(tmp_path)), some_reports(40)
+    write(run, [told])
+    resumed(run, told, [one for one in told if one.step in (3, 8, 9) or (one.step >= 6 and one.shard >= 2)])
+
+
+def test_what_an_earlier_version_has_kept_is_taken_in_again(tmp_path: Path) -> None:
+    """Its driver was killed: what all workers had finished is in pieces, and what was ahead of that in a file."""
+    run, told = Storage(str(tmp_path)), some_reports(40)
+    folder = tmp_path / "reports"
+    write(run, [told])
+    folder.mkdir()
+    table = pq.read_table(tmp_path / "shapes.parquet")
+    (tmp_path / "shapes.parquet").unlink()
+    for name, first, end in (("piece-0", 0, 12), ("piece-1", 12, 20), ("pending", 16, 37)):
+        pq.write_table(table.slice(first, end - first), folder / f"{name}.parquet")
+    resumed(run, told, told[24:])
+    assert not folder.exists()
+
+
+def test_steps_that_a_shorter_training_does_not_have_are_left_out(tmp_path: Path) -> None:
+    run, told = Storage(str(tmp_path)), some_reports(40)
+    write(run, [told])
+    ReportTables(run, 7).close()
+    assert read(run) == told[:28]
 
 
 def test_pandas_opens_the_reports(tmp_path: Path) -> None:
     told = some_reports(40)
-    write(tmp_path / "x", [told[:25], told[25:]])
-    frame = pd.read_parquet(tmp_path / "x")
+    write(Storage(str(tmp_path)), [told[:25], told[25:]])
+    frame = pd.read_parquet(tmp_path / "shapes.parquet")
     for name in ("step", "shard", "rank", "node", "device", "rows", "milliseconds"):
         assert frame[name].tolist() == [getattr(one, name) for one in told], name
     assert frame["input_size"].tolist() == [f"[{one.rows}, 7]" for one in told]
@@ -906,47 +986,56 @@ def test_pandas_opens_the_reports(tmp_path: Path) -> None:
 
 def test_the_memory_of_many_sizes_in_many_small_blocks_is_what_they_take(tmp_path: Path) -> None:
     """Each of 400 blocks has 16 sizes of its own: no block may hold all earlier ones' too."""
-    collector = Collector(lambda collector, rows: None)
-    collector.worlds.append(World())
-    ones, world = np.ones(16, np.float32), np.zeros(16, np.int32)
-    shards = np.arange(16, dtype=np.int32)
 
     def go() -> None:
-        for step in range(400):
-            numbers = shards + len(collector.seen)
-            collector.seen += [Sizes(f"[1, {number}]", f"[{number}]", 1) for number in numbers.tolist()]
-            file.write(collector, ReportColumns(np.full(16, step), shards, world, numbers, ones))
+        with closing(ReportTables(Storage(str(tmp_path)), ALL)) as tables:
+            for step in range(400):
+                sizes = [Sizes(f"[1, {number}]", f"[{number}]", 1) for number in range(16 * step, 16 * step + 16)]
+                tables.add(report(World(), step, [Row(step, shard, seen, 1.0) for shard, seen in enumerate(sizes)]))
 
-    with (tmp_path / "x").open("wb") as sink:
-        file = ReportFile(sink)
-        assert growth_of(go) < 10_000_000
-        file.close()
-    sizes = pd.read_parquet(tmp_path / "x")["output_size"].tolist()
+    assert growth_of(go) < 10_000_000
+    sizes = pd.read_parquet(tmp_path / "shapes.parquet")["output_size"].tolist()
     assert sizes == [f"[{number}]" for number in range(6400)]
 
 
-@pytest.mark.parametrize(("workers", "seconds"), [(1, 0.1), (8, 0.1), (100, 0.1), (4096, 4.096)])
-def test_all_workers_together_send_at_most_a_thousand_reports_a_second(workers: int, seconds: float) -> None:
-    assert report_interval(workers) == seconds
-    assert workers / seconds <= 1000
-
-
 def test_reports_of_a_worker_that_is_ahead_are_kept_too(tmp_path: Path) -> None:
-    folder = Storage(str(tmp_path / "reports"))
-    file = ReportFile(io.BytesIO(), folder)
-    collector, worlds = two_workers(file.write)
-    for world, steps in zip(worlds, (3, 9), strict=True):
-        with Recorder(world, collector.take, NEVER) as recorder:
-            for step in range(steps):
-                record(recorder, Row(step, world.rank, SEEN[0], 1.0))
-                recorder.on_step(step)
-    collector.emit()
-    file.save(collector)
-    file.save(collector)
-    done = Done([Range(0, 2, 0, 2), Range(2, 7, 1, 2)])
-    found = [(step, run.shard) for _, _, run in read_journal(folder, done) for step in steps_of(run)]
-    assert sorted(found) == sorted([*((step, 0) for step in range(2)), *((step, 1) for step in range(7))])
+    """A driver is killed after it was asked to keep them; the next one has them, and those of its own workers."""
+    run = Storage(str(tmp_path))
+    killed = PartTable(run.child("reports"), reports.PIECE, 8)
+    for world, steps in zip(ready(0, 2), (3, 9), strict=True):
+        killed.add(shape_table(world, alike(range(steps), world.rank)))
+        killed.write()
+    (alone,) = ready(1, 1)
+    with closing(ReportTables(run, ALL)) as tables:
+        tables.add(report(alone, 9, alike(range(3, 10), 0)))
+        tables.add(report(alone, 9, alike(range(9, 10), 1)))
+    kept = {(row.step, row.shard): row.worker for row in kept_in(run)}
+    earlier = {(step, shard): (0, shard) for shard, steps in ((0, 3), (1, 9)) for step in range(steps)}
+    assert kept == {**earlier, **{(step, 0): (1, 0) for step in range(3, 10)}, (9, 1): (1, 0)}
 
 
-def steps_of(run: Any) -> range:
-    return range(run.first_step, run.first_step + run.num_steps)
+@pytest.mark.parametrize("name", ["shapes.parquet", "reports/piece-0.parquet", "reports/pending.parquet"])
+def test_a_damaged_file_of_an_earlier_driver_ends_a_run_at_its_start(name: str, tmp_path: Path) -> None:
+    write(Storage(str(tmp_path)), [some_reports(40)])
+    data = (tmp_path / "shapes.parquet").read_bytes()
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(data[:-9])
+    with pytest.raises(StorageError, match=f"{name}: is damaged"):
+        ReportTables(Storage(str(tmp_path)), ALL)
+
+
+def test_a_storage_that_fails_ends_a_run_at_its_end_for_shapes_and_not_for_times(tmp_path: Path) -> None:
+    times = TimedSteps(np.arange(2), np.ones(2, np.int32), np.zeros((2, len(PARTS)), np.float32))
+    for name in ("times", "reports"):
+        folder = tmp_path / name
+        folder.mkdir()
+        tables = ReportTables(Storage(str(folder)), ALL)
+        (folder / name).touch()  # where a folder is to be made
+        tables.add(report(World(), 1, alike(range(2), 0))._replace(times=times))
+        tables.keep()
+        if name == "times":
+            tables.close()
+            assert len(read(Storage(str(folder)))) == 2
+            continue
+        with pytest.raises(StorageError, match="reports"):
+            tables.close()
