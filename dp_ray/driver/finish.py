@@ -23,7 +23,7 @@ from dp_ray.rundir.files import BEFORE_RETRY
 from dp_ray.rundir.history import RECENT, best_of, is_of_many, summary
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.quarantine import count_quarantined, has_set_aside, merge_quarantine, still_missing
-from dp_ray.rundir.start import EMA, weights_path, weights_sha256
+from dp_ray.rundir.weights import EMA, weights_path, weights_sha256
 from dp_ray.storage import Storage
 from dp_ray.telemetry import times as step_times
 from dp_ray.tensors.files import sha256_of

@@ -17,7 +17,7 @@ from dp_ray.rundir.checkpoint import CHECKPOINTS
 from dp_ray.rundir.claim import check_shared, is_aside, located, put_back, settle, with_shards_of_run
 from dp_ray.rundir.history import HISTORY, METRICS
 from dp_ray.rundir.ledger import PARTS
-from dp_ray.rundir.start import INDEX, WEIGHTS, write_weights
+from dp_ray.rundir.weights import INDEX, WEIGHTS, write_weights
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import write_tensors
 from tests.support.builders import run_dir_of
