@@ -18,11 +18,12 @@ from dp_ray.plan.split import Split
 from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.text import measured
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
-from dp_ray.rundir.claim import RunDir, kept_steps
+from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.files import BEFORE_RETRY
 from dp_ray.rundir.history import RECENT, best_of, is_of_many, summary
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.quarantine import count_quarantined, has_set_aside, merge_quarantine, still_missing
+from dp_ray.rundir.unfinished import kept_steps
 from dp_ray.rundir.weights import EMA, weights_path, weights_sha256
 from dp_ray.storage import Storage
 from dp_ray.telemetry import times as step_times

@@ -111,13 +111,12 @@ def pinned(run: Storage) -> Start | None:
     return read_or_advise(PIN_JSON, run) if run.exists(PIN) else None
 
 
-def check_start(run: Storage, location: str) -> None:
-    """Raise JobError if `init_from` names no weights, or if the file with which the run began is gone."""
-    start = pinned(run)
-    if start is None:
-        find_start(location)
-    else:
+def check_start(run: Storage | None, location: str) -> None:
+    """Raise JobError if `init_from` names no weights, or if the file with which a resumed `run` began is gone."""
+    if run is not None and (start := pinned(run)) is not None:
         file_of(run, location, start)
+    else:
+        find_start(location)
 
 
 def first_step(run: Storage) -> int:

@@ -23,13 +23,13 @@ from dp_ray.errors import JobError
 from dp_ray.report import server as servers
 from dp_ray.report.server import LivePage, WatchServer
 from dp_ray.report.terminal import Snapshot, Watched, headline, screen, watch_plain
-from dp_ray.rundir.claim import RunDir, held
+from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.history import HISTORY
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.listing import ListedRun
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
-from tests.support.builders import run_dir_of
+from tests.support.builders import held_by, run_dir_of
 from tests.support.cluster import ROOT
 from tests.support.fresh import loaded_by
 from tests.support.trackers import wait_until
@@ -119,7 +119,7 @@ def test_a_run_is_waited_for_and_drawn_to_its_end(tmp_path: Path) -> None:
     thread.start()
     wait_until(lambda: "run: waiting, there is no run yet\n" in out.getvalue())
     made = run_dir_of(tmp_path / "other")
-    with held(made):
+    with held_by(made):
         (tmp_path / "other" / "run").rename(tmp_path / "run")
         time.sleep(0.1)
         assert thread.is_alive()
@@ -133,7 +133,7 @@ def test_a_run_is_waited_for_and_drawn_to_its_end(tmp_path: Path) -> None:
 def test_what_a_directory_says_at_a_moment(tmp_path: Path) -> None:
     run = Storage(str(tmp_path / "run"))
     assert not Watched(run).look().has_begun
-    with held(claimed(tmp_path)):
+    with held_by(claimed(tmp_path)):
         seen = Watched(run).look()
         assert (seen.row.status, seen.row.step, seen.row.steps) == ("running", 7, 10)
         assert (seen.losses, seen.has_ended) == ([6.0, 5.0, 4.0, 3.0, 2.0, 1.0], False)
@@ -241,7 +241,7 @@ def test_the_page_of_a_run_grows_with_it(tmp_path: Path, monkeypatch: pytest.Mon
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.goto(server.url)
             assert "There is no run at" in page.inner_text("body")
-            with held(claimed(tmp_path)):
+            with held_by(claimed(tmp_path)):
                 page.wait_for_function("document.body.innerText.includes('6 of 10')", timeout=30000)
                 assert "running" in page.inner_text("body")
                 page.evaluate("window.scrollTo(0, 200)")
