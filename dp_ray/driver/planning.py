@@ -6,17 +6,50 @@ import sys
 from collections.abc import Mapping
 
 from dp_ray.driver.checks import check_targets, lacking_here
+from dp_ray.driver.in_process import ONE_AT_A_TIME
 from dp_ray.engine.loading import seeded_dataset
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
 from dp_ray.job.plan import has_evaluations, plan_of
 from dp_ray.job.samples import block_rows_of
+from dp_ray.monitor.console import Console
+from dp_ray.monitor.faults import Fault, faults_for
 from dp_ray.plan.costs import GIB, MemoryPlan, Plan
 from dp_ray.rundir.claim import Resume, Wanted, check
-from dp_ray.rundir.settled import run_of, settled
+from dp_ray.rundir.settled import run_of, settled, taken_over
 from dp_ray.rundir.unfinished import resumption
 from dp_ray.system.process import environment
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The settled job of a run, its plan, and the faults to inject.
+
+    From here on there is this one job. It changes twice at most: its workers may `accept` it with objects of their
+    own, and `shards: auto` finds its number.
+    """
+
+    job: Job
+    plan: Plan
+    faults: tuple[Fault, ...]
+
+    def cut_as(self, job: Job) -> "Prepared":
+        """Return the same, with this job's number of shards."""
+        return Prepared(job, plan_of(job, self.plan.rows), self.faults)
+
+
+def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
+    """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
+    faults, asked = faults_for(job, inject), job
+    job = settled(job, is_new=overwrite)
+    building = console.if_slow("building the dataset")
+    with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
+        check_targets(job)  # stdout is kept free of what user code prints
+        for error in lacking_here(job):
+            raise error
+        rows = dataset_rows(job)
+    return Prepared(job, plan_of(job, rows, taken_over(asked, job)), faults)
 
 
 def plan_job(job: Job) -> Plan:
@@ -84,13 +117,3 @@ def dataset_rows(job: Job) -> dict[str, int]:
         block_rows_of(over, dataset)
         rows[name] = len(dataset)
     return rows
-
-
-def taken_over(asked: Job, job: Job) -> list[str]:
-    """Return a line on the shards that a resumed run keeps, if the job that was `asked` for would change them."""
-    if job.finds_shards or (asked.num_shards == job.num_shards and not asked.finds_shards):
-        return []
-    line = f"shards: {job.num_shards}, as when this run began"
-    if asked.max_workers > job.num_shards:
-        line += f"; so at most {job.num_shards} workers run, not {asked.max_workers}"
-    return [line]

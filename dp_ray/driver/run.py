@@ -9,46 +9,36 @@ import dataclasses
 import functools
 import io
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from dp_ray.driver.checks import check_targets, lacking_here
-from dp_ray.driver.finish import result_of, save_unfinished, summary_of, time_lines
-from dp_ray.driver.in_process import ONE_AT_A_TIME, InProcess
-from dp_ray.driver.planning import dataset_rows, taken_over
+from dp_ray.driver.finish import clear, merge, result_of, save_unfinished, summary_of, time_lines
+from dp_ray.driver.in_process import InProcess
+from dp_ray.driver.planning import Prepared, prepare
 from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import World
 from dp_ray.errors import ClusterError, Error, RunInterrupted, StorageError, WorkerError, shorten
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
-from dp_ray.job.plan import plan_of
 from dp_ray.messages import ShardSpan, Sizes
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.faults import Fault, faults_for
+from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
-from dp_ray.outputs.files import prove_outputs
-from dp_ray.plan.costs import Plan, table
+from dp_ray.plan.costs import table
 from dp_ray.plan.split import Done, Range, Split
 from dp_ray.results.result import Result
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import Replace, Resume, RunDir, Wanted, check, claim, keep_shards
-from dp_ray.rundir.files import BEFORE_RETRY, SHAPES, recorded_about
-from dp_ray.rundir.history import HISTORY, RECENT, RecentHistory, merge_history
-from dp_ray.rundir.incidents import INCIDENTS
+from dp_ray.rundir.files import SHAPES, recorded_about
+from dp_ray.rundir.history import RecentHistory
 from dp_ray.rundir.lease import RENEW_SECONDS, TELL_SECONDS, held, take_request, wait_until_free
-from dp_ray.rundir.ledger import FILES, PARTS
-from dp_ray.rundir.listing import PROGRESS
-from dp_ray.rundir.quarantine import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
 from dp_ray.rundir.replaced import ReplacedRun
 from dp_ray.rundir.settled import run_of, settled
-from dp_ray.rundir.start import LINKS, first_step
 from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.storage import Storage
-from dp_ray.system.process import environment
 from dp_ray.system.threads import is_done, planned_stops, raise_put_off, repeated
 from dp_ray.tables import reading
 from dp_ray.telemetry.reports import REPORTS, ReportFile, read_journal, read_spans
@@ -120,19 +110,6 @@ class ShortErrors:
         elif isinstance(error, RunInterrupted):
             error.__cause__ = error.__traceback__ = None
             error.__suppress_context__ = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A job as it will run, with the shards of the run that it resumes; its plan, and the faults to inject."""
-
-    job: Job
-    plan: Plan
-    faults: tuple[Fault, ...]
-
-    def cut_as(self, job: Job) -> "Prepared":
-        """Return the same, with this job's number of shards."""
-        return Prepared(job, plan_of(job, self.plan.rows), self.faults)
 
 
 class JobWorkers(Protocol):
@@ -208,7 +185,7 @@ def execute(
             console.say("replaces the run of this name, which had ended before it kept a step")
         if isinstance(decision, Resume) and decision.lengths:
             console.say(f"continues to step {steps} ({decision.lengths})")
-        if claimed.is_resumed and (end := last_end(job, plan.split, claimed.storage, killed)):
+        if claimed.is_resumed and (end := last_end(claimed.storage, job.task, plan.split, killed)):
             console.say(f"the last driver was {end.what}")
         execution = Execution(prepared, claimed, options, console, started, workers)
         after_workers.callback(execution.end_replaced)
@@ -217,20 +194,6 @@ def execute(
                 return execution.run()
             finally:
                 execution.write_page()
-
-
-def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
-    """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
-    faults, asked = faults_for(job, inject), job
-    job = settled(job, is_new=overwrite)
-    remarks = taken_over(asked, job)
-    building = console.if_slow("building the dataset")
-    with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
-        check_targets(job)  # stdout is kept free of what user code prints
-        for error in lacking_here(job):
-            raise error
-        rows = dataset_rows(job)
-    return Prepared(job, plan_of(job, rows, remarks), faults)
 
 
 def name_ray_job(name: str) -> None:
@@ -285,7 +248,7 @@ class Execution:
                 ):
                     self._follow_workers()
                     self.claimed.check_ours()
-                    self._merge()
+                    merge(self.prepared.job, self.prepared.plan.split, storage, self.monitor)
         except (KeyboardInterrupt, StopRequested) as stopped:
             job, split = self.prepared.job, self.prepared.plan.split
             is_new = self.options.overwrite and not self._is_undone
@@ -378,23 +341,6 @@ class Execution:
             with contextlib.suppress(Exception):  # `write_page` says why
                 from dp_ray.report import page  # noqa: F401
 
-    def _merge(self) -> None:
-        """Prove that the outputs are whole, or merge the pieces of the history."""
-        job, split, run = self.prepared.job, self.prepared.plan.split, self.claimed.storage
-        if job.task == "predict":
-            prove_outputs(run, split.rows_kept, positions_set_aside(run))
-        elif job.task == "train":
-            early = self.monitor.stopped_early if self.monitor else None
-            merge_history(run.child(HISTORY), run, early.step if early else split.total_steps, first_step(run))
-        if job.on_error is not None or has_set_aside(run):
-            merge_quarantine(run, self._carried)
-
-    @property
-    def _carried(self) -> Sequence[str]:
-        """The keys of the items of which a prediction carries values."""
-        job = self.prepared.job
-        return (job.outputs.carry or ()) if job.task == "predict" else ()
-
     def _result(self, error: BaseException | None = None) -> Result:
         job, split = self.prepared.job, self.prepared.plan.split
         return result_of(job, split, self.claimed, self.monitor, self.started, error, self.workers.starts_workers)
@@ -402,26 +348,17 @@ class Execution:
     def _keep_unfinished(self, error: BaseException) -> None:
         self.claimed.check_ours()  # raises if another driver has claimed the run meanwhile: its files must stay
         result = self._result(error)
-        save_unfinished(result, self.claimed.storage, self.prepared.plan.split, self.monitor, self._carried)
+        save_unfinished(result, self.claimed.storage, self.prepared.plan.split, self.monitor, self.prepared.job)
         self._end_trackers(result)
 
     def _finish(self) -> Result:
-        """Save the result of a finished run, and remove the files that only an unfinished run needs."""
+        """Save the result of a finished run, clear its directory, and say what became of it."""
         storage, result = self.claimed.storage, self._result()
         result.save(storage)  # the run is done: a crash after this line only leaves files that nothing needs
         is_done()
         if waiting := self._waiting:
             waiting.discard()
-        folders = [PARTS, HISTORY, QUARANTINE, LINKS]
-        names = [INCIDENTS, RECENT, PROGRESS, BEFORE_RETRY]
-        if result.task != "predict" or result.quarantined == 0:  # else `dp-ray retry` needs them
-            folders.append(FILES)
-            names.append(ledger.LEDGER)
-        for folder in folders:
-            storage.child(folder).remove()
-        for name in names:
-            storage.delete(name)
-        storage.remove_unfinished(recursive=True)
+        clear(storage, keeps_ledger=result.task == "predict" and result.quarantined > 0)
         for line in time_lines(result):
             self.console.say(line)
         self.console.say(summary_of(result, self.claimed.is_resumed, self.prepared.plan.split.is_cut_short))

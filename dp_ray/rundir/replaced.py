@@ -7,7 +7,6 @@ once.
 
 import os
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -106,16 +105,10 @@ def check_reads_nothing_of(run: Storage, job: Job) -> None:
     """
     if not run.exists(RUN):
         return
-    for key, location in _inputs(job):
+    starts = [] if job.init_from is None else files_of_start(job.init_from)
+    for key, location in [*(("init_from", file) for file in starts), *paths_of(job)]:
         if run.holds(location):
             raise JobError(
                 f"{key}: {hide(location)} lies in {run}, which --overwrite (overwrite=True) would delete before it "
                 "is read; give the new run another name (--name, name=), or copy what it reads to another place first"
             )
-
-
-def _inputs(job: Job) -> Iterator[tuple[str, str]]:
-    """Yield the paths and URLs that a job reads as far as its keys tell, each with its key."""
-    if job.init_from is not None:
-        yield from (("init_from", file) for file in files_of_start(job.init_from))
-    yield from paths_of(job)

@@ -44,6 +44,16 @@ def settled(job: Job, is_new: bool = False) -> Job:
     return job if is_replaced else resumed
 
 
+def taken_over(asked: Job, job: Job) -> list[str]:
+    """Return a line on the shards that a resumed run keeps, if the job that was `asked` for would change them."""
+    if job.finds_shards or (asked.num_shards == job.num_shards and not asked.finds_shards):
+        return []
+    line = f"shards: {job.num_shards}, as when this run began"
+    if asked.max_workers > job.num_shards:
+        line += f"; so at most {job.num_shards} workers run, not {asked.max_workers}"
+    return [line]
+
+
 def finished_run(job: Job) -> Storage | None:
     """Return the finished run of this job in STORAGE/NAME; None if there is none, or one of another job or length."""
     asked, run = settled(job), run_of(job)

@@ -91,14 +91,14 @@ def resumption(run: Storage, task: str, split: Split) -> str:
     return f"resumes {run} {after}"
 
 
-def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Interruption | None:
+def last_end(run: Storage, task: str, split: Split, killed: Lease | None) -> Interruption | None:
     """Return how the last driver of a resumed run ended; None if no driver had workers yet.
 
     A killed driver could not record its end, so it is recorded here, from the lease that it left.
     """
     incidents = INCIDENTS_JSON.read(run)
     if killed and incidents.world_sizes and not incidents.driver_end:
-        step = max(killed.step, kept_steps(run, job.task, split), first_step(run))
+        step = max(killed.step, kept_steps(run, task, split), first_step(run))
         what = f"killed, or its machine lost, after {counted(step, 'step')} (as far as it reported)"
         incidents = incidents.interrupted(Interruption(IncidentKind.DRIVER, what, step))
         INCIDENTS_JSON.write(run, incidents)
