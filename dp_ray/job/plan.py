@@ -49,7 +49,11 @@ def split_of(job: Job, rows: int) -> Split:
 
 
 def with_schedule(job: Job, split: Split) -> Job:
-    """Return the job, its scheduler with the length of this training in place of `auto`."""
+    """Return the job, its scheduler with the length of this training in place of `auto`.
+
+    The run's own job keeps `auto`, so that a longer training is the same one; only what builds the scheduler takes
+    this one.
+    """
     if not isinstance(job.scheduler, Scheduler) or not job.scheduler.is_planned:
         return job
     length = max(1, costs.num_scheduled(split, job.scheduler.per))

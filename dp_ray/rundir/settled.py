@@ -4,6 +4,7 @@ Below `settled`: in what the job of a run differs from another one, and the run 
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from dp_ray.job.files import differences
@@ -64,14 +65,14 @@ def finished_run(job: Job) -> Storage | None:
     return run if is_same else None
 
 
-def changed_lengths(claimed: dict[str, Any], job: Job) -> str:
+def changed_lengths(claimed: Mapping[str, Any], job: Job) -> str:
     """Return the keys that make a training longer or shorter than the run was: `epochs: 2 before, 4 now`."""
     there, here = claimed.get("job", {}), job.describe()
     keys = [key for key in job.LENGTHS if job.task == "train" and there.get(key) != here[key]]
     return "; ".join(f"{key}: {there.get(key) or 'none'} before, {here[key] or 'none'} now" for key in keys)
 
 
-def other_job(claimed: dict[str, Any], job: Job) -> str:
+def other_job(claimed: Mapping[str, Any], job: Job) -> str:
     """Return the keys in which the run's job differs from this one; empty if it is the same job."""
     if job.has_fingerprint(claimed.get("fingerprint")):
         return ""
