@@ -286,6 +286,17 @@ def is_text(name: str) -> bool:
     return True
 
 
+def located(location: str) -> Storage:
+    """Return a folder of runs, or a path in one, where all workers find it.
+
+    In a submitted Ray job, a relative path is below the home directory: Ray removes the copied working directory.
+    """
+    is_shipped = "runtime_resources" in Path(os.getcwd()).parts
+    if is_shipped and "://" not in location and not Path(location).is_absolute():
+        return Storage(str(Path.home() / location))
+    return Storage(location)
+
+
 def _absolute(path: str) -> Path:
     """Return the absolute path; `~` and `~NAME` at its beginning are the home of a user, if there is one."""
     return Path(os.path.expanduser(path)).absolute()  # Path.expanduser takes ./~NAME for a user too

@@ -54,7 +54,7 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | N
 def _reported(run_dir: str, shapes: bool, as_json: bool) -> Iterator[str]:
     """Yield the lines on one run: what it has kept, if it is unfinished, and its result, if it has one."""
     from dp_ray.results.result import lines, load
-    from dp_ray.rundir.claim import unfinished
+    from dp_ray.rundir.unfinished import unfinished
 
     state = unfinished(run_dir) if not shapes else None
     if state and not as_json:
@@ -113,12 +113,11 @@ def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
 @click.option("--until-end", is_flag=True, help="End when the run has ended; --plain always does.")
 def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> None:
     """Watch a run: its page on localhost while it goes on, or its console's lines in the terminal."""
-    from dp_ray.job.files import located_at
     from dp_ray.records import damage_told
     from dp_ray.rundir.files import RUN, runs_there
-    from dp_ray.storage import Storage
+    from dp_ray.storage import located
 
-    run = Storage(located_at(run_dir))
+    run = located(run_dir)
     with suppress(StorageError):  # an object store that does not answer for a moment
         if not run.exists(RUN):
             say(f"{run}: there is no run yet, and it is waited for{runs_there(run)}")
@@ -203,12 +202,11 @@ def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bo
 @options.JSON
 def list_runs(storage: str, sort: str, is_reversed: bool, as_json: bool) -> None:
     """List all runs in a storage (default: runs, as of a job): status, age, steps, metrics."""
-    from dp_ray.job.files import located_at
     from dp_ray.results.text import list_text
     from dp_ray.rundir.listing import listed_runs, sorted_by
-    from dp_ray.storage import Storage
+    from dp_ray.storage import located
 
-    rows = sorted_by(listed_runs(Storage(located_at(storage))), sort, is_reversed)
+    rows = sorted_by(listed_runs(located(storage)), sort, is_reversed)
     click.echo(
         json_text([row.to_json() for row in rows]) if as_json else harmless(list_text(rows, options.terminal_width()))
     )

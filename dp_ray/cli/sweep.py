@@ -57,7 +57,7 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
     definition = _defined(job_file, take(Trials, flags), take(KeyOptions, flags))
     jobs = [definition.job(1, picked) for picked in definition.probes()]
     is_new = flags.pop("overwrite")
-    from dp_ray.rundir.claim import located
+    from dp_ray.storage import located
     from dp_ray.sweeps.record import open_record
 
     base = located(jobs[0].storage)

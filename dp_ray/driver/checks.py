@@ -22,10 +22,10 @@ from dp_ray.tasks.hooks import check_hook
 def check_targets(job: Job) -> None:
     """Check the job's targets, with their args, and devices; raises JobError that names the key at fault."""
     for key, target in job.targets.items():
-        if key == "model":
-            check_model(target)
-        elif key == "optimizer":
+        if key == "optimizer":
             check_unbuilt(target)
+        elif key == "model":
+            check_model(target)
         elif key == "scheduler" and isinstance(target, list | tuple):
             raise JobError("scheduler: is a list; give one, or a function of the optimizer with torch's SequentialLR")
         if isinstance(target, Target) and key in ("model", "dataset", "eval.dataset"):

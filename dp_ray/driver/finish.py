@@ -3,28 +3,39 @@
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dp_ray.engine.clock import utilization
+from dp_ray.engine.items import passthrough_keys
 from dp_ray.engine.timed_loader import share_of_wait
 from dp_ray.errors import RunInterrupted, StorageError, frames_of
 from dp_ray.job.job import Job
 from dp_ray.messages import WorkerReady
 from dp_ray.monitor.console import Progress
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.outputs.files import outputs_path, outputs_sha256
+from dp_ray.outputs.files import outputs_path, outputs_sha256, prove_outputs
 from dp_ray.plan.split import Split
 from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.text import measured
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
-from dp_ray.rundir.claim import RunDir, kept_steps
+from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.files import BEFORE_RETRY
-from dp_ray.rundir.history import RECENT, best_of, is_of_many, summary
-from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
+from dp_ray.rundir.history import HISTORY, RECENT, best_of, is_of_many, merge_history, summary
+from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
+from dp_ray.rundir.ledger import FILES, LEDGER, PARTS
 from dp_ray.rundir.listing import PROGRESS
-from dp_ray.rundir.quarantine import count_quarantined, has_set_aside, merge_quarantine, still_missing
-from dp_ray.rundir.start import EMA, weights_path, weights_sha256
+from dp_ray.rundir.quarantine import (
+    QUARANTINE,
+    count_quarantined,
+    has_set_aside,
+    merge_quarantine,
+    positions_set_aside,
+    still_missing,
+)
+from dp_ray.rundir.start import LINKS, first_step
+from dp_ray.rundir.unfinished import kept_steps
+from dp_ray.rundir.weights import EMA, weights_path, weights_sha256
 from dp_ray.storage import Storage
 from dp_ray.telemetry import times as step_times
 from dp_ray.tensors.files import sha256_of
@@ -150,9 +161,27 @@ def _worker_values(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -
     return {**place, **process, **times.get(world.rank, {})}
 
 
-def save_unfinished(
-    result: Result, run: Storage, split: Split, monitor: Monitor | None, carry: Sequence[str] = ()
-) -> None:
+def merge(job: Job, split: Split, run: Storage, monitor: Monitor | None) -> None:
+    """Prove that a run's outputs are whole, or merge the pieces of its history; and merge what it has set aside."""
+    if job.task == "predict":
+        prove_outputs(run, split.rows_kept, positions_set_aside(run))
+    elif job.task == "train":
+        early = monitor.stopped_early if monitor else None
+        merge_history(run.child(HISTORY), run, early.step if early else split.total_steps, first_step(run))
+    if job.on_error is not None or has_set_aside(run):
+        merge_quarantine(run, passthrough_keys(job))
+
+
+def clear(run: Storage, keeps_ledger: bool) -> None:
+    """Remove the files that only an unfinished run needs; `dp-ray retry` needs the ledger and its files."""
+    for folder in (PARTS, HISTORY, QUARANTINE, LINKS, *(() if keeps_ledger else (FILES,))):
+        run.child(folder).remove()
+    for name in (INCIDENTS, RECENT, PROGRESS, BEFORE_RETRY, *(() if keeps_ledger else (LEDGER,))):
+        run.delete(name)
+    run.remove_unfinished(recursive=True)
+
+
+def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor | None, job: Job) -> None:
     """Save the result of an unfinished run and, if it had workers, how its driver ended."""
     # The storage may be what failed: the first error is the one to raise. On a full disk what is unfinished takes the
     # room of what is to be told, of which the end of the driver is the shortest and the most needed.
@@ -175,7 +204,8 @@ def save_unfinished(
                 INCIDENTS_JSON.write(run, log)
         result.save(run)
         if has_set_aside(run):
-            merge_quarantine(run, carry, still_missing(run, split) if run.exists(BEFORE_RETRY) else ())
+            missing = still_missing(run, split) if run.exists(BEFORE_RETRY) else ()
+            merge_quarantine(run, passthrough_keys(job), missing)
         run.remove_unfinished(recursive=True)
 
 

@@ -14,11 +14,11 @@ from dp_ray.job.files import dotted, job_of
 from dp_ray.job.job import Job
 from dp_ray.outputs.reopen import reopen
 from dp_ray.plan.split import Split
-from dp_ray.rundir.claim import located
 from dp_ray.rundir.files import BEFORE_RETRY, RUN, RUN_JSON, is_finished, kept_job
 from dp_ray.rundir.quarantine import merged_positions
-from dp_ray.rundir.start import BEST, EMA, goes_on, weights_name
-from dp_ray.storage import Storage
+from dp_ray.rundir.start import goes_on
+from dp_ray.rundir.weights import BEST, EMA, weights_name
+from dp_ray.storage import Storage, located
 from dp_ray.tasks.setup import let_files_change
 from dp_ray.text import HIDDEN
 

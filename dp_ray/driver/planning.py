@@ -2,20 +2,54 @@
 
 import contextlib
 import dataclasses
-import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from dp_ray.driver.checks import check_targets, lacking_here
+from dp_ray.engine.loading import seeded_dataset
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Target, gpu_number
+from dp_ray.job.keys import gpu_number
 from dp_ray.job.plan import has_evaluations, plan_of
 from dp_ray.job.samples import block_rows_of
-from dp_ray.job.targets import build_dataset, dataset_seed, resolve, unmeasured
+from dp_ray.monitor.console import Console
+from dp_ray.monitor.faults import Fault, faults_for
+from dp_ray.monitor.in_process import ONE_AT_A_TIME
 from dp_ray.plan.costs import GIB, MemoryPlan, Plan
-from dp_ray.rundir.claim import check_claim, located, resumption, with_full_init_from, with_shards_of_run
+from dp_ray.rundir.claim import Resume, Wanted, check
+from dp_ray.rundir.settled import run_of, settled, taken_over
+from dp_ray.rundir.unfinished import resumption
 from dp_ray.system.process import environment
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The settled job of a run, its plan, and the faults to inject.
+
+    From here on there is this one job. It changes twice at most: its workers may `accept` it with objects of their
+    own, and `shards: auto` finds its number.
+    """
+
+    job: Job
+    plan: Plan
+    faults: tuple[Fault, ...]
+
+    def cut_as(self, job: Job) -> "Prepared":
+        """Return the same, with this job's number of shards."""
+        return Prepared(job, plan_of(job, self.plan.rows), self.faults)
+
+
+def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
+    """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
+    faults, asked = faults_for(job, inject), job
+    job = settled(job, is_new=overwrite)
+    building = console.if_slow("building the dataset")
+    with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
+        check_targets(job)  # stdout is kept free of what user code prints
+        for error in lacking_here(job):
+            raise error
+        rows = dataset_rows(job)
+    return Prepared(job, plan_of(job, rows, taken_over(asked, job)), faults)
 
 
 def plan_job(job: Job) -> Plan:
@@ -39,16 +73,15 @@ def plan_job(job: Job) -> Plan:
 def _plan_to_claim(asked: Job, rows: Mapping[str, int]) -> Plan:
     """Return the plan of a job that may resume the run in STORAGE/NAME; a remark says whether it does, or why not."""
     try:
-        base = located(asked.storage)
-        job = with_shards_of_run(with_full_init_from(asked), base)
-        plan, run = make_plan(job, rows, taken_over(asked, job)), base.child(job.run_name)
-        if not check_claim(job, run, rows, plan.split.total_steps):
+        job, run = settled(asked), run_of(asked)
+        plan = plan_of(job, rows, taken_over(asked, job))
+        if not isinstance(check(run, Wanted(job, rows, plan.split.total_steps)), Resume):
             return plan
         return dataclasses.replace(plan, remarks=(*plan.remarks, resumption(run, job.task, plan.split)))
     except StorageError as error:
-        return make_plan(asked, rows, [f"whether an earlier run would be resumed is not known: {error}"])
+        return plan_of(asked, rows, [f"whether an earlier run would be resumed is not known: {error}"])
     except JobError as error:
-        return make_plan(asked, rows, [f"a run would not start: {error}"])
+        return plan_of(asked, rows, [f"a run would not start: {error}"])
 
 
 def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
@@ -70,43 +103,17 @@ def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
         return plan_memory(job.for_task(), gpu_bytes)
 
 
-def make_plan(job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = ()) -> Plan:
-    """Return the plan of a job over datasets of these lengths; raises the errors of `plan_of`."""
-    return plan_of(job, rows, (*unmeasured(job), *more_remarks))
-
-
 def dataset_rows(job: Job) -> dict[str, int]:
-    """Return the lengths of the job's datasets: its task's own as `dataset`, and a training's `eval.dataset`."""
-    rows = {"dataset": _num_rows(job, job.dataset_key)}
-    return {**rows, "eval.dataset": _num_rows(job.over_eval(), "eval.dataset")} if has_evaluations(job) else rows
+    """Return the lengths of the job's datasets: its task's own as `dataset`, and a training's `eval.dataset`.
 
-
-def _num_rows(job: Job, key: str) -> int:
-    """Return the length of a dataset, built after seeding: it may be random.
-
-    Raises JobError if the job shuffles its blocks, but nothing says what they are.
+    Raises JobError if the job shuffles blocks of a dataset, but nothing says what they are.
     """
-    if isinstance(job.dataset, Target):
-        resolve(key, job.dataset)  # its module may import torch, which is to be seeded then
-    if "torch" in sys.modules:
-        from dp_ray.engine.loading import seeded_dataset
-
-        dataset = seeded_dataset(job, key)
-    else:
-        seed = dataset_seed(job, key)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
-        dataset = build_dataset(job, key)
-    block_rows_of(job, dataset)
-    return len(dataset)
-
-
-def taken_over(asked: Job, job: Job) -> list[str]:
-    """Return a line on the shards that a resumed run keeps, if the job that was `asked` for would change them."""
-    if job.finds_shards or (asked.num_shards == job.num_shards and not asked.finds_shards):
-        return []
-    line = f"shards: {job.num_shards}, as when this run began"
-    if asked.max_workers > job.num_shards:
-        line += f"; so at most {job.num_shards} workers run, not {asked.max_workers}"
-    return [line]
+    runs_over = {"dataset": (job, job.dataset_key)}
+    if has_evaluations(job):
+        runs_over["eval.dataset"] = (job.over_eval(), "eval.dataset")
+    rows = {}
+    for name, (over, key) in runs_over.items():
+        dataset = seeded_dataset(over, key)
+        block_rows_of(over, dataset)
+        rows[name] = len(dataset)
+    return rows

@@ -18,11 +18,10 @@ from dp_ray.job.files import job_of
 from dp_ray.job.job import Job
 from dp_ray.messages import Note
 from dp_ray.results.replayed import Replayed
-from dp_ray.rundir.claim import located
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, kept_job
 from dp_ray.rundir.history import StepRows, history_of
 from dp_ray.rundir.numerics import change_between, kinds_of
-from dp_ray.storage import Storage
+from dp_ray.storage import Storage, located
 from dp_ray.tasks.numerics import numerics_of
 from dp_ray.tasks.replay import Rerun, StepChoice, run_again
 from dp_ray.tasks.setup import Context

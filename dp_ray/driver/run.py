@@ -8,40 +8,31 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dp_ray.cluster.kinds import Workers, own_workers
-from dp_ray.driver.checks import check_targets, lacking_here
-from dp_ray.driver.finish import result_of, save_unfinished, summary_of, time_lines
-from dp_ray.driver.planning import dataset_rows, make_plan, taken_over
+from dp_ray.driver.finish import clear, merge, result_of, save_unfinished, summary_of, time_lines
+from dp_ray.driver.planning import Prepared, prepare
 from dp_ray.engine.votes import StopRequested
 from dp_ray.errors import ClusterError, Error, RunInterrupted, StorageError, WorkerError, shorten
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.faults import Fault, faults_for
-from dp_ray.monitor.in_process import ONE_AT_A_TIME
 from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
-from dp_ray.outputs.files import prove_outputs
-from dp_ray.plan.costs import Plan, table
+from dp_ray.plan.costs import table
 from dp_ray.plan.split import Split
 from dp_ray.results.result import Result
-from dp_ray.rundir import claim, ledger
-from dp_ray.rundir.claim import RENEW_SECONDS, TELL_SECONDS, RunDir
-from dp_ray.rundir.files import BEFORE_RETRY, recorded_about
-from dp_ray.rundir.history import HISTORY, RECENT, RECENT_SECONDS, RecentHistory, merge_history
-from dp_ray.rundir.incidents import INCIDENTS
-from dp_ray.rundir.lease import take_request
-from dp_ray.rundir.ledger import FILES, PARTS
-from dp_ray.rundir.listing import PROGRESS
-from dp_ray.rundir.quarantine import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
-from dp_ray.rundir.start import LINKS, first_step
+from dp_ray.rundir.claim import Replace, Resume, RunDir, Wanted, check, claim, keep_shards
+from dp_ray.rundir.files import recorded_about
+from dp_ray.rundir.history import RECENT_SECONDS, RecentHistory
+from dp_ray.rundir.lease import RENEW_SECONDS, TELL_SECONDS, held, take_request, wait_until_free
+from dp_ray.rundir.replaced import ReplacedRun
+from dp_ray.rundir.settled import run_of, settled
+from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.storage import Storage
-from dp_ray.system.process import environment
 from dp_ray.system.threads import is_done, planned_stops, raise_put_off, repeated
 from dp_ray.text import relative
 
@@ -113,19 +104,6 @@ class ShortErrors:
             error.__suppress_context__ = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A job as it will run, with the shards of the run that it resumes; its plan, and the faults to inject."""
-
-    job: Job
-    plan: Plan
-    faults: tuple[Fault, ...]
-
-    def cut_as(self, job: Job) -> "Prepared":
-        """Return the same, with this job's number of shards."""
-        return Prepared(job, make_plan(job, self.plan.rows), self.faults)
-
-
 def execute(
     job: Job,
     options: Options,
@@ -140,15 +118,13 @@ def execute(
     raise_put_off()
     started = time.monotonic()
     console = Console(job.run_name, options.quiet, options.brief)
-    prepared = prepare(job, console, options.overwrite, options.inject)
-    base = claim.located(prepared.job.storage)
-    run_dir = base.child(job.run_name)
-    killed = claim.wait_until_free(run_dir, console.say)
-    if claim.is_aside(run_dir):
-        console.say(f"{relative(str(run_dir))}: {claim.settle(run_dir, bool(killed and killed.step))}")
+    prepared, run = prepare(job, console, options.overwrite, options.inject), run_of(job)
+    killed, replaced = wait_until_free(run, console.say), ReplacedRun(run)
+    if replaced.exists:
+        console.say(f"{relative(str(run))}: {replaced.settle(killed.step if killed else 0)}")
         prepared, killed = prepare(job, console, options.overwrite, options.inject), None
     if prepared.job.finds_shards and not options.overwrite:  # the driver before may have found the number meanwhile
-        prepared = prepared.cut_as(claim.with_shards_of_run(prepared.job, base))
+        prepared = prepared.cut_as(settled(prepared.job))
     if workers is None:
         own = own_workers(prepared.job, options.address, options.verbose, console, options.connection)
         opened: contextlib.AbstractContextManager[Workers] = contextlib.closing(own)
@@ -158,38 +134,25 @@ def execute(
     with contextlib.ExitStack() as after_workers, opened as workers:
         prepared = dataclasses.replace(prepared, job=workers.accept(prepared.job, options.overwrite))
         job, plan = prepared.job, prepared.plan
-        again = reopen and functools.partial(reopen, plan.split)
-        claimed = claim.claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, again)
-        name_ray_job(job.run_name)
-        if claimed.replaces:
+        steps = plan.split.total_steps
+        wanted = Wanted(job, plan.rows, steps, options.overwrite, options.resume, is_reopened=reopen is not None)
+        decision = check(run, wanted)
+        claimed = claim(run, wanted, decision, reopen and functools.partial(reopen, plan.split))
+        name_ray_job(run.name)
+        if decision == Replace(is_asked=False):
             console.say("replaces the run of this name, which had ended before it kept a step")
-        if claimed.is_resumed and claimed.lengths:
-            console.say(f"continues to step {plan.split.total_steps} ({claimed.lengths})")
-        if claimed.is_resumed and (end := claim.last_end(job, plan.split, claimed.storage, killed)):
+        if isinstance(decision, Resume) and decision.lengths:
+            console.say(f"continues to step {steps} ({decision.lengths})")
+        if claimed.is_resumed and (end := last_end(claimed.storage, job.task, plan.split, killed)):
             console.say(f"the last driver was {end.what}")
         execution = Execution(prepared, claimed, options, console, started, workers)
         after_workers.callback(execution.end_replaced)
         after_workers.callback(execution.leave_trackers)
-        with claim.held(claimed, lambda: execution.steps_done):
+        with held(claimed.storage, claimed.token, lambda: claimed.is_ours, lambda: execution.steps_done):
             try:
                 return execution.run()
             finally:
                 execution.write_page()
-
-
-def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
-    """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
-    job = job.for_task()
-    faults = faults_for(job, inject)
-    asked = claim.with_full_init_from(job)
-    job = asked if overwrite else claim.with_shards_of_run(asked, claim.located(asked.storage))
-    building = console.if_slow("building the dataset")
-    with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
-        check_targets(job)  # stdout is kept free of what user code prints
-        for error in lacking_here(job):
-            raise error
-        plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
-    return Prepared(job, plan, faults)
 
 
 def name_ray_job(name: str) -> None:
@@ -243,13 +206,13 @@ class Execution:
                     repeated("stop requests", look_seconds, lambda: self._look(stop)),
                 ):
                     self._follow_workers()
-                    claim.check_ours(self.claimed)
-                    self._merge()
+                    self.claimed.check_ours()
+                    merge(self.prepared.job, self.prepared.plan.split, storage, self.monitor)
         except (KeyboardInterrupt, StopRequested) as stopped:
             job, split = self.prepared.job, self.prepared.plan.split
             is_new = self.options.overwrite and not self._is_undone
             asked = [*self.asked, *(self.monitor.planned_stop.by if self.monitor else ())]
-            interrupted = RunInterrupted(claim.stop_message(job, storage, split, is_new), asked)
+            interrupted = RunInterrupted(stop_message(job, storage, split, is_new), asked)
             self._keep_unfinished(interrupted)
             raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
@@ -274,7 +237,7 @@ class Execution:
         if shards is None:
             raise WorkerError("shards: auto: the workers ended without a number of shards; run the job again")
         job = job.model_copy(update={"shards": shards})
-        claim.keep_shards(self.claimed, job)
+        keep_shards(self.claimed, job)
         self.prepared = prepared.cut_as(job)
 
     def _follow_workers(self) -> None:
@@ -297,22 +260,22 @@ class Execution:
         return self.monitor.ask_to_stop(by)
 
     @property
-    def _is_replacing(self) -> bool:
-        """Whether the run that was here before still waits aside, to be put back or removed."""
-        return self.claimed.is_replacing and claim.is_aside(self.claimed.storage)
+    def _waiting(self) -> ReplacedRun | None:
+        """The run that was here before, while it waits aside to be put back or removed."""
+        replaced = self.claimed.replaced
+        return replaced if replaced is not None and replaced.exists else None
 
     @property
     def _is_undone(self) -> bool:
         """Whether this run has not begun, so that the one that it replaces is put back at its end."""
-        return self._is_replacing and not self.steps_done and not claim.replacement_has_begun(self.claimed.storage)
+        return (waiting := self._waiting) is not None and waiting.returns(self.steps_done)
 
     def end_replaced(self) -> None:
         """Put the run that this one replaces back, if this one has not begun, or remove it."""
-        storage = self.claimed.storage
         try:
-            if self._is_replacing:
-                claim.check_ours(self.claimed)
-                self.console.say(f"{relative(str(storage))}: {claim.settle(storage, self.steps_done > 0)}")
+            if waiting := self._waiting:
+                self.claimed.check_ours()
+                self.console.say(f"{relative(str(self.claimed.storage))}: {waiting.settle(self.steps_done)}")
         except StorageError as error:
             self.console.say(str(error))
 
@@ -328,8 +291,8 @@ class Execution:
                 planned.by.append(request.name)
             else:
                 stop(request.name)
-        if self.steps_done and self._is_replacing:
-            claim.settle(self.claimed.storage, is_begun=True)
+        if self.steps_done and (waiting := self._waiting):
+            waiting.discard()
 
     def _import_page(self) -> None:
         """Once the workers run, import what the page needs: this process has little to do until they end."""
@@ -337,50 +300,24 @@ class Execution:
             with contextlib.suppress(Exception):  # `write_page` says why
                 from dp_ray.report import page  # noqa: F401
 
-    def _merge(self) -> None:
-        """Prove that the outputs are whole, or merge the pieces of the history."""
-        job, split, run = self.prepared.job, self.prepared.plan.split, self.claimed.storage
-        if job.task == "predict":
-            prove_outputs(run, split.rows_kept, positions_set_aside(run))
-        elif job.task == "train":
-            early = self.monitor.stopped_early if self.monitor else None
-            merge_history(run.child(HISTORY), run, early.step if early else split.total_steps, first_step(run))
-        if job.on_error is not None or has_set_aside(run):
-            merge_quarantine(run, self._carried)
-
-    @property
-    def _carried(self) -> Sequence[str]:
-        """The keys of the items of which a prediction carries values."""
-        job = self.prepared.job
-        return (job.outputs.carry or ()) if job.task == "predict" else ()
-
     def _result(self, error: BaseException | None = None) -> Result:
         job, split = self.prepared.job, self.prepared.plan.split
         return result_of(job, split, self.claimed, self.monitor, self.started, error, self.workers.starts_workers)
 
     def _keep_unfinished(self, error: BaseException) -> None:
-        claim.check_ours(self.claimed)  # raises if another driver has claimed the run meanwhile: its files must stay
+        self.claimed.check_ours()  # raises if another driver has claimed the run meanwhile: its files must stay
         result = self._result(error)
-        save_unfinished(result, self.claimed.storage, self.prepared.plan.split, self.monitor, self._carried)
+        save_unfinished(result, self.claimed.storage, self.prepared.plan.split, self.monitor, self.prepared.job)
         self._end_trackers(result)
 
     def _finish(self) -> Result:
-        """Save the result of a finished run, and remove the files that only an unfinished run needs."""
+        """Save the result of a finished run, clear its directory, and say what became of it."""
         storage, result = self.claimed.storage, self._result()
         result.save(storage)  # the run is done: a crash after this line only leaves files that nothing needs
         is_done()
-        if self._is_replacing:
-            claim.settle(storage, is_begun=True)
-        folders = [PARTS, HISTORY, QUARANTINE, LINKS]
-        names = [INCIDENTS, RECENT, PROGRESS, BEFORE_RETRY]
-        if result.task != "predict" or result.quarantined == 0:  # else `dp-ray retry` needs them
-            folders.append(FILES)
-            names.append(ledger.LEDGER)
-        for folder in folders:
-            storage.child(folder).remove()
-        for name in names:
-            storage.delete(name)
-        storage.remove_unfinished(recursive=True)
+        if waiting := self._waiting:
+            waiting.discard()
+        clear(storage, keeps_ledger=result.task == "predict" and result.quarantined > 0)
         for line in time_lines(result):
             self.console.say(line)
         self.console.say(summary_of(result, self.claimed.is_resumed, self.prepared.plan.split.is_cut_short))

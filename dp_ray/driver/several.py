@@ -8,7 +8,7 @@ from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.results.result import Result, load
-from dp_ray.rundir.claim import finished_run
+from dp_ray.rundir.settled import finished_run
 from dp_ray.text import relative
 
 

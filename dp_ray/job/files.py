@@ -1,7 +1,7 @@
 """Make a Job of a job file, `--set KEY=VALUE`, `--workers` and the keywords of `dp_ray.run`. Begin at `job_from`.
 
-Below: the JSON schema of a job file, for editors and for the reference in the documentation; the differences of two
-descriptions of a job, key by key; and where a folder of runs is, so that all workers find it (`located_at`).
+Below: the JSON schema of a job file, for editors and for the reference in the documentation; and the differences of
+two descriptions of a job, key by key.
 """
 
 import json
@@ -235,13 +235,3 @@ def _shown(value: Any, other: Any) -> str:
         alike = next(at for at, (one, two) in enumerate(zip_longest(value, other)) if one != two)
         return "..." + repr(value[max(0, alike - SHOWN // 4) : alike + SHOWN // 2])
     return f"{value!r:.{SHOWN}}"
-
-
-def located_at(location: str) -> str:
-    """Return the path or URL of a folder of runs, or of a path in one.
-
-    In a submitted Ray job, a relative path is below the home directory: Ray removes the copied working directory.
-    """
-    if "://" in location or Path(location).is_absolute() or "runtime_resources" not in Path(os.getcwd()).parts:
-        return location
-    return str(Path.home() / location)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Scheduler
+from dp_ray.job.targets import unmeasured
 from dp_ray.plan import costs
 from dp_ray.plan.split import Split, chunk_sizes
 from dp_ray.text import counted
@@ -16,8 +17,11 @@ def plan_of(job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = ())
     Raises DataError if no step is left, and JobError if workers without rows would deadlock SyncBatchNorm.
     """
     split = split_of(job, rows["dataset"])
+    evaluations = evaluations_of(job, rows["eval.dataset"]) if has_evaluations(job) else None
+    checkpoints = checkpoints_of(job) if job.task == "train" else None
+    late = list(unmeasured(job))
     _check(job, split)
-    about = [*costs.remarks(split, job.max_workers)]
+    about = costs.remarks(split, job.max_workers)
     if job.finds_shards:
         about.append(costs.what_auto_does(split.largest_batch, job.max_workers))
     if job.skipped:
@@ -32,9 +36,9 @@ def plan_of(job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = ())
         split=split,
         min_workers=job.min_workers,
         max_workers=job.max_workers,
-        evaluations=evaluations_of(job, rows["eval.dataset"]) if has_evaluations(job) else None,
-        checkpoints=checkpoints_of(job) if job.task == "train" else None,
-        remarks=(*about, *more_remarks),
+        evaluations=evaluations,
+        checkpoints=checkpoints,
+        remarks=(*about, *late, *more_remarks),
     )
 
 
@@ -45,7 +49,11 @@ def split_of(job: Job, rows: int) -> Split:
 
 
 def with_schedule(job: Job, split: Split) -> Job:
-    """Return the job, its scheduler with the length of this training in place of `auto`."""
+    """Return the job, its scheduler with the length of this training in place of `auto`.
+
+    The run's own job keeps `auto`, so that a longer training is the same one; only what builds the scheduler takes
+    this one.
+    """
     if not isinstance(job.scheduler, Scheduler) or not job.scheduler.is_planned:
         return job
     length = max(1, costs.num_scheduled(split, job.scheduler.per))
@@ -85,7 +93,17 @@ def _check(job: Job, split: Split) -> None:
             raise JobError(f"skip: there is no sample {last}: the dataset has {split.rows}, counted from 0")
         if len(job.skipped) == split.rows:
             raise JobError(f"skip: leaves out all {split.rows} samples of the dataset; leave some of them in")
-    _check_scheduler(job, split)
+    if isinstance(job.scheduler, Scheduler) and split.steps > 0:
+        # One that ends before the training raises an error when it is stepped further.
+        most, needed = job.scheduler.most_steps, costs.num_scheduled(split, job.scheduler.per)
+        if most is not None and most < needed:
+            raise JobError(costs.too_short(most, needed, job.scheduler.per))
+        warmup = job.scheduler.args.get("warmup") if job.scheduler.label == Scheduler.SHAPED else None
+        if job.task == "train" and isinstance(warmup, int) and warmup >= needed:
+            raise JobError(
+                f"scheduler.warmup: {counted(warmup, 'update')}, and the training has {needed}; set fewer, or a "
+                "share below 1, like 0.05"
+            )
     if split.steps == 0:
         raise DataError(
             f"drop_last: drops all {split.rows} rows, because batch_size is {split.batch_size}; "
@@ -95,19 +113,4 @@ def _check(job: Job, split: Split) -> None:
         raise JobError(
             "sync_batchnorm: the last batch leaves workers empty, and empty workers would deadlock SyncBatchNorm; "
             "set drop_last"
-        )
-
-
-def _check_scheduler(job: Job, split: Split) -> None:
-    """Raise JobError if the scheduler ends before the training: one that is stepped further raises an error."""
-    if not isinstance(job.scheduler, Scheduler) or split.steps == 0:
-        return
-    most, needed = job.scheduler.most_steps, costs.num_scheduled(split, job.scheduler.per)
-    if most is not None and most < needed:
-        raise JobError(costs.too_short(most, needed, job.scheduler.per))
-    warmup = job.scheduler.args.get("warmup") if job.scheduler.label == Scheduler.SHAPED else None
-    if job.task == "train" and isinstance(warmup, int) and warmup >= needed:
-        raise JobError(
-            f"scheduler.warmup: {counted(warmup, 'update')}, and the training has {needed}; set fewer, or a share "
-            "below 1, like 0.05"
         )

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ from dp_ray.job.keys import TARGET, Target, is_over_batch
 from dp_ray.plan.order import derive_seed
 from dp_ray.system.process import importing_from_here
 from dp_ray.text import did_you_mean, listed
+
+PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 
 
 def build(key: str, target: Any) -> Any:
@@ -103,13 +106,13 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
     if job.is_shuffled and getattr(dataset, "reads_forward", False):
         shuffles = "shuffle" if job.task == "train" else "order"
         raise JobError(f"{shuffles}: a {type(dataset).__qualname__} is read in its own order; leave {shuffles} out")
+    for name in ("sampler", "batch_sampler"):
+        if _is_torchs("Sampler", getattr(dataset, name, None)):
+            raise JobError(f"{key}: its {name} would not be used; {SAMPLER.removeprefix('dataset: ')}")
     if isinstance(dataset, dict) and all(isinstance(name, str) for name in dataset):
         names, kind = listed(list(dataset)), type(dataset).__qualname__
         advice = f": for load_from_disk, the folder FOLDER/{next(iter(dataset))}" if kind == "DatasetDict" else ""
         raise JobError(f"{key}: must be indexed by numbers; {kind} has {names}; give one of them{advice}")
-    for name in ("sampler", "batch_sampler"):
-        if _is_torchs("Sampler", getattr(dataset, name, None)):
-            raise JobError(f"{key}: its {name} would not be used; {SAMPLER.removeprefix('dataset: ')}")
     return dataset
 
 
@@ -230,3 +233,33 @@ def unmeasured(job: Job) -> Iterator[str]:
             of = "whole batches" if is_over_batch(metric) else "a whole dataset"
             only = f"is measured over {of}, so by evaluations only"
             yield f"metrics.{name}: {only}, and there are none: set eval"
+
+
+def paths_of(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield the paths and URLs that a job's targets read as far as their args tell, each with its key."""
+    for key, given in job.targets.items():
+        if key.startswith("hooks."):  # they write
+            continue
+        if isinstance(given, Target):
+            values: Any = given.args
+        else:  # of an object from Python: its own values, and the files that a source of dp_ray has found
+            own = getattr(given, "__dict__", {}).values()
+            pins = getattr(given, "pins", None)
+            values = [value for value in own if isinstance(value, str | os.PathLike)]
+            values += pins if isinstance(pins, dict) else ()
+        yield from ((key, location) for location in _locations(values))
+
+
+def _locations(values: Any) -> Iterator[str]:
+    """Yield the URLs among some values, and the paths of what exists; of a pattern, the folder in which it looks."""
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _locations(value)
+    elif isinstance(values, str | os.PathLike) and (text := os.fspath(values)) and isinstance(text, str):
+        fixed = PATTERN.split(text)[0]
+        if fixed != text:
+            fixed = fixed.rpartition("/")[0] or ("/" if text.startswith("/") else "")
+        if "://" in fixed or (fixed and os.path.lexists(os.path.expanduser(fixed))):
+            yield fixed

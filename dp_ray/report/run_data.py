@@ -22,12 +22,12 @@ from dp_ray.job.old_keys import of_a_run
 from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, from_arrow
 from dp_ray.outputs.files import names_so_far
 from dp_ray.outputs.previews import read_previews
-from dp_ray.rundir.claim import UnfinishedRun, unfinished
 from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON
 from dp_ray.rundir.history import history_of
 from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.numerics import summary_of
 from dp_ray.rundir.quarantine import QUARANTINE, QUARANTINED, RECORDS_JSON, BadRecord, record_files
+from dp_ray.rundir.unfinished import UnfinishedRun, unfinished
 from dp_ray.storage import Storage
 from dp_ray.tables import numbers, read_table, reading, step_ranges
 from dp_ray.telemetry.reports import report_files

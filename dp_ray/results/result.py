@@ -19,12 +19,12 @@ from dp_ray.outputs.files import names_so_far, outputs_path
 from dp_ray.outputs.read import Merged
 from dp_ray.records import damage_told
 from dp_ray.results.text import Table, measured
-from dp_ray.rundir.claim import unfinished
 from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, SHAPES, runs_there
 from dp_ray.rundir.history import read_history
 from dp_ray.rundir.incidents import read_interruption
 from dp_ray.rundir.quarantine import merged_positions
-from dp_ray.rundir.start import BEST, EMA, read_weights, weights_path
+from dp_ray.rundir.unfinished import unfinished
+from dp_ray.rundir.weights import BEST, EMA, read_weights, weights_path
 from dp_ray.storage import Storage
 from dp_ray.tables import reading
 from dp_ray.telemetry.reports import read_reports

@@ -1,13 +1,14 @@
 """The lease of a run, which says which driver runs it and whether that seems to be alive; it imports no torch.
 
+A driver waits until the last one's lease is free (`wait_until_free`), and holds its own while it runs (`held`).
 `stop_run` stops a run or a sweep from elsewhere: it leaves a request in the directory. The driver stops the run at a
 step's border, and keeps it.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from dp_ray.errors import STOP_COMMAND, STOP_TO_RUN_AGAIN, Error, JobError, RunInterrupted, StorageError
@@ -16,11 +17,14 @@ from dp_ray.rundir.files import RESULT_JSON, RUN, SWEEP, SWEEP_JSON, runs_there
 from dp_ray.storage import Storage
 from dp_ray.system.linux import machine
 from dp_ray.system.process import Process, is_dead, this_process
+from dp_ray.system.threads import has_begun, repeated
 from dp_ray.text import counted
 
 LEASE = "lease.json"
 REQUEST = "stop.json"
 EXPIRE_SECONDS = 30.0
+RENEW_SECONDS = 5.0
+TELL_SECONDS = 1.0  # between two checks of the steps done, on local disks, where a write is cheap
 LOOK_SECONDS = 0.5
 FAILED, ASKED = "it failed", "it was asked to stop"
 
@@ -65,6 +69,75 @@ def is_alive(lease: Lease | None, heard: datetime | None) -> bool:
     if lease is None or heard is None or is_dead(lease.driver):
         return False
     return lease.driver.machine == machine() or datetime.now(UTC) - heard < timedelta(seconds=EXPIRE_SECONDS)
+
+
+def wait_until_free(run: Storage, say: Callable[[str], None]) -> Lease | None:
+    """Wait until no other driver is active in the run directory; return the last one's lease if it was killed.
+
+    Raises JobError as soon as another driver is known to be alive: at once on the same host, else when it renews its
+    lease.
+    """
+    seen = now = LEASE_JSON.read(run)
+    if seen is None or is_dead(seen.driver):
+        return seen
+    is_here = seen.driver.machine == machine()
+    until = time.monotonic() + EXPIRE_SECONDS
+    if not is_here:
+        say(f"waiting up to {EXPIRE_SECONDS:g} s for the lease of {seen.driver}, which may be alive")
+    while not is_here and now == seen and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS)
+        now = LEASE_JSON.read(run)
+    if now is not None and (is_here or now != seen):
+        raise JobError(
+            f"{run} is being run by {now.driver}, which is alive: wait for its end, end it, "
+            "or give this run another name (--name, name=)"
+        )
+    return now
+
+
+@contextmanager
+def held(
+    folder: Storage, token: str, is_ours: Callable[[], bool], steps_done: Callable[[], int] = lambda: 0
+) -> Iterator[None]:
+    """Hold the lease of a folder while the block runs, as long as the folder `is_ours`; renew it in the background.
+
+    It records how many steps are done, for the next driver in case this one is killed. At the end, a request to stop
+    that came too late is removed.
+    """
+    has_begun()
+    lease, due = Lease(this_process(), token), time.monotonic() + RENEW_SECONDS
+    LEASE_JSON.write(folder, lease)
+    looks = RENEW_SECONDS if folder.is_atomic else min(TELL_SECONDS, RENEW_SECONDS)
+
+    def renew() -> None:
+        nonlocal lease, due
+        step = steps_done()
+        if step == lease.step and time.monotonic() < due:
+            return
+        due = time.monotonic() + RENEW_SECONDS
+        lease = replace(lease, renewals=lease.renewals + 1, step=step)
+        with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
+            if is_ours():
+                LEASE_JSON.write(folder, lease)
+
+    try:
+        with repeated("lease", looks, renew):
+            yield
+    finally:
+        with suppress(StorageError):
+            if is_ours():
+                folder.delete(LEASE)
+        take_request(folder, token)
+
+
+def lost(folder: Storage, name: str) -> str:
+    """Return why a folder is not this driver's any more, which keeps its claim in the file `name`."""
+    if folder.exists(name):
+        return f"{folder} was taken over by another driver, which was started after this one"
+    return (
+        f"{folder} was removed while this driver ran in it: its {name} is gone, and what was kept with it; "
+        "run it again, and leave the folder until its end"
+    )
 
 
 def leave_request(run: Storage, token: str, again: bool = False) -> None:

@@ -1,22 +1,20 @@
-"""The weights that a run leaves, and those that it starts from (`init_from`), which may be in a checkpoint.
+"""What a run starts from (`init_from`): weights, which may be in a checkpoint.
 
-Weights are one file, or above `LIMIT` several in the layout of Hugging Face, with an index. What `init_from` names
-may change while a job runs, as another run's newest checkpoint does. So the file's name and hash are pinned in the
-run directory when the run begins, and only that file is ever loaded. On a disk with hard links the run directory
-holds a hard link, so the file survives its removal elsewhere. On other storage nothing is copied.
+What `init_from` names may change while a job runs, as another run's newest checkpoint does. So the file's name and
+hash are pinned in the run directory when the run begins, and only that file is ever loaded. On a disk with hard links
+the run directory holds a hard link, so the file survives its removal elsewhere. On other storage nothing is copied.
 """
 
 import hashlib
 import io
 import json
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dp_ray.engine.optimizer import evaluated_weights, weights_of_average
+from dp_ray.engine.optimizer import evaluated_weights
 from dp_ray.engine.world import World, broadcast, is_rank_0
 from dp_ray.errors import JobError, StorageError
 from dp_ray.records import Record
@@ -33,129 +31,15 @@ from dp_ray.rundir.checkpoint import (
     steps_of,
 )
 from dp_ray.rundir.files import is_finished, read_or_advise, replacing, runs_there
+from dp_ray.rundir.weights import BEST, INDEXES, WEIGHTS, files_of, open_index, weights_name
 from dp_ray.storage import Storage
-from dp_ray.tensors.files import (
-    Stored,
-    TensorFile,
-    read_tensors,
-    sha256_of,
-    write_tensors,
-)
-from dp_ray.tensors.flat import as_bytes
+from dp_ray.tensors.files import TensorFile
 from dp_ray.text import listed
 
-WEIGHTS = "weights.safetensors"
-INDEX = "model.safetensors.index.json"
-INDEXES = ".safetensors.index.json"  # how the name of an index ends
-LIMIT = 5 * 10**9  # bytes of the tensors in a file
-BEST = "best.safetensors"
-EMA = "ema.safetensors"
 TORCH_FILES = (".pt", ".pth", ".bin")
 PIN = "init_from.json"
 LINKS = "init_from"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightsIndex:
-    """The index of weights in several files: the file of each tensor. Of our own, `metadata` has their checksums."""
-
-    metadata: dict[str, Any] = field(default_factory=dict)
-    weight_map: dict[str, str]
-
-
-INDEX_JSON = Record[WeightsIndex](WeightsIndex, INDEX, indent=2)
 NEW_HEAD = "; to load the weights that fit, and leave the rest as the model is built, set strict: false"
-
-
-def write_weights(
-    run: Storage, tensors: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Write the weights to a run directory; `whole` is that of `write_tensors`, which is called for each file."""
-    parts = parts_of(tensors)
-    if len(parts) == 1:
-        write_tensors(run, WEIGHTS, tensors, whole=whole)
-        run.delete(
-            INDEX
-        )  # an earlier end's; after the new file, so that a crash never leaves the run without weights
-        return
-    names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
-    checksums = {
-        name: write_tensors(run, name, part, whole=whole, metadata={"format": "pt"})
-        for name, part in zip(names, parts, strict=True)
-    }
-    weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
-    size = sum(one.nbytes for one in tensors.values())
-    metadata = {"total_size": size, "sha256": checksums}
-    INDEX_JSON.write(run, WeightsIndex(metadata=metadata, weight_map=weight_map))
-    run.delete(WEIGHTS)
-
-
-def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Return the tensors of each file, in order: as many as `LIMIT` bytes hold, but at least one."""
-    parts: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for key, one in tensors.items():
-        if parts[-1] and size + one.nbytes > LIMIT:
-            parts.append({})
-            size = 0
-        parts[-1][key] = one
-        size += one.nbytes
-    return parts
-
-
-def weights_name(storage: Storage) -> str | None:
-    """Return the name of the weights file in a folder, or else of the index; None if there is neither."""
-    return next((name for name in (WEIGHTS, INDEX) if storage.exists(name)), None)
-
-
-def weights_path(run: Storage) -> str:
-    """Return the path or URL of the weights of a run, for people."""
-    return str(run.child(weights_name(run) or WEIGHTS))
-
-
-def read_weights(storage: Storage) -> dict[str, torch.Tensor]:
-    """Return the weights in a run directory; raises StorageError if a file is missing or damaged."""
-    if storage.exists(WEIGHTS) or not storage.exists(INDEX):
-        return read_tensors(storage, WEIGHTS)[0]
-    return {key: one.whole() for key, one in open_index(storage, INDEX).items()}
-
-
-def weights_sha256(storage: Storage) -> str:
-    """Return the hash of the tensors' raw bytes, in the order of their names, however many files hold them."""
-    if storage.exists(WEIGHTS) or not storage.exists(INDEX):
-        return sha256_of(storage, WEIGHTS)
-    digest = hashlib.sha256()
-    for _, one in sorted(open_index(storage, INDEX).items()):
-        digest.update(as_bytes(one.whole()).numpy().data)
-    return digest.hexdigest()
-
-
-def files_of(storage: Storage, index: str) -> list[str]:
-    """Return the files that an index names; raises StorageError if it is damaged."""
-    return sorted(set(_read_index(storage, index).weight_map.values()))
-
-
-def open_index(storage: Storage, index: str) -> dict[str, Stored]:
-    """Return the tensors that an index names, to be read when needed; the files' checksums are verified first."""
-    read = _read_index(storage, index)
-    checksums = read.metadata.get("sha256", {})
-    files = {name: TensorFile(storage, name) for name in sorted(set(read.weight_map.values()))}
-    for name, one in files.items():
-        if checksums and one.digest != checksums.get(name):
-            raise StorageError(f"{one.where}: is not the file that was written with {index}")
-        one.check()
-    tensors = {name: one.tensors() for name, one in files.items()}
-    try:
-        return {key: tensors[name][key] for key, name in read.weight_map.items()}
-    except KeyError as error:
-        raise StorageError(f"{storage}/{index}: names the tensor {error}, which its file does not hold") from None
-
-
-def _read_index(storage: Storage, index: str) -> WeightsIndex:
-    read = INDEX_JSON.read(storage, index)
-    if bad := [name for name in read.weight_map.values() if "/" in name or "\\" in name]:
-        raise StorageError(f"{storage}/{index}: names a file that is not beside it: {bad[0]!r}")
-    return read
 
 
 @dataclass(frozen=True)
@@ -219,7 +103,7 @@ def files_of_start(location: str) -> list[str]:
     others = files_of(source, name) if name.endswith(INDEXES) else []
     if NAME.fullmatch(name):
         others = [f"{PIECES}/{piece}" for piece in _pieces_of(source, name)]
-    return [source.child(one).location for one in (name, *others)]
+    return [source.child(file).location for file in (name, *others)]
 
 
 def pinned(run: Storage) -> Start | None:
@@ -227,13 +111,12 @@ def pinned(run: Storage) -> Start | None:
     return read_or_advise(PIN_JSON, run) if run.exists(PIN) else None
 
 
-def check_start(run: Storage, location: str) -> None:
-    """Raise JobError if `init_from` names no weights, or if the file with which the run began is gone."""
-    start = pinned(run)
-    if start is None:
-        find_start(location)
-    else:
+def check_start(run: Storage | None, location: str) -> None:
+    """Raise JobError if `init_from` names no weights, or if the file with which a resumed `run` began is gone."""
+    if run is not None and (start := pinned(run)) is not None:
         file_of(run, location, start)
+    else:
+        find_start(location)
 
 
 def first_step(run: Storage) -> int:
@@ -279,7 +162,7 @@ def read_start(
         if data is None:
             file.check()
         tensors = file.tensors()
-    return tensors if sharers is not None else {key: one.whole() for key, one in tensors.items()}, None
+    return tensors if sharers is not None else {key: stored.whole() for key, stored in tensors.items()}, None
 
 
 def describe_start(run: Storage, location: str) -> str:
@@ -321,8 +204,8 @@ def _pin(run: Storage, location: str, is_strict: bool) -> Start:
         for piece in _pieces_of(source, name) if NAME.fullmatch(name) else ():
             links.child(PIECES).create()
             links.child(PIECES).link(piece, source.child(PIECES))
-        for one in files_of(source, name) if name.endswith(INDEXES) else ():
-            links.link(one, source)
+        for file in files_of(source, name) if name.endswith(INDEXES) else ():
+            links.link(file, source)
     # The hash of the link where there is one: the other name may stand for a newer file by now.
     start = Start(folder, name, (links if is_linked else source).sha256(name), is_strict)
     PIN_JSON.write(run, start)  # last: what a crash before it leaves is linked again
@@ -361,19 +244,3 @@ def read_torch(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise StorageError(f"{where}: holds a {type(loaded).__qualname__}, not a state_dict")
     return loaded
-
-
-def write_best(run: Storage, metric: str, value: float, step: int, is_averaged: bool = False) -> None:
-    """Write the weights of the best checkpoint, the one after `step` steps, as a weights file of the bare module.
-
-    With `is_averaged` that is the average of the weights. Only one tensor at a time is in memory. Raises StorageError
-    if the checkpoint is damaged.
-    """
-    opened = open_checkpoint(run.child(CHECKPOINTS), name_of(step))
-    opened.check(World())
-    state = weights_of_average(opened.state["ema"]) if is_averaged else evaluated_weights(opened.state)
-    stored = {name: one for name, one in state.items() if isinstance(one, Stored)}
-    empty = {name: one.empty() for name, one in stored.items()}
-    by_id = {id(empty[name]): one for name, one in stored.items()}
-    text = json.dumps({"metric": metric, "value": value, "step": step})
-    write_tensors(run, BEST, empty, text, whole=lambda tensor: by_id[id(tensor)].whole())

@@ -17,9 +17,10 @@ from dp_ray.job.files import differences
 from dp_ray.job.job import Job
 from dp_ray.records import damage_told
 from dp_ray.results.text import aligned, short
-from dp_ray.rundir.claim import check_reads_nothing_of, kept, lost, wait_until_free, with_full_init_from
 from dp_ray.rundir.files import RUN, SWEEP, SWEEP_JSON, State, Sweep, SweepTrial
-from dp_ray.rundir.lease import LEASE
+from dp_ray.rundir.lease import LEASE, held, lost, wait_until_free
+from dp_ray.rundir.replaced import check_reads_nothing_of
+from dp_ray.rundir.settled import settled
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Choices, Definition, Picked, run_name
 from dp_ray.text import hide, hide_in, printable, relative
@@ -111,7 +112,7 @@ class SweepRecord:
         self.folder.create()
         self.folder.remove_unfinished()
         self._write()
-        with kept(self.folder, self._token, self._is_ours):
+        with held(self.folder, self._token, self._is_ours):
             yield
 
     def _is_ours(self) -> bool:
@@ -225,7 +226,7 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
     for run in runs:
         wait_until_free(run, say)
         for job in jobs:
-            check_reads_nothing_of(run, with_full_init_from(job.for_task()))
+            check_reads_nothing_of(run, settled(job, is_new=True))
     for run in runs:
         run.remove()
     folder.remove()  # last: after a kill in between, the record still names the runs that are left

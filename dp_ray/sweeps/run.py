@@ -27,8 +27,8 @@ from dp_ray.monitor.console import Console
 from dp_ray.plan.order import derive_seed
 from dp_ray.records import damage_told
 from dp_ray.results.result import Result
-from dp_ray.rundir.claim import finished_run
 from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN
+from dp_ray.rundir.settled import finished_run
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
 from dp_ray.sweeps.record import SweepRecord, Trial, numbers, remove_sweep, value_name

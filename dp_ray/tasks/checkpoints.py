@@ -36,17 +36,8 @@ from dp_ray.rundir.checkpoint import CHECKPOINTS, Checkpoint, CheckpointWriter, 
 from dp_ray.rundir.files import replacing
 from dp_ray.rundir.history import HISTORY, write_piece
 from dp_ray.rundir.ledger import check_newest
-from dp_ray.rundir.start import (
-    BEST,
-    EMA,
-    NEW_HEAD,
-    describe_start,
-    first_step,
-    parts_of,
-    read_start,
-    write_best,
-    write_weights,
-)
+from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start
+from dp_ray.rundir.weights import BEST, EMA, parts_of, write_best, write_weights
 from dp_ray.system.threads import waiting
 from dp_ray.tasks.setup import Context
 from dp_ray.telemetry.times import History

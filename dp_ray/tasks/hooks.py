@@ -142,7 +142,7 @@ def make_hook(key: str, value: Any) -> Hook:
 
 def check_hook(key: str, value: Any) -> None:
     """Raise JobError if a hook cannot be imported, or rejects its args; builds no object of a class."""
-    if isinstance(value, Target):
-        bind(key, value, leading=0 if inspect.isclass(resolve(key, value)) else 1)
-    else:
+    if not isinstance(value, Target):
         make_hook(key, value)
+    else:
+        bind(key, value, leading=0 if inspect.isclass(resolve(key, value)) else 1)

@@ -17,8 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import dp_ray
-from dp_ray.driver.planning import plan_job
-from dp_ray.driver.run import prepare
+from dp_ray.driver.planning import plan_job, prepare
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console

@@ -24,6 +24,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 import dp_ray
 from dp_ray.cli.runs import report
+from dp_ray.driver import finish
 from dp_ray.driver import run as driver
 from dp_ray.errors import DataError, JobError, RunInterrupted, StorageError
 from dp_ray.job.files import job_from
@@ -125,7 +126,7 @@ def test_a_file_that_vanished_or_was_cut_is_found_out_and_made_again(
 
     several = {"outputs": {"file_bytes": 700}}
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "prove_outputs", lose_a_file)
+        patch.setattr(finish, "prove_outputs", lose_a_file)
         with pytest.raises(StorageError, match=r"00001-of-00003\.parquet: (is gone|has \d+ bytes, where)"):
             dp_ray.run(**keys(tmp_path, **several))
     (tmp_path / "read").unlink()

@@ -23,7 +23,7 @@ from dp_ray.errors import JobError, ModelError, RunInterrupted
 from dp_ray.job.job import Job
 from dp_ray.messages import ShardsFound
 from dp_ray.plan.costs import Plan, shard_counts
-from dp_ray.rundir.claim import unfinished
+from dp_ray.rundir.unfinished import unfinished
 from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.bad_data import Broken

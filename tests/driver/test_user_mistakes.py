@@ -22,7 +22,6 @@ from dp_ray.engine.weights import synchronise
 from dp_ray.engine.world import alone
 from dp_ray.errors import DataError, Error, JobError, ModelError, RunInterrupted, StorageError
 from dp_ray.job.job import Job
-from dp_ray.rundir.claim import check_ours
 from tests.support import models
 from tests.support.builders import run_dir_of
 
@@ -330,10 +329,10 @@ class NeedsVariable(models.Rows):
 def test_a_driver_that_was_overtaken_writes_nothing_more(tmp_path: Path) -> None:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1}, "run")
     first = run_dir_of(tmp_path, job)
-    check_ours(first)
+    first.check_ours()
     run_dir_of(tmp_path, job)
     with pytest.raises(StorageError, match="was taken over by another driver"):
-        check_ours(first)
+        first.check_ours()
 
 
 class TakesOver(nn.Module):

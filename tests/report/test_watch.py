@@ -27,13 +27,13 @@ from dp_ray.monitor import console
 from dp_ray.report import server as servers
 from dp_ray.report.server import LivePage, WatchServer
 from dp_ray.rundir import listing
-from dp_ray.rundir.claim import RunDir, held
+from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.history import HISTORY
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.listing import watched
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
-from tests.support.builders import run_dir_of
+from tests.support.builders import held_by, run_dir_of
 from tests.support.cluster import ROOT
 from tests.support.fresh import loaded_by
 from tests.support.trackers import wait_until
@@ -101,7 +101,7 @@ def test_a_run_is_waited_for_and_watched_to_its_end(tmp_path: Path) -> None:
     with watching(Storage(str(tmp_path / "run"))) as lines:
         wait_until(lambda: lines == ["run: waiting, there is no run yet"])
         made = claimed(tmp_path / "other")
-        with held(made):
+        with held_by(made):
             (tmp_path / "other" / "run").rename(tmp_path / "run")
             wait_until(lambda: "run: 7/10 steps, 1500 rows, 1,230 rows/s, loss 0.3942, 0:01 left" in lines)
             (tmp_path / "run").rename(tmp_path / "other" / "run")
@@ -120,7 +120,7 @@ def test_the_lines_are_those_of_the_runs_console(tmp_path: Path) -> None:
     lost = Interruption(IncidentKind.WORKER, "SIGKILL", 7, (1,), ("10.0.0.8",))
     log = IncidentLog((2, 2)).interrupted(lost)
     driver = contextlib.ExitStack()
-    driver.enter_context(held(claimed(tmp_path)))
+    driver.enter_context(held_by(claimed(tmp_path)))
     with watching(run) as lines, driver:
         wait_until(lambda: bool(lines))
         note(run, phase="building the dataset and the model", at=time.time() - 100)
@@ -150,7 +150,7 @@ def test_a_name_or_an_error_cannot_act_on_the_terminal(tmp_path: Path) -> None:
 def test_what_a_directory_says_at_a_moment(tmp_path: Path) -> None:
     run = Storage(str(tmp_path / "run"))
     assert not watched(run).has_ended
-    with held(claimed(tmp_path)):
+    with held_by(claimed(tmp_path)):
         seen = watched(run)
         assert (seen.status, seen.step, seen.steps, seen.has_ended) == ("running", 7, 10, False)
     killed = watched(run)
@@ -251,7 +251,7 @@ def test_the_page_of_a_run_grows_with_it(tmp_path: Path, monkeypatch: pytest.Mon
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.goto(server.url)
             assert "There is no run at" in page.inner_text("body")
-            with held(claimed(tmp_path)):
+            with held_by(claimed(tmp_path)):
                 page.wait_for_function("document.body.innerText.includes('6 of 10')", timeout=30000)
                 assert "running" in page.inner_text("body")
                 page.evaluate("window.scrollTo(0, 200)")

@@ -15,12 +15,11 @@ from dp_ray.report.comparison import figures
 from dp_ray.report.run_data import read_run
 from dp_ray.results.compare import comparison_text, comparison_values, read_compared_run
 from dp_ray.results.text import BLOCKS, sparkline
-from dp_ray.rundir.claim import held
 from dp_ray.rundir.history import HISTORY, METRICS, SEGMENT
 from dp_ray.storage import Storage
 from dp_ray.tables import read_table, write_table
 from tests.support import training
-from tests.support.builders import run_dir_of
+from tests.support.builders import held_by, run_dir_of
 from tests.support.cli import status_of
 from tests.support.fresh import loaded_by
 from tests.support.reported import write_run
@@ -152,7 +151,7 @@ def test_runs_that_did_not_end_are_compared(here: Path) -> None:
     result = train(here, "one", epochs=1)
     with pytest.raises(Error):
         train(here, "two", collate="tests.support.odd:fails")
-    with held(run_dir_of(here)):
+    with held_by(run_dir_of(here)):
         runs = [read_compared_run(Storage(str(here / name))) for name in ("one", "two", "run")]
     table = {row[0]: row[1:] for row in (line.split("  ") for line in comparison_text(runs).splitlines())}
     assert [cell.strip() for cell in table["status"] if cell] == ["done", "failed", "running"]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import dp_ray
 from dp_ray.errors import DataError
 from dp_ray.rundir.checkpoint import CheckpointWriter
-from dp_ray.rundir.start import write_best
+from dp_ray.rundir.weights import write_best
 from dp_ray.storage import Storage
 from tests.support.cluster import ROOT
 from tests.support.three_tasks import FILE

@@ -14,11 +14,13 @@ from dp_ray.job.job import Job
 from dp_ray.outputs.files import MERGED, OUTPUTS
 from dp_ray.rundir import files
 from dp_ray.rundir.checkpoint import CHECKPOINTS
-from dp_ray.rundir.claim import check_shared, is_aside, located, put_back, settle, with_shards_of_run
+from dp_ray.rundir.claim import Replace, Wanted, check, check_shared
 from dp_ray.rundir.history import HISTORY, METRICS
 from dp_ray.rundir.ledger import PARTS
-from dp_ray.rundir.start import INDEX, WEIGHTS, write_weights
-from dp_ray.storage import Storage
+from dp_ray.rundir.replaced import ReplacedRun
+from dp_ray.rundir.settled import settled
+from dp_ray.rundir.weights import INDEX, WEIGHTS, write_weights
+from dp_ray.storage import Storage, located
 from dp_ray.tensors.files import write_tensors
 from tests.support.builders import run_dir_of
 from tests.support.trainings import trained
@@ -147,19 +149,19 @@ def test_the_files_that_overwrite_deletes_are_those_that_runs_keep() -> None:
 
 def resumed(tmp_path: Path, began: dict[str, Any], **here: Any) -> Job:
     run_dir_of(tmp_path, job_of(**began))
-    return with_shards_of_run(job_of(**here), Storage(str(tmp_path)))
+    return settled(job_of(**here, storage=str(tmp_path)))
 
 
 def test_a_run_keeps_the_shards_that_it_began_with(tmp_path: Path) -> None:
     fewer = resumed(tmp_path, {"workers": 2}, workers=1)
     assert (fewer.num_shards, fewer.workers) == (2, 1)
     assert run_dir_of(tmp_path, fewer).is_resumed
-    more = with_shards_of_run(job_of(workers=5), Storage(str(tmp_path)))
+    more = settled(job_of(workers=5, storage=str(tmp_path)))
     assert (more.num_shards, more.workers) == (2, 2), "a shard is one worker's"
     assert run_dir_of(tmp_path, more).is_resumed
-    elastic = with_shards_of_run(job_of(workers={"min": 1, "max": 8}), Storage(str(tmp_path)))
+    elastic = settled(job_of(workers={"min": 1, "max": 8}, storage=str(tmp_path)))
     assert (elastic.num_shards, elastic.min_workers, elastic.max_workers) == (2, 1, 2)
-    here = with_shards_of_run(job_of(workers=0), Storage(str(tmp_path)))
+    here = settled(job_of(workers=0, storage=str(tmp_path)))
     assert (here.num_shards, here.workers) == (2, 0)
 
 
@@ -170,8 +172,8 @@ def test_a_job_that_sets_its_shards_keeps_them(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
-    job = job_of(workers=3)
-    assert with_shards_of_run(job, Storage(str(tmp_path))) is job
+    job = job_of(workers=3, storage=str(tmp_path))
+    assert settled(job) is job
 
 
 def failed_at_once(folder: Path, **began: Any) -> Path:
@@ -186,31 +188,38 @@ def failed_at_once(folder: Path, **began: Any) -> Path:
     return run
 
 
+def replaces(store: Storage, job: Job, rows: dict[str, int] | None = None, overwrite: bool = False) -> bool:
+    """Claim the directory; whether the new run takes the place of one that had kept nothing."""
+    decision = check(store.child("job"), Wanted(job, rows or {}, overwrite=overwrite))
+    claimed = run_dir_of(store, job, rows=rows, overwrite=overwrite)
+    assert claimed.is_resumed == (not isinstance(decision, Replace))
+    return decision == Replace(is_asked=False)
+
+
 @pytest.mark.parametrize("status", ["failed", "interrupted"])
 def test_a_run_that_kept_nothing_is_replaced_by_the_corrected_job(tmp_path: Path, status: str) -> None:
     run, store = failed_at_once(tmp_path, workers=2), Storage(str(tmp_path))
     finish(tmp_path, status)
-    corrected = with_shards_of_run(job_of(call="kwargs", workers=4), store)
+    corrected = settled(job_of(call="kwargs", workers=4, storage=str(tmp_path)))
     assert (corrected.num_shards, corrected.workers) == (4, 4), "nothing is bound by the shards of the other run"
-    claimed = run_dir_of(store, corrected)
-    assert claimed.replaces and not claimed.is_resumed
+    assert replaces(store, corrected)
     assert sorted(path.name for path in run.iterdir()) == ["parts", "run.json"]
     finish(tmp_path, status)
-    assert run_dir_of(store, job_of(dataset=InFolder("x"))).replaces
+    assert replaces(store, job_of(dataset=InFolder("x")))
     finish(tmp_path, status)
-    assert run_dir_of(store, job_of(dataset=InFolder("y"))).replaces, "objects cannot be compared, and need not be"
+    assert replaces(store, job_of(dataset=InFolder("y"))), "objects cannot be compared, and need not be"
     finish(tmp_path, status)
-    assert run_dir_of(store, job_of(), rows={"dataset": 3}).replaces
+    assert replaces(store, job_of(), rows={"dataset": 3})
     finish(tmp_path, status)
-    assert not run_dir_of(store, job_of(), rows={"dataset": 3}).replaces, "the same job goes on"
-    assert not run_dir_of(store, job_of(), overwrite=True).replaces
+    assert not replaces(store, job_of(), rows={"dataset": 3}), "the same job goes on"
+    assert not replaces(store, job_of(), overwrite=True)
 
 
 def test_a_number_of_shards_that_was_found_stays_with_the_same_job_alone(tmp_path: Path) -> None:
     failed_at_once(tmp_path, shards=6, workers=2)
-    store, auto = Storage(str(tmp_path)), {"shards": "auto", "workers": 2}
-    assert with_shards_of_run(job_of(**auto), store).num_shards == 6
-    assert with_shards_of_run(job_of(**auto, batch_size=20), store).finds_shards
+    auto = {"shards": "auto", "workers": 2, "storage": str(tmp_path)}
+    assert settled(job_of(**auto)).num_shards == 6
+    assert settled(job_of(**auto, batch_size=20)).finds_shards
 
 
 KEPT = ["parts/a.arrow", "checkpoints/step-3.safetensors", "history/steps-0-3.parquet", "outputs/0.parquet"]
@@ -388,13 +397,14 @@ def test_after_a_killed_driver_there_is_the_old_run_or_the_new_one(tmp_path: Pat
     """The new run has claimed the directory, and perhaps kept a file; its driver is gone."""
     run_dir_of(tmp_path, job_of(seed=1))
     finish(tmp_path, "done")
-    assert run_dir_of(tmp_path, job_of(seed=2), overwrite=True).is_replacing
+    assert run_dir_of(tmp_path, job_of(seed=2), overwrite=True).replaced
     if kept is not None:
         (tmp_path / "job" / "checkpoints").mkdir()
         (tmp_path / "job" / kept).write_text('{"status": "done"}')
     run = Storage(str(tmp_path)).child("job")
-    assert is_aside(run)
-    settle(run, is_begun=False)
+    replaced = ReplacedRun(run)
+    assert replaced.exists
+    replaced.settle(steps_done=0)
     assert json.loads((tmp_path / "job" / "run.json").read_text())["job"]["seed"] == (1 if kept is None else 2)
     assert [path.name for path in tmp_path.iterdir()] == ["job"]
 
@@ -412,7 +422,7 @@ def test_two_drivers_that_put_the_same_run_back_lose_nothing(tmp_path: Path) -> 
     finished_training(tmp_path)
     run = Storage(str(tmp_path)).child("job")
     with pytest.raises(StorageError, match="cannot be put back"):
-        put_back(run)
+        ReplacedRun(run).restore()
     assert (tmp_path / "job" / WEIGHTS).exists()
 
 

@@ -11,20 +11,19 @@ import pytest
 
 import dp_ray
 from dp_ray.errors import JobError, StorageError
-from dp_ray.rundir import claim
-from dp_ray.rundir.claim import held, wait_until_free
-from dp_ray.rundir.lease import EXPIRE_SECONDS, LEASE
+from dp_ray.rundir import lease
+from dp_ray.rundir.lease import EXPIRE_SECONDS, LEASE, wait_until_free
 from dp_ray.storage import Storage
 from dp_ray.system.process import OWNER, Process, is_dead, own_folder, remove_orphans, this_process
 from tests.support import forked, models
-from tests.support.builders import run_dir_of
+from tests.support.builders import held_by, run_dir_of
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
 
 def hold(folder: str) -> None:
     """Be a driver that holds the run in `folder` until it is killed, and says what its temporary folder is."""
-    with held(run_dir_of(Path(folder))), own_folder(folder) as own:
+    with held_by(run_dir_of(Path(folder))), own_folder(folder) as own:
         (Path(folder) / "own.new").write_text(own)
         (Path(folder) / "own.new").rename(Path(folder) / "own")
         time.sleep(600)
@@ -85,9 +84,9 @@ def to_another_host(run: Path) -> None:
 
 @pytest.mark.slow
 def test_the_lease_of_another_host_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "EXPIRE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 1.0)
     said: list[str] = []
-    with held(run_dir_of(tmp_path)):
+    with held_by(run_dir_of(tmp_path)):
         to_another_host(tmp_path / "run")
         wait_until_free(Storage(str(tmp_path / "run")), said.append)
     (line,) = said
@@ -95,9 +94,9 @@ def test_the_lease_of_another_host_is_waited_for(tmp_path: Path, monkeypatch: py
 
 
 def test_a_driver_on_another_host_that_renews_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "RENEW_SECONDS", 0.3)
-    monkeypatch.setattr(claim, "LOOK_SECONDS", 0.1)
-    with held(run_dir_of(tmp_path)):
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.3)
+    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.1)
+    with held_by(run_dir_of(tmp_path)):
         to_another_host(tmp_path / "run")
         with pytest.raises(JobError, match="which is alive"):
             wait_until_free(Storage(str(tmp_path / "run")), print)
@@ -106,11 +105,11 @@ def test_a_driver_on_another_host_that_renews_is_alive(tmp_path: Path, monkeypat
 def test_a_lease_is_gone_with_its_driver_and_never_written_over_anothers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "RENEW_SECONDS", 0.05)
-    with held(run_dir_of(tmp_path)):
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.05)
+    with held_by(run_dir_of(tmp_path)):
         assert (tmp_path / "run" / LEASE).exists()
     assert not (tmp_path / "run" / LEASE).exists()
-    with held(run_dir_of(tmp_path)), held(run_dir_of(tmp_path)):
+    with held_by(run_dir_of(tmp_path)), held_by(run_dir_of(tmp_path)):
         token = json.loads((tmp_path / "run" / "run.json").read_text())["token"]
         until, seen = time.monotonic() + 0.5, set()
         while time.monotonic() < until:

@@ -14,11 +14,10 @@ import dp_ray
 from dp_ray.errors import Error, JobError
 from dp_ray.job.keys import JobKeys
 from dp_ray.results.text import list_text, time_span
-from dp_ray.rundir.claim import held
 from dp_ray.rundir.listing import ListedRun, listed_runs, sorted_by
 from dp_ray.storage import Storage
 from dp_ray.text import printable
-from tests.support.builders import run_dir_of
+from tests.support.builders import held_by, run_dir_of
 from tests.support.cli import status_of
 from tests.support.fresh import loaded_by
 from tests.support.trainings import keys_of
@@ -50,7 +49,7 @@ def test_each_state_of_a_run_is_told(tmp_path: Path) -> None:
     written(tmp_path, "failed", {"status": "failed", "error": "ModelError: no\nmore", "total_steps": 24})
     killed = written(tmp_path, "killed")
     (killed / "progress.json").write_text(json.dumps({"step": 7, "metrics": {"loss": 2}}))
-    with held(run_dir_of(tmp_path)):
+    with held_by(run_dir_of(tmp_path)):
         rows = by_name(tmp_path)
     assert {name: row.status for name, row in rows.items()} == {
         "done": "done",

@@ -33,7 +33,8 @@ from dp_ray.rundir.ledger import LEDGER_JSON, Ledger
 from dp_ray.rundir.listing import PROGRESS_JSON
 from dp_ray.rundir.numerics import Computed, Kind
 from dp_ray.rundir.quarantine import RECORDS_JSON
-from dp_ray.rundir.start import INDEX_JSON, PIN_JSON, Start, WeightsIndex
+from dp_ray.rundir.start import PIN_JSON, Start
+from dp_ray.rundir.weights import INDEX_JSON, WeightsIndex
 from dp_ray.storage import Storage
 from dp_ray.system.process import Process
 from dp_ray.tables import PartTable, read_table, write_table

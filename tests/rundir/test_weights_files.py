@@ -9,8 +9,8 @@ import torch
 
 from dp_ray.engine.votes import StepControl
 from dp_ray.errors import StorageError
-from dp_ray.rundir import start
-from dp_ray.rundir.start import INDEX, parts_of, read_weights, weights_path, weights_sha256, write_weights
+from dp_ray.rundir import weights
+from dp_ray.rundir.weights import INDEX, parts_of, read_weights, weights_path, weights_sha256, write_weights
 from dp_ray.storage import Storage
 from tests.support.group import run_group
 from tests.support.trainings import job_of
@@ -23,19 +23,19 @@ class InSmallFiles(StepControl):
     """Makes the limit small in each worker."""
 
     def storage(self, folder: str) -> Storage:
-        start.LIMIT = 300
+        weights.LIMIT = 300
         return Storage(folder)
 
 
 def written(folder: Path, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, torch.Tensor], limit: int) -> Storage:
-    monkeypatch.setattr(start, "LIMIT", limit)
+    monkeypatch.setattr(weights, "LIMIT", limit)
     run = Storage(str(folder))
     write_weights(run, tensors, lambda one: one)
     return run
 
 
 def test_a_file_holds_as_much_as_the_limit_but_at_least_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "LIMIT", 20)
+    monkeypatch.setattr(weights, "LIMIT", 20)
     assert [list(one) for one in parts_of(SIZES)] == [["a"], ["b", "c"]]
     assert parts_of({}) == [{}]
 

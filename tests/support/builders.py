@@ -4,7 +4,7 @@ A change of one of these constructors needs a change of its builder alone; `test
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import FilePlan, Split, Work
 from dp_ray.rundir import ledger
-from dp_ray.rundir.claim import RunDir, claim
+from dp_ray.rundir.claim import RunDir, Wanted, check, claim
+from dp_ray.rundir.lease import held
 from dp_ray.rundir.ledger import Ledger
 from dp_ray.storage import Storage
 from dp_ray.trackers.tensorboard import TensorBoardWriter
@@ -84,8 +85,17 @@ def run_dir_of(
 ) -> RunDir:
     """Claim the job's run directory in a folder; without a job, that of a small prediction named `run`."""
     job = job or Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1}, "run")
-    base = folder if isinstance(folder, Storage) else Storage(str(folder))
-    return claim(job, base, overwrite=overwrite, rows=rows, steps=steps, resume=resume)
+    base, wanted = (
+        folder if isinstance(folder, Storage) else Storage(str(folder)),
+        Wanted(job, rows or {}, steps, overwrite, resume),
+    )
+    run = base.child(job.run_name)
+    return claim(run, wanted, check(run, wanted))
+
+
+def held_by(claimed: RunDir) -> AbstractContextManager[None]:
+    """Hold the lease of a claimed run directory, in which no step is done."""
+    return held(claimed.storage, claimed.token, lambda: claimed.is_ours)
 
 
 def monitor_of(

@@ -19,8 +19,8 @@ import torch
 import dp_ray
 from dp_ray.errors import RunInterrupted
 from dp_ray.job.files import job_maker
-from dp_ray.rundir.claim import kept as lease_kept
 from dp_ray.rundir.lease import LEASE
+from dp_ray.rundir.lease import held as lease_held
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Definition, parse_axis
@@ -233,7 +233,7 @@ def test_a_sweep_that_another_driver_runs_is_refused(
 ) -> None:
     job, base = evaluation_job(tmp_path), Storage(str(tmp_path / "runs"))
     assert status_of(monkeypatch, "sweep", job, "--quiet", "--over", "model.args.x=9,1") == 1
-    with lease_kept(base.child("job-sweep"), "token", lambda: True):
+    with lease_held(base.child("job-sweep"), "token", lambda: True):
         assert status_of(monkeypatch, "sweep", job, "--quiet", "--over", "model.args.x=9,1") == 2
     assert "job-sweep is being run by process" in capsys.readouterr().err
     assert states(base) == ["failed", "done"]
