@@ -117,7 +117,7 @@ def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], 
     Raises StorageError if it is not safetensors, is truncated, or its checksum is wrong.
     """
     file = TensorFile(storage, name, storage.read_bytes(name))
-    return {key: one.whole() for key, one in file.tensors().items()}, file.text
+    return {key: stored.whole() for key, stored in file.tensors().items()}, file.text
 
 
 def sha256_of(storage: Storage, name: str) -> str:
@@ -198,9 +198,9 @@ class TensorFile:
             metadata = self._table.pop("__metadata__", {})
             self.text, self.digest = str(metadata.get(TEXT, "")), metadata.get(DIGEST)
             self._is_ours = TEXT in metadata or DIGEST in metadata  # `write_tensors` writes both
-            for one in self._table.values():
-                (start, stop), shape = one["data_offsets"], one["shape"]
-                num_bytes = torch.empty(shape, dtype=DTYPES[one["dtype"]], device="meta").nbytes
+            for location in self._table.values():
+                (start, stop), shape = location["data_offsets"], location["shape"]
+                num_bytes = torch.empty(shape, dtype=DTYPES[location["dtype"]], device="meta").nbytes
                 if stop - start != num_bytes or not 0 <= start <= stop <= room:
                     raise ValueError(f"bytes {start} to {stop} of {room} are not a tensor of size {shape}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -212,10 +212,10 @@ class TensorFile:
         """Return all its tensors, none of which is read yet."""
         return {  # not kept: they hold this file, and with it its bytes
             key: Stored(
-                tuple(one["shape"]),
-                partial(self._rows, DTYPES[one["dtype"]], one["shape"], one["data_offsets"][0]),
+                tuple(entry["shape"]),
+                partial(self._rows, DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"][0]),
             )
-            for key, one in self._table.items()
+            for key, entry in self._table.items()
         }
 
     def check(self) -> None:
@@ -284,8 +284,8 @@ def on_rank_0(tensor: torch.Tensor) -> torch.Tensor:
 def attend_writing(tensors: Mapping[str, torch.Tensor]) -> None:
     """Send this worker's rows of each tensor to rank 0, which reads each twice in `write_tensors`."""
     for _ in range(2):
-        for one in filter(is_sharded, tensors.values()):
-            on_rank_0(one)
+        for tensor in filter(is_sharded, tensors.values()):
+            on_rank_0(tensor)
 
 
 def moved(leaf: Any, device: torch.device | None) -> Any:
@@ -302,9 +302,9 @@ def moved_batch(batch: Any, device: torch.device) -> Any:
     """Return a batch on the device: each tensor, and each object that has a method `to`, by that."""
     bare = bare_tensors(batch)
     if bare is None:
-        return map_batch(lambda leaf: moved(leaf, device), lambda one: one.to(device), batch)
+        return map_batch(lambda leaf: moved(leaf, device), lambda tensor: tensor.to(device), batch)
     beside = device.type != "cpu"
-    return with_tensors(batch, [one.to(device, non_blocking=beside) for one in bare])
+    return with_tensors(batch, [tensor.to(device, non_blocking=beside) for tensor in bare])
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

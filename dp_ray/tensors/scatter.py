@@ -157,7 +157,7 @@ def may_have_lists_of_rows(tree: Any, rows: int) -> bool:
     """
     return any(
         len(node.children) == rows
-        and (node.kind == "list" or (node.kind == "tuple" and all(one.kind == "mapping" for one in node.children)))
+        and (node.kind == "list" or (node.kind == "tuple" and all(item.kind == "mapping" for item in node.children)))
         for _, node in nodes(flatten(tree)[1])
     )
 

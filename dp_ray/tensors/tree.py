@@ -162,8 +162,8 @@ def bare_tensors(tree: Any) -> Sequence[torch.Tensor] | None:
         tree = tuple(tree.values())
     elif cls is not tuple and cls is not list:
         return None
-    for one in tree:
-        if type(one) is not torch.Tensor:
+    for value in tree:
+        if type(value) is not torch.Tensor:
             return None
     return tree  # type: ignore[no-any-return]
 
@@ -189,7 +189,7 @@ def map_batch(on_leaf: Callable[[Leaf], Any], on_object: Callable[[Any], Any], t
     PackedSequence counts as one: wherever its numbers are moved, its lengths stay on the CPU.
     """
     parts, spec = flatten(tree, _is_object)
-    return unflatten(spec, [on_object(one) if _is_object(one) else on_leaf(one) for one in parts])
+    return unflatten(spec, [on_object(part) if _is_object(part) else on_leaf(part) for part in parts])
 
 
 def copied(tree: Any) -> Any:
@@ -409,7 +409,7 @@ def why_no_rows(leaf: Any) -> str | None:
 def is_texts(node: Any) -> bool:
     """Return whether a node is a list of texts, or an array of them as objects, and of at least one."""
     is_array = isinstance(node, np.ndarray) and node.dtype.kind == "O" and node.ndim == 1
-    return (is_array or isinstance(node, list)) and len(node) > 0 and all(isinstance(one, str) for one in node)
+    return (is_array or isinstance(node, list)) and len(node) > 0 and all(isinstance(part, str) for part in node)
 
 
 def _is_namedtuple(cls: type[Any]) -> bool:
