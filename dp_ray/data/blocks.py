@@ -68,7 +68,7 @@ class Cache:
         with self._changed:
             for key in keys:
                 self._coming.pop(key, None)
-            loaded = {key: one for key in keys if (one := self._held.get(key) or self._ahead.get(key)) is not None}
+            loaded = {key: hit for key in keys if (hit := self._held.get(key) or self._ahead.get(key)) is not None}
             # Nobody loads these yet.
             missing = [key for key in keys if key not in loaded and key not in self._reading]
         if len(missing) < 2:
@@ -103,8 +103,8 @@ class Cache:
         """Forget what is not needed yet, and wait for the threads to end."""
         with self._changed:
             self._bytes -= sum(size for _, size in self._ahead.values())
-            for one in (self._ahead, self._coming, self._reading):
-                one.clear()
+            for held in (self._ahead, self._coming, self._reading):
+                held.clear()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._num_threads, END_SECONDS)
 

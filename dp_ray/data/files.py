@@ -140,8 +140,8 @@ def _named_files(given: Sequence[str]) -> list[File | None]:
 
     Files of one folder share its connection, and are looked up several at a time.
     """
-    paths = [_Path.of(one) for one in given]
-    parents = {one.parent: None for one in paths if "/" in one.text.rpartition("://")[2] or not one.is_url}
+    paths = [_Path.of(path) for path in given]
+    parents = {path.parent: None for path in paths if "/" in path.text.rpartition("://")[2] or not path.is_url}
     folders = {parent: parent.storage for parent in parents}
 
     def look(path: _Path) -> File | None:
@@ -215,8 +215,8 @@ def _listed(folder: Storage, wanted: Callable[[str], bool], recursive: bool = Fa
     else:
         selector = pafs.FileSelector(folder.path, allow_not_found=True, recursive=recursive)
         length = len(folder.path.rstrip("/")) + 1
-        infos = [one for one in folder.fs.get_file_info(selector) if one.is_file and wanted(one.path[length:])]
-        files = [File(folder, one.path[length:], one.size, str(one.mtime_ns or "")) for one in infos]
+        infos = [info for info in folder.fs.get_file_info(selector) if info.is_file and wanted(info.path[length:])]
+        files = [File(folder, info.path[length:], info.size, str(info.mtime_ns or "")) for info in infos]
     return sorted(files, key=lambda file: file.name)
 
 

@@ -104,14 +104,14 @@ class Stream(Dataset[Any]):
         """
         made: list[Any] = []
         try:
-            for one in given:
-                made.append(make(one))
+            for step in given:
+                made.append(make(step))
         except Exception as error:
             if len(indices) > 1:
                 is_decoding = given is not indices
                 done = self._decode if self._decode is not None and not is_decoding else lambda item: item
-                rest = [functools.partial(make, one) for one in given[len(made) + 1 :] if is_decoding]
-                kept = [*(functools.partial(done, one) for one in made), functools.partial(_raised, error), *rest]
+                rest = [functools.partial(make, step) for step in given[len(made) + 1 :] if is_decoding]
+                kept = [*(functools.partial(done, step) for step in made), functools.partial(_raised, error), *rest]
                 self._kept = dict(zip(indices, kept, strict=False))
             raise
         return made
@@ -247,7 +247,7 @@ def _sizes(source: Any, rows: int | Sequence[int] | None, files: list[str] | Non
     """Return the number of items of each file, or of the iterable."""
     if files is not None:
         if isinstance(rows, Sequence) and len(rows) == len(files) and callable(source):
-            return [int(one) for one in rows]
+            return [int(row) for row in rows]
         raise JobError("Stream: files need an iterable that is a function of a file, and in rows a number for each")
     if isinstance(source, Iterator):
         kind = type(source).__qualname__

@@ -165,7 +165,7 @@ class ColumnFiles(Table[int]):
         looks = in_threads(lambda file: self._blocks_of(file, columns), files)
         self._columns = columns_of(files, [there for there, _ in looks], columns)
         self._decode = decode_of(decode, columns)
-        super().__init__(files, [one for _, several in looks for one in several], cache_bytes)
+        super().__init__(files, [index for _, several in looks for index in several], cache_bytes)
 
     def _blocks_of(self, file: File, columns: Sequence[str] | None) -> tuple[list[str], list[Block[int]]]:
         names, sizes = retried(lambda: self._look(file), str(file), file.is_local)
@@ -305,7 +305,7 @@ def columns_of(files: Sequence[File], there: Sequence[Sequence[str]], wanted: Se
             more = [name for name in names if name not in first]
             lacking, other = (files[0], file) if more else (file, files[0])
             name = more[0] if more else next(name for name in first if name not in names)
-            common = [name for name in first if all(name in one for one in there)]
+            common = [name for name in first if all(name in names for names in there)]
             advice = f"set columns to some of those that all files have: {listed(common)}"
             raise DataError(f"{lacking}: has no column {name!r}, which {other} has; {advice}")
     return list(first)

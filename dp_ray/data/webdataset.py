@@ -61,7 +61,7 @@ class WebDataset(Blocks[Stretch]):
         files = find_files(paths, [".tar"])
         indices = in_threads(lambda file: index_of(file, "samples", lambda: (_stretches(file), None)), files)
         pairs = zip(files, indices, strict=True)
-        blocks = [Block(file, one.rows, one, str(one)) for file, index in pairs for one in index.stretches]
+        blocks = [Block(file, part.rows, part, str(part)) for file, index in pairs for part in index.stretches]
         self._columns = None if columns is None else list(columns)
         self._decode = decode_of(decode, columns)
         super().__init__(files, blocks, cache_bytes)
@@ -83,9 +83,9 @@ class WebDataset(Blocks[Stretch]):
         wanted = [name for name in encoded if name != KEY] if self._columns is None else self._columns
         for name in wanted:
             if name not in encoded:
-                there = [one for one in encoded if one != KEY]
+                there = [name for name in encoded if name != KEY]
                 raise DataError(f"{shown}: has no {name!r}{did_you_mean(name, there)}; it has {listed(there)}")
-        by_extension = {one: BY_EXTENSION[last] for one in wanted if (last := one.rpartition(".")[2]) in BY_EXTENSION}
+        by_extension = {key: BY_EXTENSION[last] for key in wanted if (last := key.rpartition(".")[2]) in BY_EXTENSION}
         item = {KEY: encoded[KEY], **{name: encoded[name] for name in wanted}}
         try:
             return decoded(item, {**by_extension, **{k: v for k, v in self._decode.items() if k in wanted}})
