@@ -74,7 +74,7 @@ class CarriedColumn:
 
         Raises DataError, which names the key, if there is no such kind.
         """
-        fields = [pa.schema([(self.key, one.arrow_type)]) for one in (self, other)]
+        fields = [pa.schema([(self.key, column.arrow_type)]) for column in (self, other)]
         try:
             (joined,) = pa.unify_schemas(fields, promote_options="permissive").types
         except (pa.ArrowTypeError, pa.ArrowInvalid):
@@ -170,7 +170,7 @@ class Column:
     @property
     def inner(self) -> list[int]:
         """The lengths of the dimensions that are the same for all rows."""
-        return [one for one in self.shape or () if one is not None]
+        return [size for size in self.shape or () if size is not None]
 
     @property
     def stored(self) -> list[int]:
@@ -229,7 +229,7 @@ class Layout:
             raise StorageError("this Parquet file does not hold outputs of dp_ray")
         values = json.loads(metadata[METADATA])
         columns = map(Column.from_json, values["columns"])
-        carried = tuple(CarriedColumn(**one) for one in values.get("carried", []))
+        carried = tuple(CarriedColumn(**column) for column in values.get("carried", []))
         return cls(TreeSpec.from_json(values["spec"]), tuple(columns), values["batch_dim"], carried)
 
     def join(self, other: "Layout") -> "Layout":
@@ -248,13 +248,12 @@ class Layout:
                 f"and {other.spec.paths}"
             )
         columns: list[Column] = []
-        for one, another in zip(self.columns, other.columns, strict=False):
-            if replace(one, shape=None) != replace(another, shape=None):
-                raise ModelError(
-                    f"output {one.name!r} is not alike on all shards: {one.dtype} on one, {another.dtype} on another"
-                )
-            columns.append(one if one.shape == another.shape else replace(one, shape=None))
-        carried = tuple(one.join(another) for one, another in zip(self.carried, other.carried, strict=True))
+        for column, another in zip(self.columns, other.columns, strict=False):
+            if replace(column, shape=None) != replace(another, shape=None):
+                dtypes = f"{column.dtype} on one, {another.dtype} on another"
+                raise ModelError(f"output {column.name!r} is not alike on all shards: {dtypes}")
+            columns.append(column if column.shape == another.shape else replace(column, shape=None))
+        carried = tuple(carried.join(another) for carried, another in zip(self.carried, other.carried, strict=True))
         return Layout(self.spec, tuple(columns), self.batch_dim, carried)
 
 
@@ -397,7 +396,7 @@ def _without_objects(spec: TreeSpec, above: Keys, left_out: dict[str, str]) -> T
         return replace(spec, value=None)
     below = zip(spec.keys, spec.children, strict=True)
     children = tuple(_without_objects(child, (*above, key), left_out) for key, child in below)
-    changed = any(one is not other for one, other in zip(children, spec.children, strict=True))
+    changed = any(child is not other for child, other in zip(children, spec.children, strict=True))
     return replace(spec, children=children) if changed else spec
 
 

@@ -450,8 +450,8 @@ def prove_outputs(run: Storage, rows: int, missing: Collection[int] = ()) -> Non
     check_layouts(run, records)
     if not any(record.rows for record in records):
         raise DataError(f"{run}: there are no outputs: all samples were set aside, see quarantine/")
-    values = {"rows": sum(one.rows for one in records), "outputs_sha256": hash_of_steps(records)}
-    MANIFEST_JSON.write(run, {**values, "files": [one.described() for one in records if one.rows]})
+    values = {"rows": sum(record.rows for record in records), "outputs_sha256": hash_of_steps(records)}
+    MANIFEST_JSON.write(run, {**values, "files": [record.described() for record in records if record.rows]})
     run.delete(EARLIER_MANIFEST)
 
 
@@ -499,7 +499,7 @@ def names_so_far(run: Storage) -> list[str]:
         return file_names(run)
     records = ledger.records_in(ledger.committed(run))
     whole = [number for number in range(len(records)) if all(before in records for before in range(number + 1))]
-    return [one.path for one in read_records(run, [records[number] for number in whole]) if one.rows]
+    return [record.path for record in read_records(run, [records[number] for number in whole]) if record.rows]
 
 
 def file_names(run: Storage) -> list[str]:
@@ -511,7 +511,7 @@ def file_names(run: Storage) -> list[str]:
     if manifest is None:
         return [MERGED]
     with damage_told(f"{run}/{manifest}"):
-        return [f"{OUTPUTS}/{one['name']}" for one in MANIFEST_JSON.read(run, manifest)["files"]]
+        return [f"{OUTPUTS}/{file['name']}" for file in MANIFEST_JSON.read(run, manifest)["files"]]
 
 
 def outputs_path(run: Storage) -> str:
