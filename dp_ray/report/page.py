@@ -52,7 +52,7 @@ def page_of(run: Storage, live: float | None = None) -> str:
         "heatMaps": maps,
         "parts": parts,
         "epochs": epochs_of(data.history),
-        "interruptions": [{"step": one.step, "kind": one.kind.value} for one in data.incidents.interruptions],
+        "interruptions": [{"step": event.step, "kind": event.kind.value} for event in data.incidents.interruptions],
         "live": live,
     }
     return rendered(
@@ -79,7 +79,7 @@ def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
         drawing=hide_in({**OF_A_RUN, **drawing}),
         can_draw=bool(scripts),
         styles=Markup((HERE / "page.css").read_text()),
-        scripts=[Markup(one) for one in (*scripts, (HERE / "page.js").read_text())],
+        scripts=[Markup(script) for script in (*scripts, (HERE / "page.js").read_text())],
         theme_script=Markup((HERE / "theme.js").read_text()),
     )
 
@@ -127,7 +127,7 @@ def facts_of(data: RunData) -> list[Fact]:
             epochs = f"{result['steps']:,} in an epoch"
     early = (result.get("stopped_early") or {}).get("text", "")
     times = ["since it was resumed"] if len(data.drivers) > 1 else []
-    before, after = (result.get(f"seconds_{one}_steps") for one in ("before", "after"))
+    before, after = (result.get(f"seconds_{when}_steps") for when in ("before", "after"))
     if before is not None and after is not None:
         times.append(f"{duration(before)} before the first step, {duration(after)} after the last")
     sizes, where = data.incidents.world_sizes or tuple(result.get("world_sizes", ())), ""
@@ -143,7 +143,7 @@ def facts_of(data: RunData) -> list[Fact]:
         Fact("interruptions", str(len(data.incidents.interruptions))),
         Fact("set aside", str(aside) if aside else "", "samples"),
     ]
-    return [one for one in facts if one.value]
+    return [fact for fact in facts if fact.value]
 
 
 def metrics_of(data: RunData) -> list[Fact]:
@@ -170,9 +170,9 @@ def time_split(data: RunData) -> list[TimePart]:
     """Return the parts of the workers' time, which add up to the whole; the largest first."""
     if shares := (data.time_split or {}).get("all"):
         parts = [TimePart(spoken(name), share, color_of(name)) for name, share in shares.items() if share > 0]
-        return sorted(parts, key=lambda one: -one.share)
+        return sorted(parts, key=lambda share: -share.share)
     workers = data.result.get("workers", [])
-    whole, wait = (sum(one.get(f"{name}_seconds") or 0.0 for one in workers) for name in ("loop", "data_wait"))
+    whole, wait = (sum(worker.get(f"{name}_seconds") or 0.0 for worker in workers) for name in ("loop", "data_wait"))
     if not whole and data.history is not None and len(data.history):
         whole = rows_and_seconds(data.history)[1]
         wait = float(numbers(data.history.column("data_wait_seconds")).sum())
@@ -261,7 +261,7 @@ def step_parts(grid: WorkerGrid) -> dict[str, Any] | None:
 
 def _without_nan(rows: Iterable[Any]) -> list[list[float | None]]:
     """Return arrays of numbers in six digits, with None for NaN, which JSON does not have."""
-    return [[float(f"{one:.6g}") if math.isfinite(one) else None for one in row.tolist()] for row in rows]
+    return [[float(f"{value:.6g}") if math.isfinite(value) else None for value in row.tolist()] for row in rows]
 
 
 def evaluations_of(data: RunData) -> dict[str, Any]:
