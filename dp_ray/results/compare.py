@@ -158,7 +158,7 @@ def _likeness(runs: Sequence[Alike]) -> Iterator[str]:
 def _is_object(key: str, value: Any) -> bool:
     """Return whether a key of a job had a Python object: a file keeps its type alone, `<module:Class>`."""
     if isinstance(value, list):
-        return any(_is_object(key, one) for one in value)
+        return any(_is_object(key, item) for item in value)
     return isinstance(value, str) and OBJECT.fullmatch(value) is not None and not key.startswith("hooks.")
 
 
@@ -222,10 +222,10 @@ def differing_numerics(runs: Sequence[Alike]) -> dict[str, list[Any]]:
 def differing(each_run: Sequence[Mapping[str, Any]], left_out: Sequence[str]) -> dict[str, list[Any]]:
     """Return the keys whose values differ, with the values of all."""
     rows = side_by_side(each_run).items()
-    return {key: row for key, row in rows if key not in left_out and not all(same(one, row[0]) for one in row)}
+    return {key: row for key, row in rows if key not in left_out and not all(same(number, row[0]) for number in row)}
 
 
 def side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the values of each key that one of the mappings has; None stands for one that is not there."""
-    keys = dict.fromkeys(key for one in columns for key in one)
-    return {key: [one.get(key) for one in columns] for key in keys}
+    keys = dict.fromkeys(key for record in columns for key in record)
+    return {key: [record.get(key) for record in columns] for key in keys}

@@ -72,7 +72,7 @@ class Replayed:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; numbers that JSON does not have are text: "nan", "inf", "-inf"."""
-        values = {**asdict(self), "rows": [one.to_json() for one in self.rows]}
+        values = {**asdict(self), "rows": [row.to_json() for row in self.rows]}
         values |= {"compared": self.compared, "difference": self.relative_difference}
         return {key: _plain(value) for key, value in values.items()}
 
@@ -115,10 +115,10 @@ class Replayed:
         what = "gradient" if is_gradient else "loss"
         yield f"{counted(len(self.rows), 'row')}, the largest {what} first: {self.row_losses}"
         table = [(what, "sample", "shard", "position")]
-        for one in self.rows[:SHOWN_ROWS]:
-            number = one.gradient if is_gradient else one.loss
+        for row in self.rows[:SHOWN_ROWS]:
+            number = row.gradient if is_gradient else row.loss
             text = "unknown" if number is None else f"{number:.9g}"
-            table.append((text, str(one.sample), str(one.shard), str(one.position)))
+            table.append((text, str(row.sample), str(row.shard), str(row.position)))
         yield aligned(table)
         more = len(self.rows) - SHOWN_ROWS
         if more > 0:
@@ -138,7 +138,7 @@ def compared(here: float | None, there: float | None) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

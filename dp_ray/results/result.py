@@ -173,7 +173,7 @@ class Result:
     def shape_lines(self) -> Iterator[str]:
         """Yield the lines of `--shapes`, as the run printed them."""
         for _, reports in groupby(self.iter_shapes(), key=lambda report: report.step):
-            yield from shape_lines([(one.input_size, one.output_size) for one in reports], self.batch_dim)
+            yield from shape_lines([(report.input_size, report.output_size) for report in reports], self.batch_dim)
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of `result.json`."""
@@ -182,7 +182,7 @@ class Result:
         values["outputs"] = values.pop("outputs_path")
         values["weights"] = values.pop("weights_path")
         # Python's writer would write NaN, which is not JSON.
-        values["metrics"] = {name: one if math.isfinite(one) else None for name, one in self.metrics.items()}
+        values["metrics"] = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
         return values
 
     def __repr__(self) -> str:
@@ -238,8 +238,8 @@ def load(run_dir: str | Path) -> Result:
         if values.get("ema"):
             values["ema"] = {**values["ema"], "weights": str(storage.child(EMA))}
         metrics = values.get("metrics", {})
-        values["metrics"] = {name: math.nan if one is None else one for name, one in metrics.items()}
-        names = {one.name for one in fields(Result)}  # a later version may have written more
+        values["metrics"] = {name: math.nan if number is None else number for name, number in metrics.items()}
+        names = {known.name for known in fields(Result)}  # a later version may have written more
         known = {key: value for key, value in values.items() if key in names}
         return Result(**{**known, "run_dir": str(storage), "location": storage.location})
 
@@ -290,9 +290,9 @@ def as_text(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _as_text(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict) and "kind" in value[0]:
-        return "; ".join(str(read_interruption(one)) for one in value)
+        return "; ".join(str(read_interruption(interruption)) for interruption in value)
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "; ".join(f"rank {one['rank']} {one['node']} {one.get('device', '-')}" for one in value)
+        return "; ".join(f"rank {worker['rank']} {worker['node']} {worker.get('device', '-')}" for worker in value)
     return "-" if value in (None, [], {}) else str(value)
 
 

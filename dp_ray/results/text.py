@@ -69,15 +69,15 @@ def list_text(rows: Sequence[ListedRun], width: int | None = None) -> str:
     table = aligned([COLUMNS, *cells])
     if width is None or max(map(len, table.splitlines())) <= width:
         return table
-    head, *lines = aligned([one[:DETAILS] for one in (COLUMNS, *cells)]).splitlines()
+    head, *lines = aligned([row[:DETAILS] for row in (COLUMNS, *cells)]).splitlines()
     if max(map(len, (head, *lines))) > width:
-        head, *lines = (f"  {line}" for line in aligned([one[1:DETAILS] for one in (COLUMNS, *cells)]).splitlines())
+        head, *lines = (f"  {line}" for line in aligned([row[1:DETAILS] for row in (COLUMNS, *cells)]).splitlines())
         head, lines = f"name\n{head}", [f"{row[0]}\n{line}" for row, line in zip(cells, lines, strict=True)]
     told = [head]
     for row, line in zip(cells, lines, strict=True):
-        metrics, note = (one if one != "-" else "" for one in row[DETAILS:])
+        metrics, note = (shown if shown != "-" else "" for shown in row[DETAILS:])
         # A metric's name and its value stay together.
-        below = [one.replace("\xa0", " ") for one in _wrapped(re.sub("(?<!,) ", "\xa0", metrics), width)]
+        below = [part.replace("\xa0", " ") for part in _wrapped(re.sub("(?<!,) ", "\xa0", metrics), width)]
         told += [line, *below, *_wrapped(note, width)]
     return "\n".join(told)
 
