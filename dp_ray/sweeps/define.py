@@ -151,9 +151,9 @@ def _listed(text: str) -> list[Any]:
     if any(value != value for value in values):
         raise ValueError("nan is no value: it is not even itself, so the sweep could not be gone on with")
     texts = [json.dumps(value, default=str) for value in values]
-    for at, one in enumerate(texts):
-        if one in texts[:at]:
-            raise ValueError(f"{one} is given twice")
+    for at, listed in enumerate(texts):
+        if listed in texts[:at]:
+            raise ValueError(f"{listed} is given twice")
     return values
 
 
@@ -217,8 +217,8 @@ class Definition:
     def grid(self) -> Iterator[Picked]:
         """Yield the picks of each trial, in their order, if there is no search."""
         picks = [range(len(axis.values)) for axis in self.axes if isinstance(axis, Choices)]
-        for one in itertools.product(*picks):
-            yield dict(zip((axis.key for axis in self.axes), one, strict=True))
+        for picked in itertools.product(*picks):
+            yield dict(zip((axis.key for axis in self.axes), picked, strict=True))
 
     def probes(self) -> Iterator[Picked]:
         """Yield what is checked before anything runs: all trials; of a search each value, and both ends of ranges."""

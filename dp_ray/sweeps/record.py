@@ -37,7 +37,7 @@ class Trial:
 
     def to_json(self, metric: str | None) -> dict[str, Any]:
         """Return the metrics of its run for JSON, which has only finite numbers."""
-        metrics = {name: one if math.isfinite(one) else None for name, one in self.metrics.items()}
+        metrics = {name: number if math.isfinite(number) else None for name, number in self.metrics.items()}
         return {"metric": metrics.get(metric or "") if self.state == "done" else None, "metrics": metrics}
 
     def value(self, metric: str | None) -> float | None:
@@ -73,7 +73,7 @@ class SweepRecord:
         """The trials: the best value of the metric first, at the end those without a value, by their numbers."""
         metric, sign = self.definition.metric, 1 if self.definition.mode == "min" else -1
         values = [(value is None, sign * (value or 0.0)) for value in (trial.value(metric) for trial in self.trials)]
-        return [trial for _, trial in sorted(zip(values, self.trials, strict=True), key=lambda one: one[0])]
+        return [trial for _, trial in sorted(zip(values, self.trials, strict=True), key=lambda pair: pair[0])]
 
     @property
     def has_best(self) -> bool:
@@ -86,7 +86,7 @@ class SweepRecord:
         measured = [] if metric is None else [metric]
         rows = []
         for trial in self.best_first:
-            values = [hide(short(one)) for one in definition.values(trial.picked).values()]
+            values = [hide(short(setting)) for setting in definition.values(trial.picked).values()]
             value = trial.value(metric)
             scores = ["-" if value is None else f"{value:.6g}" for _ in measured]
             place = relative(base.shown(definition.run_name(trial.number)))
@@ -150,7 +150,7 @@ def open_record(definition: Definition, base: Storage, is_new: bool = False) -> 
         return SweepRecord(folder, definition, _new_trials(definition))
     with damage_told(f"{folder}/{SWEEP}"):
         kept_sweep = SWEEP_JSON.read(folder)
-        if all(one.state == "waiting" for one in kept_sweep.trials):  # nothing has run that could be lost
+        if all(trial.state == "waiting" for trial in kept_sweep.trials):  # nothing has run that could be lost
             return SweepRecord(folder, definition, _new_trials(definition))
         first = kept_sweep.trials[0].run
         if first != definition.run_name(1):
@@ -184,8 +184,8 @@ def _trials(rows: Sequence[SweepTrial], definition: Definition) -> list[Trial]:
     for row in rows:
         definition.values(row.picked)  # raises if the file is damaged
         trials.append(Trial(row.number, row.picked, row.state, numbers(row.metrics), row.error))
-    of_grid = definition.search is not None or [one.picked for one in trials] == list(definition.grid())
-    if not of_grid or [one.number for one in trials] != list(range(1, len(trials) + 1)):
+    of_grid = definition.search is not None or [trial.picked for trial in trials] == list(definition.grid())
+    if not of_grid or [trial.number for trial in trials] != list(range(1, len(trials) + 1)):
         raise ValueError("its trials are not those of this sweep")
     return trials
 
@@ -218,8 +218,8 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
         return
     wait_until_free(folder, say)
     name = folder.path.rpartition("/")[2]
-    begun = [one for one in SWEEP_JSON.read(folder).trials if one.state != "waiting"]
-    names = [one.run for one in begun if one.run == run_name(name, one.number)]
+    begun = [trial for trial in SWEEP_JSON.read(folder).trials if trial.state != "waiting"]
+    names = [trial.run for trial in begun if trial.run == run_name(name, trial.number)]
     # Nothing is removed before all are checked.
     runs = [run for run in map(base.child, names) if run.exists(RUN)]
     for run in runs:
@@ -245,7 +245,7 @@ def value_name(trial: Trial, definition: Definition) -> str:
     values = definition.values(trial.picked)
     last = [key.rpartition(".")[2] for key in values]
     keys = last if len(set(last)) == len(last) else list(values)
-    texts = [hide(short(one)) for one in values.values()]
+    texts = [hide(short(value)) for value in values.values()]
     settings = (f"{key} {text[:NAMED]}" for key, text in zip(keys, texts, strict=True))
     return f"{trial.number}: {', '.join(settings)}"
 

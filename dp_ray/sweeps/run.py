@@ -72,10 +72,10 @@ def opened(jobs: Sequence[Job], count: int, options: Options, parallel: int | No
             say(f"there is room for {fits} of {wanted} trials at a time")
         sessions += [closing.enter_context(Session(keys, options)) for _ in range(min(fits, count) - 1)]
         try:
-            yield [Lane(partial(one.execute, options=options), one.abort) for one in sessions]
+            yield [Lane(partial(session.execute, options=options), session.abort) for session in sessions]
         finally:
-            for one in sessions:
-                one.abort()  # no job runs now, and the end of the connection frees what they hold
+            for session in sessions:
+                session.abort()  # no job runs now, and the end of the connection frees what they hold
 
 
 @dataclass
@@ -291,10 +291,10 @@ def _write_page(record: SweepRecord, base: Storage, say: Say) -> None:
         from dp_ray.report.comparison import Trials, save_comparison
 
         definition = record.definition
-        runs = [(one, base.child(definition.run_name(one.number))) for one in record.best_first]
-        compared = [(one, run) for one, run in runs if run.exists(RUN)][:COMPARED]
+        runs = [(trial, base.child(definition.run_name(trial.number))) for trial in record.best_first]
+        compared = [(trial, run) for trial, run in runs if run.exists(RUN)][:COMPARED]
         if compared:
-            names = [value_name(one, definition) for one, _ in compared]
+            names = [value_name(trial, definition) for trial, _ in compared]
             head, rows = record.rows(base)
             trials = Trials(definition.name, names, head, rows, record.has_best)
             place = save_comparison([run for _, run in compared], record.folder, trials)
