@@ -48,7 +48,7 @@ Docs: README.md and docs/ in the source of dp_ray; first docs/first-day.md."""
 )
 def init(folder: str, template: str) -> None:
     """Make a folder (default: this one) with a small job to run at once and to change: model, data and job file."""
-    files = {Path(folder, one.name.replace(".py-tpl", ".py")): one for one in (TEMPLATES / template).iterdir()}
+    files = {Path(folder, file.name.replace(".py-tpl", ".py")): file for file in (TEMPLATES / template).iterdir()}
     # Also a link that leads nowhere: to write through it would make a file elsewhere.
     if taken := sorted(str(path) for path in files if os.path.lexists(path)):
         raise JobError(

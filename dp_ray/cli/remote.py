@@ -67,7 +67,7 @@ def status(name: str | None, address: str, as_json: bool) -> None:
     from dp_ray.cluster.submit import Dashboard
 
     dashboard = Dashboard(address)
-    rows = [_row(one) for one in ([dashboard.find(name)] if name else dashboard.jobs())]
+    rows = [_row(job) for job in ([dashboard.find(name)] if name else dashboard.jobs())]
     if as_json:
         click.echo(json_text(rows))
         return
