@@ -79,8 +79,8 @@ class PostponedName:
             raise AttributeError(name)
         return getattr(_imported(self.__module, self.__name), name)
 
-    def __instancecheck__(self, one: object) -> bool:
-        return isinstance(one, _imported(self.__module, self.__name))
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, _imported(self.__module, self.__name))
 
     def __or__(self, other: Any) -> Any:  # in an annotation
         return self
@@ -212,7 +212,8 @@ def _uses(module: ModuleType, others: set[str]) -> bool:
     """Return whether a module holds one of the other modules, or something that is defined there."""
     values = list(vars(module).values())
     return any(
-        (one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", "")) in others for one in values
+        (item.__name__ if isinstance(item, ModuleType) else getattr(item, "__module__", "")) in others
+        for item in values
     )
 
 

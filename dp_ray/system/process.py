@@ -92,7 +92,7 @@ def is_env(setting: str) -> bool:
 
 def without_values(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command line without the values of `--set env.X=VALUE`, which may be secrets."""
-    return [f"{match[0]}(not shown)" if (match := SETTING.match(one)) else one for one in arguments]
+    return [f"{match[0]}(not shown)" if (match := SETTING.match(argument)) else argument for argument in arguments]
 
 
 @contextmanager
