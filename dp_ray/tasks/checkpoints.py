@@ -265,7 +265,7 @@ def checkpointing(training: Training, before: Callable[[], None]) -> Iterator[Pi
         yield None
         return
     checkpoints = training.context.run.child(CHECKPOINTS)
-    passed_over = [one for one in steps_of(checkpoints) if one > training.state.step]
+    passed_over = [step for step in steps_of(checkpoints) if step > training.state.step]
     writer = CheckpointWriter(checkpoints, training.context.job.checkpoint.keep, passed_over, sharers)
     kind = PieceKeeper if rank != 0 else Checkpointer
     with closing(kind(training, writer, before)) as keeper:

@@ -74,7 +74,7 @@ class TrainingView:
     def _copied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if any(map(is_sharded, tensors.values())):
             raise ModelError("hooks: with strategy: fsdp rank 0 has only a part of the weights; read a checkpoint")
-        return {name: one.detach().clone() for name, one in tensors.items()}
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     @cached_property
     def _numbers(self) -> dict[str, float]:

@@ -61,7 +61,7 @@ PAIRS = (
 )
 ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "fa3", "overrideable")
 # A precision of none is that of the backend, and then of all; so they are set in this order.
-FP32 = (("generic", "all"), *((one, op) for one in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")))
+FP32 = (("generic", "all"), *((lib, op) for lib in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")))
 CONFIGS = (
     "torch._dynamo.config",
     "torch._functorch.config",
@@ -106,7 +106,7 @@ def isolated() -> Iterator[list[str]]:
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # what was compiled holds the models
         free_memory()
-        remains += _remains([one for one in threading.enumerate() if one not in threads], files)
+        remains += _remains([thread for thread in threading.enumerate() if thread not in threads], files)
 
 
 def _end_processes(started: list[psutil.Process]) -> None:
@@ -136,12 +136,12 @@ def _children() -> list[psutil.Process]:
 
 def _remains(started: list[threading.Thread], files_before: set[str]) -> list[str]:
     """Name what there is now and was not before: threads that do not end soon, and open files."""
-    threads = [one for one in started if not _is_foreign(one)]
+    threads = [thread for thread in started if not _is_foreign(thread)]
     until = time.monotonic() + END_SECONDS
-    for one in threads:
-        one.join(max(0.0, until - time.monotonic()))
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
     return [
-        *(f"the thread {one.name!r}" for one in threads if one.is_alive()),
+        *(f"the thread {thread.name!r}" for thread in threads if thread.is_alive()),
         *(f"the open file {name}" for name in sorted(_open_files() - files_before)),
     ]
 
@@ -158,10 +158,10 @@ def _is_foreign(thread: threading.Thread) -> bool:
 def _open_files() -> set[str]:
     """Return the regular files that this process holds open, without logs of Ray and libraries."""
     with suppress(psutil.Error, OSError):
-        paths = {one.path for one in psutil.Process().open_files()}
-        libraries = (".so", ".py", ".pyc")
+        paths = {file.path for file in psutil.Process().open_files()}
+        code = (".so", ".py", ".pyc")
         return {
-            one for one in paths if not (one.endswith(libraries) or "/ray/" in one or one.startswith(SYSTEM_FOLDERS))
+            path for path in paths if not (path.endswith(code) or "/ray/" in path or path.startswith(SYSTEM_FOLDERS))
         }
     return set()
 
@@ -177,10 +177,10 @@ def _environment() -> Iterator[None]:
 def _lists() -> Iterator[None]:
     """Restore the lists of the interpreter and of torch that user code may add to."""
     lists: tuple[list[Any], ...] = (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)
-    kept = [(one, list(one)) for one in lists]
+    kept = [(values, list(values)) for values in lists]
     yield
-    for one, before in kept:
-        one[:] = before
+    for values, before in kept:
+        values[:] = before
 
 
 def _warnings() -> Iterator[None]:
@@ -191,12 +191,12 @@ def _warnings() -> Iterator[None]:
 def _hooks() -> Iterator[None]:
     """Restore the hooks of all modules and of all optimizers."""
     owners = (nn.modules.module, sys.modules[torch.optim.Optimizer.__module__])
-    hooks = [one for owner in owners for name, one in vars(owner).items() if name.startswith("_global_")]
-    kept = [(one, dict(one)) for one in hooks if isinstance(one, dict)]
+    hooks = [value for owner in owners for name, value in vars(owner).items() if name.startswith("_global_")]
+    kept = [(registry, dict(registry)) for registry in hooks if isinstance(registry, dict)]
     yield
-    for one, before in kept:
-        one.clear()
-        one.update(before)
+    for registry, before in kept:
+        registry.clear()
+        registry.update(before)
 
 
 class Setting(NamedTuple):
@@ -244,11 +244,11 @@ def settings_of_process() -> Iterator[Setting]:
     yield Setting("working directory", os.getcwd, os.chdir)
     yield Setting("log level", lambda: root.level, root.setLevel)
     yield Setting("disabled logs", lambda: root.manager.disable, logging.disable)
-    yield Setting("numpy's errors", np.geterr, lambda one: np.seterr(**one))
+    yield Setting("numpy's errors", np.geterr, lambda settings: np.seterr(**settings))
     get, put = partial(getattr, distribution, "_validate_args"), distribution.set_default_validate_args
     yield Setting("checks of distributions", get, put)
-    yield Setting("garbage collection", gc.isenabled, lambda one: (gc.enable if one else gc.disable)())
-    yield Setting("its thresholds", gc.get_threshold, lambda one: gc.set_threshold(*one))
+    yield Setting("garbage collection", gc.isenabled, lambda on: (gc.enable if on else gc.disable)())
+    yield Setting("its thresholds", gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds))
     yield Setting("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
     yield Setting("switch interval", sys.getswitchinterval, sys.setswitchinterval)
     yield Setting("timeout of sockets", socket.getdefaulttimeout, socket.setdefaulttimeout)
@@ -308,7 +308,7 @@ def settings_of_torch() -> Iterator[Setting]:
     yield Setting(
         "anomaly",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda one: _C.set_anomaly_enabled(*one),
+        lambda settings: _C.set_anomaly_enabled(*settings),
     )
     yield Setting("autocast_cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
     for kind in ("cpu", "cuda"):
@@ -317,7 +317,7 @@ def settings_of_torch() -> Iterator[Setting]:
         get, put = partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
         yield Setting(f"autocast dtype on {kind}", get, put)
     sparse: Any = torch.sparse.check_sparse_tensor_invariants
-    yield Setting("sparse invariants", sparse.is_enabled, lambda one: (sparse.enable if one else sparse.disable)())
+    yield Setting("sparse invariants", sparse.is_enabled, lambda on: (sparse.enable if on else sparse.disable)())
     for name in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
         yield Setting(name, getattr(torch.__future__, f"get_{name}"), getattr(torch.__future__, f"set_{name}"))
     for name in ("crc32_options", "default_load_endianness", "default_mmap_options"):
@@ -329,7 +329,7 @@ def settings_of_torch() -> Iterator[Setting]:
     for owner, name in FIELDS:
         yield Setting(name, partial(getattr, owner, name), partial(setattr, owner, name))
     yield Setting(
-        "deterministic_algorithms", deterministic_algorithms, lambda one: use_deterministic_algorithms(*one)
+        "deterministic_algorithms", deterministic_algorithms, lambda settings: use_deterministic_algorithms(*settings)
     )
 
 
@@ -363,31 +363,31 @@ def _saved_tensors_hooks() -> list[Any]:
         hooks.append(top)
         _C._autograd._pop_saved_tensors_default_hooks()
     hooks.reverse()
-    for one in hooks:
-        _C._autograd._push_saved_tensors_default_hooks(*one)
+    for hook in hooks:
+        _C._autograd._push_saved_tensors_default_hooks(*hook)
     return hooks
 
 
 def _set_saved_tensors_hooks(hooks: list[Any]) -> None:
     for _ in _saved_tensors_hooks():
         _C._autograd._pop_saved_tensors_default_hooks()
-    for one in hooks:
-        _C._autograd._push_saved_tensors_default_hooks(*one)
+    for hook in hooks:
+        _C._autograd._push_saved_tensors_default_hooks(*hook)
 
 
 def _function_modes() -> list[Any]:
     """Return the modes that user code has entered; the default device is one of torch's own."""
     stack = _overrides._get_current_function_mode_stack()
-    return [one for one in stack if not isinstance(one, torch.utils._device.DeviceContext)]
+    return [mode for mode in stack if not isinstance(mode, torch.utils._device.DeviceContext)]
 
 
 def _set_function_modes(modes: list[Any]) -> None:
     stack = _overrides._get_current_function_mode_stack()
     for _ in stack:
         _overrides._pop_mode()
-    for one in stack:
-        if isinstance(one, torch.utils._device.DeviceContext) or one in modes:
-            _overrides._push_mode(one)
+    for mode in stack:
+        if isinstance(mode, torch.utils._device.DeviceContext) or mode in modes:
+            _overrides._push_mode(mode)
 
 
 def _dispatch_modes() -> list[Any]:
@@ -395,10 +395,10 @@ def _dispatch_modes() -> list[Any]:
 
 
 def _set_dispatch_modes(modes: list[Any]) -> None:
-    for one in reversed(_dispatch_modes()):
-        if one in modes:
+    for mode in reversed(_dispatch_modes()):
+        if mode in modes:
             break
-        one.__exit__(None, None, None)
+        mode.__exit__(None, None, None)
 
 
 def _restore_configs(before: dict[str, dict[str, Any]]) -> None:

@@ -72,7 +72,7 @@ def computes_on(device: str) -> dict[str, str]:
 
 def numerics_of(devices: Sequence[torch.device]) -> Numerics:
     """Return what computes on a worker with these devices; the processor of one with GPUs alone is beside it."""
-    gpus = [one for one in devices if is_gpu(one)]
+    gpus = [device for device in devices if is_gpu(device)]
     here = {"processor": processor(), "capability": torch.backends.cpu.get_cpu_capability()}
     computes = {"torch": str(torch.__version__)}
     if gpus:
@@ -87,8 +87,8 @@ def numerics_of(devices: Sequence[torch.device]) -> Numerics:
 
 def _of_gpus(gpus: Sequence[torch.device]) -> dict[str, str]:
     models = []
-    for one in gpus:
-        card = torch.cuda.get_device_properties(one)
+    for gpu in gpus:
+        card = torch.cuda.get_device_properties(gpu)
         models.append(f"{card.name}, compute capability {card.major}.{card.minor}")
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else None  # type: ignore[no-untyped-call]
     versions = {

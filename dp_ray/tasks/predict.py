@@ -80,10 +80,10 @@ def predict_outputs(context: Context) -> None:
 def _previewed(steps: Iterator[LoadedStep], previews: Previews) -> Iterator[LoadedStep]:
     """Yield the same steps; inputs to preview are looked at when they are loaded, since the model may change them."""
 
-    def seen(one: LoadedShard) -> LoadedShard:
-        if one.shard.rows:
-            previews.on_inputs(one.shard, one.indices, one.batch)
-        return one
+    def seen(loaded: LoadedShard) -> LoadedShard:
+        if loaded.shard.rows:
+            previews.on_inputs(loaded.shard, loaded.indices, loaded.batch)
+        return loaded
 
     for step in steps:
         is_shown = step.whole.start < ROWS or step.whole.stop > previews.total_rows - ROWS

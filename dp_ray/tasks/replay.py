@@ -74,10 +74,10 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
         loss = None
         if choice.shard is None:
             with look.unchanged():
-                copies = [LoadedShard(one.shard, one.indices, copied(one.batch)) for one in loaded.loaded]
+                copies = [LoadedShard(part.shard, part.indices, copied(part.batch)) for part in loaded.loaded]
                 total, weight, *_ = trainer.sums_of(loaded._replace(loaded=iter(copies)))
                 loss = total / weight if weight else float("nan")
-        filled = [one for one in loaded.loaded if one.shard.rows]
+        filled = [part for part in loaded.loaded if part.shard.rows]
         findings = look.find(filled, split, choice.shard)
         replayed = _replayed(training, choice, begun, loss, findings, history.row(choice.step).get("loss"))
         yield Rerun(replayed, findings, look)
@@ -89,7 +89,7 @@ def check(choice: StepChoice, split: Split) -> None:
         raise JobError(f"--step {choice.step}: the training has {split.total_steps} steps, counted from 0")
     if choice.shard is None:
         return
-    filled = [one.shard for one in split.worker(1, 0, choice.step)]
+    filled = [part.shard for part in split.worker(1, 0, choice.step)]
     if choice.shard not in filled:
         raise JobError(
             f"--shard {choice.shard}: step {choice.step} has {counted(len(filled), 'shard')}, counted from 0"
@@ -152,10 +152,10 @@ def _replayed(
 ) -> Replayed:
     context, split = training.context, training.split
     rows = []
-    for one, losses in findings.rows:
-        for at, (sample, position) in enumerate(zip(one.indices.tolist(), one.shard.positions, strict=True)):
+    for row, losses in findings.rows:
+        for at, (sample, position) in enumerate(zip(row.indices.tolist(), row.shard.positions, strict=True)):
             number = losses.values[at] if losses.values else None
-            place = sample, one.shard.shard, position
+            place = sample, row.shard.shard, position
             rows.append(Row(number, *place) if losses.of_batch is None else Row(losses.of_batch, *place, number))
     rows.sort(key=_largest_first)
     return Replayed(

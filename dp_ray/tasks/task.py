@@ -65,7 +65,7 @@ def broken_gpu_named(world: World) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        gpus = [one for one in world.devices if one.type == "cuda"]
+        gpus = [gpu for gpu in world.devices if gpu.type == "cuda"]
         if not gpus or trouble_of(error) is not Trouble.BROKEN_GPU:
             raise
         kind = type(error) if isinstance(error, Error) else ModelError
@@ -89,16 +89,16 @@ def retries_told(job: Job, world: World, send: Send) -> Iterator[None]:
 
     It asks for the workspace of one algorithm after another until it gets one, and each adds in an order of its own.
     """
-    gpus = [one for one in world.devices if one.type == "cuda"] if job.bitwise and not job.finds_shards else []
+    gpus = [gpu for gpu in world.devices if gpu.type == "cuda"] if job.bitwise and not job.finds_shards else []
 
     def retried() -> list[int]:
-        return [torch.cuda.memory_stats(one).get("num_alloc_retries", 0) for one in gpus]
+        return [torch.cuda.memory_stats(gpu).get("num_alloc_retries", 0) for gpu in gpus]
 
     before = retried()
     try:
         yield
     finally:
-        tight = [str(one) for one, earlier, now in zip(gpus, before, retried(), strict=True) if now > earlier]
+        tight = [str(gpu) for gpu, earlier, now in zip(gpus, before, retried(), strict=True) if now > earlier]
         if tight:
             what = f"bitwise: {world}: {listed(tight)} had too little memory for an allocation at first"
             send(Note(f"{what}; if cuDNN took another algorithm for that, the bits are others: set more shards"))
@@ -107,7 +107,7 @@ def retries_told(job: Job, world: World, send: Send) -> Iterator[None]:
 @contextmanager
 def settings_of(job: Job, world: World) -> Iterator[None]:
     """Set what a job needs of its process while it runs: generators, GPUs, and what makes torch deterministic."""
-    gpus = [one for one in world.devices if one.type == "cuda"]
+    gpus = [gpu for gpu in world.devices if gpu.type == "cuda"]
     grouped = alone(needs_group=shards_over(job, world))
     threads = max(1, int(job.cpus_per_worker))
     with (
