@@ -43,7 +43,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def aligned_batch(batch: Any) -> Any:
     """Return a batch whose tensors begin at multiples of 16 bytes; an object with a method `to` stays as it is."""
-    return map_batch(lambda leaf: aligned(leaf) if isinstance(leaf, torch.Tensor) else leaf, lambda one: one, batch)
+    return map_batch(lambda leaf: aligned(leaf) if isinstance(leaf, torch.Tensor) else leaf, lambda leaf: leaf, batch)
 
 
 @torch.no_grad()
@@ -54,12 +54,12 @@ def align_gradients(parameters: Collection[torch.Tensor]) -> None:
     give a parameter that the model joins to others a view of their gradient, on one worker too.
     """
     try:
-        odd = [one for one in parameters if (gradient := one.grad) is not None and gradient.data_ptr() % BYTES]
+        odd = [param for param in parameters if (gradient := param.grad) is not None and gradient.data_ptr() % BYTES]
     except RuntimeError:  # a sparse one has no address
-        odd = [one for one in parameters if one.grad is not None and not is_aligned(one.grad)]
+        odd = [param for param in parameters if param.grad is not None and not is_aligned(param.grad)]
     if not odd:
         return
-    gradients: list[Any] = [one.grad for one in odd]
+    gradients: list[Any] = [param.grad for param in odd]
     copies = [torch.empty_like(gradient) for gradient in gradients]
     torch._foreach_copy_(copies, gradients)  # one kernel for all of a dtype
     for parameter, copy in zip(odd, copies, strict=True):

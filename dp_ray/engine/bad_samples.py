@@ -411,7 +411,7 @@ def form_of(item: Any) -> Form:
     if isinstance(item, Mapping):
         return {hide(str(key)): form_of(item[key]) for key in item}
     if isinstance(item, list | tuple):
-        return [form_of(one) for one in item]
+        return [form_of(value) for value in item]
     return f"a {type(item).__qualname__}"
 
 
@@ -424,7 +424,7 @@ def _not_finite(item: Any, where: str) -> Iterator[str]:
     if isinstance(item, Mapping):
         yield from chain.from_iterable(_not_finite(item[key], f"{where}[{key!r}]") for key in item)
     elif isinstance(item, list | tuple):
-        yield from chain.from_iterable(_not_finite(one, f"{where}[{place}]") for place, one in enumerate(item))
+        yield from chain.from_iterable(_not_finite(value, f"{where}[{place}]") for place, value in enumerate(item))
     elif (numbers := _floating(item)) is not None:
         half = numbers.dtype in (torch.float16, torch.bfloat16)
         total = numbers.sum(dtype=torch.float32) if half else numbers.sum()

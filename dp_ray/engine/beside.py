@@ -48,7 +48,7 @@ def _reached(name: str, value: Any, seen: set[int], is_called: bool = True) -> I
             yield name, value
     elif isinstance(value, functools.partial):
         yield from _reached(name, value.func, seen)
-        inner = {**{str(at): one for at, one in enumerate(value.args)}, **value.keywords}
+        inner = {**{str(at): argument for at, argument in enumerate(value.args)}, **value.keywords}
     elif inspect.ismethod(value):
         yield from _reached(name, value.__self__, seen)
     elif isinstance(value, Mapping | list | tuple):
@@ -65,4 +65,4 @@ def _reached(name: str, value: Any, seen: set[int], is_called: bool = True) -> I
 
 
 def _modules(values: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(key): one for key, one in values.items() if isinstance(one, nn.Module)}
+    return {str(key): module for key, module in values.items() if isinstance(module, nn.Module)}

@@ -86,7 +86,7 @@ class PinnedMemory:
 
         There are no places before the last piece is pinned.
         """
-        layout, can_pin = [(key, one.shape, one.dtype) for key, one in tensors.items()], True
+        layout, can_pin = [(key, tensor.shape, tensor.dtype) for key, tensor in tensors.items()], True
         if layout == self._layout:
             return
         self.free()
@@ -124,12 +124,12 @@ def _in_pieces(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """
     pieces: list[list[str]] = []
     size = 0
-    for name, one in tensors.items():
-        if not pieces or size + one.nbytes > PIECE:
+    for name, tensor in tensors.items():
+        if not pieces or size + tensor.nbytes > PIECE:
             pieces.append([])
             size = 0
         pieces[-1].append(name)
-        size += one.nbytes
+        size += tensor.nbytes
     return pieces
 
 

@@ -100,12 +100,12 @@ class NotFiniteFinder:
     def hooked(self) -> Iterator[None]:
         """Search while the block runs."""
         handles = []
-        for name, one in self._model.named_modules():
-            kind = type(one).__name__
-            handles.append(one.register_forward_hook(partial(self._on_output, name)))
+        for name, module in self._model.named_modules():
+            kind = type(module).__name__
+            handles.append(module.register_forward_hook(partial(self._on_output, name)))
             handles += [
                 parameter.register_hook(InEachBackward(self._on_gradient, name, kind, f"gradient of parameter {own}"))
-                for own, parameter in one.named_parameters(recurse=False)
+                for own, parameter in module.named_parameters(recurse=False)
                 if parameter.requires_grad
             ]
         try:
@@ -152,7 +152,7 @@ class StepInspection:
         trial = RowTrial(job, device, "", lambda text: None)  # as the run's own, which has said what there is to say
         over_batch = trained.over_batch if isinstance(trained, BatchLoss) else None
         self._loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device, trial, over_batch)
-        self._hooks = ParameterHooks({name: one for name, one in model.named_parameters() if one.requires_grad})
+        self._hooks = ParameterHooks({name: param for name, param in model.named_parameters() if param.requires_grad})
 
     def find(self, step: Sequence[LoadedShard], split: Split, only: int | None = None) -> Findings:
         """Run forward and backward of a step's shards with rows; raise ModelError, naming it, for user errors.
@@ -161,51 +161,57 @@ class StepInspection:
         """
         if step:
             whole = split.whole(step[0].shard.step)
-            every = LoadedStep(whole.step, [one.shard for one in step], step, whole)
+            every = LoadedStep(whole.step, [part.shard for part in step], step, whole)
             size = ShardSize(step[0].shard.rows, whole.rows, self._job.num_shards)
             with self._alone() as replica, advised(self._job, f"step {whole.step}", size):
                 self._loss.prepare(replica, every, lambda value, _: torch.ones_like(value), 0, False)
-        loaded = [one for one in step if only in (None, one.shard.shard)]
+        loaded = [part for part in step if only in (None, part.shard.shard)]
         named = (*self.model.named_parameters(), *self.model.named_buffers())
-        weights = next((name for name, one in named if not is_finite(one)), None)
+        weights = next((name for name, tensor in named if not is_finite(tensor)), None)
         finder, batch = NotFiniteFinder(self.model), None
         rows = []
         with finder.hooked():
-            for one in loaded:
-                where = not_finite(one.batch) if batch is None else ""
+            for part in loaded:
+                where = not_finite(part.batch) if batch is None else ""
                 if where:
-                    batch = f"{where}, in shard {one.shard.shard}"
-                rows.append((one, self._shard(one, split.whole(one.shard.step).rows, finder)))
+                    batch = f"{where}, in shard {part.shard.shard}"
+                rows.append((part, self._shard(part, split.whole(part.shard.step).rows, finder)))
         return Findings(rows, weights, batch, finder.output, finder.gradient)
 
-    def forward(self, one: LoadedShard) -> torch.Tensor:
+    def forward(self, loaded: LoadedShard) -> torch.Tensor:
         """Return the sum of a shard's losses; the model stays as it is."""
         with self._alone() as replica:
-            return self._run(replica, one)
+            return self._run(replica, loaded)
 
-    def _run(self, replica: Replica, one: LoadedShard) -> torch.Tensor:
-        shard = one.shard
-        loss: torch.Tensor = replica.run(shard, self._loss, copied(one.batch), shard.rows, shard.shard)
+    def _run(self, replica: Replica, loaded: LoadedShard) -> torch.Tensor:
+        shard = loaded.shard
+        loss: torch.Tensor = replica.run(shard, self._loss, copied(loaded.batch), shard.rows, shard.shard)
         return loss
 
-    def _shard(self, one: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
-        size = ShardSize(one.shard.rows, batch_rows, self._job.num_shards)
+    def _shard(self, loaded: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
+        size = ShardSize(loaded.shard.rows, batch_rows, self._job.num_shards)
         before = finder.output
-        with self._alone() as replica, advised(self._job, location(one.shard), size):
-            with finder.forward(one.shard.shard):
-                loss = self._run(replica, one)
+        with self._alone() as replica, advised(self._job, location(loaded.shard), size):
+            with finder.forward(loaded.shard.shard):
+                loss = self._run(replica, loaded)
             step_output = self._loss.result.step_output
             if isinstance(self._loss, BatchLoss):
-                losses = RowLosses(self._loss.row_norms(one.shard), OF_BATCH, float(self._loss.value or 0.0))
+                losses = RowLosses(self._loss.row_norms(loaded.shard), OF_BATCH, float(self._loss.value or 0.0))
             else:
                 losses = row_losses(
-                    self._job, self._step, self.model, copied(one.batch), step_output, one.shard.rows, self._device
+                    self._job,
+                    self._step,
+                    self.model,
+                    copied(loaded.batch),
+                    step_output,
+                    loaded.shard.rows,
+                    self._device,
                 )
             self._hooks.look()  # a training runs them on the whole batch's gradient
             if self._loss.result.is_nothing:  # of weight 0: what is not finite in it counts nothing
                 finder.output = before
                 return losses
-            with reraise_as(f"{location(one.shard)}: backward"):
+            with reraise_as(f"{location(loaded.shard)}: backward"):
                 (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
             return losses
 
@@ -247,7 +253,7 @@ def row_losses(
         with preserved(device), autocast(job.precision, device):
             compared = (step_output.outputs, step_output.target)
             if job.collate is not None and not all(
-                has_rows(one, rows, job.batch_dim) for one in (compared if compare is not None else [batch])
+                has_rows(part, rows, job.batch_dim) for part in (compared if compare is not None else [batch])
             ):
                 return RowLosses([], OF_ANY_FORM)
             if compare is not None:
@@ -255,7 +261,7 @@ def row_losses(
                 return RowLosses(_one_by_one(compare, lambda pair: compare(*pair), pairs), OF_OUTPUTS)
             with evaluating(model):
                 batches = _by_row("the batch has", batch, rows, job.batch_dim)
-                losses = _one_by_one(step, lambda one: run_step(step, model, one).loss, batches)
+                losses = _one_by_one(step, lambda batch: run_step(step, model, batch).loss, batches)
                 return RowLosses(losses, ALONE)
     except Exception as error:  # a user's loss or step may take no single row
         return RowLosses([], f"not known: one row alone raises {type(error).__name__}: {error}")

@@ -62,7 +62,7 @@ def value_of(item: Mapping[str, Any], key: str) -> Any:
     try:
         return item[key]
     except KeyError:
-        there = [str(one) for one in item]
+        there = [str(value) for value in item]
         raise DataError(
             f"there is no {key!r}{did_you_mean(key, there)}; the item has {listed(there)} before the collate"
         ) from None
@@ -90,7 +90,7 @@ def tensor_of(value: Any) -> Any:
     if type(value) is float:  # numpy's float64 is a subclass, and has the type that its column has
         return np.float32(value)
     if isinstance(value, dict):
-        return {key: tensor_of(one) for key, one in value.items()}
+        return {key: tensor_of(part) for key, part in value.items()}
     if type(value).__module__.startswith("PIL."):  # by its name: Pillow is not imported for those who do without
         return torch.from_numpy(np.array(value.convert("RGB"))).permute(2, 0, 1).contiguous()
     return value
@@ -143,9 +143,9 @@ def _plain(key: str, value: Any) -> Plain:
     """Return a number, text, None, or a list of these; a tensor or array of at most one dimension becomes one."""
     plain = value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
     if isinstance(plain, list | tuple):
-        plain = [one.item() if isinstance(one, np.generic) else one for one in plain]
+        plain = [value.item() if isinstance(value, np.generic) else value for value in plain]
         if all(map(is_plain, plain)):
-            return [encodable(one) if isinstance(one, str) else one for one in plain]
+            return [encodable(value) if isinstance(value, str) else value for value in plain]
     elif isinstance(plain, str):
         return encodable(plain)
     elif is_plain(plain):
@@ -159,8 +159,8 @@ def collate_passthrough(
     collate: Callable[[list[Any]], Any], keys: tuple[str, ...], items: list[PassthroughSample]
 ) -> Any:
     """Collate the items alone, and put their carried values beside the batch."""
-    batch = collate([one.item for one in items])
-    return PassthroughBatch(batch, PassthroughColumns(keys, {one.sample: one.values for one in items}))
+    batch = collate([item.item for item in items])
+    return PassthroughBatch(batch, PassthroughColumns(keys, {item.sample: item.values for item in items}))
 
 
 def split_passthrough(batch: Any, indices: Indices) -> tuple[Any, dict[str, list[Plain]]]:

@@ -29,7 +29,7 @@ class MetricTrial:
     """The first rows that a worker evaluates, and the metrics that are to get them at once and one by one."""
 
     def __init__(self, metrics: Mapping[str, Any], batch_dim: int) -> None:
-        self._metrics = {name: one for name, one in metrics.items() if _is_of_rows(one)}
+        self._metrics = {name: metric for name, metric in metrics.items() if _is_of_rows(metric)}
         self._batch_dim = batch_dim
         self._pieces: list[Any] = []
         self._rows: list[int] = []
@@ -76,7 +76,7 @@ def _is_of_rows(metric: Any) -> bool:
     reductions = getattr(metric, "_reductions", None)
     if not isinstance(reductions, dict) or not isinstance(metric, torch.nn.Module):
         return False
-    if any(one is not metric and hasattr(one, "_reductions") for one in metric.modules()):
+    if any(module is not metric and hasattr(module, "_reductions") for module in metric.modules()):
         return False  # a wrapper, which may draw, or count updates
     names = [getattr(how, "__name__", "") for how in reductions.values()]
     stacked = [how is None and not isinstance(getattr(metric, state), list) for state, how in reductions.items()]
@@ -97,7 +97,7 @@ def _apart(metric: Any, seen: Any, batch_dim: int) -> str | None:
         if whole is None or single is None:
             return None
         states, others = _state(whole), _state(single)
-        differ = [name for name, one in states.items() if not _are_near(one, others[name], room)]
+        differ = [name for name, value in states.items() if not _are_near(value, others[name], room)]
         if not differ:
             return None
         is_told = any(_tells(getattr(whole, name), getattr(single, name), rows) for name in differ)
@@ -113,8 +113,8 @@ def _apart(metric: Any, seen: Any, batch_dim: int) -> str | None:
 def _updated(metric: Any, updates: list[Any], device: torch.device) -> Any:
     """Return a copy of a metric after some updates; None if they take too long."""
     trial = copy.deepcopy(metric).to(device)
-    for one in trial.modules():
-        one.distributed_available_fn = lambda: False
+    for module in trial.modules():
+        module.distributed_available_fn = lambda: False
     began = time.monotonic()
     for outputs, target in updates:
         trial.update(*copied((outputs, target)))
@@ -129,7 +129,7 @@ def _state(metric: Any) -> dict[str, torch.Tensor]:
     for name in metric._reductions:
         value = getattr(metric, name)
         pieces = value if isinstance(value, list) else [value]
-        states[name] = torch.cat([torch.as_tensor(one).reshape(-1).double() for one in pieces])
+        states[name] = torch.cat([torch.as_tensor(piece).reshape(-1).double() for piece in pieces])
     return states
 
 
@@ -146,7 +146,7 @@ def _tells(at_once: Any, one_by_one: Any, rows: int) -> bool:
 def _value(metric: Any) -> torch.Tensor:
     """Return what a metric gives, as one vector."""
     leaves = torch.utils._pytree.tree_leaves(metric.compute())
-    return torch.cat([torch.as_tensor(one).reshape(-1).double() for one in leaves])
+    return torch.cat([torch.as_tensor(leaf).reshape(-1).double() for leaf in leaves])
 
 
 def _are_near(one: torch.Tensor, other: torch.Tensor, room: float, least: float = 0.0) -> bool:
@@ -161,4 +161,4 @@ def _are_near(one: torch.Tensor, other: torch.Tensor, room: float, least: float 
 
 
 def _shown(value: torch.Tensor) -> str:
-    return f"{float(value[0]):.4g}" if value.numel() == 1 else str([round(one, 4) for one in value[:5].tolist()])
+    return f"{float(value[0]):.4g}" if value.numel() == 1 else str([round(item, 4) for item in value[:5].tolist()])

@@ -51,8 +51,8 @@ class Packed:
 
     def __reduce__(self) -> Any:
         assert not self.held, "a copy for this process refers to its objects"
-        arrays = [(str(one.device), _elements(one.cpu())) for one in self.storages]  # type: ignore[no-untyped-call]
-        sent = [(device, one if one.nbytes > IN_LINE_BYTES else one.tobytes()) for device, one in arrays]
+        arrays = [(str(storage.device), _elements(storage.cpu())) for storage in self.storages]  # type: ignore[no-untyped-call]
+        sent = [(device, array if array.nbytes > IN_LINE_BYTES else array.tobytes()) for device, array in arrays]
         return _arrived, (self.head, sent, self.next_hook)
 
     def load(self) -> Any:
@@ -83,7 +83,7 @@ def copied(value: Any, kept: Iterable[Any] = ()) -> Any:
     """
     file, packer = io.BytesIO(), _Here(kept)
     packer.dump_to(file, value)
-    storages = [one.clone() for one in packer.storages.all]  # type: ignore[no-untyped-call]
+    storages = [storage.clone() for storage in packer.storages.all]  # type: ignore[no-untyped-call]
     return Packed(file.getvalue(), storages, RemovableHandle.next_id, packer.held).load()
 
 
@@ -143,7 +143,7 @@ def part_that_fails(value: Any, dump: Callable[[Any], object]) -> tuple[str, Any
             dump(value)
             return None
         except Exception as error:  # a user's __getstate__ may raise anything
-            inner = (find(one, name + key, (*above, id(value))) for key, one in _parts(value))
+            inner = (find(part, name + key, (*above, id(value))) for key, part in _parts(value))
             return next(filter(None, inner), (name, value, error))
 
     found = find(value, "", ())
@@ -153,9 +153,9 @@ def part_that_fails(value: Any, dump: Callable[[Any], object]) -> tuple[str, Any
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a value that its pickle holds, each with how to come from the value to it."""
     if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", one) for key, one in value.items())
+        yield from ((f"[{key!r}]", inner) for key, inner in value.items())
     elif isinstance(value, list | tuple):
-        yield from ((f"[{number}]", one) for number, one in enumerate(value))
+        yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
     elif isinstance(value, functools.partial):
         yield from ((f".{key}", getattr(value, key)) for key in ("func", "args", "keywords"))
     elif isinstance(value, types.MethodType):
@@ -163,7 +163,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif not isinstance(value, type | types.FunctionType):
         with suppress(Exception):  # as above
             state = value.__getstate__()
-            yield from ((f".{key}", one) for key, one in (state if isinstance(state, dict) else {}).items())
+            yield from ((f".{key}", inner) for key, inner in (state if isinstance(state, dict) else {}).items())
 
 
 class _Storages:
@@ -274,7 +274,7 @@ def _tensor(tensor: torch.Tensor) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it drops the hooks
         made_by, args, *rest = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-    if any(one is not None for one in rest):
+    if any(part is not None for part in rest):
         raise pickle.PicklingError(f"a hook of a {type(tensor).__qualname__}, which has a __reduce_ex__ of its own")
     return made_by, args, (None, hooks), None, None, _set_state
 
@@ -288,8 +288,8 @@ def _set_state(tensor: torch.Tensor, state: tuple[Any, dict[str, Any]]) -> None:
     attributes, hooks = state
     if attributes:
         torch._utils._set_obj_state(tensor, attributes)  # type: ignore[no-untyped-call]
-    for name, one in hooks.items():
-        setattr(tensor, name, one)
+    for name, hook in hooks.items():
+        setattr(tensor, name, hook)
 
 
 def _bare(kind: type[nn.Module]) -> nn.Module:
@@ -305,7 +305,7 @@ def _parametrize(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 
 def _script(module: torch.jit.ScriptModule) -> Any:
-    if any(_hooks_of(one) for one in module.parameters()):
+    if any(_hooks_of(parameter) for parameter in module.parameters()):
         raise pickle.PicklingError("a hook of a parameter of a TorchScript module")
     file = io.BytesIO()
     with warnings.catch_warnings():
@@ -349,7 +349,7 @@ class _Here(pickle.Pickler):
         self.failed: Exception | None = None  # why some of it cannot be pickled, if it makes notes
         self._notes = notes
         self._numbers: dict[int, int]
-        self._kept = {id(one): one for one in kept}
+        self._kept = {id(value): value for value in kept}
         self._classes: set[type] = set()
 
     def dump_to(self, file: io.BytesIO, value: Any) -> None:
@@ -433,8 +433,8 @@ def _has_name(function: types.FunctionType) -> bool:
 
 def _cells(kind: type) -> Iterator[types.CellType]:
     """Yield the variables of functions around a class that its methods take."""
-    for one in vars(kind).values():
-        for function in (one, getattr(one, "__func__", None), getattr(one, "fget", None), getattr(one, "fset", None)):
+    for value in vars(kind).values():
+        for function in (value, *(getattr(value, name, None) for name in ("__func__", "fget", "fset"))):
             for cell in getattr(function, "__closure__", None) or ():
                 try:
                     is_own = isinstance(cell.cell_contents, type)  # as of each method that calls `super()`

@@ -163,7 +163,7 @@ class ShardedPlacement(Placement):
             self.load_weights(state, "the checkpoint")
             return
         if isinstance(part, torch.optim.Optimizer):
-            parameters = [one for group in part.param_groups for one in group["params"]]
+            parameters = [parameter for group in part.param_groups for parameter in group["params"]]
             state = rows_of_optimizer(state, parameters, self.world)
         elif not isinstance(part, AlignedParts | ShardedAverage):  # which take their rows themselves
             state = whole_tensors(state)
@@ -214,7 +214,7 @@ def place_whole(job: Job, world: World, note: Callable[[str], None] = lambda tex
         for module in model.modules():
             if isinstance(module, nn.SyncBatchNorm):
                 module.__class__ = BatchNormOfWorkers
-    if world.world_size > 1 and any(isinstance(one, BatchNormOfShard) for one in model.modules()):
+    if world.world_size > 1 and any(isinstance(module, BatchNormOfShard) for module in model.modules()):
         note(OF_SHARDS)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     return Placement(job, model, compiled(model, job), world, note=note)

@@ -98,13 +98,13 @@ class ShardLoss(nn.Module):
         parameters that no worker used. A worker without rows uses none, but must use one for its backward to reach
         DDP. So every worker uses the stats' bucket in every step.
         """
-        names = {id(one) for one in ignored}
-        trained = [one for one in self.model.parameters() if one.requires_grad]
-        self._reduced = [] if looks_for_unused else [one for one in trained if id(one) not in names]
+        names = {id(parameter) for parameter in ignored}
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._reduced = [] if looks_for_unused else [parameter for parameter in trained if id(parameter) not in names]
         if num_stats or not self._reduced:
             self.stats_bucket = StatsBucket(num_stats, trained[0].device)
             self.stats_parameter = self.stats_bucket.parameter
-        return [name for name, one in self.named_parameters(remove_duplicate=False) if id(one) in names]
+        return [name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in names]
 
     def forward(self, batch: Any, rows: int, shard: int | None = None) -> torch.Tensor:
         """Return the sum of the shard's losses, and set `result`; of 0 rows, a zero that DDP can reduce.
@@ -209,7 +209,7 @@ class Reduction:
         The backward runs all the same: other workers may wait for its collectives, and a parameter that it reaches
         has been used.
         """
-        handles = [one.register_hook(_nothing) for one in self._reached()]  # type: ignore[no-untyped-call]
+        handles = [parameter.register_hook(_nothing) for parameter in self._reached()]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -265,11 +265,11 @@ class DdpReduction(Reduction):
         self._ddp.register_comm_hook(None, self._reducer.hook)
         self._step = 0
         self._work: Work = None
-        left_out = {id(one) for one in trained.sparse}
-        for one in trained.parameters.values():
-            if id(one) not in left_out and 1 in one.size():
-                hook = InEachBackward(_set_strides, *_layout(one))
-                one.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        left_out = {id(parameter) for parameter in trained.sparse}
+        for parameter in trained.parameters.values():
+            if id(parameter) not in left_out and 1 in parameter.size():
+                hook = InEachBackward(_set_strides, *_layout(parameter))
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
         """Begin a step, in the hook too."""
@@ -305,7 +305,7 @@ class DdpReduction(Reduction):
         with waiting(GRADIENTS):
             loss.backward(seed)  # type: ignore[no-untyped-call]
         if not self._reducer.saw_last:
-            unused = [name for name, one in self.trained.parameters.items() if one.grad is None]
+            unused = [name for name, parameter in self.trained.parameters.items() if parameter.grad is None]
             raise ModelError(
                 f"step {self._step}: parameters were not used, so the workers would wait for their gradients for "
                 f"ever: {listed(unused)}; set find_unused_parameters: true"
@@ -325,7 +325,7 @@ class DdpReduction(Reduction):
         loss = self.trained.loss
         with waiting(GRADIENTS):
             for parameters in self._reducer.summed():
-                mine = [one for one in parameters if one is not loss.stats_parameter]
+                mine = [parameter for parameter in parameters if parameter is not loss.stats_parameter]
                 if self.trained.aligns:
                     align_gradients(mine)
                 yield mine
@@ -445,12 +445,12 @@ class TreeReducer(Reducer):
         self._world_size = world_size
         self._rank = rank
         self._number = {id(parameter): number for number, parameter in enumerate(sums.parameters)}
-        self._layouts = {id(one): _layout(one) for one in sums.parameters}
+        self._layouts = {id(parameter): _layout(parameter) for parameter in sums.parameters}
         self._nodes: list[list[Node]] = []
         self._plans: dict[int, list[list[Node]]] = {}
         self._last: Node | None = None
         # The sum of two is the same in any order; but below fp32 NCCL may round otherwise, as NVLink SHARP does.
-        self._is_pair = world_size == 2 and all(one.dtype.itemsize >= 4 for one in sums.parameters)
+        self._is_pair = world_size == 2 and all(parameter.dtype.itemsize >= 4 for parameter in sums.parameters)
         # A thread issues these collectives. All ranks must issue those of one group in one order: hence an own group.
         self._group = None if self._is_pair else new_group()
         self._thread = ThreadPoolExecutor(1, "reduce")
@@ -526,8 +526,8 @@ class TreeReducer(Reducer):
             # A new thread's current GPU is cuda:0: to come back to it would make a context there, half a gigabyte.
             with torch.cuda.device(flat.device), torch.cuda.stream(stream):
                 stream.wait_event(ready)
-                for one in flats:
-                    one.record_stream(stream)  # so that backward does not reuse their memory before they are sent
+                for sent in flats:
+                    sent.record_stream(stream)  # so that backward does not reuse their memory before they are sent
                 future.set_result(tree_sum(flat, flats, self._nodes, self._root, self._group))
         except Exception as error:  # DDP raises it again where it waits for the bucket
             future.set_exception(error)
@@ -656,7 +656,7 @@ def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
     device = parameters[0].device
     # Of a sparse gradient the number of its rows.
     gradients = [parameter.grad for parameter in parameters]
-    own = [_UNUSED if one is None else one.values().shape[0] if one.is_sparse else _DENSE for one in gradients]
+    own = [_UNUSED if grad is None else grad.values().shape[0] if grad.is_sparse else _DENSE for grad in gradients]
     counts = torch.tensor(own, device=device)
     everybodys = [torch.empty_like(counts) for _ in range(group.size())]
     dist.all_gather(everybodys, counts, group=group)
@@ -688,10 +688,10 @@ def _gathered(parameter: nn.Parameter, counts: Sequence[int]) -> torch.Tensor | 
         count = parameter.grad.values().shape[0]
         rows[:count] = parameter.grad.indices()[0]
         values[:count] = parameter.grad.values()
-    all_rows, all_values = ([torch.empty_like(one) for _ in counts] for one in (rows, values))
+    all_rows, all_values = ([torch.empty_like(tensor) for _ in counts] for tensor in (rows, values))
     dist.all_gather(all_rows, rows, group=everyone())
     dist.all_gather(all_values, values.detach(), group=everyone())
     kept = [max(0, count) for count in counts]
-    indices = torch.cat([one[:count] for one, count in zip(all_rows, kept, strict=True)])
-    numbers = torch.cat([one[:count] for one, count in zip(all_values, kept, strict=True)])
+    indices = torch.cat([tensor[:count] for tensor, count in zip(all_rows, kept, strict=True)])
+    numbers = torch.cat([tensor[:count] for tensor, count in zip(all_values, kept, strict=True)])
     return torch.sparse_coo_tensor(indices[None], numbers, parameter.shape, check_invariants=False).coalesce()

@@ -57,8 +57,8 @@ class Less(NamedTuple):
         dim = row_dim(self.size, batch_dim)
         there = [
             at
-            for at, (one, less) in enumerate(zip(self.size, self.less, strict=False))
-            if (one, less) == (rows, rows - 1)
+            for at, (full, less) in enumerate(zip(self.size, self.less, strict=False))
+            if (full, less) == (rows, rows - 1)
         ]
         says = f"has the size {list(self.size)} with {rows} rows, and {list(self.less)} with {rows - 1}"
         if not there:
@@ -102,8 +102,8 @@ class RowTrial:
         if self._cannot or not _can_be_cut(self._job, batch, rows):
             return None
         if rows == 1:
-            return gather([_with_texts(batch, 1, lambda one: [*one, *one])] * 2, dim=self._job.batch_dim)
-        return copied(cut(_with_texts(batch, rows, lambda one: one[:-1]), 0, rows - 1, self._job.batch_dim))
+            return gather([_with_texts(batch, 1, lambda texts: [*texts, *texts])] * 2, dim=self._job.batch_dim)
+        return copied(cut(_with_texts(batch, rows, lambda texts: texts[:-1]), 0, rows - 1, self._job.batch_dim))
 
     def run(self, forward: Callable[[Any], Any], less: Any | None, outputs: Any, rows: int) -> Tried:
         """Run `forward` on a batch of one row `less`, and compare what it returns with the `outputs` of all `rows`.
@@ -169,25 +169,25 @@ def _can_be_cut(job: Job, batch: Any, rows: int) -> bool:
     if not all(is_plain(node.value) and node.value != rows for node in found if node.kind == "constant"):
         return False
     if job.collate is None:  # torch's makes columns of all but texts, of which a list has one for each row
-        texts = [one for one in flatten(batch, is_whole=is_texts)[0] if is_texts(one)]
-        are_cut = all(len(one) == rows for one in texts)
+        texts = [part for part in flatten(batch, is_whole=is_texts)[0] if is_texts(part)]
+        are_cut = all(len(text) == rows for text in texts)
         return are_cut and (count_of(batch, job.batch_dim) == rows or (bool(texts) and not flatten(batch)[0]))
     is_pair = job.step is None and isinstance(batch, tuple | list) and len(batch) == 2 and job.task != "predict"
-    return all(has_rows(one, rows, job.batch_dim) for one in (batch if is_pair else [batch]))
+    return all(has_rows(part, rows, job.batch_dim) for part in (batch if is_pair else [batch]))
 
 
 def _with_texts(batch: Any, rows: int, change: Callable[[Any], Any]) -> Any:
     """Return a batch in which lists with a text for each row, of torch's collate, are changed."""
     parts, spec = flatten(batch, is_whole=is_texts)
-    return unflatten(spec, [change(one) if is_texts(one) and len(one) == rows else one for one in parts])
+    return unflatten(spec, [change(part) if is_texts(part) and len(part) == rows else part for part in parts])
 
 
 def _compared(outputs: Any, less: Any) -> dict[str, Less]:
     (leaves, spec), (others, other_spec) = flatten(outputs), flatten(less)
     here, there = dict(zip(spec.paths, leaves, strict=True)), dict(zip(other_spec.paths, others, strict=True))
     found = {
-        path: Less(_size_of(one), _size_of(there[path]), _is_same(one, there[path]))
-        for path, one in here.items()
+        path: Less(_size_of(part), _size_of(there[path]), _is_same(part, there[path]))
+        for path, part in here.items()
         if path in there
     }
     constants = constants_of(other_spec)
@@ -201,15 +201,15 @@ def _size_of(leaf: Any) -> Size:
     return (len(leaf.shapes),) if isinstance(leaf, Ragged) else tuple(leaf.shape)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Ragged) or isinstance(other, Ragged) or _size_of(one) != _size_of(other):
+def _is_same(here: Any, there: Any) -> bool:
+    if isinstance(here, Ragged) or isinstance(there, Ragged) or _size_of(here) != _size_of(there):
         return False
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return type(one) is type(other) and one.dtype == other.dtype and bool(one.tobytes() == other.tobytes())
-    if one.dtype is not other.dtype:
+    if isinstance(here, np.ndarray) or isinstance(there, np.ndarray):
+        return type(here) is type(there) and here.dtype == there.dtype and bool(here.tobytes() == there.tobytes())
+    if here.dtype is not there.dtype:
         return False
-    is_dense = all(each.layout is torch.strided and not each.is_quantized for each in (one, other))
-    return is_dense and torch.equal(as_bytes(one), as_bytes(other))
+    is_dense = all(each.layout is torch.strided and not each.is_quantized for each in (here, there))
+    return is_dense and torch.equal(as_bytes(here), as_bytes(there))
 
 
 def constants_of(spec: TreeSpec) -> dict[str, Any]:
@@ -217,14 +217,14 @@ def constants_of(spec: TreeSpec) -> dict[str, Any]:
     return {".".join(map(str, keys)): node.value for keys, node in nodes(spec) if node.kind == "constant"}
 
 
-def is_same_constant(one: Any, other: Any) -> bool:
+def is_same_constant(here: Any, there: Any) -> bool:
     """Return whether two constants are the same to the bit; of objects, whether they are equal."""
-    if one is other:
+    if here is there:
         return True
-    if is_plain(one) and is_plain(other):
-        return repr(one) == repr(other)
+    if is_plain(here) and is_plain(there):
+        return repr(here) == repr(there)
     try:
-        return bool(one == other)
+        return bool(here == there)
     except Exception:  # the == of a user's object may raise anything
         return False
 

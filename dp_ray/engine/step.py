@@ -441,7 +441,7 @@ def _step_hint(job: Job, inputs: Any, outputs: Any, error: BaseException) -> str
     """Return a step for a model that gave a mapping to a loss that takes none; else empty."""
     if not isinstance(outputs, Mapping) or type(outputs).__name__ not in str(error):
         return ""
-    tensors = [key for key, one in outputs.items() if isinstance(one, torch.Tensor) and one.ndim]
+    tensors = [key for key, output in outputs.items() if isinstance(output, torch.Tensor) and output.ndim]
     loss, n = _in_words(job.loss)
     if not tensors or not loss:
         return ""
@@ -463,7 +463,7 @@ def _in_words(loss: Any) -> tuple[str, str]:
     named = resolve("loss", loss) if isinstance(loss, Target) else loss
     kind = type(named) if isinstance(named, nn.Module) else named
     name = getattr(kind, "__qualname__", "loss")
-    given = [f"{one}={value!r}" for one, value in args.items() if (one, value) != ("reduction", "none")]
+    given = [f"{name}={value!r}" for name, value in args.items() if (name, value) != ("reduction", "none")]
     is_torchs = getattr(kind, "__module__", "").startswith("torch.nn.")
     if is_torchs:
         name = f"torch.nn.{name}" if inspect.isclass(kind) else f"torch.nn.functional.{name}"
@@ -569,15 +569,15 @@ def _num_positional(model: nn.Module) -> tuple[int, float]:
     """Return how many positional arguments the model's forward takes, at least and at most; 0 and inf if unknown."""
     if isinstance(model, torch.jit.ScriptModule):
         forward: Any = model.forward
-        arguments = [one for one in forward.schema.arguments[1:] if not one.kwarg_only]
-        return sum(not one.has_default_value() for one in arguments), len(arguments)
+        arguments = [argument for argument in forward.schema.arguments[1:] if not argument.kwarg_only]
+        return sum(not argument.has_default_value() for argument in arguments), len(arguments)
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):  # a C function may have no signature
         return 0, float("inf")
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    return sum(one.default is one.empty for one in positional), float("inf") if takes_any else len(positional)
+    positional = [param for param in parameters if param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(param.kind is param.VAR_POSITIONAL for param in parameters)
+    return sum(param.default is param.empty for param in positional), float("inf") if takes_any else len(positional)
 
 
 def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:
@@ -657,7 +657,7 @@ def _unreduced(loss: Any, batch_dim: int) -> Any:
         )
     unreduced = copy.copy(loss)
     unreduced.reduction = "none"
-    unreduced._buffers = {name: one if one is None else _as_weights(one) for name, one in loss._buffers.items()}
+    unreduced._buffers = {key: value if value is None else _as_weights(value) for key, value in loss._buffers.items()}
     return functools.partial(_per_row, unreduced, batch_dim) if loss.reduction == "batchmean" else unreduced
 
 
@@ -711,7 +711,7 @@ def of_neighbours(
     and once more if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
     """
     try:
-        if rows < 2 or is_torchs(compare) or any(may_have_lists_of_rows(one, rows) for one in seen):
+        if rows < 2 or is_torchs(compare) or any(may_have_lists_of_rows(batch, rows) for batch in seen):
             return None
         if num_rows(seen, batch_dim) != rows:
             return None
@@ -720,7 +720,7 @@ def of_neighbours(
 
         def loss_of(start: int, stop: int) -> float:
             # The copies share the loss's parameters, which may be those of a large model.
-            shared = {id(one): one for module in beside.values() for one in module.parameters()}
+            shared = {id(parameter): parameter for module in beside.values() for parameter in module.parameters()}
             trial: Compare = copy.deepcopy(compare, dict[int, Any](shared))
             return _sum_and_size(trial(*copied(cut(seen, start, stop, batch_dim))), stop - start)[0]
 
@@ -738,7 +738,7 @@ def of_neighbours(
 def is_torchs(compare: Compare) -> bool:
     """Return whether a loss is one of torch's own classes, whose losses are those of single rows."""
     while isinstance(compare, functools.partial):
-        inner = [one for one in (compare.func, *compare.args) if isinstance(one, nn.Module)]
+        inner = [module for module in (compare.func, *compare.args) if isinstance(module, nn.Module)]
         compare = inner[0] if inner else compare.func
     return (type(compare) if isinstance(compare, nn.Module) else compare).__module__.startswith("torch.nn.")
 

@@ -132,7 +132,7 @@ class Watch:
         if batches._pin_memory:  # its thread may take a batch from a process that is killed meanwhile
             thread: Any = batches._pin_memory_thread
             tells, ends = thread._invoke_excepthook, EOFError | OSError
-            thread._invoke_excepthook = lambda one: None if isinstance(sys.exc_info()[1], ends) else tells(one)
+            thread._invoke_excepthook = lambda args: None if isinstance(sys.exc_info()[1], ends) else tells(args)
         self._thread = threading.Thread(target=self._wait, name="end of the loader's processes", daemon=True)
         self._thread.start()
 
@@ -141,18 +141,18 @@ class Watch:
         return self._ended if self._has_ended.wait(seconds) else None
 
     def _wait(self) -> None:
-        sentinels = [one.sentinel for one in self._processes]
+        sentinels = [process.sentinel for process in self._processes]
         while True:
             connection.wait(sentinels, LOOK_SECONDS)
             if self._batches._shutdown:  # by `end`, or by torch after the last batch
                 return
-            if ended := [one for one in self._processes if one.exitcode is not None]:
+            if ended := [process for process in self._processes if process.exitcode is not None]:
                 break
         self._ended = ended[0]
-        for one in self._processes:
-            one.kill()
-        for one in self._processes:
-            one.join()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
         self._has_ended.set()
         batches: Any = self._batches
         if batches._pin_memory:  # its thread reads the pipe then, and hands on
@@ -172,7 +172,7 @@ class Watch:
             for queue in batches._index_queues:
                 queue.cancel_join_thread()
                 queue.close()
-        with if_longer(END_SECONDS, lambda: [one.terminate() for one in self._processes]):
+        with if_longer(END_SECONDS, lambda: [process.terminate() for process in self._processes]):
             batches._shutdown_workers()
         self._thread.join(END_SECONDS)
 
@@ -254,5 +254,5 @@ def _send_instead(queue: Any, error: Exception, put: Any) -> None:
 
 def share_of_wait(times: list[dict[str, float]]) -> float | None:
     """Return the share of the workers' loops spent waiting for data; None if no worker reported its times."""
-    whole = sum(one["loop_seconds"] for one in times)
-    return round(sum(one["data_wait_seconds"] for one in times) / whole, 4) if whole else None
+    whole = sum(row["loop_seconds"] for row in times)
+    return round(sum(row["data_wait_seconds"] for row in times) / whole, 4) if whole else None

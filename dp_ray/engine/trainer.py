@@ -277,17 +277,17 @@ class Pass:
         if len(filled) < len(loaded.shards) and loaded.lacks_shard_0:
             self.state.keep()  # without shard 0, the step leaves the state as it is
         left = len(filled) + len(dummies)
-        for one in replica.rounds(loaded, dummies):
+        for turn in replica.rounds(loaded, dummies):
             left -= 1
             # Around the forward too: there DDP decides whether the backward exchanges gradients, as a worker's last.
-            with reduction.shard(None if one.shard is None else one.shard.shard, not left):
+            with reduction.shard(None if turn.shard is None else turn.shard.shard, not left):
                 clock.enter(Part.FORWARD)
-                loss = self._forward(reduction, one, stats, number)
-                if one.shard is not None and on_shard is not None:
-                    on_shard(one.shard, one.batch, self.loss.result.step_output)
+                loss = self._forward(reduction, turn, stats, number)
+                if turn.shard is not None and on_shard is not None:
+                    on_shard(turn.shard, turn.batch, self.loss.result.step_output)
                 clock.enter(Part.BACKWARD)
                 seed = self.optimizer_step.seed(loss, whole)
-                self._backward(reduction, one, loss, seed, None if left else stats.numbers, loaded.step)
+                self._backward(reduction, turn, loss, seed, None if left else stats.numbers, loaded.step)
             del loss  # and its graph, before the next batch is read
         replica.running_batch = None
         for parameters in reduction.summed(stats.numbers):
@@ -299,17 +299,17 @@ class Pass:
         if earlier is not None:
             self._add(earlier)
 
-    def _forward(self, reduction: Reduction, one: Round, stats: Stats, number: int) -> torch.Tensor:
+    def _forward(self, reduction: Reduction, turn: Round, stats: Stats, number: int) -> torch.Tensor:
         """Return the sum of a shard's losses, and take its sums and weights in.
 
         Of a round without a shard, return a zero that reaches what the others wait for.
         """
-        shard, replica = one.shard, self.replica
+        shard, replica = turn.shard, self.replica
         if shard is None:
-            zero = replica.run(None, reduction.called, one.batch, one.rows)
-            return zero * 0.0 if one.rows else zero
-        replica.running_batch = one.batch, one.rows
-        loss = replica.run(shard, reduction.called, one.batch, one.rows, shard.shard, number=number)
+            zero = replica.run(None, reduction.called, turn.batch, turn.rows)
+            return zero * 0.0 if turn.rows else zero
+        replica.running_batch = turn.batch, turn.rows
+        loss = replica.run(shard, reduction.called, turn.batch, turn.rows, shard.shard, number=number)
         row = self.loss.result.row
         assert row is not None
         stats.put(shard.shard, row)
@@ -320,7 +320,7 @@ class Pass:
     def _backward(
         self,
         reduction: Reduction,
-        one: Round,
+        turn: Round,
         loss: torch.Tensor,
         seed: torch.Tensor,
         stats: torch.Tensor | None,
@@ -334,22 +334,22 @@ class Pass:
             partial(loss.backward, seed) if stats is None else partial(reduction.last_backward, loss, seed, stats)
         )
         try:
-            if one.rows and self.loss.result.is_nothing:  # of weight 0: 0 times its gradient may be NaN
+            if turn.rows and self.loss.result.is_nothing:  # of weight 0: 0 times its gradient may be NaN
                 with reduction.adding_nothing():
                     backward()
             else:
                 backward()
         except (Exception, SystemExit) as error:
-            where = f"step {step}" if one.shard is None else location(one.shard)
-            hint = "" if one.shard is None else batch_hint(error, one.batch)
+            where = f"step {step}" if turn.shard is None else location(turn.shard)
+            hint = "" if turn.shard is None else batch_hint(error, turn.batch)
             raise_as(error, f"{where}: backward", lambda _: hint)
 
     def _set_apart(self) -> list[torch.Tensor | None]:
         """Take the sums of earlier passes out of the gradients; this pass's may be in the same memory."""
         parameters = self._trained.parameters.values()
-        earlier = [None if one.grad is None else one.grad.clone() for one in parameters]
-        for one in parameters:
-            one.grad = None
+        earlier = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
         return earlier
 
     def _add(self, earlier: list[torch.Tensor | None]) -> None:
@@ -367,7 +367,7 @@ class Pass:
                 self.flops = counted_flops(run, first[0].shard.rows, job, self._world.device)
         unused = job.find_unused_parameters
         if not self.placement.is_sharded and self._world.world_size > 1:
-            types = {one.device.type for one in trained.parameters.values()}
+            types = {parameter.device.type for parameter in trained.parameters.values()}
             if len(types) > 1:
                 raise JobError(
                     f"devices: must be of one type if there are several workers, got {' and '.join(sorted(types))}"
@@ -380,14 +380,14 @@ class Pass:
     def _leave_unused(self, first: Sequence[LoadedShard]) -> bool:
         """Return whether any worker's first shard leaves a parameter without a gradient, by a trial."""
         unused, trained = torch.zeros(1, device=self._world.device), self._trained
-        sparse = {id(one) for one in trained.sparse}
+        sparse = {id(parameter) for parameter in trained.sparse}
         with self._trial(), for_trial(trained.loss, trained.sparse, self.placement.job.compile) as called:
-            for one in first:
-                if not one.shard.rows:
+            for loaded in first:
+                if not loaded.shard.rows:
                     unused += 1  # it cannot show that all parameters are used
                     continue
-                self._try(called, one)
-                unused += any(one.grad is None for one in trained.parameters.values() if id(one) not in sparse)
+                self._try(called, loaded)
+                unused += any(param.grad is None for param in trained.parameters.values() if id(param) not in sparse)
         with waiting("the other workers' first shards"):
             dist.all_reduce(unused, dist.ReduceOp.MAX, group=everyone())
             return bool(unused.item())
@@ -400,12 +400,12 @@ class Pass:
         self.replica.restore()
         self.optimizer_step.drop_gradients()
 
-    def _try(self, called: Callable[..., torch.Tensor], one: LoadedShard) -> None:
+    def _try(self, called: Callable[..., torch.Tensor], loaded: LoadedShard) -> None:
         """Run forward and backward of a shard, with a copy of the batch: a model may write it."""
-        shard = one.shard
-        loss = self.replica.run(shard, called, copied(one.batch), shard.rows, shard.shard)
+        shard = loaded.shard
+        loss = self.replica.run(shard, called, copied(loaded.batch), shard.rows, shard.shard)
         self.optimizer_step.hooks.look()
-        with reraise_as(f"{location(shard)}: backward", lambda error: batch_hint(error, one.batch)):
+        with reraise_as(f"{location(shard)}: backward", lambda error: batch_hint(error, loaded.batch)):
             loss.backward()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

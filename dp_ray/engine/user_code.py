@@ -132,7 +132,7 @@ OF_SHARDS = (
 
 def shards_hint(error: BaseException) -> str:
     """Return a hint for code that meets the shards of parameters; else empty."""
-    if not any(one in str(error) for one in ("DTensor", "tensor subclass", "Sharding propagation")):
+    if not any(word in str(error) for word in ("DTensor", "tensor subclass", "Sharding propagation")):
         return ""
     return OF_SHARDS
 
@@ -158,8 +158,8 @@ def dtypes_and_sizes(value: Any) -> str:
         size = sizes(value)
         return f"{str(value.dtype).removeprefix('torch.')} {list(size) if isinstance(size, torch.Size) else size}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {dtypes_and_sizes(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {dtypes_and_sizes(part)}" for key, part in value.items()) + "}"
     if isinstance(value, tuple | list):
-        parts = [dtypes_and_sizes(one) for one in value[:4]]
+        parts = [dtypes_and_sizes(part) for part in value[:4]]
         return "(" + ", ".join([*parts, "..."] if len(value) > 4 else parts) + ")"
     return f"a {type(value).__qualname__}"

@@ -98,7 +98,7 @@ class Lagged:
     def ahead(self) -> list[float]:
         """Return the numbers that `take` has not returned yet; this waits for the device, and takes none of them."""
         with waiting(ON_GPU):
-            return [float(one.wait()) for one in self._numbers]
+            return [float(number.wait()) for number in self._numbers]
 
 
 class NotFinite(ModelError):

@@ -152,7 +152,7 @@ class WholeBatches:
         Raises ModelError for a leaf that has rows in another dimension, and for a constant that depends on the rows.
         """
         tried = [form for form in forms if form.tried is not None]
-        form = next((one for one in tried if isinstance(one.tried, Mapping)), tried[0] if tried else None)
+        form = next((shown for shown in tried if isinstance(shown.tried, Mapping)), tried[0] if tried else None)
         if self._trial is None or form is None or form.tried is None or not self._trial.is_due(form.rows):
             return
         self._trial.end(form.tried)
@@ -224,9 +224,9 @@ class Merged:
             raise ModelError("the loss does not depend on any parameter that is trained")
         with reraise_as("the loss: backward"):
             found = torch.autograd.grad(loss, list(self.asking.values()), seed, allow_unused=True)
-        whole = {path: one for path, one in zip(self.asking, found, strict=True) if one is not None}
+        whole = {path: gradient for path, gradient in zip(self.asking, found, strict=True) if gradient is not None}
         return {
-            shard.shard: {path: self._of_shard(one, path, shard) for path, one in whole.items()} for shard in shards
+            shard.shard: {path: self._of_shard(grad, path, shard) for path, grad in whole.items()} for shard in shards
         }
 
     def _of_shard(self, gradient: torch.Tensor, path: str, shard: Shard) -> torch.Tensor:
@@ -242,16 +242,16 @@ def merge(own: Sequence[ShardOutput], device: torch.device, batches: WholeBatche
 
     `device` is the worker's. Raises ModelError, naming the shard, if the outputs of the shards do not fit together.
     """
-    trees = [flatten((one.outputs, one.target)) for one in own]
+    trees = [flatten((output.outputs, output.target)) for output in own]
     here: list[torch.Tensor] = []
     forms = []
-    for one, (leaves, form) in zip(own, trees, strict=True):
+    for output, (leaves, form) in zip(own, trees, strict=True):
         tensors = {path: _as_tensor(path, leaf) for path, leaf in zip(form.paths, leaves, strict=True)}
         described = [_Leaf(path, Form(leaf.shape, leaf.dtype), leaf.requires_grad) for path, leaf in tensors.items()]
-        constants = {path: one if _is_plain(one) else _object(one) for path, one in constants_of(form).items()}
-        _check_objects(one.shard.shard, form, own[0].shard.shard, trees[0][1])
-        lists = [".".join(map(str, keys)) for keys, node in nodes(form) if _is_list(node, one.shard.rows)]
-        forms.append(_Form(one.shard.shard, one.shard.rows, described, constants, lists, one.tried))
+        constants = {key: value if _is_plain(value) else _object(value) for key, value in constants_of(form).items()}
+        _check_objects(output.shard.shard, form, own[0].shard.shard, trees[0][1])
+        lists = [".".join(map(str, keys)) for keys, node in nodes(form) if _is_list(node, output.shard.rows)]
+        forms.append(_Form(output.shard.shard, output.shard.rows, described, constants, lists, output.tried))
         here += tensors.values()
     everybodys: list[list[_Form]] = gathered(forms)
     filled = [rank for rank, theirs in enumerate(everybodys) if theirs]
@@ -278,7 +278,7 @@ def _is_plain(constant: Any) -> bool:
 
 def _is_list(node: TreeSpec, rows: int) -> bool:
     """Return whether a node is a list or tuple of numbers or texts, one for each row."""
-    are_plain = all(one.kind == "constant" and _is_plain(one.value) for one in node.children)
+    are_plain = all(child.kind == "constant" and _is_plain(child.value) for child in node.children)
     return node.kind in ("list", "tuple") and len(node.children) == rows and are_plain
 
 
@@ -335,7 +335,7 @@ def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merg
     dims = {path: _dim_of_rows(path, [(form, tensors[path]) for form, tensors in pieces], batches) for path in names}
     lists = _joined_lists([form for form, _ in pieces])
     _check_constants(pieces, [path for path, dim in dims.items() if dim is None], lists)
-    cut = [{path: one for path, one in tensors.items() if dims[path] is not None} for _, tensors in pieces]
+    cut = [{path: tensor for path, tensor in tensors.items() if dims[path] is not None} for _, tensors in pieces]
     whole = {**pieces[0][1], **(gather(cut, rows, batch_dim) if cut[0] else {})}
     if not cut[0]:
         raise ModelError("no output or target has a row for each sample, so there is no whole batch to see")
@@ -374,7 +374,7 @@ def _joined_lists(forms: Sequence[_Form]) -> dict[str, list[Any]]:
         if all(path in form.lists for form in forms):
             pieces = [[form.constants[f"{path}.{at}"] for at in range(form.rows)] for form in forms]
             if len({repr(piece) for piece in pieces}) > 1:
-                joined[path] = [one for piece in pieces for one in piece]
+                joined[path] = [tensor for piece in pieces for tensor in piece]
     return joined
 
 
@@ -383,11 +383,11 @@ def _with_lists(spec: TreeSpec, above: str, lists: Mapping[str, list[Any]]) -> T
     if not lists:
         return spec
     if above in lists:
-        values = tuple(TreeSpec("constant", value=one) for one in lists[above])
+        values = tuple(TreeSpec("constant", value=item) for item in lists[above])
         return replace(spec, keys=tuple(range(len(values))), children=values)
     pairs = zip(spec.keys, spec.children, strict=True)
     return replace(
-        spec, children=tuple(_with_lists(one, f"{above}.{key}" if above else f"{key}", lists) for key, one in pairs)
+        spec, children=tuple(_with_lists(part, f"{above}.{key}" if above else f"{key}", lists) for key, part in pairs)
     )
 
 
@@ -405,17 +405,17 @@ def _check_constants(pieces: Sequence[_Piece], paths: Sequence[str], lists: Mapp
     if not others or not paths:
         return
     for path in paths:
-        dtypes = {one[path].dtype for _, one in pieces}
+        dtypes = {leaves[path].dtype for _, leaves in pieces}
         if len(dtypes) > 1:
             raise ModelError(f"{_named(path)} has several dtypes, {listed(dtypes)}, in the shards: {OF_ROWS}")
     # A GPU is waited for once, however many they are.
-    same = [torch.stack([as_bytes(one[path]) for _, one in pieces]) for path in paths]
-    if not bool(torch.stack([(one == one[0]).all() for one in same]).all()):
+    same = [torch.stack([as_bytes(leaves[path]) for _, leaves in pieces]) for path in paths]
+    if not bool(torch.stack([(stack == stack[0]).all() for stack in same]).all()):
         path, form = next(
             (path, form)
             for path in paths
-            for form, one in others
-            if not torch.equal(as_bytes(one[path]), as_bytes(leaves[path]))
+            for form, tensors in others
+            if not torch.equal(as_bytes(tensors[path]), as_bytes(leaves[path]))
         )
         raise ModelError(
             f"{_named(path)} has no row for each sample, and is not the same in the shards {first.shard} and "
@@ -495,20 +495,20 @@ class BatchLoss(ShardLoss):
         shard 0 has no rows, so that the state stays.
         """
         loaded = loaded._replace(loaded=list(loaded.loaded))
-        filled = [one for one in loaded.loaded if one.shard.rows]
+        filled = [part for part in loaded.loaded if part.shard.rows]
         dummies, run = replica.dummies(loaded.step, len(filled)), replica.forwards.gathering(self.run)
-        tried = next((at for at, one in enumerate(filled) if self.batches.is_due(one.shard.rows)), None)
+        tried = next((at for at, part in enumerate(filled) if self.batches.is_due(part.shard.rows)), None)
         may_keep = may_keep and tried is None and not loaded.lacks_shard_0
         is_kept = may_keep and len(filled) + len(dummies) == 1
         replica.clock.enter(Part.FORWARD)
         replica.begin(len(filled) if is_kept else 2)
         own: list[ShardOutput] = []
-        for one in replica.rounds(loaded, dummies):
-            if one.shard is not None:
-                replica.running_batch = one.batch, one.rows
-            output = replica.run(one.shard, run, one.batch if is_kept else copied(one.batch), number=number)
-            if one.shard is not None:
-                own.append(detached(output, one.shard, not is_kept))
+        for turn in replica.rounds(loaded, dummies):
+            if turn.shard is not None:
+                replica.running_batch = turn.batch, turn.rows
+            output = replica.run(turn.shard, run, turn.batch if is_kept else copied(turn.batch), number=number)
+            if turn.shard is not None:
+                own.append(detached(output, turn.shard, not is_kept))
             if is_kept:
                 self._kept = output
             del output  # and its graph
@@ -522,12 +522,12 @@ class BatchLoss(ShardLoss):
         replica.run_batch(loaded.step, self.take, loaded.whole, own, seed, number)
         return loaded, is_kept
 
-    def _tried(self, replica: Replica, one: LoadedShard, output: ShardOutput, number: int) -> ShardOutput:
+    def _tried(self, replica: Replica, loaded: LoadedShard, output: ShardOutput, number: int) -> ShardOutput:
         """Run a shard with one row less; return its output with what that shows."""
         before = replica.clock.enter(Part.OTHER)
         replica.restore()  # its errors are no trial's
-        run = partial(replica.run, one.shard, self.run, number=number)
-        output = self.batches.tried(run, self.batches.one_less(one.batch, one.shard.rows), output)
+        run = partial(replica.run, loaded.shard, self.run, number=number)
+        output = self.batches.tried(run, self.batches.one_less(loaded.batch, loaded.shard.rows), output)
         replica.clock.enter(before)
         return output
 
@@ -543,10 +543,10 @@ class BatchLoss(ShardLoss):
         seed_of_batch(self._seed, whole, self._device, number)
         with self._cast():
             loss = merged.measure("the loss", self._of_batch)
-        self._gradients = merged.gradients(loss, seed(loss, 1), [one.shard for one in own])
+        self._gradients = merged.gradients(loss, seed(loss, 1), [output.shard for output in own])
         if self._aligns:  # they are rows of the whole batch's, which begin anywhere
             self._gradients = {
-                shard: {path: aligned(one) for path, one in gradients.items()}
+                shard: {path: aligned(gradient) for path, gradient in gradients.items()}
                 for shard, gradients in self._gradients.items()
             }
         self._dims = merged.dims
@@ -596,7 +596,7 @@ def _sum_of(outputs: Any) -> torch.Tensor:
     ]
     if not sums:
         raise ModelError("the loss does not depend on any parameter that is trained")
-    return torch.stack([one.to(sums[0].device) for one in sums]).sum()
+    return torch.stack([tensor.to(sums[0].device) for tensor in sums]).sum()
 
 
 def _giving(outputs: Any, given: Gradients) -> torch.Tensor:
@@ -610,7 +610,7 @@ def _giving(outputs: Any, given: Gradients) -> torch.Tensor:
                 f"the model's second forward of a shard gave an output of size {list(leaf.shape)}, and the first one "
                 f"{list(gradient.shape)}: with over: batch both must give the same"
             )
-    zero: torch.Tensor = _Giving.apply([one for _, one in pairs], *(leaf for leaf, _ in pairs))  # type: ignore[no-untyped-call]
+    zero: torch.Tensor = _Giving.apply([tensor for _, tensor in pairs], *(leaf for leaf, _ in pairs))  # type: ignore[no-untyped-call]
     return zero
 
 

@@ -132,7 +132,7 @@ def _made(
         group_desc=describes,
     )
     # As of a default group: a rank in it is a rank of the world.
-    distributed_c10d._world.pg_group_ranks[group] = {one: one for one in range(size)}
+    distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
 
 
@@ -169,7 +169,7 @@ def alone(needs_group: bool) -> Iterator[None]:
         return
     callers = dist.group.WORLD
     show_alone("gloo")
-    one = dist.group.WORLD
+    world_group = dist.group.WORLD
     if needs_group:
         _store, _backend = dist.HashStore(), "gloo"  # type: ignore[attr-defined]
         _everyone = _made(_backend, _store, 0, 1, "all")
@@ -179,7 +179,7 @@ def alone(needs_group: bool) -> Iterator[None]:
         if callers is None:
             leave_group()
         else:
-            groups, _everyone = (one, _everyone), None
+            groups, _everyone = (world_group, _everyone), None
             alive = distributed_c10d._world.pg_map  # empty if the user's code has destroyed all groups
             distributed_c10d._update_default_pg(callers if callers in alive else None)
             for group in groups:
@@ -192,7 +192,7 @@ def bound_gpu(backend: str, world: World) -> torch.device | None:
 
     If a worker has several GPUs, NCCL connects for each one that is used: a group bound to one refuses the others.
     """
-    gpus = {one for one in world.devices if one.type == "cuda"}
+    gpus = {device for device in world.devices if device.type == "cuda"}
     if "nccl" not in backend or len(gpus) != 1 or not dist.is_nccl_available():
         return None
     (gpu,) = gpus
@@ -405,7 +405,7 @@ def trouble_of(error: BaseException | None) -> Trouble | None:
 
 
 def _trouble_in(text: str) -> Trouble | None:
-    return next((one for one in Trouble if one.sign.search(text)), None)
+    return next((trouble for trouble in Trouble if trouble.sign.search(text)), None)
 
 
 def _told(trouble: Trouble, text: str) -> str:
@@ -444,7 +444,7 @@ _CAUSES = {
     Cause.SHARED_GPU: r"Duplicate GPU detected",
     Cause.MISUSED: r"ncclInvalid(Usage|Argument)|tensor not on device passed to init_process_group",
     Cause.OUT_OF_MEMORY: r"(?s)ncclUnhandledCudaError.*(out of memory|Failed to CUDA [cm]alloc)",
-    Cause.MACHINE: "|".join(f"({one.sign.pattern})" for one in Trouble),
+    Cause.MACHINE: "|".join(f"({trouble.sign.pattern})" for trouble in Trouble),
     Cause.LOST_PEER: r"ncclRemoteError|remote peer|[Cc]onnect(ion|FullMesh)? |[Tt]imed out|[Tt]imeout|got 0 bytes"
     r"|Call to (recv|send)|Broken pipe",
 }

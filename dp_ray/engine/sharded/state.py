@@ -157,7 +157,7 @@ class TreeScatter(SumScatter):
         leaves = self._leaves()
         if self._round.is_alone:
             own = slices.clone()
-            self._take({leaf: one for theirs, one in zip(leaves, own, strict=True) for leaf in theirs}, output)
+            self._take({leaf: part for theirs, part in zip(leaves, own, strict=True) for leaf in theirs}, output)
         else:
             mine = slices[None] if leaves[group.rank()] else slices.new_empty(0, *slices.shape)
             self._take(exchanged(mine, leaves, group), output)
@@ -187,17 +187,18 @@ class TreeScatter(SumScatter):
         return [[] if shard is None else [(shard, shard + 1)] for shard in self._round.shards]
 
     def _take(self, slices: Mapping[Node, torch.Tensor], output: torch.Tensor) -> None:
-        for leaf, one in slices.items():
-            climb(self._held, leaf, one, self._above, add_to)
+        for leaf, tensor in slices.items():
+            climb(self._held, leaf, tensor, self._above, add_to)
         if self._round.is_last:
             held, self._held = self._held, {}
             whole = fold(held, self._root, add_to)
             output.zero_() if whole is None else output.copy_(whole)
             return
-        received = {one.untyped_storage().data_ptr() for one in slices.values()}
-        for node, one in self._held.items():  # so that what was received is freed, keep copies of what is held of it
-            if one.untyped_storage().data_ptr() in received:
-                self._held[node] = one.clone()
+        received = {tensor.untyped_storage().data_ptr() for tensor in slices.values()}
+        for node, tensor in self._held.items():
+            # Keep a copy of what is held of a received tensor, so that the whole of it is freed.
+            if tensor.untyped_storage().data_ptr() in received:
+                self._held[node] = tensor.clone()
 
 
 def load_rows(
@@ -210,19 +211,19 @@ def load_rows(
     """
     make_room(model, weights)
     state = model.state_dict()
-    own = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+    own = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     stored = {
-        name: in_memory(one) if isinstance(one, torch.Tensor) else one
-        for name, one in weights.items()
-        if isinstance(one, torch.Tensor | Stored)
+        name: in_memory(value) if isinstance(value, torch.Tensor) else value
+        for name, value in weights.items()
+        if isinstance(value, torch.Tensor | Stored)
     }
     missing, unexpected = sorted(own.keys() - stored.keys()), sorted(weights.keys() - state.keys())
     sizes = other_sizes(own, stored)
     if is_strict and (mistakes := misfits(missing, unexpected, sizes)):
         raise ModelError(f"the weights of {where} are not this model's{mistakes}{advice_on(own, weights, advice)}")
-    for name, one in own.items():
+    for name, tensor in own.items():
         if name in stored and name not in sizes:
-            stored[name].copy_to(one, world.world_size, world.rank)
+            stored[name].copy_to(tensor, world.world_size, world.rank)
     return "" if is_strict else loaded_of(where, own.keys(), weights, missing, unexpected, sizes)
 
 
@@ -262,12 +263,12 @@ class Sharded:
 
     def total_norm(self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the norm of the whole gradient; `gradients` are this worker's parts. Every rank calls this."""
-        whole = {id(one) for one in self.replicated.values()}
+        whole = {id(parameter) for parameter in self.replicated.values()}
         is_first = self.world.rank == 0
         mine = [
             gradient
-            for gradient, one in zip(gradients, parameters, strict=True)
-            if gradient.numel() and (is_first or id(one) not in whole)
+            for gradient, parameter in zip(gradients, parameters, strict=True)
+            if gradient.numel() and (is_first or id(parameter) not in whole)
         ]
         device = gradients[0].device if gradients else CPU
         total = _stacked(norms_of(mine), device).square().sum()
@@ -277,7 +278,7 @@ class Sharded:
 
     def infinite_if_any(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return infinity if any worker's `gradients` are not all finite, else 0: a scalar; every rank calls this."""
-        largest = norms_of([one for one in gradients if one.numel()], torch.inf)
+        largest = norms_of([gradient for gradient in gradients if gradient.numel()], torch.inf)
         is_any = _stacked(largest, self.world.device).isfinite().logical_not().any().float()
         with waiting("the other workers' gradients"):
             dist.all_reduce(is_any, dist.ReduceOp.MAX, group=everyone())
@@ -288,8 +289,8 @@ def _stacked(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
     """Return norms as one tensor on the device, float64 [norms]."""
     if not norms:
         return torch.zeros(0, dtype=torch.float64, device=device)
-    if len({(one.device, one.dtype) for one in norms}) > 1:
-        norms = [one.to(device, torch.float64) for one in norms]
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = [norm.to(device, torch.float64) for norm in norms]
     return torch.stack(list(norms)).to(device, torch.float64)
 
 
@@ -326,12 +327,12 @@ def _without_cast(saved: torch.Tensor) -> Any:
     node = cast.grad_fn
     if node is None or node.name() != "ToCopyBackward0" or cast._version:
         return saved
-    one = getattr(node.next_functions[0][0], "variable", None)  # a leaf's
-    if not isinstance(one, nn.Parameter) or one.dtype == cast.dtype:
+    param = getattr(node.next_functions[0][0], "variable", None)  # a leaf's
+    if not isinstance(param, nn.Parameter) or param.dtype == cast.dtype:
         return saved
-    if one.device != cast.device or one.stride() != cast.stride():
+    if param.device != cast.device or param.stride() != cast.stride():
         return saved
-    return _Cast(one, one._version, cast.dtype, (saved.size(), saved.stride(), int(saved.storage_offset())))
+    return _Cast(param, param._version, cast.dtype, (saved.size(), saved.stride(), int(saved.storage_offset())))
 
 
 def _cast_again(kept: Any) -> torch.Tensor:
@@ -354,10 +355,10 @@ def rows_of_optimizer(state: Any, parameters: list[nn.Parameter], world: World) 
     if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
         return state
     by_number = {
-        number: {key: _of_parameter(one, parameters[number], world) for key, one in kept.items()}
+        number: {key: _of_parameter(value, parameters[number], world) for key, value in kept.items()}
         for number, kept in state["state"].items()
     }
-    rest = {key: whole_tensors(one) for key, one in state.items() if key != "state"}
+    rest = {key: whole_tensors(value) for key, value in state.items() if key != "state"}
     return {**rest, "state": by_number}
 
 
@@ -373,7 +374,7 @@ def whole_tensors(value: Any) -> Any:
         whole = value.whole()
         return whole if value.strides is None else laid_out(whole, value.strides)
     if isinstance(value, dict):
-        return {key: whole_tensors(one) for key, one in value.items()}
+        return {key: whole_tensors(inner) for key, inner in value.items()}
     return type(value)(map(whole_tensors, value)) if isinstance(value, list | tuple) else value
 
 
@@ -473,22 +474,22 @@ class AlignedParts:
     def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
         self.optimizer: Any = None  # made of `flats`, so it is set later
         self._world = world
-        self.parts = [Part(one, world) for one in parameters if is_sharded(one)]
-        self._by_flat = {id(one.flat): one for one in self.parts}
+        self.parts = [Part(parameter, world) for parameter in parameters if is_sharded(parameter)]
+        self._by_flat = {id(part.flat): part for part in self.parts}
         # What the optimizer gets for each parameter, by the parameter's id.
-        self.flats = {id(one.parameter): one.flat for one in self.parts}
+        self.flats = {id(part.parameter): part.flat for part in self.parts}
 
     @torch.no_grad()
     def take(self) -> None:
         """Take all gradients, before an update."""
-        for one in self.parts:
-            one.take()
+        for part in self.parts:
+            part.take()
 
     @torch.no_grad()
     def give(self) -> None:
         """Give back what the update has changed."""
-        for one in self.parts:
-            one.give()
+        for part in self.parts:
+            part.give()
 
     def total_norm(
         self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter], device: torch.device
@@ -497,21 +498,21 @@ class AlignedParts:
 
         `device` is that of collectives.
         """
-        parts = [self._by_flat.get(id(one)) for one in parameters]
+        parts = [self._by_flat.get(id(parameter)) for parameter in parameters]
         slices = [
             Slice(part.inner(gradient), part.parameter.shape)
             for part, gradient in zip(parts, gradients, strict=True)
             if part is not None
         ]
-        whole = [one for part, one in zip(parts, gradients, strict=True) if part is None]
+        whole = [gradient for part, gradient in zip(parts, gradients, strict=True) if part is None]
         of_slices = iter(norms_of_slices(slices, self._world, device))
         of_whole = iter(norms_of(whole) if whole else [])
         return norm_of_norms([next(of_whole if part is None else of_slices) for part in parts], gradients)
 
     def originals(self) -> list[nn.Parameter]:
         """Return the model's parameters, in the order of the optimizer's groups."""
-        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
-        return [self._by_flat[id(one)].parameter if id(one) in self._by_flat else one for one in parameters]
+        parameters = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return [self._by_flat[id(param)].parameter if id(param) in self._by_flat else param for param in parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with sharded tensors for the parts."""
@@ -524,11 +525,11 @@ class AlignedParts:
         load_optimizer(self.optimizer, {**rows, "state": self._of_parts(rows["state"], Part.flattened)})
 
     def _of_parts(self, state: dict[int, Any], convert: Any) -> dict[int, Any]:
-        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        parameters = [param for group in self.optimizer.param_groups for param in group["params"]]
         converted = {}
         for number, kept in state.items():
             part = self._by_flat.get(id(parameters[number]))
-            converted[number] = kept if part is None else {key: convert(part, one) for key, one in kept.items()}
+            converted[number] = kept if part is None else {key: convert(part, value) for key, value in kept.items()}
         return converted
 
 
@@ -588,8 +589,8 @@ def norms_of_slices(slices: Sequence[Slice], world: World, device: torch.device)
 def _chunks(slices: Sequence[Slice]) -> Iterator[tuple[int, int]]:
     """Yield ranges of gradients to exchange at once, the same on all workers."""
     cuts, size = [0], 0
-    for number, one in enumerate(slices):
-        size += torch.Size(one.shape).numel() * one.numbers.itemsize
+    for number, piece in enumerate(slices):
+        size += torch.Size(piece.shape).numel() * piece.numbers.itemsize
         if size >= CHUNK_BYTES:
             cuts.append(number + 1)
             size = 0
@@ -602,12 +603,12 @@ def _exchanged(
     """Return the whole gradients that this worker gets, of those from `start` to `stop`."""
     size, rank = world.world_size, world.rank
     by_owner = [
-        [one for at, one in enumerate(slices[start:stop], start) if at % size == owner] for owner in range(size)
+        [piece for at, piece in enumerate(slices[start:stop], start) if at % size == owner] for owner in range(size)
     ]
-    sent = torch.cat([one.numbers for theirs in by_owner for one in theirs]).to(device)
-    counts = [sum(one.numbers.numel() for one in theirs) for theirs in by_owner]
+    sent = torch.cat([piece.numbers for theirs in by_owner for piece in theirs]).to(device)
+    counts = [sum(piece.numbers.numel() for piece in theirs) for theirs in by_owner]
     mine = by_owner[rank]
-    from_each = [sum(one.count(size, sender) for one in mine) for sender in range(size)]
+    from_each = [sum(piece.count(size, sender) for piece in mine) for sender in range(size)]
     received = sent.new_empty(sum(from_each))
     with waiting("the other workers' gradients"):
         dist.all_to_all_single(received, sent, from_each, counts, group=everyone())
@@ -615,4 +616,4 @@ def _exchanged(
         torch.split(one, [each.count(size, at) for each in mine])
         for at, one in enumerate(torch.split(received, from_each))
     ]
-    return [torch.cat([theirs[at] for theirs in parts]).view(one.shape) for at, one in enumerate(mine)]
+    return [torch.cat([theirs[at] for theirs in parts]).view(piece.shape) for at, piece in enumerate(mine)]
