@@ -88,15 +88,15 @@ def fabric(control: StepControl) -> None:
     """Lightning Fabric's loop, as its documentation shows it."""
     from lightning_fabric import Fabric
 
-    one = Fabric(accelerator="cpu", devices=1)
+    lightning = Fabric(accelerator="cpu", devices=1)
     plain_model, plain_optimizer, plain_loader = _parts()
-    model, optimizer = one.setup(plain_model, plain_optimizer)
-    loader = one.setup_dataloaders(plain_loader)
+    model, optimizer = lightning.setup(plain_model, plain_optimizer)
+    loader = lightning.setup_dataloaders(plain_loader)
 
     def clip(_: Any, most: float) -> None:
-        one.clip_gradients(model, optimizer, max_norm=most)
+        lightning.clip_gradients(model, optimizer, max_norm=most)
 
-    _loop(control, model, optimizer, loader, one.backward, clip)
+    _loop(control, model, optimizer, loader, lightning.backward, clip)
 
 
 def _parts() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -176,7 +176,7 @@ def taxes(name: str, found: Any) -> None:
     """One process: what the library's step takes longer than the bare one, in seconds of CPU time, turn by turn."""
     as_a_worker()
     costs = take_turns(SIDES[name], bare, BLOCK)[WARM:]
-    found.put([one.cpu - other.cpu for one, other in costs])
+    found.put([ours.cpu - theirs.cpu for ours, theirs in costs])
 
 
 def measure() -> Iterator[Row]:

@@ -124,7 +124,7 @@ def printable(text: str) -> str:
     >>> printable("a\\x1b[2Jb")
     'a\\\\x1b[2Jb'
     """
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in hide(text))
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in hide(text))
 
 
 def harmless(text: str) -> str:
