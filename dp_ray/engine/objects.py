@@ -37,7 +37,7 @@ STORAGES = (UntypedStorage, TypedStorage)
 
 
 @dataclass
-class Packed:
+class PackedObject:
     """An object's pickled bytes, and the memory of its tensors, which is still the object's own.
 
     Packed itself can be pickled: the memory then goes as arrays, which Ray ships out of band, and what arrives has
@@ -62,11 +62,11 @@ class Packed:
         return _Unpickler(self).load()
 
 
-def pack(value: Any, pickler: Any) -> Packed:
+def pack(value: Any, pickler: Any) -> PackedObject:
     """Pack an object for another process, by a subclass of cloudpickle's pickler. Raises what that raises."""
     file, storages = io.BytesIO(), _Storages()
     _packer(pickler)(file, storages).dump(value)
-    return Packed(file.getvalue(), storages.all, RemovableHandle.next_id, [])
+    return PackedObject(file.getvalue(), storages.all, RemovableHandle.next_id, [])
 
 
 def check_packs(value: Any, pickler: Any) -> None:
@@ -84,7 +84,7 @@ def copied(value: Any, kept: Iterable[Any] = ()) -> Any:
     file, packer = io.BytesIO(), _Here(kept)
     packer.dump_to(file, value)
     storages = [storage.clone() for storage in packer.storages.all]  # type: ignore[no-untyped-call]
-    return Packed(file.getvalue(), storages, RemovableHandle.next_id, packer.held).load()
+    return PackedObject(file.getvalue(), storages, RemovableHandle.next_id, packer.held).load()
 
 
 def reached(value: Any, kept: Iterable[Any] = ()) -> tuple[dict[Any, Any], Exception | None]:
@@ -188,7 +188,7 @@ def _elements(storage: UntypedStorage) -> np.ndarray[Any, Any]:
     return array
 
 
-def _arrived(head: bytes, sent: list[tuple[str, Any]], next_hook: int) -> Packed:
+def _arrived(head: bytes, sent: list[tuple[str, Any]], next_hook: int) -> PackedObject:
     storages = []
     for name, raw in sent:
         storage = UntypedStorage(len(raw))  # type: ignore[no-untyped-call]
@@ -198,11 +198,11 @@ def _arrived(head: bytes, sent: list[tuple[str, Any]], next_hook: int) -> Packed
         # What the job runs on is decided later; a worker may see fewer GPUs than the caller, or none.
         is_here = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
         storages.append(storage.to(device=device) if is_here else storage)
-    return Packed(head, storages, next_hook, [])
+    return PackedObject(head, storages, next_hook, [])
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: PackedObject) -> None:
         super().__init__(io.BytesIO(packed.head))
         self._packed = packed
 
