@@ -62,7 +62,7 @@ class PackedObject:
         return _Unpickler(self).load()
 
 
-def pack(value: Any, pickler: Any) -> PackedObject:
+def pack_object(value: Any, pickler: Any) -> PackedObject:
     """Pack an object for another process, by a subclass of cloudpickle's pickler. Raises what that raises."""
     file, storages = io.BytesIO(), _Storages()
     _packer(pickler)(file, storages).dump(value)

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 import dp_ray
 from dp_ray.cluster.workers import check_can_be_shipped
-from dp_ray.engine.objects import copied, pack
+from dp_ray.engine.objects import copied, pack_object
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from tests.support import training
@@ -30,7 +30,7 @@ PICKLER = ray.cloudpickle.CloudPickler
 
 def shipped(value: Any) -> Any:
     """Return what a worker on Ray gets of an object."""
-    packed = pickle.dumps(pack(value, PICKLER), protocol=5)
+    packed = pickle.dumps(pack_object(value, PICKLER), protocol=5)
     tracker = ray.cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     known = dict(tracker)
     tracker.clear()  # another process knows none of the classes that a function has made
@@ -274,7 +274,7 @@ def test_a_handle_removes_the_copys_hook_and_a_new_hook_takes_no_ones_place(way:
     net.handle = net.weight.register_hook(torch.zeros_like)
     net.register_forward_hook(lambda _, __, outputs: outputs * 2)
     before = RemovableHandle.next_id
-    packed = pickle.dumps(pack(net, PICKLER))
+    packed = pickle.dumps(pack_object(net, PICKLER))
     try:
         RemovableHandle.next_id = min(net._forward_hooks)  # as in a worker, which has set fewer hooks
         copy = pickle.loads(packed).load() if way != "workers: 0" else copied(net)
@@ -291,7 +291,7 @@ def test_tensors_take_no_memory_but_the_copys_own(way: str) -> None:
     net = nn.Linear(1000, 20_000, bias=False)  # 80 MB
     tracemalloc.start()  # it sees Python's bytes and numpy's arrays, not the memory of tensors
     try:
-        made: Any = copied(net) if way == "copied" else pack(net, PICKLER)
+        made: Any = copied(net) if way == "copied" else pack_object(net, PICKLER)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
