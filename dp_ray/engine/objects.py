@@ -75,7 +75,7 @@ def check_packs(value: Any, pickler: Any) -> None:
         _packer(pickler)(nowhere, _Storages()).dump(value)
 
 
-def copied(value: Any, kept: Iterable[Any] = ()) -> Any:
+def copied_object(value: Any, kept: Iterable[Any] = ()) -> Any:
     """Return a copy for this process, with memory of its own. Raises what pickle raises if there can be none.
 
     What has a name in a module stays what it is: classes, functions, and what functions take as globals. The copy

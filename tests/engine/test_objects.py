@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 import dp_ray
 from dp_ray.cluster.workers import check_can_be_shipped
-from dp_ray.engine.objects import copied, pack_object
+from dp_ray.engine.objects import copied_object, pack_object
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from tests.support import training
@@ -41,7 +41,7 @@ def shipped(value: Any) -> Any:
         tracker.update(known)
 
 
-WAYS = {"workers: 0": copied, "a worker on Ray": shipped}
+WAYS = {"workers: 0": copied_object, "a worker on Ray": shipped}
 
 
 def gradients(net: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -277,7 +277,7 @@ def test_a_handle_removes_the_copys_hook_and_a_new_hook_takes_no_ones_place(way:
     packed = pickle.dumps(pack_object(net, PICKLER))
     try:
         RemovableHandle.next_id = min(net._forward_hooks)  # as in a worker, which has set fewer hooks
-        copy = pickle.loads(packed).load() if way != "workers: 0" else copied(net)
+        copy = pickle.loads(packed).load() if way != "workers: 0" else copied_object(net)
         copy.register_forward_hook(lambda _, __, outputs: outputs * 3)
     finally:
         RemovableHandle.next_id = max(before, RemovableHandle.next_id)
@@ -291,7 +291,7 @@ def test_tensors_take_no_memory_but_the_copys_own(way: str) -> None:
     net = nn.Linear(1000, 20_000, bias=False)  # 80 MB
     tracemalloc.start()  # it sees Python's bytes and numpy's arrays, not the memory of tensors
     try:
-        made: Any = copied(net) if way == "copied" else pack_object(net, PICKLER)
+        made: Any = copied_object(net) if way == "copied" else pack_object(net, PICKLER)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
