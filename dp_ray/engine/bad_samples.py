@@ -176,7 +176,7 @@ class _Noted(list[int]):
             yield index
 
 
-def end_process(pid: int) -> None:
+def end_loader_process(pid: int) -> None:
     """Kill a loader process and wait for its end."""
     try:
         os.kill(pid, signal.SIGKILL)

@@ -33,7 +33,7 @@ from dp_ray.engine.bad_samples import (
     Screen,
     bad_sample,
     choose_reference,
-    end_process,
+    end_loader_process,
 )
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.host_copy import entered, side_stream
@@ -715,7 +715,7 @@ def next_batch(loader: Iterator[Any], limit: ReadLimit | None = None) -> tuple[I
         except (EOFError, ConnectionError, FileNotFoundError) as error:  # its tensor was to be fetched from a process
             raise loader_ended_error() from error
         if (hung := limit.hung()) is not None:
-            end_process(hung.pid)
+            end_loader_process(hung.pid)
             return hung
     if not isinstance(batch, LoaderError):
         return indices, batch
