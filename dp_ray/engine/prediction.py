@@ -49,13 +49,13 @@ from dp_ray.tensors.tree import (
     Keys,
     Leaf,
     Ragged,
+    all_nodes,
     apart,
     bare_tensors,
     copied,
     ends,
     flatten,
     leaf_keys,
-    nodes,
     quoted,
     subtree,
     unflatten,
@@ -326,7 +326,7 @@ def check_rows(tried: Mapping[str, Less], rows: int, batch_dim: int, where: str,
 
 def check_lists(tried: Mapping[str, Less], outputs: Any, rows: int, where: str) -> None:
     """Raise ModelError for the first list that has an entry for each row, and one less with one row less."""
-    for keys, node in nodes(flatten(outputs)[1]):
+    for keys, node in all_nodes(flatten(outputs)[1]):
         if node.kind not in ("list", "tuple") or len(node.children) != rows:
             continue
         last, before = (

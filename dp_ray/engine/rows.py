@@ -22,7 +22,7 @@ from dp_ray.job.job import Job
 from dp_ray.system.process import patched
 from dp_ray.tensors.flat import as_bytes
 from dp_ray.tensors.scatter import count_of, cut, gather, has_rows
-from dp_ray.tensors.tree import Ragged, TreeSpec, copied, flatten, is_plain, is_texts, nodes, unflatten
+from dp_ray.tensors.tree import Ragged, TreeSpec, all_nodes, copied, flatten, is_plain, is_texts, unflatten
 
 NO_BATCH = "the batch of a shard cannot be cut: not all that is in it are tensors with a row for each sample"
 
@@ -165,7 +165,7 @@ def _can_be_cut(job: Job, batch: Any, rows: int) -> bool:
 
     An object in it, or a number that is that of the rows, would stay as it is.
     """
-    found = [node for _, node in nodes(flatten(batch)[1])]
+    found = [node for _, node in all_nodes(flatten(batch)[1])]
     if not all(is_plain(node.value) and node.value != rows for node in found if node.kind == "constant"):
         return False
     if job.collate is None:  # torch's makes columns of all but texts, of which a list has one for each row
@@ -214,7 +214,7 @@ def _is_same(here: Any, there: Any) -> bool:
 
 def constants_of(spec: TreeSpec) -> dict[str, Any]:
     """Return what is no tensor in outputs, by path: numbers, texts, None and objects."""
-    return {".".join(map(str, keys)): node.value for keys, node in nodes(spec) if node.kind == "constant"}
+    return {".".join(map(str, keys)): node.value for keys, node in all_nodes(spec) if node.kind == "constant"}
 
 
 def is_same_constant(here: Any, there: Any) -> bool:

@@ -39,12 +39,12 @@ from dp_ray.tensors.flat import Form, as_bytes, flat, room, views
 from dp_ray.tensors.scatter import gather
 from dp_ray.tensors.tree import (
     TreeSpec,
+    all_nodes,
     apart,
     copied,
     flatten,
     is_plain,
     map_leaves,
-    nodes,
     unflatten,
     why_no_rows,
 )
@@ -250,7 +250,7 @@ def merge(own: Sequence[ShardOutput], device: torch.device, batches: WholeBatche
         described = [_Leaf(path, Form(leaf.shape, leaf.dtype), leaf.requires_grad) for path, leaf in tensors.items()]
         constants = {key: value if _is_plain(value) else _object(value) for key, value in constants_of(form).items()}
         _check_objects(output.shard.shard, form, own[0].shard.shard, trees[0][1])
-        lists = [".".join(map(str, keys)) for keys, node in nodes(form) if _is_list(node, output.shard.rows)]
+        lists = [".".join(map(str, keys)) for keys, node in all_nodes(form) if _is_list(node, output.shard.rows)]
         forms.append(_Form(output.shard.shard, output.shard.rows, described, constants, lists, output.tried))
         here += tensors.values()
     everybodys: list[list[_Form]] = gathered(forms)

@@ -19,11 +19,11 @@ from dp_ray.tensors.tree import (
     Leaf,
     Ragged,
     TreeSpec,
+    all_nodes,
     difference,
     flatten,
     holds_objects,
     leaf_keys,
-    nodes,
     quoted,
     unflatten,
 )
@@ -158,7 +158,7 @@ def may_have_lists_of_rows(tree: Any, rows: int) -> bool:
     return any(
         len(node.children) == rows
         and (node.kind == "list" or (node.kind == "tuple" and all(item.kind == "mapping" for item in node.children)))
-        for _, node in nodes(flatten(tree)[1])
+        for _, node in all_nodes(flatten(tree)[1])
     )
 
 

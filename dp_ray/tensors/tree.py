@@ -216,7 +216,7 @@ def _apart(leaf: Leaf | Ragged) -> Any:
 def holds_objects(tree: Any) -> bool:
     """Return whether a batch holds objects that move by a method `to` of their own, beside its leaves."""
     return bare_tensors(tree) is None and any(
-        node.kind == "constant" and _is_object(node.value) for _, node in nodes(flatten(tree)[1])
+        node.kind == "constant" and _is_object(node.value) for _, node in all_nodes(flatten(tree)[1])
     )
 
 
@@ -287,19 +287,19 @@ def _can_lack(spec: TreeSpec, lost: Set[Any]) -> bool:
 
 def leaf_keys(spec: TreeSpec) -> list[Keys]:
     """Return the keys from the root to each leaf, in leaf order."""
-    return [keys for keys, node in nodes(spec) if node.kind == "leaf"]
+    return [keys for keys, node in all_nodes(spec) if node.kind == "leaf"]
 
 
 def ends(spec: TreeSpec) -> list[Keys]:
     """Return the keys from the root to each leaf, constant and empty container."""
-    return [keys for keys, node in nodes(spec) if not node.children]
+    return [keys for keys, node in all_nodes(spec) if not node.children]
 
 
-def nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
+def all_nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
     """Yield all nodes of a tree, each with the keys that lead to it, before those below it."""
     yield above, spec
     for key, child in zip(spec.keys, spec.children, strict=True):
-        yield from nodes(child, (*above, key))
+        yield from all_nodes(child, (*above, key))
 
 
 def quoted(keys: Keys) -> str:
@@ -312,7 +312,7 @@ def difference(first: TreeSpec, other: TreeSpec, of: str = "shard 0") -> str | N
 
     The order of keys does not count.
     """
-    here, there = dict(nodes(first)), dict(nodes(other))
+    here, there = dict(all_nodes(first)), dict(all_nodes(other))
     for keys in here | there:
         one, two = here.get(keys), there.get(keys)
         if one is None or two is None or not _alike(one, two):
