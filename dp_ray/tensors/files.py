@@ -153,7 +153,7 @@ class Stored:
         """Read the part that a worker holds of `tensor`: its rows if that is sharded, else the whole."""
         if not is_sharded(tensor):
             return self.whole()
-        return self.rows(*rows_of(self.shape[0], world_size, rank))
+        return self.rows(*rows_of_rank(self.shape[0], world_size, rank))
 
     @torch.no_grad()
     def copy_to(self, tensor: torch.Tensor, world_size: int, rank: int) -> None:
@@ -253,7 +253,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def rows_of(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+def rows_of_rank(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the first row of a rank, and its end: the last ranks may hold fewer rows, or none.
 
     >>> [rows_of(5, 4, rank) for rank in range(4)]

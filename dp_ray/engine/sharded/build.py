@@ -30,7 +30,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import build, resolve
 from dp_ray.system.process import patched
-from dp_ray.tensors.files import local, rows_of
+from dp_ray.tensors.files import local, rows_of_rank
 from dp_ray.text import listed
 
 DDP = "take strategy: ddp, or change the model"
@@ -364,5 +364,5 @@ def _copy_rows(tensor: torch.Tensor, whole: torch.Tensor, world: World) -> None:
     if mine is tensor:
         tensor.copy_(whole)
     elif mine.numel():
-        first, end = rows_of(whole.shape[0], world.world_size, world.rank)
+        first, end = rows_of_rank(whole.shape[0], world.world_size, world.rank)
         mine.copy_(whole[first:end])

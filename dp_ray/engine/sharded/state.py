@@ -21,7 +21,7 @@ from dp_ray.engine.world import CPU, World, all_gather, everyone
 from dp_ray.errors import ModelError
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import Stored, in_memory, is_sharded, laid_out, local, rows_of
+from dp_ray.tensors.files import Stored, in_memory, is_sharded, laid_out, local, rows_of_rank
 
 # torch 2.13 renames it, and deprecates the old name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -417,7 +417,7 @@ class Part:
         self.parameter = parameter
         mine = local(parameter.detach())
         width = parameter.numel() // parameter.shape[0]
-        start, stop = (row * width for row in rows_of(parameter.shape[0], world.world_size, world.rank))
+        start, stop = (row * width for row in rows_of_rank(parameter.shape[0], world.world_size, world.rank))
         first, end = span_of(start, stop, parameter.numel())
         self._inner = slice(start - first, stop - first)
         self._is_whole = (first, end) == (start, stop)
@@ -559,7 +559,7 @@ class Slice:
 
     def count(self, world_size: int, rank: int) -> int:
         """Return how many numbers a rank's slice has."""
-        first, end = rows_of(self.shape[0], world_size, rank)
+        first, end = rows_of_rank(self.shape[0], world_size, rank)
         return (end - first) * torch.Size(self.shape[1:]).numel()
 
 
