@@ -520,7 +520,7 @@ _HINTS = {
 }
 
 
-def text_of(error: BaseException) -> str:
+def trouble_text(error: BaseException) -> str:
     """Return the text of an error, with what to set; of a failed collective only the line that tells the cause.
 
     So it is for a trouble of the machine.
