@@ -482,7 +482,7 @@ def passes(error: BaseException) -> bool:
     return failed is not None and failed.cause is not Cause.OUT_OF_MEMORY
 
 
-def error_of(failed: FailedCollective) -> Error:
+def group_error(failed: FailedCollective) -> Error:
     """Return a WorkerError if another worker is, or may be, lost; a JobError for what no retry mends."""
     line = failed.line
     match failed.cause:

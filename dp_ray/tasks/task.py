@@ -12,7 +12,7 @@ from dp_ray.engine.determinism import deterministic, of_cublas
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import Trouble, World, alone, error_of, failed_in_group, trouble_of, trouble_text
+from dp_ray.engine.world import Trouble, World, alone, failed_in_group, group_error, trouble_of, trouble_text
 from dp_ray.errors import Error, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note, Send
@@ -56,7 +56,7 @@ def run_task(
             failed = failed_in_group(error)
             if failed is None:
                 raise
-            raise error_of(failed) from error
+            raise group_error(failed) from error
 
 
 @contextmanager
