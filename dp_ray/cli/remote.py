@@ -74,10 +74,10 @@ def status(name: str | None, address: str, as_json: bool) -> None:
     if not rows:
         click.echo("no job was submitted")
         return
-    from dp_ray.results.text import aligned
+    from dp_ray.results.text import in_columns
 
     shown = [["-" if row[key] is None else str(row[key]) for key in SHOWN] for row in rows]
-    click.echo(harmless(aligned([[key.replace("_", " ") for key in SHOWN], *shown])))
+    click.echo(harmless(in_columns([[key.replace("_", " ") for key in SHOWN], *shown])))
     if name and rows[0]["message"]:
         click.echo(harmless(rows[0]["message"]))
 

@@ -12,7 +12,7 @@ from dp_ray.errors import StorageError
 from dp_ray.job.files import dotted, same
 from dp_ray.job.job import Job
 from dp_ray.job.old_keys import of_a_run
-from dp_ray.results.text import aligned, as_text, sparkline
+from dp_ray.results.text import as_text, in_columns, sparkline
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON, runs_there
 from dp_ray.rundir.history import history_of, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
@@ -120,7 +120,7 @@ def comparison_text(runs: Sequence[ComparedRun], width: int | None = None) -> st
     The sparklines fit a terminal of `width` columns.
     """
     rows = [[printable(cell) for cell in row] for row in _table(runs)]
-    return "\n".join([likeness(runs), aligned(rows), *_curves(runs, width)])
+    return "\n".join([likeness(runs), in_columns(rows), *_curves(runs, width)])
 
 
 class Alike(Protocol):

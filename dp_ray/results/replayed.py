@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from dp_ray.results.text import aligned
+from dp_ray.results.text import in_columns
 from dp_ray.text import counted, relative
 
 ROUNDING = 3e-7  # relative: a few units in the last place of fp32
@@ -119,7 +119,7 @@ class Replayed:
             number = row.gradient if is_gradient else row.loss
             text = "unknown" if number is None else f"{number:.9g}"
             table.append((text, str(row.sample), str(row.shard), str(row.position)))
-        yield aligned(table)
+        yield in_columns(table)
         more = len(self.rows) - SHOWN_ROWS
         if more > 0:
             yield f"and {more:,} more, which --json has"

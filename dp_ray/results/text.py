@@ -50,7 +50,7 @@ def time_span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
     """Format rows with the same number of cells as text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -66,12 +66,14 @@ def list_text(rows: Sequence[ListedRun], width: int | None = None) -> str:
     cells = [[printable(cell) for cell in _cells(row)] for row in rows]
     if not cells:
         return "no runs"
-    table = aligned([COLUMNS, *cells])
+    table = in_columns([COLUMNS, *cells])
     if width is None or max(map(len, table.splitlines())) <= width:
         return table
-    head, *lines = aligned([row[:DETAILS] for row in (COLUMNS, *cells)]).splitlines()
+    head, *lines = in_columns([row[:DETAILS] for row in (COLUMNS, *cells)]).splitlines()
     if max(map(len, (head, *lines))) > width:
-        head, *lines = (f"  {line}" for line in aligned([row[1:DETAILS] for row in (COLUMNS, *cells)]).splitlines())
+        head, *lines = (
+            f"  {line}" for line in in_columns([row[1:DETAILS] for row in (COLUMNS, *cells)]).splitlines()
+        )
         head, lines = f"name\n{head}", [f"{row[0]}\n{line}" for row, line in zip(cells, lines, strict=True)]
     told = [head]
     for row, line in zip(cells, lines, strict=True):
@@ -139,7 +141,7 @@ class Table(list[T]):
 
     def __repr__(self) -> str:
         cells = self._cells()
-        return f"{aligned(cells)}\n{len(self)} rows" if cells else "no rows"
+        return f"{in_columns(cells)}\n{len(self)} rows" if cells else "no rows"
 
     def _repr_html_(self) -> str:
         head, *body = [[escape(cell) for cell in row] for row in self._cells() or [["no rows"]]]

@@ -16,7 +16,7 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job.files import differences
 from dp_ray.job.job import Job
 from dp_ray.records import damage_told
-from dp_ray.results.text import aligned, short
+from dp_ray.results.text import in_columns, short
 from dp_ray.rundir.claim import check_reads_nothing_of, kept, lost, wait_until_free, with_full_init_from
 from dp_ray.rundir.files import RUN, SWEEP, SWEEP_JSON, State, Sweep, SweepTrial
 from dp_ray.rundir.lease import LEASE
@@ -237,7 +237,7 @@ NAMED = 40  # characters of a value in a trial's name
 def table(record: SweepRecord, base: Storage) -> str:
     """Return the trials as a table, best first: number, values, metric, state, run."""
     head, rows = record.rows(base)
-    return aligned([[printable(cell) for cell in row] for row in [head, *rows]])
+    return in_columns([[printable(cell) for cell in row] for row in [head, *rows]])
 
 
 def value_name(trial: Trial, definition: Definition) -> str:
