@@ -195,7 +195,7 @@ class CallState(Writable):
                     found.add(number)
                 else:
                     pairs.append((number, tensor, value))
-        differ = differing([(tensor, value) for _, tensor, value in pairs])
+        differ = bits_differ([(tensor, value) for _, tensor, value in pairs])
         return found | {number for (number, *_), differs in zip(pairs, differ, strict=True) if differs}
 
     def written(self) -> list[Written]:
@@ -239,7 +239,7 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     )
 
 
-def differing(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+def bits_differ(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
     """Return whether the bits of two tensors of one form differ, for each pair; waits for a GPU once."""
     if pairs and pairs[0][0].device.type != "cpu":
         return torch.stack([(as_bytes(one) != as_bytes(two)).any() for one, two in pairs]).tolist()

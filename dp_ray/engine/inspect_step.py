@@ -50,7 +50,7 @@ ALONE = "each row run alone, with the model in eval mode: not the numbers of the
 OF_ANY_FORM = "not known: not all that the collate gave are tensors with one row for each sample"
 
 
-class Place(NamedTuple):
+class ModulePlace(NamedTuple):
     """A module by its name in the model, empty for the model itself, with its class; what of it; and the shard."""
 
     module: str
@@ -71,8 +71,8 @@ class Findings(NamedTuple):
     rows: list[tuple[LoadedShard, RowLosses]]
     weights: str | None
     batch: str | None
-    output: Place | None
-    gradient: Place | None
+    output: ModulePlace | None
+    gradient: ModulePlace | None
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -90,8 +90,8 @@ class NotFiniteFinder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.output: Place | None = None
-        self.gradient: Place | None = None
+        self.output: ModulePlace | None = None
+        self.gradient: ModulePlace | None = None
         self._model = model
         self._shard = -1
         self._is_forward = False
@@ -131,13 +131,13 @@ class NotFiniteFinder:
             if not isinstance(tensor, torch.Tensor):
                 continue
             if self.output is None and not is_finite(tensor):
-                self.output = Place(name, kind, "output", self._shard)
+                self.output = ModulePlace(name, kind, "output", self._shard)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._on_gradient, name, kind, "gradient of the output"))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, name: str, kind: str, what: str, gradient: torch.Tensor) -> None:
         if self.gradient is None and not is_finite(gradient):
-            self.gradient = Place(name, kind, what, self._shard)
+            self.gradient = ModulePlace(name, kind, what, self._shard)
 
 
 class StepInspection:

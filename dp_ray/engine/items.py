@@ -39,7 +39,7 @@ class ItemKeys(NamedTuple):
     def pick(self, item: Any) -> Any:
         """Return the inputs, or the pair (inputs, target); raise DataError if it is no mapping or lacks a key."""
         if not isinstance(item, Mapping):
-            what = f"got a {kind_of(item)} before the collate"
+            what = f"got a {class_of(item)} before the collate"
             raise DataError(f"inputs and target name keys of an item, which must be a dict; {what}")
         picked = self._of(item, self.inputs)
         return picked if self.target is None else (picked, self._of(item, self.target))
@@ -68,7 +68,7 @@ def value_of(item: Mapping[str, Any], key: str) -> Any:
         ) from None
 
 
-def kind_of(item: Any) -> str:
+def class_of(item: Any) -> str:
     """Return the class of an item, for messages; of a tuple or list also its length."""
     return f"{type(item).__qualname__}" + (f" of {len(item)}" if isinstance(item, tuple | list) else "")
 
@@ -135,7 +135,7 @@ def passthrough_keys(job: Job) -> tuple[str, ...]:
 def passthrough_of(item: Any, keys: Sequence[str]) -> list[Plain]:
     """Return an item's carried values; raise DataError if it lacks a key, or a value cannot be carried."""
     if not isinstance(item, Mapping):
-        raise DataError(f"outputs.carry names keys of an item, which must be a dict; got a {kind_of(item)}")
+        raise DataError(f"outputs.carry names keys of an item, which must be a dict; got a {class_of(item)}")
     return [_plain(key, value_of(item, key)) for key in keys]
 
 

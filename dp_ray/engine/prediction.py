@@ -50,11 +50,11 @@ from dp_ray.tensors.tree import (
     Leaf,
     Ragged,
     all_nodes,
-    apart,
     bare_tensors,
     copied,
     ends,
     flatten,
+    in_own_memory,
     leaf_keys,
     quoted,
     subtree,
@@ -306,7 +306,9 @@ def predict(
             forwards.end()
 
 
-def check_rows(tried: Mapping[str, Less], rows: int, batch_dim: int, where: str, texts: Sequence[str] = ()) -> None:
+def check_output_rows(
+    tried: Mapping[str, Less], rows: int, batch_dim: int, where: str, texts: Sequence[str] = ()
+) -> None:
     """Raise ModelError for the first output whose size has the rows of a shard by chance; lists of `texts` may."""
     follows = {path: less.follows(rows, batch_dim) for path, less in tried.items() if less.size is not None}
     fitting = [path for path, has_rows in follows.items() if has_rows]
@@ -392,7 +394,7 @@ class _Runner:
                 self._try_texts(trial, other, selected, shard)
             else:
                 with suppress(Error):  # of a class that cannot be made again
-                    selected = apart(selected)
+                    selected = in_own_memory(selected)
                 self._try_rows(trial, other, selected, shard)
         if type(selected) is torch.Tensor:  # the usual case, without texts
             return selected, flops
@@ -414,7 +416,7 @@ class _Runner:
         trial.end(tried)
         if isinstance(tried, Mapping):
             where = location(shard)
-            check_rows(tried, shard.rows, self.prediction.job.batch_dim, where, texts)
+            check_output_rows(tried, shard.rows, self.prediction.job.batch_dim, where, texts)
             check_lists(tried, selected, shard.rows, where)
 
     def _try_texts(self, trial: RowTrial, twice: Any, selected: Any, shard: Shard) -> None:
@@ -423,7 +425,7 @@ class _Runner:
         with suppress(Error):  # of a class that cannot be made again
             selected = without_texts(selected, lambda path, length: length == 1)
             if any(isinstance(leaf, Ragged) and leaf.has_values for leaf in flatten(selected)[0]):
-                tried = self._tried(trial, twice, apart(selected), shard)
+                tried = self._tried(trial, twice, in_own_memory(selected), shard)
         trial.end_single(tried)
 
     def _tried(self, trial: RowTrial, other: Any, selected: Any, shard: Shard) -> Tried:

@@ -23,7 +23,7 @@ from torch.nn.modules.loss import _Loss
 from dp_ray.engine.beside import modules_in
 from dp_ray.engine.buffers import on_copies
 from dp_ray.engine.host_copy import ON_GPU
-from dp_ray.engine.items import kind_of
+from dp_ray.engine.items import class_of
 from dp_ray.engine.model import are_texts, batch_hint, call_model, is_unpacked, mixed_devices
 from dp_ray.engine.random import preserved
 from dp_ray.engine.user_code import (
@@ -522,7 +522,7 @@ class ModelInputs:
 
     def _described(self, batch: Any) -> str:
         origin = "" if self._job.collate is None else " after the collate"
-        return f"a {kind_of(batch)}{origin}"
+        return f"a {class_of(batch)}{origin}"
 
 
 class PredictInputs(ModelInputs):
@@ -692,7 +692,7 @@ def _of_classes(
     return Weighted(total_of(losses), total_of(loss.weight[target.where(kept, torch.zeros_like(target))] * kept))
 
 
-class Apart(NamedTuple):
+class SplitLosses(NamedTuple):
     """The loss of a shard's first row and of its others, each given to the loss apart, and of all rows together."""
 
     first: float
@@ -703,7 +703,7 @@ class Apart(NamedTuple):
 @torch.no_grad()
 def of_neighbours(
     compare: Compare, value: Any, seen: tuple[Any, Any], rows: int, batch_dim: int, is_exact: bool
-) -> Apart | None:
+) -> SplitLosses | None:
     """Return the loss of parts of a shard, if the losses of rows depend on the other rows; None if not, or unknown.
 
     `value` is what the loss gave for the outputs and target `seen`. A loss of single rows has a sum that is that of
@@ -732,7 +732,7 @@ def of_neighbours(
             same = abs(loss_of(0, rows) - together) <= room
     except Exception:  # a user's loss may take no single row, or the device has no memory for another call
         return None
-    return Apart(first, others, together) if same and math.isfinite(first + others + together) else None
+    return SplitLosses(first, others, together) if same and math.isfinite(first + others + together) else None
 
 
 def is_torchs(compare: Compare) -> bool:

@@ -76,7 +76,7 @@ class TimedLoader(Iterator[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], times: StepTimes, at_end: Callable[[], None] | None = None) -> None:
-        self._batches = started(loader)
+        self._batches = started_loader(loader)
         self._watch = Watch(self._batches) if isinstance(self._batches, _MultiProcessingDataLoaderIter) else None
         self._times = times
         self._at_end = at_end
@@ -177,7 +177,7 @@ class Watch:
         self._thread.join(END_SECONDS)
 
 
-def started(loader: DataLoader[Any]) -> Iterator[Any]:
+def started_loader(loader: DataLoader[Any]) -> Iterator[Any]:
     """Start the loader, and return its batches; its processes hold signals back until `begin_process`.
 
     They find the modules of the job where this process found them: one that is not forked gets a copy of sys.path.

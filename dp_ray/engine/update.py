@@ -344,7 +344,7 @@ class ShardedOptimizerStep(OptimizerStep):
         super().rehearse()
 
     def _updating(self) -> AbstractContextManager[object]:
-        return super()._updating() if self._is_exact else apart(self.optimizer)
+        return super()._updating() if self._is_exact else updating_apart(self.optimizer)
 
     def drop_gradients(self) -> None:
         """Drop all gradients, and give the updated parts back."""
@@ -404,7 +404,7 @@ class UnscaledParts(UnscaledStep):
 
 
 @contextmanager
-def apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def updating_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Have an optimizer update sharded parameters and others apart, in the block, where a group has both.
 
     An operation on a list of tensors takes sharded ones or others, but not both. One of torch's own optimizers takes

@@ -40,9 +40,9 @@ from dp_ray.tensors.scatter import gather
 from dp_ray.tensors.tree import (
     TreeSpec,
     all_nodes,
-    apart,
     copied,
     flatten,
+    in_own_memory,
     is_plain,
     map_leaves,
     unflatten,
@@ -179,7 +179,7 @@ def _named(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedBatch:
     """The outputs and targets of a whole batch, the same on all workers.
 
     `starts` has the first row of each shard, `first` the number of the first one. `asking` has what the gradient of
@@ -237,7 +237,7 @@ class Merged:
 
 
 @torch.no_grad()
-def merge(own: Sequence[ShardOutput], device: torch.device, batches: WholeBatches) -> Merged | None:
+def merge(own: Sequence[ShardOutput], device: torch.device, batches: WholeBatches) -> MergedBatch | None:
     """Merge the shards of all workers, in order; None if no shard has rows. Every rank calls this.
 
     `device` is the worker's. Raises ModelError, naming the shard, if the outputs of the shards do not fit together.
@@ -323,7 +323,7 @@ def _exchanged(here: list[torch.Tensor], forms: list[list[_Form]], device: torch
     yield from received
 
 
-def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merged:
+def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> MergedBatch:
     batch_dim, rows = batches.batch_dim, [form.rows for form, _ in pieces]
     (first, names), *others = ((form, [leaf.path for leaf in form.leaves]) for form, _ in pieces)
     for form, theirs in others:
@@ -346,7 +346,7 @@ def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merg
                 whole[leaf.path], asking[leaf.path] = _asking(whole[leaf.path])
     starts = dict(zip((form.shard for form, _ in pieces), [sum(rows[:at]) for at in range(len(rows))], strict=True))
     outputs, target = unflatten(_with_lists(spec, "", lists), [whole[path] for path in spec.paths])
-    return Merged(outputs, target, sum(rows), starts, first.shard, asking, dims)
+    return MergedBatch(outputs, target, sum(rows), starts, first.shard, asking, dims)
 
 
 def _dim_of_rows(path: str, pieces: Sequence[tuple[_Form, torch.Tensor]], batches: WholeBatches) -> int | None:
@@ -638,7 +638,7 @@ def detached(output: StepOutput, shard: Shard, runs_again: bool = True) -> Shard
 
     def kept(leaf: Any) -> Any:
         has_graph = isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        own = apart(leaf) if runs_again and not has_graph else leaf
+        own = in_own_memory(leaf) if runs_again and not has_graph else leaf
         return own.detach() if isinstance(own, torch.Tensor) else own
 
     def marked(leaf: Any) -> Any:

@@ -267,7 +267,7 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def check_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
+def check_same_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
     """Raise DataError, on every rank, unless all ranks and the driver have a dataset of the same length.
 
     Every rank calls this. `rows` is this rank's length of the dataset `key`. `on_driver` maps keys to the lengths

@@ -7,7 +7,7 @@ from dp_ray.engine.evaluation import Evaluated, Evaluation, build_metrics
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
 from dp_ray.engine.model import synchronise
 from dp_ray.engine.step import StepEnd, build_step
-from dp_ray.engine.world import check_rows
+from dp_ray.engine.world import check_same_rows
 from dp_ray.errors import JobError
 from dp_ray.job.plan import evaluations_of, split_of
 from dp_ray.messages import Measured
@@ -76,7 +76,7 @@ class Evaluator:
         self._told = training.source.told  # the dataset may be that of the training
         self._job = job.over_eval()
         self._dataset = seeded_dataset(self._job, "eval.dataset")
-        check_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
+        check_same_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
         check_unchanged(context, "eval.dataset", self._dataset)
         self._planned = evaluations_of(job, len(self._dataset))
         self._quarantine, self._files = set_aside(replace(context, job=self._job), "eval.dataset", self._dataset)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.inspect_step import Findings, Place, StepInspection
+from dp_ray.engine.inspect_step import Findings, ModulePlace, StepInspection
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
@@ -186,5 +186,5 @@ def _largest_first(row: Row) -> tuple[int, float]:
     return (0, 0.0) if math.isnan(number) else (1, -number)
 
 
-def _described(place: Place | None) -> dict[str, Any] | None:
+def _described(place: ModulePlace | None) -> dict[str, Any] | None:
     return None if place is None else {**place._asdict(), "text": str(place)}

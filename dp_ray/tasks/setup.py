@@ -15,7 +15,7 @@ from dp_ray.engine.model import synchronise
 from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.random import has_drawn
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World, broadcast, check_rows, gathered, is_rank_0
+from dp_ray.engine.world import World, broadcast, check_same_rows, gathered, is_rank_0
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -63,7 +63,7 @@ def load_dataset(context: Context) -> Any:
     with which the run began.
     """
     dataset = seeded_dataset(context.job, context.job.dataset_key)
-    check_rows("dataset", len(dataset), context.rows_on_driver)
+    check_same_rows("dataset", len(dataset), context.rows_on_driver)
     check_unchanged(context, "dataset", dataset)
     check_blocks(context.job, dataset)
     return dataset

@@ -199,7 +199,7 @@ def copied(tree: Any) -> Any:
     )
 
 
-def apart(tree: Any) -> Any:
+def in_own_memory(tree: Any) -> Any:
     """Return outputs in memory of their own: a model may write what it has returned in its next forward.
 
     Raises what `unflatten` raises.

@@ -157,7 +157,7 @@ def record(build: Callable[[], Any], exact: bool = True) -> tuple[Any, Recording
     recording = Recording(exact=exact)
     built = None
     try:
-        with Recorder(recording), AsIfReal(recording), _replaced(recording):
+        with OperationRecorder(recording), AsIfReal(recording), _replaced(recording):
             built = build()
         recording.check_random()
         failed = recording.first_error if exact else None
@@ -253,7 +253,7 @@ WRITES_UNTOLD = {"native_batch_norm": ("running_mean", "running_var")}  # by the
 OVERWRITES = {"uniform_", "normal_", "zero_", "fill_", "copy_", "random_", "exponential_", "cauchy_", "log_normal_"}
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that runs each operation on the meta device, and notes it."""
 
     def __init__(self, recording: Recording) -> None:

@@ -72,7 +72,7 @@ class FsdpRound:
             )
 
 
-class Collective:
+class FsdpCollective:
     """A collective of FSDP's; it names what this worker waits for."""
 
     def __init__(self, current: FsdpRound, block: str) -> None:
@@ -84,7 +84,7 @@ class Collective:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(Collective):
+class Gather(FsdpCollective):
     """The all-gather of a block: if a worker does not run the block, the others wait here."""
 
     def __call__(
@@ -105,7 +105,7 @@ class Gather(Collective):
         return work
 
 
-class SumScatter(Collective):
+class SumScatter(FsdpCollective):
     """The reduce-scatter, which sums: losses are divided by the rows of the whole batch already."""
 
     def __call__(
@@ -410,7 +410,7 @@ def span_of(start: int, stop: int, size: int) -> tuple[int, int]:
     return start - start % VECTOR, min(size, -(-stop // VECTOR) * VECTOR)
 
 
-class Part:
+class ParameterPart:
     """A worker's part of a sharded parameter; `flat` is what the optimizer gets in its place."""
 
     def __init__(self, parameter: nn.Parameter, world: World) -> None:
@@ -474,7 +474,7 @@ class AlignedParts:
     def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
         self.optimizer: Any = None  # made of `flats`, so it is set later
         self._world = world
-        self.parts = [Part(parameter, world) for parameter in parameters if is_sharded(parameter)]
+        self.parts = [ParameterPart(parameter, world) for parameter in parameters if is_sharded(parameter)]
         self._by_flat = {id(part.flat): part for part in self.parts}
         # What the optimizer gets for each parameter, by the parameter's id.
         self.flats = {id(part.parameter): part.flat for part in self.parts}
@@ -517,12 +517,12 @@ class AlignedParts:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with sharded tensors for the parts."""
         state: dict[str, Any] = self.optimizer.state_dict()
-        return {**state, "state": self._of_parts(state["state"], Part.sharded)}
+        return {**state, "state": self._of_parts(state["state"], ParameterPart.sharded)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of whole tensors that are stored, or of plain values."""
         rows = rows_of_optimizer(state, self.originals(), self._world)
-        load_optimizer(self.optimizer, {**rows, "state": self._of_parts(rows["state"], Part.flattened)})
+        load_optimizer(self.optimizer, {**rows, "state": self._of_parts(rows["state"], ParameterPart.flattened)})
 
     def _of_parts(self, state: dict[int, Any], convert: Any) -> dict[int, Any]:
         parameters = [param for group in self.optimizer.param_groups for param in group["params"]]
