@@ -143,7 +143,7 @@ class Begun(NamedTuple):
 
 
 @contextmanager
-def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> Iterator[Begun]:
+def announced(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> Iterator[Begun]:
     """Say what begins, and begin to connect to Ray if a single job needs it; what is left of it ends with the block.
 
     The block begins when Ray is there, or has failed to: the job's own code may change the environment, which a Ray

@@ -58,7 +58,7 @@ class TableBlock:
         return self._columns[name]
 
 
-class Table(Blocks[Source]):
+class Tabular(Blocks[Source]):
     """A dataset of the rows of files of columns; the base class of those in Parquet and Arrow."""
 
     _columns: list[str]
@@ -142,7 +142,7 @@ class Table(Blocks[Source]):
         return [decoded(item, self._decode) for item in items] if self._decode else items
 
 
-class ColumnFiles(Table[int]):
+class ColumnFiles(Tabular[int]):
     """A dataset of the rows of files that say themselves where their blocks lie; the parent of two.
 
     `paths` is a file, a folder, a glob, a list of these, or a URL (`s3://...`, `gs://...`). `columns` are those to

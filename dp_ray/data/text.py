@@ -15,7 +15,7 @@ from pyarrow import json as pajson
 
 from dp_ray.data.blocks import CACHE_BYTES, Block
 from dp_ray.data.files import File, Paths, Stretch, find_files, in_threads, index_of, read_in_pieces, read_stretch
-from dp_ray.data.tables import Table, check_columns, check_once, columns_of
+from dp_ray.data.tables import Tabular, check_columns, check_once, columns_of
 from dp_ray.data.values import Decode, decode_of
 from dp_ray.errors import DataError, JobError
 
@@ -29,7 +29,7 @@ _WHOLE, _SOLID = re.compile(r"\s*[+-]?[0-9]+\s*"), re.compile(r"\S")
 BOM = b"\xef\xbb\xbf"  # with which some programs begin a file
 
 
-class TextTable(Table[Stretch]):
+class TextTable(Tabular[Stretch]):
     """A dataset of the rows of text files; the base class of those in JSON lines and CSV.
 
     The first time, each file is read to the end: where its rows lie and what its columns hold is kept beside it.

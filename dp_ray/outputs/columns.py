@@ -82,7 +82,7 @@ class CarriedColumn:
                 f"outputs.carry: the values of {self.key!r} are {self.kind} in some shards and {other.kind} in "
                 "others; they must be of one kind"
             ) from None
-        return CarriedColumn(self.key, self.name, kind_of(joined))
+        return CarriedColumn(self.key, self.name, arrow_kind(joined))
 
     def array(self, pieces: Sequence[pa.Array]) -> pa.Array:
         """Join the values of all pieces, in order, in the column's type."""
@@ -97,7 +97,7 @@ class CarriedColumn:
             raise DataError(f"{says}; carry them as text") from error
 
 
-def kind_of(arrow_type: pa.DataType) -> str:
+def arrow_kind(arrow_type: pa.DataType) -> str:
     """Return the name of an Arrow type in KINDS; raise DataError if it has none."""
     for name, kind in KINDS.items():
         if kind == arrow_type:
@@ -284,7 +284,7 @@ def rows_of(
     unflatten(spec, leaves)  # a class that cannot be made again is told now, not once the outputs are read
     carried = carried or {}
     names = iter(_column_names([*carried, *spec.paths]))
-    beside = [CarriedColumn(key, next(names), kind_of(array.type)) for key, array in carried.items()]
+    beside = [CarriedColumn(key, next(names), arrow_kind(array.type)) for key, array in carried.items()]
     kept = [_kept(name, leaf, batch_dim, copies) for name, leaf in zip(names, leaves, strict=True)]
     layout = Layout(spec, tuple(column for column, _ in kept), batch_dim, tuple(beside))
     return layout, [*carried.values(), *(leaf for _, leaf in kept)]
@@ -293,7 +293,7 @@ def rows_of(
 Form = tuple[Any, ...]
 
 
-def form_of(outputs: Any, tensors: Sequence[torch.Tensor], rows: int, carried: Mapping[str, pa.Array]) -> Form:
+def layout_key(outputs: Any, tensors: Sequence[torch.Tensor], rows: int, carried: Mapping[str, pa.Array]) -> Form:
     """Return what decides the layout of outputs of bare `tensors`, of so many rows."""
     keys = tuple((type(key), key) for key in outputs) if type(outputs) is dict else ()  # 1 and True are equal
     form: list[Any] = [rows, type(outputs), keys]

@@ -74,7 +74,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class AttemptOutputs:
     """The outputs that an attempt writes: where, after which earlier parts, of which rows in which order.
 
     `find_missing` gives the positions that have no outputs, as far as they are known.
@@ -102,7 +102,7 @@ class FileMerge:
     """
 
     def __init__(
-        self, outputs: Outputs, plan: FilePlan, number: int, between: Callable[[], None] = lambda: None
+        self, outputs: AttemptOutputs, plan: FilePlan, number: int, between: Callable[[], None] = lambda: None
     ) -> None:
         self._outputs = outputs
         self._between = between

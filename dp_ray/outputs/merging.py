@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, has_peers
-from dp_ray.outputs.files import FileMerge, Outputs
+from dp_ray.outputs.files import AttemptOutputs, FileMerge
 from dp_ray.plan.split import FilePlan, num_files
 from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
@@ -28,7 +28,7 @@ CHECK_SECONDS = 5.0  # between two checks whether this attempt is superseded
 class AgreedFilePlan:
     """The plan of the files of the outputs: rank 0 makes it by its first rows, for all workers and later attempts."""
 
-    outputs: Outputs
+    outputs: AttemptOutputs
     file_bytes: int
     world: World
     is_stopped: Callable[[], bool]
@@ -84,7 +84,7 @@ class Merger:
     and never waits for them.
     """
 
-    def __init__(self, outputs: Outputs, plan: AgreedFilePlan, world: World) -> None:
+    def __init__(self, outputs: AttemptOutputs, plan: AgreedFilePlan, world: World) -> None:
         self._outputs = outputs
         self._plan = plan
         self._world = world

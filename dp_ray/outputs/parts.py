@@ -123,7 +123,7 @@ class PartWriter:
         copies: list[HostCopy] = []
         beside = columns.carried_arrays(carried, indices) if carried else {}
         tensors = bare_tensors(outputs) or ()
-        form = columns.form_of(outputs, tensors, shard.rows, beside)
+        form = columns.layout_key(outputs, tensors, shard.rows, beside)
         if form in self._forms:
             rows = [*beside.values()]
             for tensor in tensors:

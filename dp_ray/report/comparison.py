@@ -14,7 +14,7 @@ from dp_ray.report import page
 from dp_ray.report.charts import WHOLE, Chart, charts_of
 from dp_ray.report.run_data import RunData, read_run
 from dp_ray.results.compare import NO_DIFFERENCE, differing, likeness, mean_speed, side_by_side
-from dp_ray.results.text import as_text
+from dp_ray.results.text import setting_text
 from dp_ray.rundir.files import RESULT, RUN, runs_there
 from dp_ray.storage import Storage
 
@@ -76,7 +76,7 @@ def comparison_of(runs: Sequence[Storage], trials: Trials | None = None) -> str:
             [{shown.label: shown.value for shown in page.metrics_of(run)} for run in known]
         ),
         "Where the time goes": side_by_side(
-            [{page.spoken(share.name): f"{share.share:.1%}" for share in page.time_split(run)} for run in known]
+            [{page.spoken(share.name): f"{share.share:.1%}" for share in page.time_shares(run)} for run in known]
         ),
         "The jobs differ in": shown_differences([run.job for run in known]),
         "The environments differ in": shown_differences([environment_of(run) for run in known]),
@@ -115,7 +115,7 @@ def figures(runs: Sequence[RunData]) -> Rows:
 def shown_differences(values: Sequence[Mapping[str, Any]]) -> Rows:
     """Return the keys in which mappings differ, as dotted paths, with the value of each."""
     rows = differing([dict(dotted(options)) for options in values], NO_DIFFERENCE)
-    return {key: list(map(as_text, row)) for key, row in rows.items()}
+    return {key: list(map(setting_text, row)) for key, row in rows.items()}
 
 
 def environment_of(run: RunData) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from dp_ray.report.charts import charts_of, epochs_of, workers_chart
 from dp_ray.report.run_data import RunData, WorkerGrid, read_run
 from dp_ray.results.compare import mean_speed, rows_and_seconds
-from dp_ray.results.text import as_text
+from dp_ray.results.text import setting_text
 from dp_ray.rundir.history import NOT_MEASURED, is_inner, is_of_many
 from dp_ray.storage import Storage
 from dp_ray.tables import known_numbers, numbers
@@ -60,12 +60,12 @@ def page_of(run: Storage, live: float | None = None) -> str:
         drawing,
         run=data,
         charts=charts,
-        facts=facts_of(data),
+        facts=page_facts(data),
         metrics=metrics_of(data),
-        split=time_split(data),
+        split=time_shares(data),
         job_file=job_file_of(data.job),
         driver=data.drivers[-1] if data.drivers else {},
-        evaluations=evaluations_of(data),
+        evaluations=evaluation_rows(data),
         heat_maps=maps,
         parts_drawn=parts,
     )
@@ -116,7 +116,7 @@ class TimePart:
     color: int = 0
 
 
-def facts_of(data: RunData) -> list[Fact]:
+def page_facts(data: RunData) -> list[Fact]:
     """Return progress, speed, time and workers of a run."""
     result = data.result
     done, total = data.steps_done, data.total_steps
@@ -157,8 +157,10 @@ def metrics_of(data: RunData) -> list[Fact]:
     is_training = data.task == "train"
     notes = {name: "of the last batch" for name in metrics if is_training and not is_of_many(name)}
     if best.get("metric"):
-        notes[best["metric"]] = f"best {number(best['value'])} after step {best['step'] - 1:,}"
-    return [Fact(name, number(value), notes.get(name, "")) for name, value in metrics.items() if not is_inner(name)]
+        notes[best["metric"]] = f"best {metric_text(best['value'])} after step {best['step'] - 1:,}"
+    return [
+        Fact(name, metric_text(value), notes.get(name, "")) for name, value in metrics.items() if not is_inner(name)
+    ]
 
 
 def speed_text(speed: float | None) -> str:
@@ -166,7 +168,7 @@ def speed_text(speed: float | None) -> str:
     return "" if speed is None else f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
 
 
-def time_split(data: RunData) -> list[TimePart]:
+def time_shares(data: RunData) -> list[TimePart]:
     """Return the parts of the workers' time, which add up to the whole; the largest first."""
     if shares := (data.time_split or {}).get("all"):
         parts = [TimePart(spoken(name), share, color_of(name)) for name, share in shares.items() if share > 0]
@@ -192,7 +194,7 @@ def spoken(part: str) -> str:
     return part.replace("_", " ")
 
 
-def number(value: Any) -> str:
+def metric_text(value: Any) -> str:
     """Return a metric as text; None stands for NaN in JSON."""
     if isinstance(value, bool | int | str):
         return str(value)
@@ -264,7 +266,7 @@ def _without_nan(rows: Iterable[Any]) -> list[list[float | None]]:
     return [[float(f"{value:.6g}") if math.isfinite(value) else None for value in row.tolist()] for row in rows]
 
 
-def evaluations_of(data: RunData) -> dict[str, Any]:
+def evaluation_rows(data: RunData) -> dict[str, Any]:
     """Return the newest evaluations of a training: their columns, and a row for each."""
     names = [name for name in (data.history.column_names if data.history else []) if name.startswith("eval_")]
     if data.history is None or not names:
@@ -289,4 +291,4 @@ TEMPLATES = jinja2.Environment(
     lstrip_blocks=True,
     finalize=_shown,
 )
-TEMPLATES.filters |= {"number": number, "duration": duration, "text": as_text}
+TEMPLATES.filters |= {"number": metric_text, "duration": duration, "text": setting_text}

@@ -12,7 +12,7 @@ from dp_ray.errors import StorageError
 from dp_ray.job.files import dotted, same
 from dp_ray.job.job import Job
 from dp_ray.job.old_keys import of_a_run
-from dp_ray.results.text import as_text, in_columns, sparkline
+from dp_ray.results.text import in_columns, setting_text, sparkline
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON, runs_there
 from dp_ray.rundir.history import history_of, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
@@ -167,10 +167,10 @@ def _table(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
     yield ["", *(run.where for run in runs)]
     computed = {f"computed.{name}": row for name, row in values["computed"].items()}
     for key, row in (*values["job"].items(), *values["environment"].items(), *computed.items()):
-        yield [key, *map(as_text, row)]
+        yield [key, *map(setting_text, row)]
     yield ["status", *values["status"]]
     steps = [(run.row.step, run.row.steps) for run in runs]
-    yield ["steps", *(str(total) if done == total else f"{done}/{as_text(total)}" for done, total in steps)]
+    yield ["steps", *(str(total) if done == total else f"{done}/{setting_text(total)}" for done, total in steps)]
     if "time_split.data_wait" in values["time_split"]:  # the share of the waits stands among the parts
         values["time_split"].pop("data_wait_share", None)
     figures = {f"metrics.{name}": (row, ".6g") for name, row in values["metrics"].items()}

@@ -13,7 +13,7 @@ SHOWN_ROWS = 20
 EQUAL = "bitwise equal"
 
 
-class Row(NamedTuple):
+class ReplayedRow(NamedTuple):
     """A row of a step: its loss, None if not known, the sample's index, its shard, its position in the epoch.
 
     If the loss is over the batch, it is that of the batch, and `gradient` the norm of its gradient by the row's
@@ -51,7 +51,7 @@ class Replayed:
     loss: float | None
     history_loss: float | None
     row_losses: str
-    rows: tuple[Row, ...]
+    rows: tuple[ReplayedRow, ...]
     weights: str | None
     batch: str | None
     output: dict[str, Any] | None

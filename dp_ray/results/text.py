@@ -32,7 +32,7 @@ def measured(metrics: Mapping[str, float]) -> dict[str, str]:
     return {name: f"{value:.6g}" for name, value in metrics.items() if not is_inner(name)}
 
 
-def as_text(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """Return a value of a job or of an environment as text."""
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 

@@ -46,7 +46,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Range:
+class ValueRange:
     """A key whose values a search draws from `low` to `high`, both included; a trial picks the value itself.
 
     Whole numbers if both ends are whole. `is_log` draws by the logarithm; `step` keeps to low, low + step ...
@@ -76,7 +76,7 @@ class Range:
         return f"log({text})" if self.is_log else text
 
 
-Axis = Choices | Range
+Axis = Choices | ValueRange
 
 
 def parse_axis(text: str) -> Axis:
@@ -106,7 +106,7 @@ def parse_axis(text: str) -> Axis:
         raise JobError(f"--over {text!r}: {error}") from None
 
 
-def _range(key: str, match: re.Match[str]) -> Range:
+def _range(key: str, match: re.Match[str]) -> ValueRange:
     """Return the range that a match of RANGE says; raise ValueError if nothing can be drawn from it."""
     low, high = _number(match["low"]), _number(match["high"])
     step = None if match["step"] is None else _number(match["step"])
@@ -122,7 +122,7 @@ def _range(key: str, match: re.Match[str]) -> Range:
     whole = isinstance(low, int) and isinstance(high, int)
     if not whole or isinstance(step, float):
         low, high = float(low), float(high)
-    return Range(key, low, high, is_log, step)
+    return ValueRange(key, low, high, is_log, step)
 
 
 def _number(text: str) -> Number:
@@ -167,7 +167,7 @@ def check_axes(axes: Sequence[Axis], set_keys: Iterable[str], is_search: bool) -
         for key in set_keys:
             if _is_inside(key, axis.key):
                 raise JobError(f"--over {axis.key}: {key} is set on the command line too; leave one of them out")
-        if isinstance(axis, Range) and not is_search:
+        if isinstance(axis, ValueRange) and not is_search:
             raise JobError(
                 f"--over {axis.key}={axis}: values are drawn from a range by a search; add --search optuna and "
                 "--trials N, or list the values"

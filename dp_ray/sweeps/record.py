@@ -183,14 +183,14 @@ def _trials(rows: Sequence[SweepTrial], definition: Definition) -> list[Trial]:
     trials = []
     for row in rows:
         definition.values(row.picked)  # raises if the file is damaged
-        trials.append(Trial(row.number, row.picked, row.state, numbers(row.metrics), row.error))
+        trials.append(Trial(row.number, row.picked, row.state, metrics_of_file(row.metrics), row.error))
     of_grid = definition.search is not None or [trial.picked for trial in trials] == list(definition.grid())
     if not of_grid or [trial.number for trial in trials] != list(range(1, len(trials) + 1)):
         raise ValueError("its trials are not those of this sweep")
     return trials
 
 
-def numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+def metrics_of_file(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """Return the metrics of a file, in which a number that is not finite is null; raise if they are damaged."""
     return {name: math.nan if value is None else float(value) for name, value in metrics.items()}
 

@@ -30,8 +30,8 @@ from dp_ray.results.result import Result
 from dp_ray.rundir.claim import finished_run
 from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN
 from dp_ray.storage import Storage
-from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
-from dp_ray.sweeps.record import SweepRecord, Trial, numbers, remove_sweep, value_name
+from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, ValueRange
+from dp_ray.sweeps.record import SweepRecord, Trial, metrics_of_file, remove_sweep, value_name
 from dp_ray.system.process import environment
 from dp_ray.system.threads import ask_others, planned_stops
 from dp_ray.text import harmless, relative
@@ -168,7 +168,7 @@ def check_places(record: SweepRecord, base: Storage) -> None:
             )
 
 
-class Sweep:
+class RunningSweep:
     """A sweep that runs: which trial is next, and what becomes of each; several threads may run trials.
 
     If it is to `fail_fast`, it stops after the first trial that fails.
@@ -235,7 +235,7 @@ class Sweep:
         if (run := finished_run(job)) is None:
             return None
         with damage_told(f"{run}/{RESULT}"):
-            return numbers(RESULT_JSON.read(run)["metrics"])
+            return metrics_of_file(RESULT_JSON.read(run)["metrics"])
 
     def _failed(self, trial: Trial, error: Error) -> None:
         if self.stop.is_at_once:
@@ -260,7 +260,7 @@ def run_sweep(
     definition, say = record.definition, Console(record.definition.name, options.quiet).say
     name_ray_job(definition.name)  # before its first trial gives its own
     jobs = [definition.job(1, picked) for picked in definition.probes()]
-    sweep = Sweep(record, base, say, fail_fast, options.verbose)
+    sweep = RunningSweep(record, base, say, fail_fast, options.verbose)
     num_left = sum(trial.state != "done" for trial in record.trials)
     num_left += max(0, definition.count - len(record.trials))  # which a search has not drawn yet
     with contextlib.ExitStack() as until_end:
@@ -338,7 +338,7 @@ def _distribution(axis: Axis) -> BaseDistribution:
     match axis:
         case Choices():
             return CategoricalDistribution(list(range(len(axis.values))))
-        case Range(is_whole=True):
+        case ValueRange(is_whole=True):
             return IntDistribution(int(axis.low), int(axis.high), log=axis.is_log, step=int(axis.step or 1))
         case _:
             return FloatDistribution(axis.low, axis.high, log=axis.is_log, step=axis.step)

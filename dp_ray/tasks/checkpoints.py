@@ -414,7 +414,7 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
     return TrainState(**about["running"])
 
 
-def layout_of(job: Job, split: Split, dataset: Any) -> TrainingLayout:
+def sample_layout(job: Job, split: Split, dataset: Any) -> TrainingLayout:
     """Return all that decides which samples a step holds; a checkpoint stores it."""
     layout = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows, "batch_size": split.batch_size}
     layout["drop_last"] = split.drop_last

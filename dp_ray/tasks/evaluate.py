@@ -13,7 +13,7 @@ from dp_ray.job.plan import evaluations_of, split_of
 from dp_ray.messages import Measured
 from dp_ray.plan.split import Work
 from dp_ray.tasks.checkpoints import Training
-from dp_ray.tasks.loop import Run, shards_of, times_of
+from dp_ray.tasks.loop import Run, shards_of_step, times_of
 from dp_ray.tasks.setup import (
     Context,
     begin_quarantine,
@@ -45,7 +45,7 @@ def evaluate(context: Context) -> None:
         closing(evaluation.run(called, work, loaded)) as evaluated,
     ):
         for number in run.steps():
-            for shard in shards_of(number, evaluated):
+            for shard in shards_of_step(number, evaluated):
                 run.on_shard(*shard)
             run.recorder.on_step(number)
         control.before(split.total_steps)  # the workers wait for each other's sums, and for no step any more

@@ -88,7 +88,7 @@ class TrainingView:
         return {**dict(zip(["loss", *self._trainer.measure_names], means, strict=True)), "gradient_norm": norm}
 
 
-class Hooks:
+class HookCalls:
     """The hooks of a job, called on rank 0. Each error names the hook and the step."""
 
     def __init__(self, training: Training) -> None:

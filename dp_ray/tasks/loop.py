@@ -107,6 +107,6 @@ class Run:
         time.sleep(self._control.take_delay(self._rank))
 
 
-def shards_of(step: int, ran: Iterator[Any]) -> Iterator[Any]:
+def shards_of_step(step: int, ran: Iterator[Any]) -> Iterator[Any]:
     """Return the shards that `ran` gives up to the end of the step; it holds none of them while the next one runs."""
     return iter(ran.__next__, StepEnd(step))

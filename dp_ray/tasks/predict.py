@@ -16,7 +16,7 @@ from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.plan import split_of
 from dp_ray.messages import FlopsCounted, Note
-from dp_ray.outputs.files import OUTPUTS, Outputs, forget_lost
+from dp_ray.outputs.files import OUTPUTS, AttemptOutputs, forget_lost
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.outputs.read import ROWS, Previews
@@ -26,7 +26,7 @@ from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
 from dp_ray.rundir.quarantine import QUARANTINE, RecordFiles
 from dp_ray.storage import Storage
-from dp_ray.tasks.loop import Run, shards_of, times_of
+from dp_ray.tasks.loop import Run, shards_of_step, times_of
 from dp_ray.tasks.setup import Context, begin_quarantine, load_dataset, model_to_run
 
 
@@ -59,7 +59,7 @@ def predict_outputs(context: Context) -> None:
                 closing(predict(prediction, placement.called, _previewed(steps, previews))) as ran,
             ):
                 for step in run.steps(goes_on=keeper.goes_on):
-                    for shard in shards_of(step, ran):
+                    for shard in shards_of_step(step, ran):
                         keeper.take(shard)
                         del shard  # its outputs: a name would keep their memory while the next shard runs
                     keeper.end(step)
@@ -99,12 +99,14 @@ def _begin(run: Storage, world: World) -> ledger.Ledger:
     return begin_attempt(run)
 
 
-def _outputs_of(context: Context, begun: ledger.Ledger, split: Split, quarantine: Quarantine | None) -> Outputs:
+def _outputs_of(
+    context: Context, begun: ledger.Ledger, split: Split, quarantine: Quarantine | None
+) -> AttemptOutputs:
     """Return the outputs that the workers merge; they lack the samples that are set aside, now or by then."""
     job, run = context.job, context.run
     aside = RecordFiles(run.child(QUARANTINE))
     missing = partial(list, aside.positions()) if quarantine is None else aside.positions
-    return Outputs(run, begun, split, Order(split.rows, job.seed, 0, job.is_shuffled), missing)
+    return AttemptOutputs(run, begun, split, Order(split.rows, job.seed, 0, job.is_shuffled), missing)
 
 
 @dataclass(frozen=True)

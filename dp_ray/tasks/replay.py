@@ -21,11 +21,11 @@ from dp_ray.engine.trainer import Trainer
 from dp_ray.errors import JobError
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.plan.split import Split, Work
-from dp_ray.results.replayed import Replayed, Row
+from dp_ray.results.replayed import Replayed, ReplayedRow
 from dp_ray.rundir.history import StepRows
-from dp_ray.tasks.checkpoints import Training, layout_of, restored
+from dp_ray.tasks.checkpoints import Training, restored, sample_layout
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
-from dp_ray.tasks.train import Progress
+from dp_ray.tasks.train import AfterStep
 from dp_ray.tensors.tree import copied
 from dp_ray.text import counted
 
@@ -62,7 +62,7 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
     context = dataclasses.replace(context, world=placement.world)
     step, (measures, _) = build_step(job, context.world), build_metrics(job)
     with closing(Trainer(placement, step, measures, split)) as trainer:
-        layout = layout_of(job, split, dataset)
+        layout = sample_layout(job, split, dataset)
         training = Training(context, Source(job, dataset), split, layout, trainer, StepTimes())
         training = restored(training, until=choice.step)
         trainer.synchronise()
@@ -130,7 +130,7 @@ def _run_steps_before(training: Training, history: StepRows, wanted: int) -> Loa
     _check_watched(trainer, begun, wanted, history)
     quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
     context.notify(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
-    progress, said = Progress(training, RecordedEvaluations(history)), time.monotonic()
+    progress, said = AfterStep(training, RecordedEvaluations(history)), time.monotonic()
     until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
     with closing(load_steps(source, until, context.world.device, quarantine)) as steps:
         for step in range(begun, wanted):  # nothing is reported or kept of them
@@ -156,7 +156,11 @@ def _replayed(
         for at, (sample, position) in enumerate(zip(row.indices.tolist(), row.shard.positions, strict=True)):
             number = losses.values[at] if losses.values else None
             place = sample, row.shard.shard, position
-            rows.append(Row(number, *place) if losses.of_batch is None else Row(losses.of_batch, *place, number))
+            rows.append(
+                ReplayedRow(number, *place)
+                if losses.of_batch is None
+                else ReplayedRow(losses.of_batch, *place, number)
+            )
     rows.sort(key=_largest_first)
     return Replayed(
         run_dir=str(context.run),
@@ -178,7 +182,7 @@ def _replayed(
     )
 
 
-def _largest_first(row: Row) -> tuple[int, float]:
+def _largest_first(row: ReplayedRow) -> tuple[int, float]:
     """Order rows: NaN first, then infinities and numbers downwards, then what is not known."""
     number = row.loss if row.gradient is None else row.gradient
     if number is None:

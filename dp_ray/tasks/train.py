@@ -23,10 +23,10 @@ from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.messages import FlopsCounted
 from dp_ray.plan.split import Shard, Work
 from dp_ray.rundir.ledger import begin_attempt
-from dp_ray.tasks.checkpoints import PieceKeeper, Training, checkpointing, keep_weights, layout_of, restored
-from dp_ray.tasks.early_stopping import EarlyStopping
+from dp_ray.tasks.checkpoints import PieceKeeper, Training, checkpointing, keep_weights, restored, sample_layout
+from dp_ray.tasks.early_stopping import Patience
 from dp_ray.tasks.evaluate import Evaluator
-from dp_ray.tasks.hooks import Hooks
+from dp_ray.tasks.hooks import HookCalls
 from dp_ray.tasks.loop import Run, times_of
 from dp_ray.tasks.setup import Context, begin_quarantine, forget_from, load_dataset
 
@@ -37,13 +37,13 @@ def train(context: Context) -> None:
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
     ahead = OverlappedRead()
-    with begun(context, ahead) as (training, evaluation):
+    with begun_training(context, ahead) as (training, evaluation):
         context, trainer, state, split = training.context, training.trainer, training.state, training.split
         job, world, control, watch = context.job, context.world, context.control, trainer.watch
-        hooks = Hooks(training) if world.rank == 0 and job.hooks.given else None
+        hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
         # Before any sample is set aside, also of an evaluation: it forgets those of all later steps.
         quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
-        stopping = EarlyStopping.of(job, state)
+        stopping = Patience.of(job, state)
         start = split.total_steps if stopping is not None and stopping.has_stopped else state.step
         work, times = Work(split, world.world_size, world.rank, start=start), training.times
         with (
@@ -52,7 +52,9 @@ def train(context: Context) -> None:
             # Within the run: the writer's thread has the recorder send, also after an error.
             checkpointing(training, run.recorder.keep) as checkpointer,
         ):
-            progress = Progress(training, Evaluator(training, evaluation) if job.eval is not None else None, stopping)
+            progress = AfterStep(
+                training, Evaluator(training, evaluation) if job.eval is not None else None, stopping
+            )
             on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
             for step in run.steps(start):
                 update = trainer.step(step, loaded, on_shard, control.wants_stop)
@@ -83,7 +85,7 @@ def train(context: Context) -> None:
 
 
 def end(
-    training: Training, stopping: EarlyStopping | None, hooks: Hooks | None, quarantine: Quarantine | None
+    training: Training, stopping: Patience | None, hooks: HookCalls | None, quarantine: Quarantine | None
 ) -> None:
     """End a training whose steps and writer have ended: keep its weights, or leave it if it was stopped."""
     context, state, split = training.context, training.state, training.split
@@ -104,7 +106,7 @@ def end(
 
 
 @contextmanager
-def begun(context: Context, ahead: OverlappedRead) -> Iterator[tuple[Training, Evaluation]]:
+def begun_training(context: Context, ahead: OverlappedRead) -> Iterator[tuple[Training, Evaluation]]:
     """Give a training at the state where it begins or goes on, and its evaluation. Every rank calls this."""
     job, dataset = context.job, load_dataset(context)
     split = split_of(job, len(dataset))
@@ -120,7 +122,7 @@ def begun(context: Context, ahead: OverlappedRead) -> Iterator[tuple[Training, E
             context.notify(trainer.optimizer_step.says_left_out)
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
         context = replace(context, attempt=begin_attempt(context.run).attempt)
-        layout = layout_of(job, split, dataset)
+        layout = sample_layout(job, split, dataset)
         training = restored(Training(context, Source(job, dataset), split, layout, trainer, times))
         trainer.synchronise()  # of what was restored; the average of the weights begins with it
         device, forwards, trial = context.world.device, placement.forwards(), placement.row_trial()
@@ -151,15 +153,13 @@ class Evaluates(Protocol):
         """Return the metrics after a step, by their names in the history."""
 
 
-class Progress:
+class AfterStep:
     """What follows each step of a training: its state counts it, and evaluations and schedules take their turns.
 
     `stops` is set once the training is to stop early.
     """
 
-    def __init__(
-        self, training: Training, evaluator: Evaluates | None, stopping: EarlyStopping | None = None
-    ) -> None:
+    def __init__(self, training: Training, evaluator: Evaluates | None, stopping: Patience | None = None) -> None:
         self._state, self._split, self._schedule = training.state, training.split, training.trainer.schedule
         self._clock = training.times.clock
         self._evaluator = evaluator

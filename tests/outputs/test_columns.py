@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_ray.errors import Error, ModelError, StorageError
-from dp_ray.outputs.columns import Column, Layout, form_of, from_arrow, raw_bytes, rebuild, rows_of, to_arrow
+from dp_ray.outputs.columns import Column, Layout, from_arrow, layout_key, raw_bytes, rebuild, rows_of, to_arrow
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -336,4 +336,4 @@ def test_an_unknown_dtype_is_an_error(dtype: str) -> None:
 def test_dicts_of_other_keys_that_are_equal_have_other_forms() -> None:
     tensor = torch.ones(2, 3)
     one, other = ({key: tensor} for key in (1, True))
-    assert form_of(one, [tensor], 2, {}) != form_of(other, [tensor], 2, {})
+    assert layout_key(one, [tensor], 2, {}) != layout_key(other, [tensor], 2, {})
