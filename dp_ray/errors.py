@@ -28,7 +28,7 @@ from typing import TypeAlias
 from dp_ray.text import hide
 
 DONE, FAILED, BAD_JOB, RUN_AGAIN, INTERRUPTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL of sysexits.h
-# What a launcher is told. docs/commands.md has the same table.
+# The exit statuses for launchers. docs/commands.md has the same table.
 EXIT_STATUSES = {
     DONE: "done",
     FAILED: "the job failed; do not run it again as it is",

@@ -270,7 +270,7 @@ class Storage:
 
 
 def with_names(infos: Iterable[pafs.FileInfo]) -> Iterator[pafs.FileInfo]:
-    """Yield those whose names are UTF-8, as all that dp_ray writes; pyarrow cannot tell the name of another one."""
+    """Yield the entries whose names are UTF-8, as dp_ray's are; pyarrow cannot read other names."""
     for info in infos:
         with suppress(UnicodeDecodeError):
             _ = info.path

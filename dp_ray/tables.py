@@ -76,7 +76,7 @@ def array_of_some(values: Sequence[float | None], kind: pa.DataType) -> pa.Array
 
 
 def table_of_rows(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
-    """Return rows of numbers as a table; what a row does not have is missing."""
+    """Return rows of numbers as a table; a value that a row lacks is null."""
     columns = [array_of_some([row.get(field.name) for row in rows], field.type) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 

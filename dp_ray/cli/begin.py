@@ -1,4 +1,4 @@
-"""The way in: what `dp-ray` alone says, and the command init, which makes a folder with a job of its own.
+"""The way in: the text of `dp-ray` without a command, and the command init, which makes a folder with a job.
 
 The folders of `templates/` are copied as they are; `.py-tpl` becomes `.py`. The head of each `job.yaml` has the
 commands to type next, which `init` prints.

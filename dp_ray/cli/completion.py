@@ -1,4 +1,4 @@
-"""What a shell completes behind `dp-ray`, and the command completion, which prints the script that switches it on.
+"""Complete words of `dp-ray` in a shell; the command completion prints the script that switches it on.
 
 A shell asks the program at each press of Tab, so nothing here imports more than the command line itself does.
 """

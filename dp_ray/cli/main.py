@@ -1,6 +1,6 @@
 """The command line: `main` runs it; the commands run, plan, verify, evaluate, predict, retry and schema.
 
-Those to begin with, for sweeps, for submitted jobs and for showing runs stand beside this module.
+The commands to begin with, for sweeps, for submitted jobs and for showing runs stand beside this module.
 """
 
 import io

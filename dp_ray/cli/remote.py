@@ -63,7 +63,7 @@ def submit(job_file: str, address: str, **flags: Any) -> None:
 @DASHBOARD
 @options.JSON
 def status(name: str | None, address: str, as_json: bool) -> None:
-    """Show the submitted jobs of a cluster, or one: the newest of a run's name, or that of an id."""
+    """Show the submitted jobs of a cluster, or a single one: by its id, or the newest by a run's name."""
     from dp_ray.cluster.submit import Dashboard
 
     dashboard = Dashboard(address)

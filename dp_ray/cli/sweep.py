@@ -53,7 +53,7 @@ POSITIVE = click.IntRange(1)
 @options.JSON
 @options.VERBOSITY
 def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, as_json: bool, **flags: Any) -> None:
-    """Run a job with several values of some of its keys; each trial is a run, and the same command goes on."""
+    """Run a job with several values of some of its keys; each trial is a run. The same command resumes the sweep."""
     definition = _defined(job_file, take(TrialOptions, flags), take(KeyOptions, flags))
     jobs = [definition.job(1, picked) for picked in definition.probes()]
     is_new = flags.pop("overwrite")
@@ -83,7 +83,7 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """The options that say which trials a sweep has, and what compares them."""
+    """The options that say which trials a sweep has, and by which metric they are compared."""
 
     overs: tuple[str, ...]
     search: str | None

@@ -33,7 +33,7 @@ WAIT_SECONDS = 0.5  # before the second attempt; it doubles with each
 FILES_AT_ONCE = 32
 STRETCH_BYTES = 4 << 20
 VERSION = 2  # of the index's form, and of how it is found
-# What the system says of a local disk, or of one that is mounted, when the next attempt may succeed.
+# Errors of a local or mounted disk after which another attempt may succeed.
 PASSING = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE),
     *(errno.ENOMEM, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
@@ -70,8 +70,8 @@ def find_files(paths: Paths, suffixes: Sequence[str]) -> list[File]:
     """Return the files in a folder, of a glob, of a list of these, or at a URL of pyarrow's file systems, by name.
 
     In a folder, files that end with one of `suffixes` count, in any case of letters and at any depth. Wildcards match
-    any suffix. Neither takes hidden names, which begin with a dot or an underscore, unless the path or the part of
-    the pattern begins so too. A list keeps its order.
+    any suffix. Names that begin with a dot or an underscore are hidden: they are left out, unless the path or that
+    part of the pattern begins so too. A list keeps its order.
 
     Raises DataError, which names the path, if there are none.
     """
@@ -221,7 +221,7 @@ def _listed(folder: Storage, wanted: Callable[[str], bool], recursive: bool = Fa
 
 
 def _names_on_disk(folder: str, recursive: bool, inside: str = "", above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the names of all in a folder that is no folder; a link to a folder that it is in is passed over.
+    """Yield the names of a folder's files. A link to a folder above it is passed over.
 
     pyarrow cannot list a folder in which any name is no UTF-8; Python gives such a name with surrogates.
     """
@@ -248,9 +248,10 @@ def _etag(file: File) -> str:
 
 
 def retried(read: Callable[[], T], what: str, is_local: bool = False) -> T:
-    """Return what `read` gives; it is called again after an error of the storage that may pass.
+    """Return what `read` returns; after an error of the storage that may pass, call it again.
 
-    Of a local file these are the system's, like a network disk that does not answer. Other errors are damage.
+    For a local file, only some errors of the system may pass, as of a network disk that does not answer; others are
+    damage.
 
     Raises DataError, which names `what`, after the last attempt, or at once for a file that is not there or damaged.
     """
@@ -319,7 +320,7 @@ def index_of(file: File, kind: str, build: Callable[[], tuple[list[Stretch], pa.
 
 
 def read_stretch(file: File, stretch: Stretch) -> bytes:
-    """Return the bytes of a stretch. Raises what the storage raises, and OSError if the file has become shorter."""
+    """Return the bytes of a stretch. Raises the storage's errors, and OSError if the file has become shorter."""
     with file.open() as stream:
         data: bytes = stream.read_at(stretch.stop - stretch.start, stretch.start)
     if len(data) != stretch.stop - stretch.start:

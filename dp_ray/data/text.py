@@ -26,7 +26,7 @@ NEWLINE, RETURN, QUOTE = ord("\n"), ord("\r"), ord('"')
 # In an index, the types of columns of whole numbers that are no int64: they are joined with others as decimals are.
 UNSIGNED, BEYOND = pa.decimal128(20, 0), pa.decimal256(76, 0)
 _WHOLE, _SOLID = re.compile(r"\s*[+-]?[0-9]+\s*"), re.compile(r"\S")
-BOM = b"\xef\xbb\xbf"  # with which some programs begin a file
+BOM = b"\xef\xbb\xbf"  # some programs begin a file with it
 
 
 class TextTable(Tabular[Stretch]):
@@ -127,8 +127,8 @@ class TextTable(Tabular[Stretch]):
 class JsonLines(TextTable):
     """The rows of files with a JSON object on each line.
 
-    `paths`, `columns` and `decode` are as those of `Parquet`. Whole numbers are int64, or uint64 if a column needs
-    it, others float32, and lists of numbers tensors of these; `types` gives another Arrow type for a column, as
+    `paths`, `columns` and `decode` are those of `Parquet`. Whole numbers are int64, or uint64 if a column needs it,
+    others float32, and lists of numbers tensors of these; `types` gives another Arrow type for a column, as
     `{"price": "float64"}`.
 
     Raises DataError for files that are missing, damaged or lack a column, by name, and for whole numbers of more than
@@ -146,7 +146,7 @@ class JsonLines(TextTable):
 
     def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
         row = text.removeprefix(BOM).lstrip(self.BLANK)
-        if row.startswith(b"null"):  # with which pyarrow ends the process
+        if row.startswith(b"null"):  # pyarrow would end the process
             raise pa.ArrowInvalid("the first row is null, and no object")
         if row.startswith(BOM[:1]):  # pyarrow passes over a part of the mark
             raise pa.ArrowInvalid("it begins with a byte that is not UTF-8")
@@ -202,7 +202,7 @@ class Csv(TextTable):
     def _head(self, file: File) -> bytes:
         if self._names is not None:
             return b""
-        name = str(file)  # its own name may be that of a file in another folder
+        name = str(file)  # a file in another folder may have the same name
         if name not in self._heads:
             self._heads[name] = _first_row(file, self._ends)
         return self._heads[name]

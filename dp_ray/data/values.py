@@ -173,7 +173,7 @@ def _lists(array: pa.Array) -> Values:
         innermost = innermost.value_type
     if not _is_number(innermost):
         return functools.partial(_one_by_one, array, _plain)
-    if not _is_number(inner) or array.values.null_count:  # nested lists, or those in which a value may be missing
+    if not _is_number(inner) or array.values.null_count:  # nested lists, and lists with missing values
         return functools.partial(_one_by_one, array, lambda scalar: _tensor(scalar.values))
     numbers, starts = array.values.to_numpy(zero_copy_only=False), _starts(array)
     sizes = np.diff(starts)
@@ -214,7 +214,7 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
     """Return the image in the bytes of a JPEG, a PNG or another format of Pillow: uint8 [3, height, width], in RGB.
 
     It is resized to `size` (height, width), with Pillow's bilinear filter, if that is given. A dict with the key
-    `bytes`, as Hugging Face stores images, is taken too. Of 16 bits the upper 8 are kept, in grey as in colour.
+    `bytes`, as Hugging Face stores images, is taken too. Of 16-bit images the upper 8 bits are kept.
 
     Raises DataError if Pillow is missing, and for pixels of 32 bits, whose range is not known.
     """
@@ -255,9 +255,9 @@ def array(value: bytes) -> torch.Tensor:
 
 
 def tensors(value: bytes) -> Any:
-    """Return what the bytes of a file of torch.save hold: tensors and plain values, no other objects.
+    """Return the tensors and plain values in the bytes of a file of torch.save; other objects are refused.
 
-    Raises DataError for a wrong checksum, which torch does not look at.
+    Raises DataError for a wrong checksum, which torch does not check.
     """
     if zipfile.is_zipfile(io.BytesIO(value)):  # else the older form, which has none
         with zipfile.ZipFile(io.BytesIO(value)) as records:

@@ -96,14 +96,14 @@ class WebDataset(Blocks[Stretch]):
 class _Member(tarfile.TarInfo):
     """A member of an archive.
 
-    Python's own class takes a damaged header for the end of the archive, and of a damaged long name what it can read.
+    Python's own class reads a damaged header as the end of the archive, and a damaged long name as far as it can.
     """
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> "_Member":
         try:
             return super().fromtarfile(tar)
-        except ENDS:  # which whoever reads on checks
+        except ENDS:  # the end: `_check_end` looks behind it
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"the header at byte {tar.offset}: {error}") from None
@@ -179,7 +179,7 @@ def _contents(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 @contextmanager
 def _tar(shown: str, stream: IO[bytes]) -> Iterator[tarfile.TarFile]:
-    """The archive in a stream; within the block, what is wrong with it is a DataError."""
+    """Open the archive in a stream; in the block, an error of it is a DataError."""
     try:
         with tarfile.open(fileobj=stream, mode="r:", tarinfo=_Member) as tar:
             yield tar
@@ -258,10 +258,10 @@ class Images(Blocks[int]):
             raise DataError(f"{block.file}: is no image, or is damaged: {error}") from error
         if self.class_names:
             item["label"] = self._label(block)
-        return item, len(encoded)  # above what is held, so that the next one takes its place
+        return item, len(encoded)  # its size, above the cache's limit of 0: the next image replaces it
 
     def read_values(self, index: int, columns: Sequence[str]) -> Item:
-        """Return those of an image's values that are known without reading it."""
+        """Return the values of an image that are known without reading it."""
         block = self._blocks[index]
         item = {"path": block.file.name, **({"label": self._label(block)} if self.class_names else {})}
         return {name: item[name] for name in columns if name in item}

@@ -1,4 +1,4 @@
-"""Have what a reduction reads begin at a multiple of 16 bytes: on a GPU its bits depend on where a tensor begins.
+"""Have the input of a reduction begin at a multiple of 16 bytes: on a GPU, its bits depend on where a tensor begins.
 
 CUDA's kernels read 16 bytes at once, if they may. A tensor that begins elsewhere they add in another order, so `sum`,
 `mean` and norms of the same numbers round otherwise; elementwise kernels do not. Memory of its own begins right, a
@@ -50,8 +50,8 @@ def aligned_batch(batch: Any) -> Any:
 def align_gradients(parameters: Collection[torch.Tensor]) -> None:
     """Give each gradient that does not begin at a multiple of 16 bytes memory of its own, with the same strides.
 
-    The addresses are looked at in each step. The sizes would tell where in a bucket a gradient is; but autograd may
-    give a parameter that the model joins to others a view of their gradient, on one worker too.
+    The addresses are looked at in each step. The sizes do not tell whether a gradient is aligned: autograd may give a
+    parameter that the model joins to others a view of their gradient, also on one worker.
     """
     try:
         odd = [param for param in parameters if (gradient := param.grad) is not None and gradient.data_ptr() % BYTES]

@@ -1,6 +1,6 @@
 """The modules beside the model that a step calls: a loss, a step of the user's, metrics.
 
-What their calls write follows the rules of what the model's forwards write: see `dp_ray.engine.buffers`.
+Their calls may write what the model's forwards may write: see `dp_ray.engine.buffers`.
 """
 
 import functools
@@ -26,9 +26,9 @@ def modules_beside(job: Job, step: Any, functions: Mapping[str, Any]) -> dict[st
 def modules_in(key: str, function: Any) -> dict[str, nn.Module]:
     """Return the modules that a function of the job's `key` reaches.
 
-    These are the function itself, or the object whose method it is; what `functools.partial` binds and what a closure
-    holds, in lists and dicts too; and attributes of an object that is called, or whose method is. A global variable
-    cannot be told from one that the function does not use for this.
+    These are the function itself, or its method's object; values that `functools.partial` binds or a closure holds,
+    in lists and dicts too; and attributes of an object that is called, or whose method is. A global variable cannot
+    be told from one that the function does not use for this.
     """
     found: dict[str, nn.Module] = {}
     for name, module in _reached(OUTSIDE + key, function, set()):

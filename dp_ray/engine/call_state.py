@@ -29,9 +29,9 @@ from dp_ray.text import listed
 class Written(NamedTuple):
     """A tensor that a forward has written, by its name: a buffer, which may be new, or a parameter.
 
-    `first` is the first of the written names of the same tensor, and has its `value`; else `value` is None, as it is
-    of a buffer that is None now. Of a buffer that the forward has removed, `first` is "". With `is_anew` the forward
-    has put another tensor there, and has not written the one of before in place.
+    `first` is the first of the written names of the same tensor. Only that one has a `value`; it is None for a buffer
+    that is None now. For a buffer that the forward has removed, `first` is "". With `is_anew` the forward has put
+    another tensor there, and has not written the one of before in place.
     """
 
     name: str
@@ -45,8 +45,8 @@ class CallState(Writable):
     """The state that the forwards of a parallel module write: the forward of each shard starts from the caller's.
 
     A graph that waits for its backward may need a tensor as its forward has left it. So values come back in tensors
-    of their own: `tensors` are those that the model holds now, in the caller's order. Those `apart`, by their
-    numbers, stand elsewhere than in modules too, as in a list, and are written in place. A call begins with `load`,
+    of their own: `tensors` are those that the model holds now, in the caller's order. The tensors with the numbers
+    `apart` also stand outside of modules, as in a list; they are written in place. A call begins with `load`,
     `restore` and `begin`; then `restore` comes before each forward but the first, and `written` after shard 0's.
     """
 
@@ -138,7 +138,7 @@ class CallState(Writable):
     def renew(self) -> None:
         """Put buffers into new tensors, so that no forward writes what a graph may need.
 
-        Autograd finds most such writes and raises, but not that of a BatchNorm's statistics, which it needs in eval.
+        Autograd finds most such writes and raises, but not those of a BatchNorm's statistics, which it needs in eval.
         """
         for number in self._kept - set(self._apart):
             if not isinstance(self.tensors[number], nn.Parameter):
@@ -158,7 +158,7 @@ class CallState(Writable):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Look at what the forward in the block writes; raises ModelError if that is a new parameter."""
+        """Find what the forward in the block writes; raises ModelError for a new parameter."""
         is_early = self._num_calls <= EARLY
         if is_early and self._before is None:
             self._before = Before(self._watched.tensors, {*self._smallest(), *self._twins()})
@@ -180,7 +180,7 @@ class CallState(Writable):
     running = forward  # what sees a whole batch: a call has none
 
     def _differing(self, and_others: bool = False) -> set[int]:
-        """Return the numbers of what is not as the caller has it; `and_others`: or is in another tensor."""
+        """Return the numbers of the tensors that differ from the caller's; `and_others`: or is in another tensor."""
         found = set(self._lost)
         pairs = []
         for number, value in self._values.items():

@@ -109,14 +109,14 @@ class Evaluation:
         if "loss" in self._over_batch:
             self._names = ["loss", *self._names]
         self._names += [name for name in self._over_batch if name != "loss"]
-        # The columns of what is measured of each shard.
+        # The columns of a shard's measurements.
         first = 2 * self.job.loss_over_batch
         self._of_shards = slice(first, first + 2 * len(self.measures.names(self._has_loss)))
 
     def run(
         self, model: nn.Module, work: Work, steps: Iterator[LoadedStep]
     ) -> Generator[EvaluatedShard | StepEnd | Evaluated, None, None]:
-        """Yield each shard of the steps of `work` that has rows, and the end of each step; at last what is measured.
+        """Yield each shard with rows of the steps of `work`, and the end of each step; at last the measurements.
 
         The model is in eval mode until the generator ends or is closed. Every rank calls this, and takes all of it.
         Raises DataError if all samples were set aside. The first evaluation raises JobError if a metric of
@@ -209,7 +209,7 @@ class Evaluation:
         return step_output, row
 
     def _output(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return what the step gives of a batch, without any measure."""
+        """Return the step's output for a batch, without metrics."""
         with autocast(self.job.precision, self.device):
             return run_step(self.step, model, batch)
 
@@ -269,7 +269,7 @@ def _moved(metric: Any, device: torch.device) -> Any:
 def merged(name: str, metrics: Sequence[Any]) -> Any:
     """Merge the metrics of all shards into one, in shard order; the first of them is changed.
 
-    Raises JobError if a state is a mean, which the means of the shards do not tell.
+    Raises JobError if a state is a mean: it cannot be computed from the shards' means.
     """
     first, *others = metrics
     if others and _is_torchmetrics(first):
@@ -286,13 +286,13 @@ def merged(name: str, metrics: Sequence[Any]) -> Any:
 
 
 def _is_torchmetrics(metric: Any) -> bool:
-    """Return whether torchmetrics' own `merge_state` merges the metric, and none of a subclass."""
+    """Return whether torchmetrics' own `merge_state` merges the metric, not a subclass's."""
     owner = next((kind for kind in type(metric).__mro__ if "merge_state" in vars(kind)), None)
     return owner is not None and (owner.__module__, owner.__qualname__) == ("torchmetrics.metric", "Metric")
 
 
 def _put_together(first: Any, others: Sequence[Any]) -> None:
-    """Reduce the states of all shards at once, as torchmetrics itself does those of several processes."""
+    """Reduce the states of all shards at once, as torchmetrics reduces those of several processes."""
     for state, how in first._reductions.items():
         values = [getattr(each, state) for each in (first, *others)]
         if isinstance(values[0], list):

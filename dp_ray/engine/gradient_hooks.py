@@ -1,7 +1,7 @@
 """Call the hooks that a user has set on parameters once for each batch, on its mean gradient (`ParameterHooks`).
 
-torch calls them (`register_hook`, `register_post_accumulate_grad_hook`) in each backward, and so for each shard. What
-a hook then computes, like a clamp, would depend on how the batch is cut.
+torch calls them (`register_hook`, `register_post_accumulate_grad_hook`) in each backward, and so for each shard. Then
+the result of a hook, like a clamp, would depend on how the batch is cut.
 """
 
 import functools
@@ -141,7 +141,7 @@ def _count(parameter: torch.Tensor) -> int:
 
 
 def _take(given: Any, parameter: nn.Parameter, kind: str, what: str) -> None:
-    """Take what a hook returned: a gradient, in memory of its own, since clipping writes to it."""
+    """Take the gradient that a hook returned, in memory of its own, since clipping writes to it."""
     gradient = parameter.grad
     if given is None or (kind == OF_GRADIENT and given is gradient):
         return

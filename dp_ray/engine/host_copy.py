@@ -30,13 +30,13 @@ def entered(stream: torch.Stream) -> torch.Stream:
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
-ON_GPU = "the GPU, which may be in a collective"  # what a worker waits for that reads from it
+ON_GPU = "the GPU, which may be in a collective"  # the task for which a worker waits while it reads the copy
 
 
 class HostCopy:
     """A GPU's numbers on their way to the host, for which nothing waits until they are read.
 
-    They must stay as they are until then. With `beside`, what is computed next does not wait for the copy either.
+    They must not change until then. With `beside`, the computing stream does not wait for the copy either.
     """
 
     def __init__(self, numbers: torch.Tensor, beside: bool = False) -> None:
@@ -100,7 +100,7 @@ class PinnedMemory:
         self._layout = layout
 
     def _pin(self, memory: torch.Tensor, device: torch.device) -> bool:
-        """Pin a piece; return whether it is. Copies to what is not pinned wait."""
+        """Pin a piece; return whether it is. Copies to memory that is not pinned wait."""
         portable = 1  # for all GPUs of the process
         is_pinned = not int(_cudart().cudaHostRegister(memory.data_ptr(), len(memory), portable))
         if is_pinned:

@@ -32,7 +32,7 @@ from dp_ray.tensors.tree import copied, flatten
 
 
 class RowLosses(NamedTuple):
-    """A number for each row, in the rows' order, and in words what it is; no numbers if they cannot be had.
+    """A number for each row, in the rows' order, and its meaning in words; no numbers if they cannot be computed.
 
     If the loss is over the batch, `of_batch` is that, and the numbers are norms of its gradient.
     """
@@ -76,7 +76,7 @@ class Findings(NamedTuple):
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all numbers of a tensor are finite; those of integers are."""
+    """Return whether all numbers of a tensor are finite, as integers always are."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     numbers = tensor.detach()
@@ -141,7 +141,7 @@ class NotFiniteFinder:
 
 
 class StepInspection:
-    """The shards of a step as the training runs them, but for the update: the same seeds, buffers and modes."""
+    """Runs the shards of a step as the training does, with its seeds, buffers and modes, but makes no update."""
 
     def __init__(self, job: Job, model: nn.Module, step: Step, device: torch.device, trained: ShardLoss) -> None:
         self.model = model
@@ -149,7 +149,7 @@ class StepInspection:
         self._job = job
         self._step = step
         self._device = device
-        trial = RowTrial(job, device, "", lambda text: None)  # as the run's own, which has said what there is to say
+        trial = RowTrial(job, device, "", lambda text: None)  # the run itself has logged the notes
         over_batch = trained.over_batch if isinstance(trained, BatchLoss) else None
         self._loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device, trial, over_batch)
         self._hooks = ParameterHooks({name: param for name, param in model.named_parameters() if param.requires_grad})
@@ -208,7 +208,7 @@ class StepInspection:
                     self._device,
                 )
             self._hooks.look()  # a training runs them on the whole batch's gradient
-            if self._loss.result.is_nothing:  # of weight 0: what is not finite in it counts nothing
+            if self._loss.result.is_nothing:  # the weight is 0, so numbers that are not finite do not count
                 finder.output = before
                 return losses
             with reraise_as(f"{location(loaded.shard)}: backward"):
@@ -239,8 +239,8 @@ def row_losses(
 ) -> RowLosses:
     """Return the loss of each of a shard's `rows` rows, of the step's output for its batch.
 
-    Where the loss is one number for the whole shard, it is computed once more: of each row's outputs and target, or,
-    with a step of the user's, of each row alone. Neither draws from the generators, nor changes buffers.
+    If the loss is one number for the whole shard, it is computed again from each row's outputs and target, or, with a
+    step of the user's, on each row alone. Neither draws from the generators, nor changes buffers.
     """
     loss, compare = step_output.loss, step_output.compare
     if isinstance(loss, torch.Tensor) and loss.ndim:

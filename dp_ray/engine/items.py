@@ -58,7 +58,7 @@ def item_keys(job: Job) -> ItemKeys | None:
 
 
 def value_of(item: Mapping[str, Any], key: str) -> Any:
-    """Return an item's value; raise DataError, which lists the keys that there are, if it has no such key."""
+    """Return an item's value; raise DataError, which lists the item's keys, if it has no such key."""
     try:
         return item[key]
     except KeyError:

@@ -1,7 +1,7 @@
 """Plan the memory of a job's workers, by each strategy and on each number of workers.
 
-Begin at `plan_memory`. A step runs on fake tensors, which have devices, sizes and types, but no memory; the bytes of
-those that live are counted.
+Begin at `plan_memory`. A step runs on fake tensors, which have devices, sizes and types but no memory; the bytes of
+the live ones are counted.
 """
 
 import weakref
@@ -115,7 +115,7 @@ def shards_that_fit(job: Job, split: Split, workers: int, batch: Any, rows: int,
 
 
 def _batch(job: Job, dataset: Any, split: Split) -> Any:
-    """Load the first shard of the first batch, as a worker gets it; there is no larger one."""
+    """Load the first shard of the first batch, as a worker gets it: the largest one."""
     alone = job.model_copy(update={"loader": Loader(pin_memory=False), "on_error": None, "skip": None})
     pick = None
     if job.task == "predict":
@@ -130,7 +130,7 @@ class Held:
     """The bytes that a pass over one shard held, by device.
 
     `peak` is the most in a forward and a backward without the optimizer's state, and `step_peak` the most in the
-    optimizer's step. `activations` are the most of all that is neither parameter, buffer nor gradient. `growing` are
+    optimizer's step. `activations` are the peak of all tensors but parameters, buffers and gradients. `growing` are
     the bytes of gradients during the pass on the first device, each with the most activations beside them.
     """
 
@@ -147,7 +147,7 @@ class Held:
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A count, within the block, of the bytes of all tensors that operations make, by device, until they are freed.
 
-    What is kept beyond a step (parameters, gradients) is told by `keep`; all else counts as activations.
+    `keep` marks tensors that outlive a step (parameters, gradients); all others count as activations.
     """
 
     # torch's MemTracker, which is private, counts the same peaks within 3 %. It takes seven times as long, imports
@@ -294,7 +294,7 @@ class FakeShard:
         return infer
 
     def _with_optimizer(self, model: nn.Module, live: LiveMemory, held: Held) -> Held:
-        """Run the optimizer's step on the gradients that there are, to see its state and what it needs."""
+        """Run the optimizer's step on the present gradients, to measure its state and its peak."""
         optimizer = build_optimizer(self.job.optimizer, model)
         for group in optimizer.param_groups:
             if self.on_gpu and "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -373,7 +373,7 @@ def _sharded(job: Job, shard: FakeShard, whole: Held, alone: WorkerMemory, split
 def _part(job: Job, held: Held, whole: Held, seen: int, workers: int, on_gpu: bool) -> DeviceMemory:
     """Return what one of `workers` holds, by a pass that has seen what one of another number of them holds.
 
-    What is sharded is in inverse proportion to the workers, and nothing else depends on them.
+    Sharded tensors are in inverse proportion to the workers; nothing else depends on them.
     """
     (at,), ratio = map(str, fake_devices(1)), seen / workers
     parameters, gradients = round(held.parameters[at] * ratio), round(held.gradients[at] * ratio)

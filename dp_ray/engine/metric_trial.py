@@ -1,8 +1,8 @@
 """Find out, in an evaluation, whether a metric of torchmetrics reads each of its updates as a whole.
 
 Some guess, by all numbers of an update, if these are logits: numbers between 0 and 1 alone are taken for
-probabilities. So what they give depends on which rows come together, by `shards` and `batch_size`. No class says
-that it guesses. So copies of each metric get the same rows at once, and one by one.
+probabilities. So their values depend on which rows come together, by `shards` and `batch_size`. No class says that it
+guesses. So copies of each metric get the same rows at once, and one by one.
 """
 
 import copy
@@ -43,7 +43,7 @@ class MetricTrial:
         try:
             is_cut = num_rows(seen, self._batch_dim) == rows and not may_have_lists_of_rows(seen, rows)
             piece = copied(cut(seen, 0, kept, self._batch_dim)) if is_cut else None
-        except Exception:  # what a user's step gives may have any form
+        except Exception:  # a user's step may return any form
             piece = None
         if piece is None:
             self._metrics = {}
@@ -106,7 +106,7 @@ def _apart(metric: Any, seen: Any, batch_dim: int) -> str | None:
         if again is None or not _are_near(at_once, _value(again), 0.0):
             return None  # it draws
     if not is_told and _are_near(at_once, one_by_one, room, least=1.0):
-        return None  # a sum whose terms cancel, or one for each update, of which it is the mean
+        return None  # a sum whose terms cancel, or a mean of one number for each update
     return f"of {rows} rows it gives {_shown(at_once)} at once, and {_shown(one_by_one)} one by one"
 
 
@@ -144,7 +144,7 @@ def _tells(at_once: Any, one_by_one: Any, rows: int) -> bool:
 
 
 def _value(metric: Any) -> torch.Tensor:
-    """Return what a metric gives, as one vector."""
+    """Return a metric's value as one vector."""
     leaves = torch.utils._pytree.tree_leaves(metric.compute())
     return torch.cat([torch.as_tensor(leaf).reshape(-1).double() for leaf in leaves])
 

@@ -1,9 +1,9 @@
 """Copies of a user's objects: one for this process, or one packed for workers.
 
 Both are made by pickle, with the same rules, so that `workers: 0` trains what workers on Ray would. Begin at `copied`
-and `pack`. Three things differ from plain pickle. The elements of tensors stand beside the pickled bytes, so that
-no more than the copy itself takes memory. Parameters keep their hooks, class and attributes. What torch refuses to
-pickle though it can be copied, like a parametrized module, is taken apart and put together again.
+and `pack`. Three things differ from plain pickle. The elements of tensors stand beside the pickled bytes, so that no
+more than the copy itself takes memory. Parameters keep their hooks, class and attributes. Objects that torch can copy
+but refuses to pickle, like a parametrized module, are taken apart and put together again.
 """
 
 import copyreg
@@ -47,7 +47,7 @@ class PackedObject:
     head: bytes
     storages: list[UntypedStorage]
     next_hook: int  # the number that torch gives to the next hook of any module or tensor
-    held: list[Any]  # what a copy in this process shares with the object; nothing of what goes to another one
+    held: list[Any]  # objects that a copy in this process shares with the original; empty for another process
 
     def __reduce__(self) -> Any:
         assert not self.held, "a copy for this process refers to its objects"
@@ -78,8 +78,8 @@ def check_packs(value: Any, pickler: Any) -> None:
 def copied_object(value: Any, kept: Iterable[Any] = ()) -> Any:
     """Return a copy for this process, with memory of its own. Raises what pickle raises if there can be none.
 
-    What has a name in a module stays what it is: classes, functions, and what functions take as globals. The copy
-    also refers to the objects `kept` themselves.
+    Named objects of a module are not copied: classes, functions, and the globals of functions. The copy also refers
+    to the objects `kept` themselves.
     """
     file, packer = io.BytesIO(), _Here(kept)
     packer.dump_to(file, value)
@@ -88,7 +88,7 @@ def copied_object(value: Any, kept: Iterable[Any] = ()) -> Any:
 
 
 def reached(value: Any, kept: Iterable[Any] = ()) -> tuple[dict[Any, Any], Exception | None]:
-    """Return what of an object a copy would have anew, by identity: who holds it sees no change of the copy's.
+    """Return the parts of an object, by id, that a copy would not share: their holders see no change of it.
 
     If there can be no copy, also return why.
     """
@@ -131,7 +131,7 @@ def what_fails(module: nn.Module, dump: Callable[[Any], object], with_hooks: boo
 
 
 def part_that_fails(value: Any, dump: Callable[[Any], object]) -> tuple[str, Any, Exception] | None:
-    """Return where in a value is what cannot be pickled, like `inner.db` or `options['key'][0]`, what it is, and why.
+    """Return which part of a value cannot be pickled, like `inner.db` or `options['key'][0]`, its class, and why.
 
     The name is empty for the value itself. None if it can be pickled, or if it holds itself.
     """
@@ -195,7 +195,7 @@ def _arrived(head: bytes, sent: list[tuple[str, Any]], next_hook: int) -> Packed
         # Copied, since an array that Ray hands out is of shared memory, and must not be written.
         _elements(storage)[:] = np.frombuffer(raw, np.uint8)
         device = torch.device(name)
-        # What the job runs on is decided later; a worker may see fewer GPUs than the caller, or none.
+        # The job's devices are chosen later: a worker may see fewer GPUs than the caller, or none.
         is_here = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
         storages.append(storage.to(device=device) if is_here else storage)
     return PackedObject(head, storages, next_hook, [])
@@ -265,7 +265,7 @@ def _tensor(tensor: torch.Tensor) -> Any:
     """Reduce a tensor: torch drops the hooks of each, and the class of a parameter."""
     hooks = _hooks_of(tensor)
     if type(tensor).__reduce_ex__ is nn.Parameter.__reduce_ex__:
-        # What it refers to is set once it is there, since that may be its module.
+        # Its attributes are set once it exists: they may refer to its module.
         state = (torch._utils._get_obj_state(tensor), hooks)  # type: ignore[no-untyped-call]
         made = (type(tensor), tensor.data, tensor.requires_grad)
         return _parameter, made, state if any(state) else None, None, None, _set_state
@@ -321,7 +321,7 @@ def _of_script(raw: bytes) -> Any:
 
 
 class _Referent:
-    """Something to which a reference can be dead."""
+    """An object for a reference that is dead."""
 
 
 def _dead_reference() -> Any:
@@ -334,13 +334,13 @@ _BY_NAME = (enum.Enum, logging.Logger)  # a copy has the same ones
 
 @dataclass(frozen=True)
 class _Held:
-    """Marks what a copy in this process refers to itself."""
+    """Marks an object that a copy in this process shares."""
 
     value: Any
 
 
 class _Here(pickle.Pickler):
-    """Pickles for this process: what has a name in a module is not copied, and functions without one are."""
+    """Pickles for this process: named objects of a module are not copied, functions without a name are."""
 
     def __init__(self, kept: Iterable[Any], notes: bool = False) -> None:
         self.storages: _Storages

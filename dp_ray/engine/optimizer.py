@@ -36,7 +36,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the model's trainable parameters, in the job's parameter groups.
 
-    `instead` has what the optimizer gets in place of a parameter, by the parameter's id. Raises JobError if there is
+    `instead` maps a parameter's id to the tensor that the optimizer gets in its place. Raises JobError if there is
     nothing to train or the job gives no usable optimizer. Raises ModelError if a parameter has no shape yet or is an
     expanded tensor.
     """
@@ -205,7 +205,7 @@ class Schedule:
         """Build the scheduler again, and step it as often as the present one was: for another length of the training.
 
         The learning rate is then that of a training which had this length from its start. Returns False if the
-        scheduler, which is not of torch's kind, does not say how often it was stepped.
+        scheduler is not torch's and does not say how often it was stepped.
         """
         if not isinstance(self.scheduler, LRScheduler):
             return False
@@ -274,7 +274,7 @@ def _call(key: str, function: Any, first: Any) -> Any:
 
 
 def runs_users_code(spec: Any) -> bool:
-    """Return whether an optimizer or a scheduler may run other code than torch's, which may draw random numbers."""
+    """Return whether an optimizer or a scheduler may run code that is not torch's: it may draw random numbers."""
     if spec is None or not isinstance(spec, Target):
         return spec is not None
     named = isinstance(spec.target, str)

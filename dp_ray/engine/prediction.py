@@ -1,7 +1,7 @@
 """The prediction loop of one worker: shard in, outputs out. It uses neither Ray nor files.
 
 Begin at `predict`. `outputs.after` computes from a shard's outputs, `keep` picks from them, `dtype` converts them:
-all on the device, so what is left out is never copied from there.
+all on the device, so that outputs that are not kept are never copied.
 """
 
 import copy
@@ -70,7 +70,7 @@ WHOLE = "output"  # the path of outputs that are one tensor, as its column is na
 class OverflowNotes:
     """Lines for the user of outputs that `outputs.dtype` makes infinite: one a path, of its first shard.
 
-    No GPU is waited for: what it finds comes to the host while it runs the next shards.
+    It waits for no GPU: the findings come to the host while the GPU runs the next shards.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class OverflowNotes:
             self._add(shard, path, _name(here.dtype))
 
     def take(self, wait: bool = False) -> list[str]:
-        """Return the lines that are known, each once; with `wait`, those of all shards so far."""
+        """Return the lines that are known, each once; with `wait`, the lines of all shards so far."""
         while self._coming and (wait or self._coming[0][-1].is_here()):
             shard, path, dtype, found = self._coming.popleft()
             with waiting(ON_GPU):
@@ -167,7 +167,7 @@ class OutputSelector:
 
 
 def chosen(there: Sequence[Keys], patterns: Sequence[str], where: str) -> set[Keys]:
-    """Return the keys of which the path, or that of a container around them, fits one of the patterns.
+    """Return the keys whose path, or whose container's path, fits one of the patterns.
 
     Raises JobError, which lists all paths, if a pattern fits none.
     """
@@ -243,7 +243,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class PredictedShard(NamedTuple):
-    """A shard that has run: what is kept of its outputs, and what is carried of its samples, by key.
+    """A shard that has run: its outputs that are kept, and the carried values of its samples, by key.
 
     `flops` are a row's operations, in the first one, if they are counted.
     """
@@ -259,8 +259,8 @@ class PredictedShard(NamedTuple):
 class Prediction:
     """How a worker predicts its `work`: the clock splits the steps' time, `forwards` run a model that is sharded.
 
-    `notes` has lines for the user. If it counts a row's operations, the first shard runs once more; so does one for
-    the `trial` of which outputs have rows.
+    `notes` has lines for the user. To count a row's operations, the first shard runs twice; so does one for the
+    `trial`, which finds the outputs with rows.
     """
 
     job: Job
@@ -296,7 +296,7 @@ def predict(
                 if shard is None:  # the other workers need this one to gather parameters
                     runner.run_dummy(batch)
                 else:
-                    # The outputs get no name: those that are not kept are freed before the next shard.
+                    # No name holds the outputs: those that are not kept are freed before the next shard.
                     yield runner.run(shard, indices, batch, counts_flops)
                     counts_flops = False
             prediction.clock.enter(Part.OTHER)
@@ -389,7 +389,7 @@ class _Runner:
         clock.enter(Part.OUTPUTS)
         selected = self.select(outputs, inputs, shard)
         if trial is not None and is_tried:
-            del outputs  # what is not kept: the trial may need its memory
+            del outputs  # the trial may need the memory of outputs that are not kept
             if rows == 1:
                 self._try_texts(trial, other, selected, shard)
             else:

@@ -45,7 +45,7 @@ def choose_blocks(job: Job, model: nn.Module) -> list[nn.Module]:
 def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Module) -> list[nn.Module]:
     """Return the outermost modules of these classes that have parameters, in the order of the model.
 
-    Raises JobError, which names the `key`, if the model has no module of a class that is named, or if that is a
+    Raises JobError, which names the `key`, if the model has no module of a class that is named, or if the class is a
     container, like a ModuleList, which is never called.
     """
     if classes == "auto":
@@ -99,7 +99,7 @@ def _items(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outside(block: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that are reached without the block, also if they are in it too."""
+    """Yield the modules outside of the block, including those that are in it too."""
     if module is not block:
         yield module
         for child in module.children():

@@ -1,8 +1,8 @@
 """Which tensors of a model's outputs have a row for each sample: tried once in a run, with one row less.
 
-A size does not tell: in a shard of two rows, the hidden state of two layers, `[layers, rows, size]`, looks as if its
+A size is no proof: in a shard of two rows, the hidden state of two layers, `[layers, rows, size]`, looks as if its
 first dimension held the rows, and so do four prototypes in a shard of four. So the first shard with two rows or more
-runs once more without its last row, on a copy of its batch. What follows the rows is one shorter then.
+runs once more without its last row, on a copy of its batch. A tensor with rows is then one shorter.
 
 A worker may have no such shard. Then a list of one text is tried: its first shard of one row runs with the row twice.
 """
@@ -41,7 +41,7 @@ class Less(NamedTuple):
     is_same: bool
 
     def follows(self, rows: int, batch_dim: int) -> bool | None:
-        """Return whether it has its `rows` rows in the dimension for them; None if these sizes do not tell."""
+        """Return whether it has its `rows` rows in the dimension for them; None if the sizes do not show it."""
         if self.size is None or self.less is None:
             return False
         dim = row_dim(self.size, batch_dim)
@@ -52,7 +52,7 @@ class Less(NamedTuple):
         return self.less[dim] == rows - 1
 
     def misfit(self, rows: int, batch_dim: int, leave_out: str) -> str:
-        """Say of one that does not follow the rows how long it was, and what to write; `leave_out` is one way."""
+        """Describe an output that does not follow the rows, and how to change it; `leave_out` is one way."""
         assert self.size is not None and self.less is not None
         dim = row_dim(self.size, batch_dim)
         there = [
@@ -75,8 +75,8 @@ Tried = Mapping[str, Less] | str  # by path; or why a shard could not be tried
 class RowTrial:
     """The trial of a run, on one worker.
 
-    `cannot` says why this worker may not run a shard by itself; "" if it may. `note` takes a line for the user if
-    there is no trial, and so sizes alone count.
+    `cannot` says why this worker may not run a shard by itself; "" if it may. `note` gets a line for the user if
+    there is no trial, so that sizes alone decide.
     """
 
     running = False  # whether a trial runs in this process: what measures forwards leaves it out
@@ -108,7 +108,7 @@ class RowTrial:
     def run(self, forward: Callable[[Any], Any], less: Any | None, outputs: Any, rows: int) -> Tried:
         """Run `forward` on a batch of one row `less`, and compare what it returns with the `outputs` of all `rows`.
 
-        It leaves no graph, and no random number drawn. An error of it only says why there is no trial.
+        It leaves no graph, and no random number drawn. If it raises, the error is the reason why there is no trial.
         """
         if less is None:
             return self._cannot or NO_BATCH
@@ -124,7 +124,7 @@ class RowTrial:
             return error_text(f"with {what}, the model", _first_cause(error)).splitlines()[0]
 
     def end(self, tried: Tried) -> None:
-        """Take in what a trial has shown: there is no other one."""
+        """Keep the result of a trial; no other one runs."""
         self.is_open = False
         self._tried = tried
         if isinstance(tried, str):
@@ -134,12 +134,12 @@ class RowTrial:
             )
 
     def end_single(self, tried: Tried) -> None:
-        """Take in what a shard of one row has shown: no other one is tried, but one of more rows is."""
+        """Keep the result of a shard of one row: no other one is tried, but a shard of more rows is."""
         self._is_single_due = False
         self._tried = tried
 
     def is_column(self, path: str, length: int, rows: int) -> bool:
-        """Return whether a list of texts has one for each row of a shard; if nothing was tried, its length tells.
+        """Return whether a list of texts has one for each row of a shard: by the trial, or else by its length.
 
         Raises ModelError if it had one for each in the shard of the trial, and has not here.
         """
@@ -161,14 +161,14 @@ def row_dim(size: Sequence[int], batch_dim: int) -> int | None:
 
 
 def _can_be_cut(job: Job, batch: Any, rows: int) -> bool:
-    """Return whether a batch without its last row is what a shard of fewer rows would have been.
+    """Return whether a batch without its last row is the same as a shard of one row less.
 
-    An object in it, or a number that is that of the rows, would stay as it is.
+    It is not if the batch holds an object, or a number equal to that of the rows: they would not change.
     """
     found = [node for _, node in all_nodes(flatten(batch)[1])]
     if not all(is_plain(node.value) and node.value != rows for node in found if node.kind == "constant"):
         return False
-    if job.collate is None:  # torch's makes columns of all but texts, of which a list has one for each row
+    if job.collate is None:  # torch's collate makes tensors of all but texts, which are lists with one for each row
         texts = [part for part in flatten(batch, is_whole=is_texts)[0] if is_texts(part)]
         are_cut = all(len(text) == rows for text in texts)
         return are_cut and (count_of(batch, job.batch_dim) == rows or (bool(texts) and not flatten(batch)[0]))
@@ -213,7 +213,7 @@ def _is_same(here: Any, there: Any) -> bool:
 
 
 def constants_of(spec: TreeSpec) -> dict[str, Any]:
-    """Return what is no tensor in outputs, by path: numbers, texts, None and objects."""
+    """Return the values in outputs that are no tensors, by path: numbers, texts, None and objects."""
     return {".".join(map(str, keys)): node.value for keys, node in all_nodes(spec) if node.kind == "constant"}
 
 

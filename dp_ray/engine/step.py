@@ -1,10 +1,9 @@
 """Run one shard through the model: its outputs, its loss and its metrics. Begin at `build_step` and `Metrics`.
 
-The loss contract: each shard gives a sum and a weight; the whole batch's loss is sum of sums / sum of weights.
-A sum of weight 0 counts as nothing, whatever it is: a mean over no labels, times 0, is NaN (`UsersPair`).
-A loss, and each metric, returns one number for each row (or element), each of weight 1; or `(sum, weight)`.
-One number for each class, or for each pair of rows, is an error, also where its size is that of one number for each
-row: `Metrics` finds out by a trial.
+The loss contract: each shard gives a sum and a weight; the whole batch's loss is sum of sums / sum of weights. A sum
+of weight 0 counts as nothing, whatever it is: a mean over no labels, times 0, is NaN (`UsersPair`). A loss, and each
+metric, returns one number for each row (or element), each of weight 1; or `(sum, weight)`. One number for each class,
+or for each pair of rows, is an error. If its size does not show it, a trial call of `Metrics` does.
 """
 
 import copy
@@ -225,7 +224,7 @@ class Metrics:
     def __init__(self, functions: Mapping[str, Compare], batch_dim: int = 0) -> None:
         self.functions = dict(functions)
         self._batch_dim = batch_dim
-        self._tried: set[str] = set()  # what a trial has counted the numbers of
+        self._tried: set[str] = set()  # the measures whose numbers a trial has counted
         self._of_rows: set[Any] = set()  # the sizes of values, outputs and targets that are known to be of rows
 
     def names(self, has_loss: bool) -> list[str]:
@@ -258,7 +257,7 @@ class Metrics:
         return measured
 
     def _check_rows(self, what: str, function: Compare, value: Any, step_output: StepOutput, rows: int) -> None:
-        """Raise ModelError if a value is not of single rows; where its size may deceive, a trial tells, once."""
+        """Raise ModelError if a value is not of single rows; if its size does not show it, a trial does, once."""
         if what in self._tried:
             return
         outputs, target = step_output.outputs, step_output.target
@@ -313,7 +312,7 @@ def _may_not_be_of_rows(value: Any, rows: int, outputs: Any, target: Any, batch_
 
 @torch.no_grad()
 def _count_numbers(function: Compare, outputs: Any, target: Any, batch_dim: int) -> tuple[int, int] | None:
-    """Count the numbers that a function returns for one row and for two; as many are one for each class, say.
+    """Count the numbers that a function returns for one row and for two.
 
     A copy of the function is called with the first row, and with that row twice. None if such a call raises, or
     returns no tensor.
@@ -400,7 +399,7 @@ def row_of(measured: list[Weighted], device: torch.device) -> Row:
         return numbers
     read: list[float] = []
     for number in numbers:
-        # Only what is on the CPU is read at once: a GPU would be waited for, and a fake tensor has no number.
+        # Read only numbers on the CPU: a read would wait for a GPU, and a fake tensor has no number.
         if type(number) is torch.Tensor and number.is_cpu:
             read.append(number.item())
         elif isinstance(number, torch.Tensor):
@@ -583,8 +582,8 @@ def _num_positional(model: nn.Module) -> tuple[int, float]:
 def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:
     """Return the job's loss as a function of (outputs, target); torch's own losses are built unreduced.
 
-    One that is over the batch is built as it is. Raises JobError if it cannot be called, has parameters to train, or
-    asks for a reduction that has no mean over the whole global batch.
+    A loss over the batch is built as it is. Raises JobError if it cannot be called, has parameters to train, or asks
+    for a reduction that has no mean over the whole global batch.
     """
     sees_all = is_over_batch(spec)
     if sees_all:
@@ -685,7 +684,7 @@ def _of_classes(
     """Compute cross entropy whose mean is torch's: divided by the classes' weights, without the ignored targets."""
     losses: torch.Tensor = loss(outputs, target)
     if target.is_floating_point() or losses.shape != target.shape:
-        return losses  # probabilities: each row counts 1; or what a class derived from torch's has made of the losses
+        return losses  # probabilities: each row counts 1; or losses that a derived class has changed
     kept = target != loss.ignore_index
     if loss.weight is None:
         return Weighted(total_of(losses), kept.sum())
@@ -706,9 +705,9 @@ def of_neighbours(
 ) -> SplitLosses | None:
     """Return the loss of parts of a shard, if the losses of rows depend on the other rows; None if not, or unknown.
 
-    `value` is what the loss gave for the outputs and target `seen`. A loss of single rows has a sum that is that of
-    its parts, up to rounding, which is small if `is_exact`. A copy of the loss is called, without gradients: twice,
-    and once more if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
+    `value` is the loss of the outputs and target `seen`. The sum of a loss of single rows is the sum of its parts, up
+    to rounding, which is small if `is_exact`. A copy of the loss is called, without gradients: twice, and once more
+    if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
     """
     try:
         if rows < 2 or is_torchs(compare) or any(may_have_lists_of_rows(batch, rows) for batch in seen):
@@ -727,7 +726,7 @@ def of_neighbours(
         with preserved(_device_of(seen)), on_copies(beside):
             first, others = loss_of(0, 1), loss_of(1, rows)
             room = size * (1e-5 if is_exact and isinstance(value, torch.Tensor) else 1e-4 if is_exact else 5e-3)
-            if not abs(together - first - others) > room:  # also where one is no number
+            if not abs(together - first - others) > room:  # also if one is NaN
                 return None
             same = abs(loss_of(0, rows) - together) <= room
     except Exception:  # a user's loss may take no single row, or the device has no memory for another call
@@ -736,7 +735,7 @@ def of_neighbours(
 
 
 def is_torchs(compare: Compare) -> bool:
-    """Return whether a loss is one of torch's own classes, whose losses are those of single rows."""
+    """Return whether a loss is one of torch's own classes: they give losses of single rows."""
     while isinstance(compare, functools.partial):
         inner = [module for module in (compare.func, *compare.args) if isinstance(module, nn.Module)]
         compare = inner[0] if inner else compare.func

@@ -1,6 +1,6 @@
 """A DataLoader whose reads are timed, and whose processes begin and end as a run needs them.
 
-`StepTimes` says how long a worker's steps wait for data, and how long reading the data takes.
+`StepTimes` measures how long a worker's steps wait for data, and how long reading the data takes.
 """
 
 import multiprocessing
@@ -46,7 +46,7 @@ class StepTimes:
         self._began = time.perf_counter()
 
     def begin(self) -> None:
-        """Begin the loop and its first step now: what was set up before counts nowhere."""
+        """Begin the loop and its first step now: the time before counts nowhere."""
         self._began = time.perf_counter()
         self.clock.restart()
 
@@ -105,8 +105,8 @@ class TimedLoader(Iterator[Any]):
         return batch
 
 
-END_SECONDS = 1.0  # how long a process may take to end by itself, once nobody needs what it reads
-LOOK_SECONDS = 5.0  # after which a process is looked at: one of its own that lives on may hide its end
+END_SECONDS = 1.0  # how long a process may take to end by itself, once its data is not needed
+LOOK_SECONDS = 5.0  # after which a process is checked: a child of it that lives on may hide its end
 
 
 class _EndOfFile:
@@ -119,9 +119,9 @@ class _EndOfFile:
 class Watch:
     """A thread that waits for the end of a loader's processes; use `end` to end them.
 
-    Should one end in the midst of its work, all end, and what waits for them reads the end of a file: also in the
-    midst of a batch, of which the rest never comes, or for a lock that the process held. So it is told where the next
-    batch is awaited, in any thread. The handler of a signal, as torch's, raises wherever the main thread is.
+    If one ends in the midst of its work, all end, and a reader that waits for them reads the end of a file: also in
+    the midst of a batch, or for a lock that the process held. So the error is raised where the next batch is awaited,
+    in any thread. The handler of a signal, as torch's, raises wherever the main thread is.
     """
 
     def __init__(self, batches: _MultiProcessingDataLoaderIter) -> None:
@@ -204,8 +204,8 @@ _STARTING = threading.Lock()
 def _unknown_to_torchs_handler() -> Iterator[None]:
     """Within the block, torch sets no handler for SIGCHLD, and one that is there gets to know no process.
 
-    It raises in the main thread, wherever that is: in the user's code, or while Python starts a thread. If somebody
-    else starts a DataLoader meanwhile, torch finds its ended processes where it looks at them every 5 s.
+    It raises in the main thread, wherever that is: in the user's code, or while Python starts a thread. If other code
+    starts a DataLoader meanwhile, torch finds its ended processes by its check every 5 s.
     """
     know = _handling._set_worker_pids
     with (
@@ -240,7 +240,7 @@ def begin_process(process: int) -> None:
 
 
 def _send_instead(queue: Any, error: Exception, put: Any) -> None:
-    """Send, from a loader's process, an error in place of a batch that cannot be sent, for which the worker waits.
+    """Send, from a loader's process, an error in place of a batch that cannot be sent: the worker waits for it.
 
     A thread of the queue pickles the batch and shares its tensors' memory. Python only has it print the error.
     """

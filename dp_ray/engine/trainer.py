@@ -102,7 +102,7 @@ class Trainer:
         self._seeds_update = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
 
     def step(self, step: int, steps: Iterator[LoadedStep], on_shard: OnShard, wants_stop: bool = False) -> Update:
-        """Train on the global batch of `step`, of which `steps` gives this worker's shards; every rank calls this.
+        """Train on the global batch of `step`; `steps` yields this worker's shards of it. Every rank calls this.
 
         `on_shard` gets each shard with its batch and output. `wants_stop` asks all workers to stop. Raises
         ModelError, which names step and shard, for user errors.
@@ -125,9 +125,9 @@ class Trainer:
             raise_advised(error, self._job, f"step {step}", size, self._shards_that_fit)
 
     def _update(self, loaded: LoadedStep, sums: torch.Tensor) -> Update:
-        """Update the parameters from their gradients, which are the same on all workers, and so are all decisions."""
+        """Update the parameters from their gradients; these, and so all decisions, are the same on all workers."""
         split, step, rate = self._split, loaded.step, self.optimizer_step.learning_rate
-        # What runs until the next read may draw: the same numbers on all workers.
+        # User code up to the next read may draw: the same random numbers on all workers.
         if self._seeds_update or self.optimizer_step.hooks.hooked:
             seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self.placement.world.device)
         known: Any = sums if self._is_on_gpu else sums.tolist()  # without waiting for a GPU
@@ -142,7 +142,7 @@ class Trainer:
         if is_empty:
             norm = self.optimizer_step.skip()
         else:
-            # A loss over the batch is divided by no rows: its gradient is that of the whole.
+            # A loss over the batch is not divided by rows: its gradient is the whole batch's.
             rows = whole.stop - whole.start
             norm = self.optimizer_step.apply(rows if self._is_over_batch else known[1], rows, step)
         # An update that fp16 skipped is none: the average takes in no weights twice.
@@ -157,14 +157,14 @@ class Trainer:
         return ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
 
     def _shards_that_fit(self) -> int | None:
-        """Estimate, after an out-of-memory error, the fewest shards that fit; None where there is no estimate."""
+        """Estimate, after an out-of-memory error, the fewest shards that fit; None if there is no estimate."""
         world, running = self.placement.world, self.gradient.replica.running_batch
         is_on_one_gpu = world.device.type == "cuda" and len(world.devices) == 1
         if self.placement.is_sharded or running is None or not is_on_one_gpu:
             return None
         from dp_ray.engine.memory import shards_that_fit  # its imports take a second
 
-        # What torch keeps for itself is this worker's to use too.
+        # This worker can use the memory that torch has reserved, too.
         room = int(torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device))
         return shards_that_fit(self._job, self._split, world.world_size, *running, room)
 
@@ -198,7 +198,8 @@ class Trainer:
         self.state.load(written)
 
     def _parts(self) -> dict[str, Any]:
-        """Return what has a state, by its key in a checkpoint; the model comes first, since the average needs it."""
+        """Return the objects with a state, by their keys in a checkpoint: the model first, since the average needs
+        it."""
         average = {} if self.average is None else {"ema": self.average}
         return {"model": self.model, **self.optimizer_step.parts, **average}
 
@@ -222,7 +223,7 @@ class Pass:
     worker. A step may have several passes, as of a GAN, each with a loss and an update of its own; a pass that `adds`
     leaves the sums of earlier passes in the gradients, and they are not summed again.
 
-    The reduction is built in the first step, whose batches tell what DDP must expect.
+    The reduction is built in the first step: its batches show what DDP must expect.
     """
 
     placement: Placement
@@ -265,7 +266,8 @@ class Pass:
         loaded, has_run = self.loss.prepare(replica, loaded, self.optimizer_step.seed, number, is_built)
         reduction, loaded = (self._reduction, loaded) if self._reduction is not None else self._built(loaded, stats)
         # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
-        # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Of most losses the weight is the rows.
+        # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Most losses have the rows as their
+        # weight.
         whole = loaded.whole.stop - loaded.whole.start
         filled = [shard.shard for shard in loaded.shards if shard.rows]
         reduction.begin(loaded.step, filled, num_filled(whole, self.split.shards))
@@ -302,7 +304,7 @@ class Pass:
     def _forward(self, reduction: Reduction, turn: Round, stats: Stats, number: int) -> torch.Tensor:
         """Return the sum of a shard's losses, and take its sums and weights in.
 
-        Of a round without a shard, return a zero that reaches what the others wait for.
+        In a round without a shard, return a zero whose backward reaches the parameters for which others wait.
         """
         shard, replica = turn.shard, self.replica
         if shard is None:
@@ -314,7 +316,7 @@ class Pass:
         assert row is not None
         stats.put(shard.shard, row)
         if shard.shard == 0:
-            self.state.keep()  # every worker goes on from what shard 0 has written
+            self.state.keep()  # every worker goes on from the writes of shard 0
         return loss
 
     def _backward(

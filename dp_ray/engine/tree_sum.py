@@ -1,8 +1,8 @@
 """Sum the shards' gradients by the fixed tree of `plan.tree`: on one worker, then over the workers.
 
 Every shard's gradient is a leaf. A worker adds its own shards in tree order while it runs them (`ShardSums`). Then
-rank r owns slice r of what is summed: an all-to-all sends it that slice of every worker's nodes (`exchanged`). It
-adds them in tree order, and an all-gather distributes the sums (`tree_sum`).
+rank r owns slice r of the sum: an all-to-all sends it that slice of every worker's nodes (`exchanged`). It adds them
+in tree order, and an all-gather distributes the sums (`tree_sum`).
 
 Bytes that one of W workers sends for B bytes of gradients, if each worker's shards are m nodes of the tree:
 (1 + m) (W-1)/W B, with m at most 2 log2(shards). For m = 1 that is the 2 (W-1)/W B of a ring's all-reduce; m is 1

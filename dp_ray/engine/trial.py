@@ -50,7 +50,7 @@ def why_not(job: Job, world: World, data: Data, evaluated: Data | None) -> str:
     """Return why this worker's devices do not hold its shards of a step; empty if they do. Every rank calls this.
 
     A training's step runs twice, since the first one makes the optimizer's state. `evaluated` is the data of its
-    evaluations, which run a step too. Raises what the user's code raises, but for memory.
+    evaluations, which run a step too. Raises the errors of user code, except for memory.
     """
     try:
         _try(job, world, data, evaluated)
@@ -158,7 +158,7 @@ def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer
 
 
 def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:
-    """Run a prediction's step, with what it computes of the outputs."""
+    """Run a prediction's step, and compute its outputs to keep."""
     work, steps = _load(world, data, PredictInputs(job, model, lambda text: None))
     prediction = Prediction(job, world.device, work, forwards=forwards)
     with closing(steps), closing(predict(prediction, called, steps)) as finished:

@@ -53,8 +53,9 @@ PARAMETERS = operator.itemgetter("params")
 class OptimizerStep:
     """A job's optimizer, scheduler and fp16 scaler, and their step, on a model that each worker holds whole.
 
-    Norm and clipping are over what the optimizer updates. `left_out` are the parameters that require a gradient and
-    that it does not hold: their gradients are dropped in each step, or they would grow from step to step.
+    Norm and clipping are over the parameters that the optimizer updates. `left_out` are the parameters that require a
+    gradient and that it does not hold: their gradients are dropped in each step, or they would grow from step to
+    step.
     """
 
     aligned: AlignedParts | None = None
@@ -87,12 +88,12 @@ class OptimizerStep:
         self.left_out: list[nn.Parameter] = []
         self._num_held = 0
         self._find_left_out()
-        # Of such parameters all gradients are alike, so that no step has to look at each.
+        # All on one device, dense, of one dtype: no step has to check each gradient.
         trained = [mine for _, mine in self._of_model]  # all of them: the groups may grow
         kinds = {(parameter.device, parameter.dtype) for parameter in trained}
         self._is_plain = not any(map(is_sharded, trained)) and not sparse_parameters(model)
         self._is_alike = self._is_plain and len(kinds) == 1 and not any(dtype in HALVES for _, dtype in kinds)
-        self._is_bare = self.scaler is None and not job.is_sharded  # an update is that of the optimizer alone
+        self._is_bare = self.scaler is None and not job.is_sharded  # an update is only `optimizer.step()`
         is_wide = any(dtype.itemsize > torch.float32.itemsize for _, dtype in kinds)
         self._factor_dtype = torch.float64 if is_wide else torch.float32
         self._rows: dict[int, torch.Tensor] = {}  # numbers of rows, on the GPU
@@ -101,7 +102,7 @@ class OptimizerStep:
         self._has_weighed = False
 
     def _find_left_out(self) -> None:
-        """Sort the parameters into those that the optimizer updates and the others; its groups may have grown."""
+        """Find the parameters that the optimizer does not update; its groups may have grown."""
         self._num_held = sum(map(len, map(PARAMETERS, self.optimizer.param_groups)))
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         self._parameters = [mine for _, mine in self._of_model if id(mine) in held]
@@ -109,9 +110,9 @@ class OptimizerStep:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Have in the model what the optimizer evaluates while the block runs: a schedule-free one trains others.
+        """Put the weights to evaluate into the model while the block runs: a schedule-free optimizer trains others.
 
-        After it, the weights are those of before to the bit: to switch there and back would round.
+        Then restore the weights to the bit: to switch there and back would round.
         """
         if not self._switches:
             yield
@@ -129,7 +130,7 @@ class OptimizerStep:
             copy_all(weights, before)
 
     def evaluated(self) -> dict[str, torch.Tensor]:
-        """Return copies of what `evaluating` has in the model, by name; none if that is what is trained."""
+        """Return copies of the weights to evaluate, by name; none if they are the trained ones."""
         if not self._switches:
             return {}
         with self.evaluating():
@@ -163,7 +164,7 @@ class OptimizerStep:
         return {"optimizer": self.optimizer, "scheduler": self.schedule.scheduler, "scaler": self.scaler}
 
     def seed(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return the gradient with which a backward of `loss` begins: that of loss / rows, scaled for fp16."""
+        """Return the gradient with which a backward of `loss` begins: 1 / rows, scaled for fp16."""
         if self.scaler is None:
             return loss.new_full((), 1.0 / rows)
         return self.scaler.scale(loss.new_ones(())) / rows
@@ -171,8 +172,8 @@ class OptimizerStep:
     def take_norms(self, parameters: Sequence[torch.Tensor]) -> None:
         """Compute the norms of gradients that will not change before `apply`, unless it must weigh or unscale them.
 
-        Called while this worker waits for the others' gradients. Where the last step's were weighed, it does
-        nothing: the next ones will be too; nor if there are hooks, each of which may change any gradient.
+        Called while this worker waits for the others' gradients. Does nothing if the last step rescaled its
+        gradients: the next one will too; nor if there are hooks, which may change any gradient.
         """
         if self._knows_early and not self._has_weighed and not self.hooks.hooked:
             gradients = [numbers_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -220,9 +221,9 @@ class OptimizerStep:
         return norm
 
     def _factor(self, weight: torch.Tensor | float, rows: int) -> torch.Tensor | float | None:
-        """Return what makes gradients of sum / rows those of sum / weight: None if these are equal, 0 for no weight.
+        """Return the factor from gradients of sum / rows to those of sum / weight: None for 1, 0 for no weight.
 
-        A weight that is a tensor is on a GPU, for which to read it would wait.
+        A weight that is a tensor is on a GPU; to read it would wait for the GPU.
         """
         if not isinstance(weight, torch.Tensor):
             return None if weight == rows else 0.0 if weight <= 0 else rows / weight
@@ -267,7 +268,7 @@ class OptimizerStep:
         return one_thread(self._parameters[0]) if self._is_exact else nullcontext()
 
     def drop_gradients(self) -> None:
-        """Drop all gradients: those that the optimizer has used, and those of parameters that it never updates."""
+        """Drop all gradients, also of parameters that the optimizer never updates."""
         self._known.clear()
         self.optimizer.zero_grad()
         for param in self.left_out:
@@ -362,7 +363,7 @@ UNSHARDED = {
 
 @dataclass(eq=False)
 class UnscaledStep:
-    """The optimizer as the fp16 scaler sees it; `has_run` tells whether an update was skipped."""
+    """The optimizer as the fp16 scaler sees it; `has_run` is False if an update was skipped."""
 
     optimizer: torch.optim.Optimizer
     has_run: bool = field(default=False, init=False)
@@ -405,7 +406,7 @@ class UnscaledParts(UnscaledStep):
 
 @contextmanager
 def updating_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Have an optimizer update sharded parameters and others apart, in the block, where a group has both.
+    """In the block, have an optimizer update sharded parameters and others apart if a group has both.
 
     An operation on a list of tensors takes sharded ones or others, but not both. One of torch's own optimizers takes
     such a group for two, with the same values. Any other, which may keep values of its own in a group, updates one

@@ -1,6 +1,6 @@
 """Wrap errors of the user's code: the message names the job's key that raised, and its inputs.
 
-`reraise_as` says which code raised, `locating` in which step and shard; the hints say what to change.
+`reraise_as` names the code that raised, `locating` the step and shard; the hints say what to change.
 """
 
 import signal

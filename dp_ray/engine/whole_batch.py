@@ -1,9 +1,9 @@
 """Losses and metrics that see the whole batch (`over: batch`): the outputs of all shards, merged in order.
 
-Each worker runs its shards forward and keeps their outputs. `merge` gathers those of all workers, so that every
-worker has the whole batch, computes the same loss of it, and so knows the gradient of its own shards' outputs. Then
-each shard runs again, and its backward begins with that gradient: beside the outputs, memory is that of one shard. A
-worker with a single shard keeps the graph of its forward, and runs it once.
+Each worker runs its shards forward and keeps their outputs. `merge` gathers the outputs of all workers: every worker
+has the whole batch, computes the same loss, and so the gradient of its own shards' outputs. Then each shard runs
+again, and its backward begins with that gradient: memory is that of all outputs and of one shard's graph. A worker
+with a single shard keeps the graph of its forward, and runs it once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,12 +80,12 @@ def build_over_batch(job: Job, device: torch.device) -> dict[str, Compare]:
 
 
 def seed_of_batch(seed: int, whole: Shard, device: torch.device, number: int = 0) -> None:
-    """Seed what a loss of the whole batch may draw, the same on all workers."""
+    """Seed the random numbers of a loss of the whole batch, the same on all workers."""
     seed_all(derive_seed(seed, "loss", whole.epoch, whole.step, number), device)
 
 
 class ShardOutput(NamedTuple):
-    """The outputs and the target of a shard with rows, and what a trial with one row less has shown of them."""
+    """The outputs and the target of a shard with rows, and the result of a trial with one row less."""
 
     shard: Shard
     outputs: Any
@@ -94,7 +94,7 @@ class ShardOutput(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """The form of a leaf of a shard's outputs or target, which every worker is told."""
+    """The form of a leaf of a shard's outputs or target, as it is sent to every worker."""
 
     path: str
     form: Form
@@ -123,7 +123,7 @@ class WholeBatches:
 
     def __init__(self, job: Job, trial: RowTrial | None = None) -> None:
         self.batch_dim = job.batch_dim
-        self.has_rows: dict[str, bool] = {}  # by path, where the trial tells
+        self.has_rows: dict[str, bool] = {}  # by path, as far as the trial shows it
         self._trial = trial if job.num_shards > 1 else None  # one shard is the whole batch
 
     def is_due(self, rows: int) -> bool:
@@ -135,7 +135,7 @@ class WholeBatches:
         return None if self._trial is None else self._trial.other(batch, rows)
 
     def tried(self, run: Callable[[Any], StepOutput], less: Any | None, output: ShardOutput) -> ShardOutput:
-        """Return the output of a shard with what a trial has shown of it, which `run` runs on one row `less`."""
+        """Return the output of a shard with the result of a trial, for which `run` runs on one row `less`."""
 
         def outputs_of(batch: Any) -> Any:
             step_output = run(batch)
@@ -182,9 +182,9 @@ def _named(path: str) -> str:
 class MergedBatch:
     """The outputs and targets of a whole batch, the same on all workers.
 
-    `starts` has the first row of each shard, `first` the number of the first one. `asking` has what the gradient of
-    each output with a graph is asked of. `dims` has the dimension of the rows of each leaf, None for a leaf without
-    rows.
+    `starts` has the first row of each shard, `first` the number of the first one. `asking` has a leaf for each output
+    with a graph: the loss gives it the output's gradient. `dims` has the dimension of the rows of each leaf, None for
+    a leaf without rows.
     """
 
     outputs: Any
@@ -196,9 +196,9 @@ class MergedBatch:
     dims: Mapping[str, int | None]
 
     def measure(self, what: str, function: Compare, is_last: bool = True) -> torch.Tensor:
-        """Return what a function gives of the whole batch: one number, a scalar tensor.
+        """Return a function's value of the whole batch: one number, a scalar tensor.
 
-        Unless it `is_last`, it gets copies: it may write what it gets, which another one gets as the model gave it.
+        Unless it `is_last`, it gets copies: it may write its arguments, and the next function gets the model's own.
         Raises ModelError if it raises, or returns anything else.
         """
         seen = (self.outputs, self.target)
@@ -217,8 +217,8 @@ class MergedBatch:
     def gradients(self, loss: torch.Tensor, seed: torch.Tensor, shards: Sequence[Shard]) -> dict[int, Gradients]:
         """Return the gradients of the shards' outputs, of a backward of `loss` that begins with `seed`.
 
-        Outputs of which the loss makes no use have none. That of one without rows goes to the first shard, and zeros
-        to the others. Raises ModelError if the loss depends on no output that has a graph.
+        Outputs that the loss does not use have none. For an output without rows, the first shard gets the gradient,
+        and the others zeros. Raises ModelError if the loss depends on no output that has a graph.
         """
         if not loss.requires_grad:
             raise ModelError("the loss does not depend on any parameter that is trained")
@@ -287,7 +287,7 @@ def _object(constant: Any) -> str:
 
 
 def _check_objects(shard: int, spec: TreeSpec, first: int, first_spec: TreeSpec) -> None:
-    """Raise ModelError for an object that is not that of this worker's first shard: objects are not sent."""
+    """Raise ModelError for an object that differs from this worker's first shard's: objects are not sent."""
     if spec is first_spec:
         return
     others = constants_of(first_spec)
@@ -368,7 +368,7 @@ def _dim_of_rows(path: str, pieces: Sequence[tuple[_Form, torch.Tensor]], batche
 
 
 def _joined_lists(forms: Sequence[_Form]) -> dict[str, list[Any]]:
-    """Return the lists with a constant for each row, joined in order, by path; not those that all shards share."""
+    """Return by path the lists with a constant for each row, joined in order; not lists that all shards share."""
     joined = {}
     for path in forms[0].lists:
         if all(path in form.lists for form in forms):
@@ -392,7 +392,7 @@ def _with_lists(spec: TreeSpec, above: str, lists: Mapping[str, list[Any]]) -> T
 
 
 def _check_constants(pieces: Sequence[_Piece], paths: Sequence[str], lists: Mapping[str, list[Any]]) -> None:
-    """Raise ModelError unless what has no rows is the same in all shards, to the bit; `lists` have rows."""
+    """Raise ModelError unless values without rows are the same in all shards, to the bit; `lists` have rows."""
     (first, leaves), *others = pieces
     for form, _ in others:
         for path in sorted(first.constants.keys() | form.constants.keys()):
@@ -424,7 +424,7 @@ def _check_constants(pieces: Sequence[_Piece], paths: Sequence[str], lists: Mapp
 
 
 def _asking(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tensor as one that a loss may write in place, and the leaf of which to ask its gradient.
+    """Return the tensor as one that a loss may write in place, and the leaf that gets its gradient.
 
     The leaf has its size, and no memory. A leaf itself may not be written, nor a view of one.
     """
@@ -490,9 +490,9 @@ class BatchLoss(ShardLoss):
     ) -> tuple[LoadedStep, bool]:
         """Run the shards forward, and compute the loss of the whole batch, so that each has its outputs' gradients.
 
-        A worker that runs a single shard keeps its graph, and runs it only here: returns whether it does. Not in the
-        first step, which tries that shard once more, nor in the step that tries which outputs have rows, nor where
-        shard 0 has no rows, so that the state stays.
+        A worker with a single shard keeps its graph, and runs it only here; returns whether it does. It does not in
+        the first step, which tries the shard again, in the step of the trial for rows, and if shard 0 has no rows, so
+        that the state stays.
         """
         loaded = loaded._replace(loaded=list(loaded.loaded))
         filled = [part for part in loaded.loaded if part.shard.rows]
@@ -532,7 +532,7 @@ class BatchLoss(ShardLoss):
         return output
 
     def take(self, whole: Shard, own: Sequence[ShardOutput], seed: Seed, number: int = 0) -> None:
-        """Compute the loss of the whole batch, of which `own` are this worker's shards; every rank calls this.
+        """Compute the loss of the whole batch; `own` are this worker's shards. Every rank calls this.
 
         `seed` makes the gradient with which the loss's backward begins. `number` is that of the step's pass.
         """
@@ -632,8 +632,8 @@ class _Giving(torch.autograd.Function):
 def detached(output: StepOutput, shard: Shard, runs_again: bool = True) -> ShardOutput:
     """Return a shard's outputs without their graph; those that have one are marked by `requires_grad`.
 
-    If the model `runs_again` before they are used, those without a graph are copies: it may write what it has
-    returned, as a buffer, and its buffers are put back.
+    If the model `runs_again` before they are used, outputs without a graph are copied: the model may return a buffer,
+    which it writes again or which is put back.
     """
 
     def kept(leaf: Any) -> Any:

@@ -5,7 +5,7 @@ structs of `data` and `shape`. In lists with an entry for each row (`outputs.rag
 length alone are Arrow lists: of numbers, or of lists of a fixed size, as boxes are. Floats that Arrow lacks
 (bfloat16, float8) are stored as float32, which holds them exactly. Complex numbers are stored as pairs. The schema's
 metadata keeps each column's original dtype and shape. Texts, and Python's numbers in such lists, are plain columns,
-as what is carried.
+as carried values are.
 
 `rows_of` and `to_arrow` lead there, `from_arrow` and `rebuild` back. The values of `outputs.carry` are columns
 beside them: one value of the dataset's item for each row.
@@ -266,8 +266,8 @@ def rows_of(
 ) -> tuple[Layout, Rows]:
     """Split a shard's outputs into their layout and their leaves, on the CPU with rows in dimension 0.
 
-    `carried` holds an array for each carried key. With `copies`, leaves of a GPU may be on their way yet: wait for
-    what is added to it before their numbers are used.
+    `carried` holds an array for each carried key. With `copies`, leaves of a GPU may still be on their way: wait for
+    the copies added to it before the numbers are used.
 
     Raises ModelError, which names the leaf's path, if a leaf does not have one entry for each of the `rows` rows, and
     Error for a class that cannot be made again.
@@ -281,7 +281,7 @@ def rows_of(
         if may_have_lists_of_rows(outputs, rows):
             raise ModelError(f"{error}; if a list has an entry for each row, set outputs.ragged: true") from None
         raise
-    unflatten(spec, leaves)  # a class that cannot be made again is told now, not once the outputs are read
+    unflatten(spec, leaves)  # raises now for a class that cannot be made again, not when the outputs are read
     carried = carried or {}
     names = iter(_column_names([*carried, *spec.paths]))
     beside = [CarriedColumn(key, next(names), arrow_kind(array.type)) for key, array in carried.items()]
@@ -323,7 +323,7 @@ LARGEST_BESIDE = 1 << 28  # bytes of a leaf that a GPU holds twice, while the ne
 
 
 def _kept(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -> tuple[Column, Any]:
-    """Return a leaf's column, and a copy of the leaf: one of those that `Rows` has."""
+    """Return a leaf's column, and a copy of the leaf, as `Rows` holds it."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "UT" and leaf.ndim == 1:
         dtype, array = _values(name, leaf.tolist())
         return Column(name, dtype, (), is_array=True), array
@@ -375,7 +375,7 @@ def rows_first(tensor: torch.Tensor, batch_dim: int, copies: list[HostCopy] | No
 
 
 def without_objects(outputs: Any) -> tuple[Any, dict[str, str]]:
-    """Replace what is no tensor, number or text by None; return the outputs, and the class of each removed path.
+    """Replace each object by None; return the outputs, and the class of each replaced object by its path.
 
     A numpy number becomes a plain one.
     """
@@ -529,7 +529,7 @@ def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[Any]]) -> Any:
 
 
 def bytes_of_value(value: str | bool | int | float) -> bytes:
-    """Return the bytes of a text, after their number, or those of a number of Python."""
+    """Return the bytes of a number of Python; of a text, the number of its bytes, then these."""
     if isinstance(value, str):
         text = value.encode()
         return np.int64(len(text)).tobytes() + text

@@ -48,8 +48,8 @@ class FileRecord:
     """A file of the outputs: its name, and the positions `first .. end - 1` that it holds.
 
     `sha256` is that of the file's bytes. `steps` are the digests of its steps, in order. `layout` is its columns, as
-    the file's metadata has them; earlier versions did not keep it. Where all samples were set aside, there is a
-    record without rows and no file.
+    the file's metadata has them; earlier versions did not keep it. If all samples were set aside, the record has no
+    rows and there is no file.
     """
 
     name: str
@@ -96,7 +96,7 @@ MANIFEST_JSON = Record[dict[str, Any]](dict, MANIFEST, indent=2)
 
 
 class FileMerge:
-    """The merging of one file. If it is ended before the file has its name, it is begun anew from the parts.
+    """The merging of one file. If it ends before the file has its name, the next attempt merges the parts again.
 
     `between` is called between two blocks of rows, and may raise an error to end the merging.
     """
@@ -177,7 +177,7 @@ class FileMerge:
         return bool(self._missing) and all(at in self._missing for at in range(shard.start, shard.stop))
 
     def _join(self, names: list[str]) -> None:
-        """Add parts to the open file. If its layout cannot hold their rows, it is begun anew in one that can."""
+        """Add parts to the open file; if its layout cannot hold their rows, write it again in one that can."""
         new = self._readers(names)
         layouts = [] if self._open is None else [self._open.layout]
         layout = functools.reduce(Layout.join, [*layouts, *(reader.layout for reader in new)])
@@ -225,7 +225,7 @@ class RowProof:
         self.know_missing(missing)
 
     def know_missing(self, missing: Collection[int]) -> None:
-        """Note the positions that have no outputs, as they are known by now."""
+        """Note the positions that are known so far to have no outputs."""
         self._missing = np.array(sorted(missing), np.int64)
 
     def take(self, block: pa.Table) -> None:
@@ -243,7 +243,7 @@ class RowProof:
         self._at = int(positions[-1]) + 1 if len(positions) else self._at
 
     def refuse(self, position: int) -> None:
-        """Raise StorageError for rows from `position` on, which are more than there are to be."""
+        """Raise StorageError for rows from `position` on, where the file has to end."""
         raise StorageError(
             f"there are outputs of position {position}, but no more than {self._end} are due; {RUN_AGAIN}"
         )
@@ -303,7 +303,7 @@ class StepDigests:
             self._begin()
 
     def close(self) -> None:
-        """Remove what is held on the local disk."""
+        """Remove the bytes that are kept on the local disk."""
         for leaf in self._others:
             leaf.close()
 
@@ -312,7 +312,7 @@ class StepDigests:
         self._others: list[Any] = []
 
     def _add(self, rows: pa.Table) -> None:
-        """Hash the first leaf's bytes as they come, and hold those of all others, which come after them."""
+        """Hash the first leaf's bytes at once; keep those of all other leaves, which come after them."""
         self._others = self._others or [SpooledTemporaryFile(HELD_BYTES) for _ in self._layout.columns[1:]]  # noqa: SIM115
         takers: list[Callable[[Any], Any]] = [self._digest.update, *(leaf.write for leaf in self._others)]
         for column, take in zip(self._layout.columns, takers, strict=True):
@@ -406,7 +406,7 @@ class OpenFile:
         return FileRecord(self._name, self._num_rows, first, end, written, sha256, steps, layout)
 
     def close(self) -> None:
-        """Close the parts' files, and remove what is held on the local disk."""
+        """Close the parts' files, and remove the bytes that are kept on the local disk."""
         self.rows.close()
         self._digests.close()
 
@@ -478,7 +478,7 @@ def check_files(run: Storage, records: Sequence[FileRecord], rows: int, missing:
 
 
 def check_layouts(run: Storage, records: Sequence[FileRecord]) -> None:
-    """Raise ModelError or DataError, which names steps, unless the files can be read as one: alike but for shapes."""
+    """Raise ModelError or DataError, naming steps, unless the files can be read as one: only shapes may differ."""
     joined: Layout | None = None
     first = 0
     for record in records:
@@ -494,7 +494,7 @@ def check_layouts(run: Storage, records: Sequence[FileRecord]) -> None:
 
 
 def names_so_far(run: Storage) -> list[str]:
-    """Return the files of the outputs that are whole, from the first on without a gap, while a run goes on."""
+    """Return the whole files of the outputs of a run that goes on, up to the first gap."""
     if _manifest_of(run) or run.exists(MERGED):
         return file_names(run)
     records = ledger.records_in(ledger.committed(run))

@@ -19,7 +19,7 @@ from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 
 SAMPLE_INDEX_BYTES = 8
-LOOK_SECONDS = 0.5  # between two looks for new parts, while the loop runs
+LOOK_SECONDS = 0.5  # between two looks for new parts while the loop runs
 END_SECONDS = 0.02  # the same, once it has ended; at least as long as a look takes
 CHECK_SECONDS = 5.0  # between two checks whether this attempt is superseded
 
@@ -80,8 +80,8 @@ class Looks:
 class Merger:
     """The merging of this worker's share of the files that are not whole yet, each as its parts are committed.
 
-    A worker without peers in the group is alone, or the others of its world run later: then it merges what is there,
-    and never waits for them.
+    A worker without peers in its group merges the parts that exist, and never waits: it is alone, or the other ranks
+    run later.
     """
 
     def __init__(self, outputs: AttemptOutputs, plan: AgreedFilePlan, world: World) -> None:
@@ -184,7 +184,7 @@ class Merger:
             self._reach(math.inf)  # nobody waits for what no thread merges
 
     def _merge(self, merge: FileMerge) -> None:
-        """Merge one file, or what is there of it if no other worker runs beside this one."""
+        """Merge a file; without peers, merge the parts of it that exist."""
         while True:
             before = merge.through
             self._reach(before)

@@ -161,7 +161,7 @@ class PartWriter:
                 self._first_step = max(self._first_step, self._plan.steps_of(self._plan.number_of(step)).start)
         self._end_step = step + 1
         self._group += self._step
-        coming = 0  # what the GPU may be computing now is written later
+        coming = 0  # the GPU may still be computing these rows
         for kept in self._step:
             coming += bool(kept.copies)
             self._group_bytes += kept.nbytes
@@ -187,7 +187,7 @@ class PartWriter:
                 self._file.discard()
 
     def _write_group(self, coming: int = 0) -> None:
-        """Write the rows taken so far, but for those of the last `coming` shards."""
+        """Write the rows taken so far, without those of the last `coming` shards."""
         self._wait()
         assert self._layout is not None
         if self._file is None:
@@ -265,7 +265,7 @@ class PartFile:
 def discard(writer: pq.ParquetWriter | pa.ipc.RecordBatchFileWriter, file: UnfinishedFile | LocalFile) -> None:
     """End a writer of Arrow, and remove the unfinished file into which it wrote."""
     try:
-        with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
+        with suppress(StorageError, pa.ArrowException, OSError):  # the first error is the one that is reported
             writer.close()
     finally:
         file.discard()

@@ -1,7 +1,7 @@
 """The plan of a run, as one value: `dp-ray plan` shows it as text or JSON, and the driver executes it.
 
-Here are also the steps that `profile` traces, the steps of a scheduler, the numbers of shards that `shards: auto`
-tries, and the memory that a run will take on each device of a worker.
+It also has the steps that `profile` traces, the steps of a scheduler, the numbers of shards that `shards: auto`
+tries, and the memory of a run on each device of a worker.
 """
 
 import itertools
@@ -104,8 +104,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; equal batches are folded, so it is small for any number of rows.
 
-        `steps` and `batches` are those of an epoch. What does not apply is left out: `total_steps` unless `max_steps`
-        cuts the last epoch short, `min_workers` unless the job is elastic, and what no job of this task has.
+        `steps` and `batches` are those of an epoch. Keys that do not apply are left out: `total_steps` unless
+        `max_steps` cuts the last epoch short, `min_workers` unless the job is elastic, and keys of other tasks.
         """
         split, total = self.split, self.split.total_steps
         is_elastic = self.min_workers != self.max_workers
@@ -288,7 +288,7 @@ def too_short(most: int, needed: int, per: str) -> str:
     )
 
 
-# What torch's schedulers do after the length that their arg states, if that is below the training's; "" if nothing.
+# What torch's schedulers do after the length in their arg, if the training is longer; "" if they do nothing.
 _AFTER = {
     ("CosineAnnealingLR", "T_max"): "the learning rate goes up again after that",
     ("PolynomialLR", "total_iters"): "the learning rate is 0 after that",

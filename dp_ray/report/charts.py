@@ -55,7 +55,7 @@ def thinned(x: Array, y: Array, buckets: int = BUCKETS, whole: int = WHOLE) -> T
     width = -(-len(y) // buckets)
     starts = np.arange(0, len(y), width)
     counts = np.diff(np.append(starts, len(y)))
-    # The last bucket is filled up with the last value, whose place is that of the last point.
+    # The last bucket is filled up with the last value, at the place of the last point.
     grid = np.pad(y, (0, len(starts) * width - len(y)), mode="edge").reshape(len(starts), width)
     places = [starts + grid.argmin(1), starts + grid.argmax(1), [0, len(y) - 1]]
     kept = np.unique(np.minimum(np.concatenate(places), len(y) - 1))
@@ -86,7 +86,7 @@ class Chart:
 
     @property
     def bucket(self) -> int:
-        """Of how many steps the page has only the least and the largest value; 1 if it has all."""
+        """The number of steps of which the page has only the least and the largest value; 1 if it has all."""
         return max(int(line["width"]) for line in self.series)
 
     @property

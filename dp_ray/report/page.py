@@ -279,7 +279,7 @@ def evaluation_rows(data: RunData) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """Return what a template shows of a value: of a text, what can be encoded and does not turn its direction."""
+    """Return a value for a template: a text without characters that cannot be encoded or turn its direction."""
     return harmless(value) if type(value) is str else value
 
 

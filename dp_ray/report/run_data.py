@@ -1,4 +1,4 @@
-"""Read what a run directory holds, finished or not, as one `RunData`; no code of the run is imported or run.
+"""Read a run directory, finished or not, as one `RunData`; no code of the run is imported or run.
 
 Begin at `read_run`. Two of its parts are computed here: a sample of a prediction's outputs, and the grid of what each
 worker did over the steps. The grid comes from the times of the workers' steps, or, of a run of an earlier version,
@@ -66,7 +66,7 @@ SET_ASIDE = 200  # set-aside samples that are shown
 
 @dataclass
 class RunData:
-    """A run as far as it is known. `problems` says what could not be read."""
+    """A run, as far as its files could be read. `problems` says what could not be read."""
 
     where: str
     job: dict[str, Any] = field(default_factory=dict)

@@ -84,7 +84,7 @@ def mean_speed(history: pa.Table | None, result: Mapping[str, Any]) -> float | N
     """Return the rows per second of a run: its rows divided by the seconds of its steps; None if unknown."""
     if history is not None and len(history):
         rows, seconds = rows_and_seconds(history)
-    else:  # without a history: the seconds of the longest loop, which are those of all rows in a single attempt alone
+    else:  # without a history: the longest loop's seconds, which cover all rows only if there was a single attempt
         loops = [worker.get("loop_seconds") or 0.0 for worker in result.get("workers", [])]
         is_whole = result.get("status") == "done" and len(result.get("world_sizes", [])) == 1
         rows = result.get("rows", 0) * result.get("epochs", 1)
@@ -124,7 +124,7 @@ def comparison_text(runs: Sequence[ComparedRun], width: int | None = None) -> st
 
 
 class Alike(Protocol):
-    """What tells whether runs are alike: their described jobs, their results, what computed them."""
+    """What shows whether runs are alike: their described jobs, their results, their hardware."""
 
     @property
     def job(self) -> dict[str, Any]: ...
@@ -214,7 +214,7 @@ def differing_environment(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 
 
 def differing_numerics(runs: Sequence[Alike]) -> dict[str, list[Any]]:
-    """Return what computed the runs where that differs; nothing, as far as is known, if not all runs tell theirs."""
+    """Return the kinds of workers that computed the runs, if they differ and all runs have recorded theirs."""
     each_run = [run.computed for run in runs]
     return differing(each_run, ()) if all(each_run) else {}
 

@@ -109,7 +109,7 @@ class Result:
 
     @property
     def outputs_so_far(self) -> Any:
-        """The outputs of the files that are whole by now, from the first on: of a run that goes on, too.
+        """The outputs in the files that are whole so far, from the first on; the run may go on.
 
         They are nested as `outputs`; None if there is no such file yet.
         """
@@ -146,8 +146,8 @@ class Result:
     def history(self) -> Table[dict[str, Any]]:
         """A row for each step of a training: step, epoch, loss, metrics, learning rate, gradient norm, speed.
 
-        A list of dicts, with `to_pandas()`. Of a training that is not done, the steps so far. Raises StorageError for
-        another task.
+        A list of dicts, with `to_pandas()`. If the training is not done, it has the steps so far. Raises StorageError
+        for another task.
         """
         if self.task != "train":
             raise StorageError(f"{self.run_dir}: the run has no history (task {self.task})")
@@ -156,7 +156,7 @@ class Result:
     def batches(self) -> Iterator[Any]:
         """Yield the merged outputs of each global batch, in order, read one batch at a time.
 
-        A batch lacks the rows that were set aside of it; one of which all were is empty.
+        A batch lacks its rows that were set aside; it is empty if all were.
         """
         return self._merged().batches(self.batch_size, merged_positions(self.storage()))
 
@@ -216,7 +216,7 @@ class Result:
 
 
 def load(run_dir: str | Path) -> Result:
-    """Load the result from a run directory, a folder or a URL; of a prediction that goes on, what is known by now.
+    """Load the result from a run directory, a folder or a URL; if a prediction goes on, what is known so far.
 
     Raises StorageError if it holds no `result.json`, or a damaged one.
     """

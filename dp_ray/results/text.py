@@ -106,7 +106,7 @@ def _cells(row: ListedRun) -> list[str]:
 def sparkline(values: Sequence[float | None], width: int, low: float | None = None, high: float | None = None) -> str:
     """Draw a curve in at most `width` characters, each the mean of its values; `!` marks a value that is not finite.
 
-    `low` and `high` are the ends of the scale; by default those of the curve.
+    `low` and `high` are the ends of the scale, by default the curve's.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8)
     '▁▂▃▄▅▆▇█'

@@ -107,7 +107,7 @@ def parse_axis(text: str) -> Axis:
 
 
 def _range(key: str, match: re.Match[str]) -> ValueRange:
-    """Return the range that a match of RANGE says; raise ValueError if nothing can be drawn from it."""
+    """Return the range of a match of RANGE; raise ValueError if nothing can be drawn from it."""
     low, high = _number(match["low"]), _number(match["high"])
     step = None if match["step"] is None else _number(match["step"])
     is_log = match["log"] is not None
@@ -221,7 +221,7 @@ class Definition:
             yield dict(zip((axis.key for axis in self.axes), picked, strict=True))
 
     def probes(self) -> Iterator[Picked]:
-        """Yield what is checked before anything runs: all trials; of a search each value, and both ends of ranges."""
+        """Yield the picks to check before anything runs: all trials, or each value and both ends of a search."""
         if self.search is None:
             yield from self.grid()
             return

@@ -94,7 +94,7 @@ class SweepRecord:
         return ["trial", *(axis.key for axis in definition.axes), *measured, "state", "run"], rows
 
     def put(self, trial: Trial) -> None:
-        """Keep a trial in place of what is known of it.
+        """Replace the record's entry of a trial.
 
         Raises StorageError if another driver has taken the sweep over.
         """
@@ -210,7 +210,7 @@ def _changes(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Callable[[str], None]) -> None:
     """Remove the sweep in a directory, whatever it is, with the runs of its trials; nothing if there is none.
 
-    What stands where a trial has not begun is not the sweep's, and stays; neither is a run of another name.
+    A run in the place of a trial that has not begun is not the sweep's, and stays; so does a run of another name.
     Raises JobError, and removes nothing, if the driver of the sweep, or of a run, is active, or if one of the new
     trials' `jobs` reads files of a run.
     """
@@ -251,7 +251,7 @@ def value_name(trial: Trial, definition: Definition) -> str:
 
 
 def space(definition: Definition) -> list[str]:
-    """Return lines on what a search draws from; none of a grid, whose trials tell it."""
+    """Return lines on the ranges of a search; none for a grid, whose trials show them."""
     if definition.search is None:
         return []
     lines = [f"{definition.count} trials, whose values {definition.search} draws from"]

@@ -75,12 +75,12 @@ def opened(jobs: Sequence[Job], count: int, options: Options, parallel: int | No
             yield [Lane(partial(session.execute, options=options), session.abort) for session in sessions]
         finally:
             for session in sessions:
-                session.abort()  # no job runs now, and the end of the connection frees what they hold
+                session.abort()  # no job runs now, and the end of the connection frees their resources
 
 
 @dataclass
 class Stop:
-    """A request that the trials that run stop after their step, and no other begins; or that all end at once."""
+    """A request to stop: running trials stop after their step, or at once, and no other one begins."""
 
     is_asked: bool = False
     is_at_once: bool = False
@@ -251,7 +251,7 @@ class RunningSweep:
 def run_sweep(
     record: SweepRecord, base: Storage, options: Options, parallel: int | None, fail_fast: bool, overwrite: bool
 ) -> None:
-    """Run the trials of a sweep that are not done; those that fail are told, and the others go on.
+    """Run the trials of a sweep that are not done; a failed trial gets a line, and the others go on.
 
     The options are those of each run: address, quiet, verbose; `parallel` trials run at a time, None: as many as fit.
     At the end, write the page that compares their runs. Raises RunInterrupted if a signal or a request stopped it,
@@ -324,7 +324,7 @@ def suggested(definition: Definition, seed: int, number: int, before: Sequence[T
 
 
 def _as_known(trials: Iterable[Trial], metric: str | None, space: dict[str, BaseDistribution]) -> list[FrozenTrial]:
-    """Return the trials as optuna's own; one that failed, or that measured no number, says nothing."""
+    """Return the trials as optuna's own; a trial that failed, or measured no number, counts as failed."""
     known = []
     for trial in trials:
         value = trial.value(metric)

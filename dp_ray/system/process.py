@@ -59,7 +59,7 @@ def short_folder() -> str | None:
 
 @contextmanager
 def own_folder(parent: str | None = None) -> Iterator[str]:
-    """A temporary folder, removed when the block ends; first remove those of drivers that are certainly dead."""
+    """Make a temporary folder for the block; first remove those of drivers that are certainly dead."""
     has_begun()
     remove_orphans(Path(parent or tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as folder:

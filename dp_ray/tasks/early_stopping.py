@@ -23,7 +23,7 @@ class Patience:
 
     @staticmethod
     def of(job: Job, train_state: TrainState) -> "Patience | None":
-        """Return the job's, or None; counts of another metric, or of an earlier `early_stopping`, begin anew."""
+        """Return the job's, or None; counts of another metric, or of an earlier `early_stopping`, start at 0."""
         wanted = job.early_stopping
         by = [] if wanted is None else [wanted.column, wanted.mode, wanted.min_delta]
         if wanted is None:
@@ -39,7 +39,7 @@ class Patience:
         return bool(self.train_state.stopping["times"] >= self.wanted.patience)
 
     def take(self, measured: dict[str, float]) -> bool:
-        """Take in what was measured after a step; return whether the training stops. Every rank calls this."""
+        """Count the measurements after a step; return whether the training stops. Every rank calls this."""
         if self.wanted.column not in measured:
             return False
         value = float(json.loads(broadcast(json.dumps(measured[self.wanted.column]))))

@@ -61,7 +61,7 @@ def evaluate(context: Context) -> None:
 class Evaluator:
     """The evaluations of a training: at the steps that the job sets, and after the last step.
 
-    They evaluate the average of the weights if the job says so, and else what the optimizer evaluates.
+    They evaluate the average of the weights if the job says so, else the optimizer's weights to evaluate.
     """
 
     def __init__(self, training: Training, evaluation: Evaluation) -> None:

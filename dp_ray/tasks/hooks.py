@@ -54,7 +54,7 @@ class TrainingView:
 
     @cached_property
     def metrics(self) -> Mapping[str, float]:
-        """The job's metrics in this step, and what was measured after it, like `eval_loss` and `epoch_loss`."""
+        """The job's metrics in this step, and measurements after it, like `eval_loss` and `epoch_loss`."""
         names = self._trainer.measure_names
         own = {name: self._numbers[name] for name in names if name in self._numbers}
         return MappingProxyType({**own, **self._measured})
@@ -99,7 +99,7 @@ class HookCalls:
         self._last: Update | None = None
 
     def after_step(self, step: int, update: Update, measured: Mapping[str, float]) -> None:
-        """Call the hooks of a finished step; `measured` has what was measured after it."""
+        """Call the hooks of a finished step; `measured` has the measurements after it."""
         self._last = update
         view = self._view(step, update, measured)
         if measured.keys() - {"epoch_loss"}:

@@ -1,10 +1,10 @@
 """Restore a worker's process after a job, for the next job: begin at `isolated`.
 
-What can be undone is undone: the environment, the working directory, torch's settings, hooks of all modules,
-processes and memory. What cannot be undone is named: threads and open files. A worker with such remains is started
-anew. `RESTORED` has what user code may change of its process and its libraries, each as a generator that notes it,
-yields while the job runs, and brings it back. `settings_of_torch` lists torch's settings of the whole process;
-`tests/tasks/test_torch_settings.py` enumerates what torch has, so that a setting of a new version is not forgotten.
+It restores the environment, the working directory, torch's settings, hooks of all modules, processes and memory. It
+names what it cannot undo: threads and open files. A worker with such remains is restarted. `RESTORED` has what user
+code may change of its process and its libraries, each as a generator that notes it, yields while the job runs, and
+brings it back. `settings_of_torch` lists torch's settings of the whole process; `tests/tasks/test_torch_settings.py`
+enumerates what torch has, so that a setting of a new version is not forgotten.
 
 Imported modules stay imported, as in one Python process that runs the jobs in turn: a module's globals, the
 attributes of its classes and whatever it patched in other modules are neither undone nor named.
@@ -46,7 +46,7 @@ from dp_ray.system.linux import SYSTEM_FOLDERS, cores, run_on
 
 _C: Any = torch._C
 _overrides: Any = torch.overrides
-# This torch has no such setting, or does not tell, as user code has mixed its two interfaces; or a folder is gone.
+# This torch has no such setting, or refuses to read it after user code mixed its two interfaces; or a folder is gone.
 UNKNOWN = "(unknown)"
 # Settings X of torch._C, with _get_X or _is_X, and _set_X.
 PAIRS = (
@@ -60,7 +60,7 @@ PAIRS = (
     *("sm_carveout_experimental", "view_replay_enabled", "warnAlways"),
 )
 ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "fa3", "overrideable")
-# A precision of none is that of the backend, and then of all; so they are set in this order.
+# A precision of none means the backend's, and then the one of all; so they are set in this order.
 FP32 = (("generic", "all"), *((lib, op) for lib in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")))
 CONFIGS = (
     "torch._dynamo.config",
@@ -104,7 +104,7 @@ def isolated() -> Iterator[list[str]]:
                 remains.append(name)
         _end_processes([child for child in _children() if child not in children])
         if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()  # what was compiled holds the models
+            torch._dynamo.reset()  # compiled code holds the models
         free_memory()
         remains += _remains([thread for thread in threading.enumerate() if thread not in threads], files)
 
@@ -123,19 +123,19 @@ def _end_processes(started: list[psutil.Process]) -> None:
     for child in started:
         with suppress(psutil.NoSuchProcess):
             child.terminate()
-    for child in psutil.wait_procs(started, timeout=END_SECONDS)[1]:  # those that do not end when they are asked
+    for child in psutil.wait_procs(started, timeout=END_SECONDS)[1]:  # processes that do not end when asked
         with suppress(psutil.NoSuchProcess):
             child.kill()
 
 
 def _children() -> list[psutil.Process]:
-    """Return the child processes, but for Python's own that frees the shared memory of all others."""
+    """Return the child processes, without Python's own that frees the shared memory of all others."""
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     return [child for child in psutil.Process().children() if child.pid != tracker]
 
 
 def _remains(started: list[threading.Thread], files_before: set[str]) -> list[str]:
-    """Name what there is now and was not before: threads that do not end soon, and open files."""
+    """Name new threads that do not end soon, and new open files."""
     threads = [thread for thread in started if not _is_foreign(thread)]
     until = time.monotonic() + END_SECONDS
     for thread in threads:
@@ -207,7 +207,7 @@ class Setting(NamedTuple):
     set: Callable[[Any], object] | None
 
     def read(self) -> Any:
-        """Read its value; UNKNOWN if there is none, as of a setting that this torch does not have."""
+        """Read its value; UNKNOWN if there is none, as for a setting that this torch does not have."""
         try:
             return self.get()
         except (RuntimeError, AttributeError, OSError):
@@ -226,12 +226,12 @@ def torch_settings() -> Iterator[None]:
 
 
 def _restored(settings: Callable[[], Iterator[Setting]]) -> Iterator[None]:
-    """Restore settings, in their order; raises NotRestored, which names those that stay otherwise."""
+    """Restore settings, in their order; raises NotRestored, which names settings that could not be restored."""
     before = [(setting, setting.read()) for setting in settings()]
     yield
     for setting, value in before:
         if value != UNKNOWN and setting.set is not None and setting.read() != value:
-            with suppress(Exception):  # what it leaves is named below
+            with suppress(Exception):  # a setting that stays changed is named below
                 setting.set(value)
     left = [setting.name for setting, value in before if setting.read() != value]
     if left:
@@ -239,7 +239,7 @@ def _restored(settings: Callable[[], Iterator[Setting]]) -> Iterator[None]:
 
 
 def settings_of_process() -> Iterator[Setting]:
-    """Yield what the system, Python and numpy keep of a process."""
+    """Yield the settings of a process that the system, Python and numpy keep."""
     root, distribution = logging.getLogger(), torch.distributions.Distribution
     yield Setting("working directory", os.getcwd, os.chdir)
     yield Setting("log level", lambda: root.level, root.setLevel)
@@ -270,7 +270,7 @@ def _umask() -> int:
 
 
 def _run_all_on(had: Any) -> None:
-    for thread in psutil.Process().threads():  # those that the job has started have the process's cores too
+    for thread in psutil.Process().threads():  # threads that the job has started have the process's cores too
         run_on(thread.id, had)
 
 
@@ -286,7 +286,7 @@ def settings_of_torch() -> Iterator[Setting]:
     yield Setting("default_dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield Setting("num_threads", torch.get_num_threads, torch.set_num_threads)
     yield Setting("num_interop_threads", torch.get_num_interop_threads, None)
-    # torch can set this but does not tell: whether numbers too small for fp32's full precision become 0.
+    # torch can set but not read this: whether numbers too small for fp32's full precision become 0.
     yield Setting(
         "flush_denormal",
         lambda: bool((torch.tensor([1e-40], device="cpu", dtype=torch.float32) * 1).item() == 0),

@@ -64,10 +64,10 @@ def predict_outputs(context: Context) -> None:
                         del shard  # its outputs: a name would keep their memory while the next shard runs
                     keeper.end(step)
                 if not run.stops:
-                    next(ran, None)  # past the last step, what the workers gathered for it is freed
+                    next(ran, None)  # past the last step, the parameters gathered for it are freed
             keeper.send_notes(wait=True)
             run.close()  # before the writer commits its last part: its times are kept with it
-            control.through()  # what is left to write has no limit of time
+            control.through()  # writing the rest has no time limit
             if quarantine is not None and not run.stops:
                 plan.agree(0.0)  # by rank 0, if all its rows were set aside
         is_whole = not run.stops and merger.finish(control)  # after the writer's end, which commits its last part
@@ -102,7 +102,7 @@ def _begin(run: Storage, world: World) -> ledger.Ledger:
 def _outputs_of(
     context: Context, begun: ledger.Ledger, split: Split, quarantine: Quarantine | None
 ) -> AttemptOutputs:
-    """Return the outputs that the workers merge; they lack the samples that are set aside, now or by then."""
+    """Return the outputs that the workers merge, without samples that are set aside, also later."""
     job, run = context.job, context.run
     aside = RecordFiles(run.child(QUARANTINE))
     missing = partial(list, aside.positions()) if quarantine is None else aside.positions
@@ -120,7 +120,7 @@ class OutputKeeper:
     merger: Merger
 
     def goes_on(self, step: int) -> bool:
-        """Return whether to run `step`, of which this worker may have no shards left; False ends all workers."""
+        """Return whether to run `step`; this worker may have no shards left in it. False ends all workers."""
         return self.prediction.forwards.agree(not self.prediction.work.has(step) or self._begin(step))
 
     def _begin(self, step: int) -> bool:
@@ -140,7 +140,7 @@ class OutputKeeper:
         return True
 
     def take(self, done: PredictedShard) -> None:
-        """Report a shard's shapes, and write its outputs, with what is carried beside them."""
+        """Report a shard's shapes, and write its outputs and carried values."""
         shard = done.shard
         if done.flops is not None:
             self.context.send(FlopsCounted(done.flops))
@@ -158,11 +158,11 @@ class OutputKeeper:
     def end(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""
         self.send_notes()
-        self.run.recorder.on_step(step)  # first: the writer keeps what is recorded when it commits the step
+        self.run.recorder.on_step(step)  # first: when it commits the step, the writer keeps the recorded reports
         self.writer.on_step(step)
         self.merger.on_step(step)
 
     def send_notes(self, wait: bool = False) -> None:
-        """Send the lines on outputs of shards that have run; with `wait`, those of all of them."""
+        """Send the lines on outputs of shards that have run; with `wait`, of all of them."""
         for note in self.prediction.notes.take(wait):
             self.context.send(Note(note))

@@ -74,7 +74,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was traced, if that is not done."""
+        """Write the trace, unless it is written."""
         if self._running is None:
             return
         traced, self._running = self._running, None

@@ -40,7 +40,7 @@ class StepChoice(NamedTuple):
 
 
 class Rerun(NamedTuple):
-    """A step that was run again: its values, the findings in its shards, and the look at the model."""
+    """A step that was run again: its values, and the findings in its shards and in the model."""
 
     replayed: Replayed
     findings: Findings
@@ -49,7 +49,7 @@ class Rerun(NamedTuple):
 
 @contextmanager
 def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterator[Rerun]:
-    """Run the steps of a training up to the chosen one again, and look at that; the process has the job's settings.
+    """Run the steps of a training up to the chosen one again, and inspect it; the process has the job's settings.
 
     `history` is the run's. Within the block, the model has the state before the step. Raises JobError if the training
     has no such step or shard.
@@ -183,7 +183,7 @@ def _replayed(
 
 
 def _largest_first(row: ReplayedRow) -> tuple[int, float]:
-    """Order rows: NaN first, then infinities and numbers downwards, then what is not known."""
+    """Order rows: NaN first, then infinities and numbers downwards, then unknown values."""
     number = row.loss if row.gradient is None else row.gradient
     if number is None:
         return 2, 0.0

@@ -61,7 +61,7 @@ def run_task(
 
 @contextmanager
 def broken_gpu_named(world: World) -> Iterator[None]:
-    """Name the worker's GPUs in an error of a broken one; CUDA does not say which of several it is."""
+    """Name the worker's GPUs in an error of a broken one; CUDA does not name the one of several."""
     try:
         yield
     except Exception as error:
@@ -106,7 +106,7 @@ def retries_told(job: Job, world: World, send: Send) -> Iterator[None]:
 
 @contextmanager
 def settings_of(job: Job, world: World) -> Iterator[None]:
-    """Set what a job needs of its process while it runs: generators, GPUs, and what makes torch deterministic."""
+    """Set up the process for a job while it runs: generators, GPUs, and deterministic algorithms."""
     gpus = [gpu for gpu in world.devices if gpu.type == "cuda"]
     grouped = alone(needs_group=shards_over(job, world))
     threads = max(1, int(job.cpus_per_worker))
@@ -136,8 +136,8 @@ def compiling(job: Job) -> Iterator[None]:
 
     By default torch stops compiling after a few, and runs the rest uncompiled. Workers that saw more shapes would
     compute differently, so a bitwise job then raises an error. Its model is one graph: torch cuts a graph where DDP's
-    buckets end, but a single worker has no DDP, and other graphs round otherwise. Of a sharded model, the blocks of a
-    class share one limit.
+    buckets end, but a single worker has no DDP, and other graphs round otherwise. The blocks of a class of a sharded
+    model share one limit.
     """
     if not job.compile or not (job.bitwise or job.is_sharded):
         yield

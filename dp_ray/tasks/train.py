@@ -41,7 +41,7 @@ def train(context: Context) -> None:
         context, trainer, state, split = training.context, training.trainer, training.state, training.split
         job, world, control, watch = context.job, context.world, context.control, trainer.watch
         hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
-        # Before any sample is set aside, also of an evaluation: it forgets those of all later steps.
+        # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
         quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
         stopping = Patience.of(job, state)
         start = split.total_steps if stopping is not None and stopping.has_stopped else state.step
@@ -58,7 +58,8 @@ def train(context: Context) -> None:
             on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
             for step in run.steps(start):
                 update = trainer.step(step, loaded, on_shard, control.wants_stop)
-                # Before the step is kept, with which its reports are; and before an evaluation, which may take long.
+                # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
+                # take long.
                 run.recorder.on_step(step)
                 if watch is not None and watch.not_finite is not None:
                     if checkpointer is not None:
@@ -67,7 +68,7 @@ def train(context: Context) -> None:
                 measured = progress.take(step, update)
                 if hooks is not None:
                     hooks.after_step(step, update, measured)
-                # A worker that is alone stops as soon as it is asked to; several agree on a step.
+                # A single worker stops as soon as it is asked; several agree on a step.
                 stops = update.stops or progress.stops or (world.world_size == 1 and control.wants_stop)
                 run.stops = stops and step + 1 < split.total_steps
                 if checkpointer is not None:
@@ -75,7 +76,7 @@ def train(context: Context) -> None:
             if watch is not None:
                 end_at_loss(watch.check_all, checkpointer)
             run.close()  # before the last step is kept: its times are kept with it
-            control.through()  # what is left to write has no limit of time
+            control.through()  # writing the rest has no time limit
             if checkpointer is not None:
                 checkpointer.finish()
             run.send_times()
@@ -92,7 +93,7 @@ def end(
     has_stopped = stopping is not None and stopping.has_stopped
     if state.step < split.total_steps:
         if quarantine is not None:  # of batches that were read ahead, nothing was set aside after all
-            gathered(None)  # all have read what they read ahead
+            gathered(None)  # all workers have read what they had begun to read ahead
             forget_from(context.run, lambda step, _: step < state.step)
         if not has_stopped:
             # Raises StopRequested, once all have kept their work: a training that goes on later has no weights yet.
@@ -124,13 +125,13 @@ def begun_training(context: Context, ahead: OverlappedRead) -> Iterator[tuple[Tr
         context = replace(context, attempt=begin_attempt(context.run).attempt)
         layout = sample_layout(job, split, dataset)
         training = restored(Training(context, Source(job, dataset), split, layout, trainer, times))
-        trainer.synchronise()  # of what was restored; the average of the weights begins with it
+        trainer.synchronise()  # a copy of the restored weights: their average begins with it
         device, forwards, trial = context.world.device, placement.forwards(), placement.row_trial()
         yield training, Evaluation(job, step, measures, states, device, forwards, trainer.over_batch, trial=trial)
 
 
 def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> None:
-    """Let a `check` raise NotFinite only once all workers have written what they keep: the first to end ends all.
+    """Raise a `check`'s NotFinite only once all workers have written their files: the first to end ends all.
 
     Every rank calls this after the same step.
     """
@@ -154,7 +155,7 @@ class Evaluates(Protocol):
 
 
 class AfterStep:
-    """What follows each step of a training: its state counts it, and evaluations and schedules take their turns.
+    """The work after each step of a training: count it, evaluate if it is due, and step schedules.
 
     `stops` is set once the training is to stop early.
     """
@@ -167,7 +168,7 @@ class AfterStep:
         self.stops = False
 
     def take(self, step: int, update: Update) -> dict[str, float]:
-        """Count a step; return what is measured after it: by an evaluation, and an epoch's loss at its end."""
+        """Count a step; return the measurements after it: of an evaluation, and an epoch's loss at its end."""
         state = self._state
         state.step = step + 1
         state.add(update.sums)

@@ -167,7 +167,7 @@ def in_memory(tensor: torch.Tensor) -> Stored:
 
 
 def made_dense(indices: Stored, values: Stored, shape: list[int]) -> Stored:
-    """A sparse tensor as a dense one, of which no more than the rows that are asked for is in memory."""
+    """A sparse tensor as a dense one; only the rows that are asked for are in memory."""
 
     def read(start: int, stop: int) -> torch.Tensor:
         where, what = indices.whole(), values.whole()
@@ -181,7 +181,7 @@ def made_dense(indices: Stored, values: Stored, shape: list[int]) -> Stored:
 
 
 class TensorFile:
-    """A safetensors file of which only the header is read, and then the rows that are asked for.
+    """A safetensors file. It reads the header first, and later only the rows that are asked for.
 
     If its bytes have been read already, as `data`, they are checked at once, and rows come from them: on an object
     store each other read is a request. Raises StorageError if the file is not safetensors, or is truncated.
@@ -219,7 +219,7 @@ class TensorFile:
         }
 
     def check(self) -> None:
-        """Raise StorageError if its bytes are not those that were written; it is read in pieces."""
+        """Raise StorageError if its bytes have changed since they were written. It is read in pieces."""
         if not self._is_ours:
             return
         digest = hashlib.sha256(frame(self._table, self.text))
@@ -314,7 +314,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether elements share memory, as those of an expanded tensor do."""
+    """Return whether elements of a tensor share memory, as in an expanded one."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 

@@ -14,7 +14,7 @@ ALIGNED = 64  # bytes: each tensor in a buffer begins at a multiple of it, as to
 
 
 class HasForm(Protocol):
-    """A tensor, or what is known of one: its size and its dtype."""
+    """A tensor, or a description of one: its size and its dtype."""
 
     @property
     def shape(self) -> Sequence[int]:

@@ -1,6 +1,6 @@
 """Turn lists with an entry for each row, like the boxes found in each image, into leaves, and into lists again.
 
-Of a list of texts a leaf is made too, without `outputs.ragged`.
+A list of texts becomes a leaf too, even without `outputs.ragged`.
 
 >>> outputs = [{"boxes": torch.zeros(2, 4)}, {"boxes": torch.zeros(0, 4)}]
 >>> leaves = without_lists(outputs, rows=2)
@@ -36,7 +36,7 @@ from dp_ray.tensors.tree import (
 
 
 def without_lists(tree: Any, rows: int | None) -> Any:
-    """Put what the entries are like in place of each outermost list: its leaves are Ragged, and hold all rows.
+    """Replace each outermost list by a tree like its entries, whose leaves are Ragged and hold all rows.
 
     `with_lists` is the inverse. With `rows` None, a list may have any number of entries. Raises ModelError, which
     names the path and the entry, unless each list has an entry for each row. All entries must be nested alike, with

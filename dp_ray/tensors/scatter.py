@@ -153,7 +153,7 @@ def num_rows(tree: Any, dim: int = 0) -> int | None:
 def may_have_lists_of_rows(tree: Any, rows: int) -> bool:
     """Return whether a list in a tree may have an entry for each row, as a detector's boxes: then `cut` is wrong.
 
-    A list of as many tensors that each hold all rows looks the same. Of tuples, only those of mappings count.
+    A list of as many tensors that each hold all rows looks the same. A tuple counts only if it holds mappings.
     """
     return any(
         len(node.children) == rows

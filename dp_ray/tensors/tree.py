@@ -46,7 +46,7 @@ class TreeSpec:
     children: tuple["TreeSpec", ...] = ()
     # The constant; a defaultdict's factory or a pytree's context, which comparisons ignore.
     value: Any = None
-    # What JSON said of a class that this process has not loaded: written again, it is that class elsewhere.
+    # The JSON of a class that this process has not loaded: written again, it names the class for others.
     written: Any = None
 
     def __eq__(self, other: object) -> bool:
@@ -134,7 +134,7 @@ class Ragged:
 def flatten(tree: Any, is_whole: IsWhole | None = None) -> tuple[list[Any], TreeSpec]:
     """Take a tree apart into its leaves, depth first, and the TreeSpec from which `unflatten` rebuilds it.
 
-    What `is_whole` says to be whole counts as a leaf, whatever it is.
+    A value for which `is_whole` returns True is a leaf.
     """
     leaves: list[Any] = []
     return leaves, _describe(tree, leaves, is_whole)
@@ -169,7 +169,7 @@ def bare_tensors(tree: Any) -> Sequence[torch.Tensor] | None:
 
 
 def with_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return a tree like this one, of which `bare_tensors` gave the tensors, with others in their places."""
+    """Return a tree like this one with other tensors in the places of those that `bare_tensors` returned."""
     cls = type(tree)
     if cls is torch.Tensor:
         return tensors[0]
@@ -261,7 +261,7 @@ def subtree(tree: Any, wanted: Set[Keys]) -> Any:
 
 
 def _part(spec: TreeSpec, above: Keys, wanted: Set[Keys]) -> TreeSpec | None:
-    """Return the spec of what is wanted below a node; None if nothing is."""
+    """Return the spec of the wanted part below a node; None if nothing is."""
     if not spec.children:
         return spec if above in wanted else None
     parts = {key: _part(child, (*above, key), wanted) for key, child in zip(spec.keys, spec.children, strict=True)}
@@ -323,7 +323,7 @@ def difference(first: TreeSpec, other: TreeSpec, of: str = "shard 0") -> str | N
 def _alike(one: TreeSpec, two: TreeSpec) -> bool:
     """Return whether two nodes are alike.
 
-    Of two constants, NaN equals NaN, and an == that returns no bool means unequal.
+    For constants, NaN equals NaN, and an == that returns no bool means unequal.
     """
     if one.kind == two.kind == "constant":
         a, b = one.value, two.value
@@ -391,7 +391,7 @@ def is_plain(value: Any) -> bool:
 
 
 def why_no_rows(leaf: Any) -> str | None:
-    """Return what a leaf is that holds no rows of numbers, and what to return in its place; None if it holds them."""
+    """Describe a leaf that holds no rows of numbers, and what to return in its place; None if it holds them."""
     if not isinstance(leaf, torch.Tensor):
         return None
     if leaf.is_nested:

@@ -47,14 +47,14 @@ def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharde
     """
     model, values, replaced = _on_meta(job, note)
     places = _places(model)
-    # What the model's code has written into its parameters: an optimizer may go by it.
+    # Attributes that the model's code set on its parameters: an optimizer may read them.
     attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     root, current, replicated = shard_in_place(job, world, model)
     if replicated:
         sizes = [f"{name} ({parameter.nbytes} bytes)" for name, parameter in replicated.items()]
         note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
     names = list(replicated)
-    del replicated  # else `replaced.check` would find it among those that keep the old tensors
+    del replicated  # else `replaced.check` would find that this name keeps an old tensor
     tensors = _materialise(places, world.device, job.fsdp.offload)
     for module in model.modules():
         if type(module).__setattr__ is not nn.Module.__setattr__:  # it notes its parameters, as an LSTM does
@@ -79,7 +79,7 @@ def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[FSDPModule
 
 
 def recasts(job: Job) -> bool:
-    """Return whether a training casts its weights anew for each operation, and for its backward.
+    """Return whether a training casts its weights again for each operation, and for its backward.
 
     With `bitwise` it does not: torch adds the gradients of a weight that is used twice before their cast if it keeps
     the copy, as one process does, and after it else.
@@ -290,12 +290,12 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
         if job.compile:  # what FSDP does before and after the forward stays outside
             block.forward = torch.compile(block.forward)
         fully_shard(block, reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy(*dtypes), **keys)
-    policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # what the root gets holds targets too
+    policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # the root's inputs hold targets too
     root = fully_shard(Root(model), mp_policy=policy, **keys)
     if dtypes[0] is not None:
         # The model's own inputs: its parameters are gathered in this dtype.
         model.register_forward_pre_hook(functools.partial(_cast_floats, dtypes[0]), with_kwargs=True)
-    # Of the CPUs: to ask over GPUs would wait for the whole forward.
+    # A group on the CPUs: to ask over GPUs would wait for the whole forward.
     current = FsdpRound(group=new_group("gloo") if is_gpu(world.device) else group)
     for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):

@@ -94,7 +94,7 @@ class Recording:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what the block raises."""
+        """Note the block's error."""
         try:
             yield
         except Exception as error:
@@ -150,9 +150,9 @@ class Recording:
 def record(build: Callable[[], Any], exact: bool = True) -> tuple[Any, Recording]:
     """Return what `build` returns, its tensors on the meta device, and how they are made.
 
-    Raises CannotDefer if a constructor reads numbers of its tensors, or does something else that needs them, also
-    if it, or torch, caught the error. The random state is afterwards as before. Without `exact`, the tensors alone
-    are asked for, which have the right sizes and types, and what a constructor does with numbers is no error.
+    Raises CannotDefer if a constructor reads numbers of its tensors, or otherwise needs them, even if it, or torch,
+    caught the error. The random state is afterwards as before. Without `exact`, only the sizes and types of the
+    tensors are wanted, and a constructor that needs numbers is no error.
     """
     recording = Recording(exact=exact)
     built = None
@@ -201,7 +201,7 @@ def _needed(recording: Recording, live: set[int]) -> list[bool]:
     needed = []
     for op in reversed(recording.operations):
         made = {result.memory for _, result in op.made}
-        # What it draws may depend on what it reads, as with a rejection: then it must run on the right numbers.
+        # Its draws may depend on numbers that it reads, as with a rejection: then it must run on the right ones.
         draws_by_reading = op.is_random and op.overwrites is None and bool(op.reads)
         matters = bool((op.writes | made) & live) or draws_by_reading
         if matters:
@@ -307,7 +307,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = noted
         written = frozenset(ref.memory for ref in _written(function, args, kwargs, Ref))
         if not made and not written:
-            return  # a view, of which a Ref says all
+            return  # a view: a Ref describes it completely
         known = frozenset(ref.memory for ref in tree_flatten(noted)[0] if isinstance(ref, Ref))
         overwritten = self._overwritten(function, args)
         reads = known - ({overwritten} if overwritten is not None else set())
@@ -317,7 +317,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _overwritten(self, function: Any, args: Any) -> int | None:
-        """Return the memory of which the operation replaces every byte."""
+        """Return the memory whose bytes the operation replaces, all of them."""
         if _name(function) not in OVERWRITES or not isinstance(args[0], Ref):
             return None
         first = args[0]
@@ -341,7 +341,7 @@ def _check_moves(function: Any, tensors: list[torch.Tensor], kwargs: dict[str, A
 
 
 def _written(function: Any, args: Any, kwargs: Any, kind: type) -> Iterator[Any]:
-    """Yield the arguments that an operation changes, of those of a kind."""
+    """Yield the arguments of this `kind` that an operation changes."""
     untold = WRITES_UNTOLD.get(_name(function), ())
     for place, argument in enumerate(function._schema.arguments):
         if argument.name in untold or (argument.alias_info is not None and argument.alias_info.is_write):
@@ -371,7 +371,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
         return tensor.untyped_storage()
 
 
-# What does not raise an error for a meta tensor, and does something else than for a real one.
+# Functions that raise no error for a meta tensor, but do something else than for a real one.
 READS = {
     Tensor.__repr__: "the text",
     Tensor.__format__: "the text",
@@ -483,7 +483,7 @@ BY_REJECTION = ("_no_grad_trunc_normal_",)
 
 @contextmanager
 def _replaced(recording: Recording) -> Iterator[None]:
-    """Replace, while the block runs, functions of torch of which neither mode sees what they do."""
+    """Replace, while the block runs, functions of torch that neither mode can see into."""
     state = _refusing(torch.get_rng_state, recording, "it reads the state of torch's random numbers")
     kind = _refusing(torch.Tensor.type, recording, "it asks for the type of a tensor that is made later")
     replacements: list[tuple[Any, str, Any]] = [
@@ -520,7 +520,7 @@ def _note_rejections(function: Callable[..., Any], recording: Recording) -> Call
 
 
 def _refusing(function: Callable[..., Any], recording: Recording, reason: str) -> Callable[..., Any]:
-    """Refuse a function in this thread's recording, but for plain tensors."""
+    """Refuse a function in this thread's recording, except for plain tensors."""
     mine = threading.get_ident()
 
     def refused(*args: Any, **kwargs: Any) -> Any:
@@ -536,7 +536,7 @@ def _refusing(function: Callable[..., Any], recording: Recording, reason: str) -
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Run the block's operations as those of torch alone: nothing is recorded."""
+    """Run the block's operations as plain torch does: nothing is recorded."""
     with ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(_disable_current_modes())

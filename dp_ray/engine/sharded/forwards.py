@@ -77,7 +77,7 @@ class CollectiveForwards(Forwards):
         return bool(votes)
 
     def end(self) -> bool:
-        """Free what the last forward has left gathered, and say that it ran to its end: True."""
+        """Free the parameters that the last forward has left gathered; return True."""
         self._sharded.root.reshard()  # a forward without a backward leaves parameters gathered
         return True
 

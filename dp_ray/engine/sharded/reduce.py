@@ -27,7 +27,7 @@ class ShardedReduction(Reduction):
     """The reduction with `strategy: fsdp`: gradients add up whole on each worker, and the last round sums slices.
 
     FSDP fills in zeros where a worker left a parameter unused. If no worker used it, it gets no gradient, as in one
-    process. `looks_for_unused` says whether the workers ask each other in each step: True and "auto" do.
+    process. With `looks_for_unused` True or "auto", the workers ask each other in each step.
     """
 
     def __init__(self, trained: Trained, sharded: Sharded, looks_for_unused: bool | str) -> None:
@@ -53,7 +53,7 @@ class ShardedReduction(Reduction):
 
     @contextmanager
     def shard(self, shard: int | None, is_last: bool) -> Iterator[None]:
-        """Run a round, of which only the last one's backward exchanges gradients; FSDP keeps those before it."""
+        """Run a round; only the last round's backward exchanges gradients. FSDP keeps those before it."""
         if is_last != self._exchanges:  # both walk through all modules
             self._sharded.root.set_requires_gradient_sync(is_last)
             self._sharded.root.set_is_last_backward(is_last)
@@ -149,7 +149,7 @@ def _note(reduction: "weakref.ref[ShardedReduction]", number: int, _: torch.Tens
 class TreeShardedReduction(ShardedReduction):
     """The reduction with `strategy: fsdp` and `bitwise`: each round's slices are exchanged and added by the tree.
 
-    `may_lose` says whether samples are set aside: then the workers tell each other which shards have rows left.
+    If samples are set aside (`may_lose`), the workers send each other which shards have rows left.
     """
 
     def __init__(self, trained: Trained, sharded: Sharded, looks: bool | str, may_lose: bool) -> None:

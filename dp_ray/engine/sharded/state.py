@@ -59,7 +59,7 @@ class FsdpRound:
         self._path = 0
 
     def check(self) -> None:
-        """Raise ModelError if they have not; a gradient of one block must not be added to that of another."""
+        """Raise ModelError if they have not: a gradient of one block must not be added to another block's."""
         if self._asked is None:
             return
         (work, largest), self._asked = self._asked, None
@@ -232,7 +232,7 @@ class Sharded:
     """A sharded model. `root` is torch's FSDPModule, and `round` is what its gradients' sums go by.
 
     `replicated` are the parameters that each worker holds whole, by name. With `recasts`, a training under autocast
-    casts its weights anew for each operation and for its backward.
+    casts its weights again for each operation and for its backward.
     """
 
     model: nn.Module
@@ -299,8 +299,8 @@ def casting_anew() -> Iterator[None]:
     """Free autocast's copies of the gathered weights with their operations, while a sharded model runs.
 
     Else torch keeps a copy of each weight until the forward's end, in case it is cast again, and one until the
-    backward, which may need it: in the end, the whole model. What is computed are the same numbers, but for a weight
-    that is used twice: its gradients are added after their cast to its own dtype, and no longer before it.
+    backward, which may need it: in the end, the whole model. The numbers are the same, except for a weight that is
+    used twice: its gradients are added after their cast to its own dtype, no longer before.
     """
     before = torch.is_autocast_cache_enabled()
     saving = torch.autograd.graph.saved_tensors_hooks(_without_cast, _cast_again)
@@ -313,7 +313,7 @@ def casting_anew() -> Iterator[None]:
 
 
 class _Cast(NamedTuple):
-    """A tensor that a backward needs, as a view of a parameter's cast; and the parameter's version by then."""
+    """A tensor that a backward needs, as a view of a parameter's cast; and the parameter's version at the forward."""
 
     parameter: nn.Parameter
     version: int
@@ -348,7 +348,7 @@ def _cast_again(kept: Any) -> torch.Tensor:
 
 
 def rows_of_optimizer(state: Any, parameters: list[nn.Parameter], world: World) -> Any:
-    """Return an optimizer's state_dict in which each tensor is what this worker holds of it.
+    """Return an optimizer's state_dict with this worker's rows of each tensor.
 
     A tensor of its parameter's size is sharded as the parameter; any other is whole.
     """
@@ -379,7 +379,7 @@ def whole_tensors(value: Any) -> Any:
 
 
 def sharded_as(parameter: nn.Parameter, rows: torch.Tensor) -> Any:
-    """Return a tensor that is sharded as a parameter is, of which this worker holds `rows`."""
+    """Return a tensor sharded as a parameter is; this worker holds its `rows`."""
     sharded: Any = parameter
     return type(sharded).from_local(
         rows,
@@ -411,7 +411,7 @@ def span_of(start: int, stop: int, size: int) -> tuple[int, int]:
 
 
 class ParameterPart:
-    """A worker's part of a sharded parameter; `flat` is what the optimizer gets in its place."""
+    """A worker's part of a sharded parameter; the optimizer gets `flat` in its place."""
 
     def __init__(self, parameter: nn.Parameter, world: World) -> None:
         self.parameter = parameter
@@ -454,8 +454,8 @@ class ParameterPart:
         return self._filled_up(local(value), self.flat.numel()) if is_sharded(value) else value
 
     def _filled_up(self, mine: torch.Tensor, size: int) -> torch.Tensor:
-        # FSDP's gradients are views that may begin anywhere (`engine/alignment.py`). What reads these parts is
-        # ELEMENTWISE, and a norm gets whole gradients, in memory of their own (`_exchanged`).
+        # FSDP's gradients are views that may begin anywhere (`engine/alignment.py`). Only ELEMENTWISE optimizers read
+        # these parts; a norm gets whole gradients in memory of their own (`_exchanged`).
         if self._is_whole:
             return mine.reshape(-1)
         made = mine.new_zeros(size)
@@ -564,7 +564,7 @@ class Slice:
 
 
 def norms_of_slices(slices: Sequence[Slice], world: World, device: torch.device) -> list[torch.Tensor]:
-    """Return the norm of each whole gradient, of which `slices` are this worker's; every rank calls this.
+    """Return the norm of each whole gradient from this worker's `slices`; every rank calls this.
 
     They have the bits that one worker with the whole gradients computes. A norm's bits depend on the order of its
     additions. So for each parameter one worker gets the whole gradient, and computes its norm: the first goes to rank
