@@ -198,8 +198,7 @@ class Trainer:
         self.state.load(written)
 
     def _parts(self) -> dict[str, Any]:
-        """Return the objects with a state, by their keys in a checkpoint: the model first, since the average needs
-        it."""
+        """Return the objects with a state, by their keys in a checkpoint; the model first: the average needs it."""
         average = {} if self.average is None else {"ema": self.average}
         return {"model": self.model, **self.optimizer_step.parts, **average}
 

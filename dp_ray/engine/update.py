@@ -88,7 +88,7 @@ class OptimizerStep:
         self.left_out: list[nn.Parameter] = []
         self._num_held = 0
         self._find_left_out()
-        # All on one device, dense, of one dtype: no step has to check each gradient.
+        # If all are dense, on one device and of one dtype, no step has to check each gradient.
         trained = [mine for _, mine in self._of_model]  # all of them: the groups may grow
         kinds = {(parameter.device, parameter.dtype) for parameter in trained}
         self._is_plain = not any(map(is_sharded, trained)) and not sparse_parameters(model)

@@ -125,7 +125,7 @@ def begun_training(context: Context, ahead: OverlappedRead) -> Iterator[tuple[Tr
         context = replace(context, attempt=begin_attempt(context.run).attempt)
         layout = sample_layout(job, split, dataset)
         training = restored(Training(context, Source(job, dataset), split, layout, trainer, times))
-        trainer.synchronise()  # a copy of the restored weights: their average begins with it
+        trainer.synchronise()  # with the restored state: the average of the weights begins with it
         device, forwards, trial = context.world.device, placement.forwards(), placement.row_trial()
         yield training, Evaluation(job, step, measures, states, device, forwards, trainer.over_batch, trial=trial)
 
