@@ -26,7 +26,7 @@ from dp_ray.storage import Storage, is_text
 from dp_ray.text import hide, listed
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-T = TypeVar("T")
+S, T = TypeVar("S"), TypeVar("T")
 
 ATTEMPTS = 5
 WAIT_SECONDS = 0.5  # before the second attempt; it doubles with each
@@ -92,8 +92,8 @@ def find_files(paths: Paths, suffixes: Sequence[str]) -> list[File]:
     )
 
 
-def in_threads(look: Callable[[File], T], files: Sequence[File]) -> list[T]:
-    """Return what `look` gives for each file, several at a time, since each waits for its storage."""
+def in_threads(look: Callable[[S], T], files: Sequence[S]) -> list[T]:
+    """Return `look(file)` for each file, several at a time, since each waits for its storage."""
     with ThreadPoolExecutor(min(FILES_AT_ONCE, len(files))) as pool:
         return list(pool.map(look, files))
 
@@ -153,8 +153,7 @@ def _named_files(given: Sequence[str]) -> list[File | None]:
         info = folder.fs.get_file_info(folder.file(name))
         return File(folder, name, info.size, str(info.mtime_ns or "")) if info.is_file else None
 
-    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(paths))) as pool:
-        return list(pool.map(look, paths))
+    return in_threads(look, paths)
 
 
 def _files_at(given: str, suffixes: Sequence[str]) -> list[File]:

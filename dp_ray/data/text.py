@@ -48,19 +48,19 @@ class TextTable(Tabular[Stretch]):
         decode: Decode | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        files = find_files(paths, self.SUFFIXES)
+        files, types = find_files(paths, self.SUFFIXES), types or {}
         indices = in_threads(lambda file: index_of(file, self._kind, lambda: self._look(file)), files)
         pairs = list(zip(files, indices, strict=True))
         for file, index in pairs:
             if index.stretches or index.arrow_schema.names:  # else it is empty, and lacks nothing
-                check_columns(file, index.arrow_schema.names, [*(columns or ()), *(types or ())])
+                check_columns(file, index.arrow_schema.names, [*(columns or ()), *types])
             for field in index.arrow_schema:
                 # Bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows.
-                is_wanted = field.name not in (types or {}) and (columns is None or field.name in columns)
+                is_wanted = field.name not in types and (columns is None or field.name in columns)
                 if is_wanted and pa.types.is_binary(field.type):
                     advice = "mend the file, or set the column's type to binary with types"
                     raise DataError(f"{file}: column {field.name!r} holds bytes that are not UTF-8; {advice}")
-        self._schema = _with_types(_joined([index.arrow_schema for index in indices]), types or {})
+        self._schema = _with_types(_joined([index.arrow_schema for index in indices]), types)
         for name in [field.name for field in self._schema if str(BEYOND) in str(field.type)]:
             for file, index in pairs:  # to name the first one with such a number
                 there = index.arrow_schema

@@ -19,14 +19,9 @@ from dp_ray.tensors.tree import map_batch
 BYTES = 16
 
 
-def reductions_see_alignment(device: torch.device) -> bool:
-    """Return whether a reduction on the device may add in another order if its input begins elsewhere."""
-    return is_gpu(device)
-
-
 def must_align(job: Job, device: torch.device) -> bool:
     """Return whether the job's tensors on the device have to begin at multiples of 16 bytes."""
-    return job.bitwise and reductions_see_alignment(device)
+    return job.bitwise and is_gpu(device)
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

@@ -380,7 +380,10 @@ class _Runner:
 
     def _run(self, inputs: Any, shard: Shard, counts_flops: bool) -> tuple[Any, Flops | None]:
         clock, trial, rows = self.prediction.clock, self.prediction.trial, shard.rows
-        flops = self._flops(inputs, shard) if counts_flops else None
+        flops = None
+        if counts_flops:  # of a row, by another forward, on a copy of the inputs: the model may change them
+            run = functools.partial(self.replica.run, shard, self._forward, copied(inputs))
+            flops = counted_flops(run, rows, self.prediction.job, self.prediction.device)
         is_tried = trial is not None and trial.is_open and (trial.is_due(rows) or trial.is_single_due(rows))
         # Before the model may change its inputs.
         other = trial.other(inputs, rows) if trial is not None and is_tried else None
@@ -441,11 +444,6 @@ class _Runner:
         tried = trial.run(run, other, selected, shard.rows)
         self.prediction.clock.enter(before)
         return tried
-
-    def _flops(self, inputs: Any, shard: Shard) -> Flops:
-        """Count a row's operations, by a forward more, on a copy of the inputs: the model may change them."""
-        run = functools.partial(self.replica.run, shard, self._forward, copied(inputs))
-        return counted_flops(run, shard.rows, self.prediction.job, self.prediction.device)
 
     @functools.cached_property
     def _forward(self) -> Callable[[Any], Any]:

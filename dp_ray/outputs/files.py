@@ -125,7 +125,13 @@ class FileMerge:
 
         Raises StorageError if the parts do not hold each position once, or if this attempt is superseded.
         """
-        new = self._new_parts()
+        names = self._parts.names()
+        counting = self._outputs.ledger.counting(name for name in names if name not in self._seen)
+        self._seen.update(names)
+        new = [name for name in counting if _range(name).first_step in self._steps]
+        self._names += new
+        for name in new:
+            self._done.add(_range(name))
         # After the parts: a bad sample is kept before its part.
         self._missing = frozenset(self._outputs.find_missing())
         while self.through < self._steps.stop and all(map(self._is_there, self._shards())):
@@ -150,17 +156,6 @@ class FileMerge:
         if self._open is not None:
             self._open.discard()
             self._open = None
-
-    def _new_parts(self) -> list[str]:
-        """Find the parts of this file that have come since the last call: only names that are new are looked at."""
-        names = self._parts.names()
-        new = self._outputs.ledger.counting(name for name in names if name not in self._seen)
-        self._seen.update(names)
-        parts = [name for name in new if _range(name).first_step in self._steps]
-        self._names += parts
-        for name in parts:
-            self._done.add(_range(name))
-        return parts
 
     def _shards(self) -> list[Shard]:
         """Return all shards of the first step that is not merged yet."""

@@ -101,11 +101,13 @@ def rows_and_seconds(history: pa.Table) -> tuple[float, float]:
 
 def comparison_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Return the runs as JSON values: results, what differs in jobs and environments, metrics, throughput, time."""
+    environments = [run.environment for run in runs]
+    is_known = all(environments)  # else nothing differs, as far as is known
     return {
         "runs": [run.result or run.row.to_json() for run in runs],
         "status": [run.row.status for run in runs],
         "job": differing_keys(runs),
-        "environment": differing_environment(runs),
+        "environment": differing(environments, OF_EACH_DRIVER) if is_known else {},
         "computed": differing_numerics(runs),
         "metrics": side_by_side([run.row.metrics for run in runs]),
         "rows_per_second": [run.rows_per_second for run in runs],
@@ -136,23 +138,20 @@ class Alike(Protocol):
 
 def likeness(runs: Sequence[Alike]) -> str:
     """Say whether the runs have the same job, weights and outputs: `the same job, the same weights`."""
-    return ", ".join(_likeness(runs))
-
-
-def _likeness(runs: Sequence[Alike]) -> Iterator[str]:
-    differing = differing_keys(runs)
-    counting = {key for key in differing if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT}
-    alike = f"the same job (but for {listed(differing)})" if differing else "the same job"
+    keys = differing_keys(runs)
+    counting = {key for key in keys if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT}
+    alike = f"the same job (but for {listed(keys)})" if keys else "the same job"
     objects = [key.removesuffix(".target") for key, value in dotted(runs[0].job) if _is_object(key, value)]
     if objects:
         alike += f" as far as can be told: {listed(objects)} from Python cannot be compared"
-    yield "different jobs" if counting else alike
+    says = ["different jobs" if counting else alike]
     for what in ("weights", "outputs"):
         hashes = [run.result.get(f"{what}_sha256") for run in runs]
         if all(hashes):
-            yield f"{'the same' if len(set(hashes)) == 1 else 'different'} {what}"
+            says.append(f"{'the same' if len(set(hashes)) == 1 else 'different'} {what}")
     if computed := differing_numerics(runs):
-        yield f"computed on different kinds of workers ({listed(computed)}), so their bits may differ"
+        says.append(f"computed on different kinds of workers ({listed(computed)}), so their bits may differ")
+    return ", ".join(says)
 
 
 def _is_object(key: str, value: Any) -> bool:
@@ -202,15 +201,6 @@ def _curves(runs: Sequence[ComparedRun], width: int | None) -> Iterator[str]:
 def differing_keys(runs: Sequence[Alike]) -> dict[str, list[Any]]:
     """Return the keys in which the jobs of runs differ, as dotted paths, with each job's value."""
     return differing([dict(dotted(run.job)) for run in runs], NO_DIFFERENCE)
-
-
-def differing_environment(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Return the versions, the git commit and the hardware in which the newest drivers of runs differ.
-
-    Nothing differs as far as is known if not all runs tell theirs.
-    """
-    each_run = [run.environment for run in runs]
-    return differing(each_run, OF_EACH_DRIVER) if all(each_run) else {}
 
 
 def differing_numerics(runs: Sequence[Alike]) -> dict[str, list[Any]]:

@@ -81,23 +81,15 @@ class Replayed:
         earlier = f", steps {self.start} to {self.step - 1} run again" if self.start < self.step else ""
         began = f"from the state after {counted(self.start, 'step')}{earlier},"
         yield f"step {self.step} (epoch {self.epoch}) of {relative(self.run_dir)}, {began} on {self.device}"
-        yield self._loss_line()
+        if self.loss is None:
+            yield f"shard {self.shard} of {self.shards} alone: its loss is not compared with the history's"
+        else:
+            known = self.history_loss is not None
+            there = f"{self.history_loss!r} in the history" if known else "the history does not have it"
+            apart = "" if not self.relative_difference else f" ({self.relative_difference:.2g} relative)"
+            yield f"loss {self.loss!r} here, {there}: {self.compared}{apart}"
         if self.bitwise and self.loss is not None and self.history_loss is not None and self.compared != EQUAL:
             yield "the run is bitwise: code, data, versions or hardware are not those of the run"
-        yield from self._not_finite_lines()
-        yield from self._row_lines()
-
-    def _loss_line(self) -> str:
-        if self.loss is None:
-            return f"shard {self.shard} of {self.shards} alone: its loss is not compared with the history's"
-        there = "the history does not have it"
-        if self.history_loss is not None:
-            there = f"{self.history_loss!r} in the history"
-        apart = "" if not self.relative_difference else f" ({self.relative_difference:.2g} relative)"
-        return f"loss {self.loss!r} here, {there}: {self.compared}{apart}"
-
-    def _not_finite_lines(self) -> Iterator[str]:
-        """Yield the first of each kind that is not finite; one line if there is none."""
         places = {
             "weights before the step": self.weights,
             "batch": self.batch,
@@ -109,8 +101,6 @@ class Replayed:
                 yield f"not finite, first {kind}: {place}"
         if all(place is None for place in places.values()):
             yield "finite: the weights before the step, its batch, all outputs and gradients"
-
-    def _row_lines(self) -> Iterator[str]:
         is_gradient = bool(self.rows) and self.rows[0].gradient is not None
         what = "gradient" if is_gradient else "loss"
         yield f"{counted(len(self.rows), 'row')}, the largest {what} first: {self.row_losses}"

@@ -99,7 +99,8 @@ def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[str], object
             _in_forked_process(number)
             return
         _Program.num_signals += 1
-        name = _asker(number)
+        # Another thread may have sent the signal for somebody.
+        name = _askers.pop(0) if _askers else signal.Signals(number).name
         if not ask(name):
             raise KeyboardInterrupt
         _accepted.append(name)
@@ -123,11 +124,6 @@ def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[str], object
         _accepted[:] = accepted_before
         for number, before in taken.items():
             signal.signal(number, before)
-
-
-def _asker(number: int) -> str:
-    """Return who asks by this signal: its own name, unless another thread has sent it for somebody."""
-    return _askers.pop(0) if _askers else signal.Signals(number).name
 
 
 def ask_others(signal_name: str) -> None:

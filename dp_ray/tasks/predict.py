@@ -5,7 +5,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.clock import Part
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.model import ShardSize, advised
@@ -21,7 +20,7 @@ from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.outputs.read import ROWS, Previews
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Done, Shard, Split, Work
+from dp_ray.plan.split import Done, Shard, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
 from dp_ray.rundir.quarantine import QUARANTINE, RecordFiles
@@ -40,7 +39,10 @@ def predict_outputs(context: Context) -> None:
     split = split_of(job, len(dataset))
     work = Work(split, world.world_size, world.rank, Done(ledger.done_ranges(begun.parts)))
     quarantine = begin_quarantine(context, dataset, lambda step, shard: Shard(step, int(shard), 0, 0) in work.done)
-    outputs = _outputs_of(context, begun, split, quarantine)
+    aside = RecordFiles(context.run.child(QUARANTINE))
+    missing = partial(list, aside.positions()) if quarantine is None else aside.positions
+    order = Order(split.rows, job.seed, 0, job.is_shuffled)
+    outputs = AttemptOutputs(context.run, begun, split, order, missing)
     plan = AgreedFilePlan(outputs, job.outputs.file_bytes, world, lambda: control.wants_stop)
     parts = WorkerParts(context.run.child(PARTS), work.shards, begun.attempt, world.world_size, job.batch_dim)
     times, previews = times_of(context), Previews(context.run, split.rows_kept, job.batch_dim)
@@ -97,16 +99,6 @@ def _begin(run: Storage, world: World) -> ledger.Ledger:
     if world.rank == 0:
         forget_lost(run)
     return begin_attempt(run)
-
-
-def _outputs_of(
-    context: Context, begun: ledger.Ledger, split: Split, quarantine: Quarantine | None
-) -> AttemptOutputs:
-    """Return the outputs that the workers merge, without samples that are set aside, also later."""
-    job, run = context.job, context.run
-    aside = RecordFiles(run.child(QUARANTINE))
-    missing = partial(list, aside.positions()) if quarantine is None else aside.positions
-    return AttemptOutputs(run, begun, split, Order(split.rows, job.seed, 0, job.is_shuffled), missing)
 
 
 @dataclass(frozen=True)
