@@ -189,29 +189,24 @@ class StepInspection:
         return loss
 
     def _shard(self, loaded: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
-        size = ShardSize(loaded.shard.rows, batch_rows, self._job.num_shards)
+        shard = loaded.shard
+        size = ShardSize(shard.rows, batch_rows, self._job.num_shards)
         before = finder.output
-        with self._alone() as replica, advised(self._job, location(loaded.shard), size):
-            with finder.forward(loaded.shard.shard):
+        with self._alone() as replica, advised(self._job, location(shard), size):
+            with finder.forward(shard.shard):
                 loss = self._run(replica, loaded)
             step_output = self._loss.result.step_output
             if isinstance(self._loss, BatchLoss):
-                losses = RowLosses(self._loss.row_norms(loaded.shard), OF_BATCH, float(self._loss.value or 0.0))
+                losses = RowLosses(self._loss.row_norms(shard), OF_BATCH, float(self._loss.value or 0.0))
             else:
                 losses = row_losses(
-                    self._job,
-                    self._step,
-                    self.model,
-                    copied(loaded.batch),
-                    step_output,
-                    loaded.shard.rows,
-                    self._device,
+                    self._job, self._step, self.model, copied(loaded.batch), step_output, shard.rows, self._device
                 )
             self._hooks.look()  # a training runs them on the whole batch's gradient
             if self._loss.result.is_nothing:  # the weight is 0, so numbers that are not finite do not count
                 finder.output = before
                 return losses
-            with reraise_as(f"{location(loaded.shard)}: backward"):
+            with reraise_as(f"{location(shard)}: backward"):
                 (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
             return losses
 

@@ -306,9 +306,7 @@ def predict(
             forwards.end()
 
 
-def check_output_rows(
-    tried: Mapping[str, Less], rows: int, batch_dim: int, where: str, texts: Sequence[str] = ()
-) -> None:
+def check_sizes(tried: Mapping[str, Less], rows: int, batch_dim: int, where: str, texts: Sequence[str] = ()) -> None:
     """Raise ModelError for the first output whose size has the rows of a shard by chance; lists of `texts` may."""
     follows = {path: less.follows(rows, batch_dim) for path, less in tried.items() if less.size is not None}
     fitting = [path for path, has_rows in follows.items() if has_rows]
@@ -419,7 +417,7 @@ class _Runner:
         trial.end(tried)
         if isinstance(tried, Mapping):
             where = location(shard)
-            check_output_rows(tried, shard.rows, self.prediction.job.batch_dim, where, texts)
+            check_sizes(tried, shard.rows, self.prediction.job.batch_dim, where, texts)
             check_lists(tried, selected, shard.rows, where)
 
     def _try_texts(self, trial: RowTrial, twice: Any, selected: Any, shard: Shard) -> None:

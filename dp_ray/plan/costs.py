@@ -405,12 +405,8 @@ class MemoryPlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, in bytes."""
         workers = [
-            {
-                **asdict(memory),
-                "devices": [asdict(device) for device in memory.devices],
-                **_known({"fits": self.fits(memory)}),
-            }
-            for memory in self.workers
+            {**asdict(own), "devices": [asdict(device) for device in own.devices], **_known({"fits": self.fits(own)})}
+            for own in self.workers
         ]
         remarks = {"remarks": list(self.remarks)} if self.remarks else {}
         return {"rows": self.rows, **_known({"gpu_bytes": self.gpu_bytes}), "workers": workers, **remarks}

@@ -72,9 +72,7 @@ def comparison_of(runs: Sequence[Storage], trials: Trials | None = None) -> str:
     charts = overlaid(known, names)
     tables = {
         "Figures": figures(known),
-        "Final metrics": side_by_side(
-            [{shown.label: shown.value for shown in page.metrics_of(run)} for run in known]
-        ),
+        "Final metrics": side_by_side([{fact.label: fact.value for fact in page.metrics_of(run)} for run in known]),
         "Where the time goes": side_by_side(
             [{page.spoken(share.name): f"{share.share:.1%}" for share in page.time_shares(run)} for run in known]
         ),

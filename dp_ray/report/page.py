@@ -158,9 +158,7 @@ def metrics_of(data: RunData) -> list[Fact]:
     notes = {name: "of the last batch" for name in metrics if is_training and not is_of_many(name)}
     if best.get("metric"):
         notes[best["metric"]] = f"best {metric_text(best['value'])} after step {best['step'] - 1:,}"
-    return [
-        Fact(name, metric_text(value), notes.get(name, "")) for name, value in metrics.items() if not is_inner(name)
-    ]
+    return [Fact(key, metric_text(value), notes.get(key, "")) for key, value in metrics.items() if not is_inner(key)]
 
 
 def speed_text(speed: float | None) -> str:

@@ -156,11 +156,8 @@ def _replayed(
         for at, (sample, position) in enumerate(zip(row.indices.tolist(), row.shard.positions, strict=True)):
             number = losses.values[at] if losses.values else None
             place = sample, row.shard.shard, position
-            rows.append(
-                ReplayedRow(number, *place)
-                if losses.of_batch is None
-                else ReplayedRow(losses.of_batch, *place, number)
-            )
+            loss, gradient = (number, None) if losses.of_batch is None else (losses.of_batch, number)
+            rows.append(ReplayedRow(loss, *place, gradient))
     rows.sort(key=_largest_first)
     return Replayed(
         run_dir=str(context.run),

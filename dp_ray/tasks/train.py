@@ -52,9 +52,7 @@ def train(context: Context) -> None:
             # Within the run: the writer's thread has the recorder send, also after an error.
             checkpointing(training, run.recorder.keep) as checkpointer,
         ):
-            progress = AfterStep(
-                training, Evaluator(training, evaluation) if job.eval is not None else None, stopping
-            )
+            after = AfterStep(training, Evaluator(training, evaluation) if job.eval is not None else None, stopping)
             on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
             for step in run.steps(start):
                 update = trainer.step(step, loaded, on_shard, control.wants_stop)
@@ -65,11 +63,11 @@ def train(context: Context) -> None:
                     if checkpointer is not None:
                         checkpointer.after_step(step, update, {})  # logs it; no state is kept any more
                     end_at_loss(watch.check, checkpointer)
-                measured = progress.take(step, update)
+                measured = after.take(step, update)
                 if hooks is not None:
                     hooks.after_step(step, update, measured)
                 # A single worker stops as soon as it is asked; several agree on a step.
-                stops = update.stops or progress.stops or (world.world_size == 1 and control.wants_stop)
+                stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
                 run.stops = stops and step + 1 < split.total_steps
                 if checkpointer is not None:
                     checkpointer.after_step(step, update, measured, run.stops or control.take_save())
