@@ -28,6 +28,7 @@ from dp_ray.engine.replica import Replica
 from dp_ray.engine.tree_sum import add_to, exchanged, sparse_modules
 from dp_ray.engine.user_code import dtypes_and_sizes
 from dp_ray.engine.world import (
+    cause_text,
     everyone,
     failed_in_group,
     gathered,
@@ -35,7 +36,6 @@ from dp_ray.engine.world import (
     is_gpu,
     leave_group,
     own_rank,
-    trouble_text,
 )
 from dp_ray.errors import Error, JobError, ModelError, frames_of
 from dp_ray.job.keys import WorkerKeys
@@ -435,7 +435,7 @@ class Served:
         raising = ModelError("")
         raising.__cause__ = error
         frames = frames_of(raising) or "".join(traceback.format_exception(error))
-        told = str(error) if isinstance(error, Error) else trouble_text(error)
+        told = str(error) if isinstance(error, Error) else cause_text(error)
         told = type(error).__name__ + (f": {told}" if told else "")
         return Raised(shard, what, told, got, frames, exception, has_module, text)
 
@@ -483,7 +483,7 @@ def _collective() -> Iterator[None]:
         leave_group()
         if not is_groups:
             raise
-        raise PeerIsLost(trouble_text(error)) from error
+        raise PeerIsLost(cause_text(error)) from error
 
 
 @functools.cache
