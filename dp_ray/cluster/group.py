@@ -19,11 +19,11 @@ from dp_ray.engine.world import (
     STATES,
     Cause,
     World,
-    cause_text,
     failed_collective,
     form_group,
     group_error,
     recorded_collectives,
+    text_of,
 )
 from dp_ray.errors import JobError, WorkerError, frames_of
 from dp_ray.job.keys import WorkerKeys, gpu_number
@@ -134,7 +134,7 @@ def _group_errors() -> Iterator[None]:
 def report(channel: Any, number: int, attempt: str, world: World, error: BaseException) -> str:
     """Report a worker's error to the driver, and return its text."""
     kind = kind_of(error)
-    text = str(error) if kind else f"{type(error).__name__}: {cause_text(error)}"
+    text = str(error) if kind else f"{type(error).__name__}: {text_of(error)}"
     send(channel, Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error)), number)
     return text
 

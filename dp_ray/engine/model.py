@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from dp_ray.engine.buffers import NONE, EvalState
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.user_code import describe_input
-from dp_ray.engine.world import Cause, broadcast, cause_text, everyone, failed_collective, gathered, is_rank_0
+from dp_ray.engine.world import Cause, broadcast, everyone, failed_collective, gathered, is_rank_0, text_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, gpu_number, runs_anywhere
@@ -66,7 +66,7 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
     except (RuntimeError, AssertionError) as error:
         names = ", ".join(map(str, devices))
         hint = f"; {advice(job, None)}" if is_out_of_memory(error) else ""
-        raise JobError(f"devices: the model cannot be moved to {names}: {cause_text(error)}{hint}") from error
+        raise JobError(f"devices: the model cannot be moved to {names}: {text_of(error)}{hint}") from error
 
 
 class BatchNormOfShard(_BatchNorm):
@@ -427,7 +427,7 @@ def gpus_found() -> str:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # CUDA's own, as of a driver that is too old
-            why = f" ({cause_text(error).splitlines()[0]})"
+            why = f" ({text_of(error).splitlines()[0]})"
     return f"torch finds {counted(count, 'GPU') if count else 'no GPU'} on this machine{why}"
 
 
@@ -659,7 +659,7 @@ def raise_advised(
     """
     if not is_out_of_memory(error) or CHANGES in str(error):
         raise error
-    text = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {cause_text(error)}"
+    text = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {text_of(error)}"
     more = shards_that_fit() if size is not None and size.rows > 1 else None
     raise ModelError(f"{text.rstrip('.')}; {advice(job, size, more)}") from error
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from dp_ray.engine.world import Trouble, cause_text, passes
+from dp_ray.engine.world import Trouble, passes, text_of
 from dp_ray.errors import DataError, Error, JobError, ModelError
 from dp_ray.plan.split import Shard
 from dp_ray.system.linux import full_memory
@@ -115,7 +115,7 @@ def location(shard: Shard) -> str:
 
 def error_text(what: str, error: BaseException, hint: str = "") -> str:
     """Return the message of an error: the code that raised, the exception's type and text, and the hint."""
-    text = cause_text(error).rstrip("." if hint else None)
+    text = text_of(error).rstrip("." if hint else None)
     return f"{what} raised {type(error).__name__}" + (f": {text}" if text else "") + hint
 
 

@@ -520,7 +520,7 @@ _HINTS = {
 }
 
 
-def cause_text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     """Return the text of an error, with what to set; for a failed collective, only the line with the cause.
 
     So it is for a trouble of the machine.

@@ -27,16 +27,7 @@ from dp_ray.engine.random import preserved
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.tree_sum import add_to, exchanged, sparse_modules
 from dp_ray.engine.user_code import dtypes_and_sizes
-from dp_ray.engine.world import (
-    cause_text,
-    everyone,
-    failed_in_group,
-    gathered,
-    has_peers,
-    is_gpu,
-    leave_group,
-    own_rank,
-)
+from dp_ray.engine.world import everyone, failed_in_group, gathered, has_peers, is_gpu, leave_group, own_rank, text_of
 from dp_ray.errors import Error, JobError, ModelError, frames_of
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.plan.split import Shard
@@ -435,7 +426,7 @@ class Served:
         raising = ModelError("")
         raising.__cause__ = error
         frames = frames_of(raising) or "".join(traceback.format_exception(error))
-        told = str(error) if isinstance(error, Error) else cause_text(error)
+        told = str(error) if isinstance(error, Error) else text_of(error)
         told = type(error).__name__ + (f": {told}" if told else "")
         return Raised(shard, what, told, got, frames, exception, has_module, text)
 
@@ -483,7 +474,7 @@ def _collective() -> Iterator[None]:
         leave_group()
         if not is_groups:
             raise
-        raise PeerIsLost(cause_text(error)) from error
+        raise PeerIsLost(text_of(error)) from error
 
 
 @functools.cache

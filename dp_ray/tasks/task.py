@@ -12,7 +12,7 @@ from dp_ray.engine.determinism import deterministic, of_cublas
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import Trouble, World, alone, cause_text, failed_in_group, group_error, trouble_of
+from dp_ray.engine.world import Trouble, World, alone, failed_in_group, group_error, text_of, trouble_of
 from dp_ray.errors import Error, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note, Send
@@ -69,7 +69,7 @@ def broken_gpu_named(world: World) -> Iterator[None]:
         if not gpus or trouble_of(error) is not Trouble.BROKEN_GPU:
             raise
         kind = type(error) if isinstance(error, Error) else ModelError
-        text = str(error) if isinstance(error, Error) else cause_text(error)
+        text = str(error) if isinstance(error, Error) else text_of(error)
         raise kind(
             f"{text}; {'the GPU is' if len(gpus) == 1 else 'it is one of'} {listed(map(_gpu, gpus))}"
         ) from error

@@ -26,7 +26,7 @@ from dp_ray.cluster.decisions import (
 from dp_ray.cluster.worker import _ending_of
 from dp_ray.engine.model import build_model
 from dp_ray.engine.user_code import raise_as
-from dp_ray.engine.world import Trouble, World, cause_text, trouble_of
+from dp_ray.engine.world import Trouble, World, text_of, trouble_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.messages import Ending, WorkerExit
 from dp_ray.storage import Storage
@@ -128,8 +128,8 @@ def test_what_is_alike_is_something_else() -> None:
     ):
         assert trouble_of(RuntimeError(text)) is None
     assert trouble_of(ValueError(ECC)) is None
-    assert cause_text(OSError(28, "No space left on device", "/data/x")).endswith("'/data/x'")
-    assert cause_text(OSError(28, "No space left on device", f"{SHARED_MEMORY}/x")).endswith("(Kubernetes)")
+    assert text_of(OSError(28, "No space left on device", "/data/x")).endswith("'/data/x'")
+    assert text_of(OSError(28, "No space left on device", f"{SHARED_MEMORY}/x")).endswith("(Kubernetes)")
 
 
 def raised_by_model(text: str) -> ModelError:

@@ -25,7 +25,7 @@ from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.user_code import raise_as
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import World, cause_text
+from dp_ray.engine.world import World, text_of
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.samples import ReadRequest
 from dp_ray.plan.split import Shard, Split
@@ -173,7 +173,7 @@ def test_an_error_of_cuda_tells_how_to_find_its_kernel() -> None:
         "CUDA error: out of memory",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasSgemm(...)`",
     ):
-        assert cause_text(RuntimeError(at_once)) == at_once
+        assert text_of(RuntimeError(at_once)) == at_once
 
 
 def unpools(inputs: torch.Tensor) -> torch.Tensor:
