@@ -156,8 +156,10 @@ def _replayed(
         for at, (sample, position) in enumerate(zip(row.indices.tolist(), row.shard.positions, strict=True)):
             number = losses.values[at] if losses.values else None
             place = sample, row.shard.shard, position
-            loss, gradient = (number, None) if losses.of_batch is None else (losses.of_batch, number)
-            rows.append(ReplayedRow(loss, *place, gradient))
+            if losses.of_batch is None:
+                rows.append(ReplayedRow(number, *place))
+            else:
+                rows.append(ReplayedRow(losses.of_batch, *place, number))
     rows.sort(key=_largest_first)
     return Replayed(
         run_dir=str(context.run),

@@ -30,6 +30,7 @@ from tests.support.builders import predictions_of, run_dir_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.large import peak_of
 from tests.support.merging import merged
+from tests.support.patchwork import plain_losses
 from tests.support.trainings import ADAMW, assert_close, initial, job_of
 from tests.support.writing import (
     ChangesForms,
@@ -38,7 +39,6 @@ from tests.support.writing import (
     WritesInEval,
     WritesItsInputs,
     Writing,
-    plain_training,
 )
 
 pytestmark = pytest.mark.usefixtures("in_project")
@@ -69,7 +69,7 @@ def assert_as_in_plain_torch(
     run_group(made, folder)
     model = initial(Writing, ways, width)
     optimizer = torch.optim.SGD(model.parameters(), rate, 0.9)
-    losses = plain_training(model, training.Pairs(30), optimizer, made.batch_size, made.num_shards, made.epochs)
+    losses = plain_losses(model, training.Pairs(30), optimizer, made.batch_size, made.num_shards, made.epochs)
     assert_close(folder, model, losses, 3e-6)
 
 
@@ -268,7 +268,7 @@ def test_a_model_that_writes_its_inputs_gets_each_batch_once(tmp_path: Path, key
     run_group(job_of(writes("WritesItsInputs"), DATA, epochs=1, **keys), tmp_path)
     model = initial(WritesItsInputs)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-    losses = plain_training(model, training.Pairs(30), optimizer, 7, keys.get("shards", 1), 1)
+    losses = plain_losses(model, training.Pairs(30), optimizer, 7, keys.get("shards", 1), 1)
     assert_close(tmp_path, model, losses)
 
 
@@ -282,7 +282,7 @@ def test_a_late_write_is_an_error_that_names_it_unless_nobody_needs_what_was_bef
             run_group(job("momentum", width=LARGE, late=4, workers=workers, epochs=2), tmp_path / str(workers))
     run_group(job("momentum", width=LARGE, late=4, workers=1, shards=1, epochs=2), tmp_path / "alone")
     model = initial(Writing, ("momentum",), LARGE, 4)
-    losses = plain_training(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, 1, 2)
+    losses = plain_losses(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, 1, 2)
     assert_close(tmp_path / "alone", model, losses, 3e-6)
 
 
@@ -406,7 +406,7 @@ def test_buffers_that_begin_as_one_tensor_follow_shard_0(tmp_path: Path, way: st
         run_group(sharing(way, late, workers=workers), tmp_path / str(workers))
         model = initial(SharesMemory, way, late)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-        losses = plain_training(model, training.Pairs(30), optimizer, 28, 4, 3)
+        losses = plain_losses(model, training.Pairs(30), optimizer, 28, 4, 3)
         assert_close(tmp_path / str(workers), model, losses, 3e-6)
 
 
@@ -427,7 +427,7 @@ def test_buffers_that_part_late_are_an_error_that_names_them_on_several_workers(
         run_group(sharing(way, 4, workers=2), tmp_path / "2")
     run_group(sharing(way, 4, workers=1), tmp_path / "1")
     model = initial(SharesMemory, way, 4)
-    losses = plain_training(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 28, 4, 3)
+    losses = plain_losses(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 28, 4, 3)
     assert_close(tmp_path / "1", model, losses, 3e-6)
 
 
@@ -494,7 +494,7 @@ def test_a_forward_that_runs_again_in_the_backward_writes_once(
     made = job_of(trained, DATA, batch_size=10, shards=shards, epochs=3, workers=0, storage=str(tmp_path))
     weights = dp_ray.run(made, name="run", quiet=True).weights
     model = initial(Recomputes, 99, counts)
-    plain_training(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, shards, 3)
+    plain_losses(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, shards, 3)
     for name, one in model.state_dict().items():
         torch.testing.assert_close(weights[name], one, rtol=1e-5, atol=1e-6)
 
