@@ -120,15 +120,15 @@ def test_a_norm_known_early_counts_unless_the_gradients_are_weighed() -> None:
         model = training.mlp()
         step = optimizer_step_of(job_of("mlp"), model)
         parameters = list(model.parameters())
-        for one in parameters:
-            one.grad = torch.ones_like(one)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
         step.take_norms(parameters[:2])
-        for one in parameters[:2]:
-            assert one.grad is not None
-            one.grad.zero_()
+        for parameter in parameters[:2]:
+            assert parameter.grad is not None
+            parameter.grad.zero_()
         return step.apply(weight, rows, 0).item()
 
-    numbers = [one.numel() for one in training.mlp().parameters()]
+    numbers = [parameter.numel() for parameter in training.mlp().parameters()]
     everything, without = sum(numbers) ** 0.5, sum(numbers[2:]) ** 0.5
     assert norm(4.0, 4) == pytest.approx(everything)
     assert norm(2.0, 4) == pytest.approx(2 * without), "the early norms are of gradients that were weighed since"

@@ -240,7 +240,7 @@ def test_the_bits_are_the_same_on_any_workers_and_after_any_kill(tmp_path: Path,
         assert ends(job(*ALL, width=width, workers=workers, **keys), tmp_path / f"k{before}") == first
         found = load_file(tmp_path / f"k{before}" / "ema.safetensors")
         assert found.keys() == averages.keys()
-        assert all(torch.equal(one, averages[name]) for name, one in found.items())
+        assert all(torch.equal(value, averages[name]) for name, value in found.items())
     assert "hidden" not in weights_of(tmp_path / "1")
 
 
@@ -355,7 +355,7 @@ def test_a_prediction_leaves_the_model_as_it_was() -> None:
         found = predictions_of(made, model, work, batches).values()
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("width", [8, LARGE])
@@ -450,15 +450,15 @@ def test_the_weights_of_parted_buffers_are_those_of_their_names(tmp_path: Path) 
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: None if one is None else one.detach().clone() for name, one in model._buffers.items()}
+    return {name: None if value is None else value.detach().clone() for name, value in model._buffers.items()}
 
 
 def assert_same(found: dict[str, torch.Tensor | None], wanted: dict[str, torch.Tensor | None]) -> None:
     assert found.keys() == wanted.keys()
-    for name, one in wanted.items():
-        assert (found[name] is None) == (one is None)
-        if one is not None:
-            torch.testing.assert_close(found[name], one, rtol=0, atol=0)
+    for name, value in wanted.items():
+        assert (found[name] is None) == (value is None)
+        if value is not None:
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -495,8 +495,8 @@ def test_a_forward_that_runs_again_in_the_backward_writes_once(
     weights = dp_ray.run(made, name="run", quiet=True).weights
     model = initial(Recomputes, 99, counts)
     plain_losses(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, shards, 3)
-    for name, one in model.state_dict().items():
-        torch.testing.assert_close(weights[name], one, rtol=1e-5, atol=1e-6)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 class FollowsItself(nn.Module):

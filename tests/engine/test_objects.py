@@ -47,7 +47,7 @@ WAYS = {"workers: 0": copied_object, "a worker on Ray": shipped}
 def gradients(net: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
     net.zero_grad()
     net(inputs).square().sum().backward()
-    found = [one.grad.clone() for one in net.parameters() if one.grad is not None]
+    found = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
     net.zero_grad()
     return found
 
@@ -197,30 +197,35 @@ def told(net: nn.Module) -> Any:
     modules = [] if is_script else list(net.named_modules())
     tensors = [*net.named_parameters(remove_duplicate=False), *net.named_buffers()]
     return (
-        [(name, type(one).__name__, one.training, len(one._forward_hooks)) for name, one in modules],
-        [list(one.state_dict()) for _, one in modules],
-        [(name, None if is_script else type(one), attributes(one), content(one)) for name, one in tensors],
-        [(one.requires_grad, one.is_leaf, one.dtype, one.layout) for _, one in tensors],
+        [(name, type(module).__name__, module.training, len(module._forward_hooks)) for name, module in modules],
+        [list(module.state_dict()) for _, module in modules],
+        [
+            (name, None if is_script else type(tensor), attributes(tensor), content(tensor))
+            for name, tensor in tensors
+        ],
+        [(tensor.requires_grad, tensor.is_leaf, tensor.dtype, tensor.layout) for _, tensor in tensors],
     )
 
 
-def content(one: torch.Tensor) -> Any:
-    if nn.parameter.is_lazy(one):
+def content(tensor: torch.Tensor) -> Any:
+    if nn.parameter.is_lazy(tensor):
         return "lazy"
-    return one.shape, strides(one), one.is_conj(), one.detach().resolve_conj().to_dense().tolist()
+    return tensor.shape, strides(tensor), tensor.is_conj(), tensor.detach().resolve_conj().to_dense().tolist()
 
 
 def memory(net: nn.Module) -> set[int]:
-    tensors = [one for one in (*net.parameters(), *net.buffers()) if not nn.parameter.is_lazy(one)]
-    return {one.untyped_storage().data_ptr() for one in tensors if one.layout is torch.strided and one.numel()}
+    tensors = [parameter for parameter in (*net.parameters(), *net.buffers()) if not nn.parameter.is_lazy(parameter)]
+    return {
+        tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout is torch.strided and tensor.numel()
+    }
 
 
-def strides(one: torch.Tensor) -> Any:
-    return one.stride() if one.layout is torch.strided else None
+def strides(tensor: torch.Tensor) -> Any:
+    return tensor.stride() if tensor.layout is torch.strided else None
 
 
-def attributes(one: torch.Tensor) -> Any:
-    return {name: value if isinstance(value, bool) else type(value) for name, value in vars(one).items()}
+def attributes(tensor: torch.Tensor) -> Any:
+    return {name: value if isinstance(value, bool) else type(value) for name, value in vars(tensor).items()}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -241,7 +246,7 @@ def test_a_copy_is_what_the_object_is(kind: Callable[[], nn.Module], way: str) -
     ours = gradients(copy, inputs)
     assert told(net) == before
     torch.set_rng_state(state)
-    assert [one.tolist() for one in ours] == [one.tolist() for one in gradients(net, inputs)]
+    assert [one.tolist() for one in ours] == [gradient.tolist() for gradient in gradients(net, inputs)]
     assert ours
 
 
@@ -300,8 +305,8 @@ def test_tensors_take_no_memory_but_the_copys_own(way: str) -> None:
         return
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(made, 5, buffer_callback=buffers.append)  # as Ray does
-    arrays = [np.frombuffer(one.raw(), np.uint8) for one in buffers]
-    assert len(head) < 2**14 and [one.nbytes for one in arrays] == [net.weight.nbytes]
+    arrays = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
+    assert len(head) < 2**14 and [array.nbytes for array in arrays] == [net.weight.nbytes]
     assert np.shares_memory(arrays[0], net.weight.detach().numpy())
     arrays[0].flags.writeable = False  # as what Ray hands out
     copy = pickle.loads(head, buffers=arrays).load()

@@ -49,9 +49,9 @@ def assert_as_in_plain_torch(job: Job, picked: list[int], folder: Path) -> list[
 
     def clip() -> None:
         norms.append(nn.utils.clip_grad_norm_(mine, CLIP).item())
-        for one in parameters:
-            if not any(one is other for other in mine):
-                one.grad = None
+        for parameter in parameters:
+            if not any(parameter is other for other in mine):
+                parameter.grad = None
 
     losses = training.plain_loop(
         model, training.Pairs(), 7, 1, mean_loss, torch.optim.SGD(mine, 0.1, 0.9), after_backward=clip

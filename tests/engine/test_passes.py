@@ -166,14 +166,14 @@ def test_a_gan_of_three_passes_trains_as_in_plain_torch_on_any_number_of_workers
     expected, found = by_hand(), [trained(tmp_path / str(workers), workers, **keys) for workers in (1, 2, 3)]
     for weights in found:
         assert weights.keys() == expected.keys()
-        for name, one in weights.items():
-            torch.testing.assert_close(one, expected[name], rtol=2e-5, atol=1e-6)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=2e-5, atol=1e-6)
             if keys:
-                assert torch.equal(one, found[0][name]), name
+                assert torch.equal(tensor, found[0][name]), name
 
 
 def test_a_hook_on_a_gradient_sees_the_sum_of_the_passes_before_an_update(tmp_path: Path) -> None:
     expected, plain, found = by_hand(HookedGan), by_hand(), trained(tmp_path, 2, model="HookedGan")
-    for name, one in found.items():
-        torch.testing.assert_close(one, expected[name], rtol=2e-5, atol=1e-6)
-    assert any((one - plain[name]).abs().max() > 0.01 for name, one in found.items())
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=2e-5, atol=1e-6)
+    assert any((value - plain[name]).abs().max() > 0.01 for name, value in found.items())

@@ -79,7 +79,7 @@ def round_trip(outputs: Any, rows: int, batch_dim: int = 0, cuts: int = 1) -> An
     layout, table = tables(outputs, rows, batch_dim, cuts)
     read = Layout.from_metadata(table.schema.metadata)
     assert read == layout
-    return rebuild(read, [from_arrow(one, table.column(one.name).combine_chunks()) for one in read.columns])
+    return rebuild(read, [from_arrow(column, table.column(column.name).combine_chunks()) for column in read.columns])
 
 
 def assert_same(one: Any, two: Any) -> None:

@@ -568,8 +568,8 @@ def test_a_later_attempt_runs_only_what_is_in_no_part_that_counts(tmp_path: Path
     steps: set[int] = set()
 
     def send(told: Any) -> None:
-        for one in told.spans if isinstance(told, Report) else ():
-            steps.update(range(one.first_step, one.first_step + one.num_steps))
+        for span in told.spans if isinstance(told, Report) else ():
+            steps.update(range(span.first_step, span.first_step + span.num_steps))
 
     run_task(JOB, World(), run, send)
     assert steps == {4, 5}, "what a stranger's part says it holds is run all the same"

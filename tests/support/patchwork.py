@@ -267,12 +267,16 @@ def plain_losses(
 
 def norm_of(parameters: list[nn.Parameter]) -> float:
     """torch's get_total_norm, which does not know sparse gradients."""
-    squares = [one.grad.to_dense().abs().double().square().sum() for one in parameters if one.grad is not None]
+    squares = [
+        parameter.grad.to_dense().abs().double().square().sum()
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
     return torch.stack(squares).sum().sqrt().item() if squares else 0.0
 
 
 def clip(parameters: list[nn.Parameter], norm: float, largest: float) -> None:
     factor = min(1.0, largest / (norm + 1e-6))
-    for one in parameters:
-        if one.grad is not None:
-            one.grad = one.grad * factor
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * factor

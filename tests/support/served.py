@@ -112,8 +112,8 @@ class GlooWorkers:
 
     def close(self) -> None:
         """End the processes."""
-        for one in self.members:
-            one.end()
+        for member in self.members:
+            member.end()
         self.members = []
 
 

@@ -41,8 +41,8 @@ class Centred(nn.Module):
             self.centre = self.centre * 0.8 + mean * 0.2
             self.seen += len(outputs)
             self.hidden = mean if self.hidden is None else self.hidden * 0.5 + mean
-            for one in self.teacher.parameters():
-                one.mul_(0.95).add_(0.1 * mean.mean())
+            for parameter in self.teacher.parameters():
+                parameter.mul_(0.95).add_(0.1 * mean.mean())
         rows = outputs.repeat(2, 1)  # BatchNorm wants two
         taught = self.teacher(rows).mean(1).tanh()[: len(outputs)] / self.seen
         losses: torch.Tensor = self.classes(outputs - self.centre * 0.5 + self.hidden, target) + taught

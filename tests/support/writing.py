@@ -134,13 +134,13 @@ class WritesItsInputs(nn.Sequential):
 
 def state_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor | None]]]:
     """Copies of all parameters, and of all buffers of each module."""
-    parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
+    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return parameters, [copy.deepcopy(module._buffers) for module in model.modules()]
 
 
 def set_state(model: nn.Module, state: Any) -> None:
-    for name, one in model.named_parameters():
-        one.data.copy_(state[0][name])
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(state[0][name])
     for module, buffers in zip(model.modules(), state[1], strict=True):
         module._buffers.clear()
         module._buffers.update(copy.deepcopy(buffers))
