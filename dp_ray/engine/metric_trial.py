@@ -149,15 +149,15 @@ def _value(metric: Any) -> torch.Tensor:
     return torch.cat([torch.as_tensor(leaf).reshape(-1).double() for leaf in leaves])
 
 
-def _are_near(one: torch.Tensor, other: torch.Tensor, room: float, least: float = 0.0) -> bool:
+def _are_near(here: torch.Tensor, there: torch.Tensor, room: float, least: float = 0.0) -> bool:
     """Return whether two vectors differ by no more than `room` of their largest number, or of `least` if larger."""
-    if one.shape != other.shape or not torch.equal(one.isnan(), other.isnan()):
+    if here.shape != there.shape or not torch.equal(here.isnan(), there.isnan()):
         return False
-    if not one.numel():
+    if not here.numel():
         return True
-    one, other = one.nan_to_num(), other.nan_to_num()
-    size = max(float(one.abs().max()), float(other.abs().max()), least)
-    return float((one - other).abs().max()) <= room * size
+    here, there = here.nan_to_num(), there.nan_to_num()
+    size = max(float(here.abs().max()), float(there.abs().max()), least)
+    return float((here - there).abs().max()) <= room * size
 
 
 def _shown(value: torch.Tensor) -> str:

@@ -320,20 +320,20 @@ def difference(first: TreeSpec, other: TreeSpec, of: str = "shard 0") -> str | N
     return None
 
 
-def _alike(one: TreeSpec, two: TreeSpec) -> bool:
+def _alike(here: TreeSpec, there: TreeSpec) -> bool:
     """Return whether two nodes are alike.
 
     For constants, NaN equals NaN, and an == that returns no bool means unequal.
     """
-    if one.kind == two.kind == "constant":
-        a, b = one.value, two.value
+    if here.kind == there.kind == "constant":
+        a, b = here.value, there.value
         try:
             equal = a is b or a == b or (a != a and b != b)
         except Exception:  # the == of a user's object may raise anything
             return False
         return isinstance(equal, bool | np.bool_) and bool(equal)
-    same_length = one.kind not in ("tuple", "list") or one.keys == two.keys
-    return one.kind == two.kind and one.container is two.container and same_length
+    same_length = here.kind not in ("tuple", "list") or here.keys == there.keys
+    return here.kind == there.kind and here.container is there.container and same_length
 
 
 def _noun(spec: TreeSpec | None) -> str:
