@@ -4,7 +4,7 @@ Begin at `StepInspection`. It finds the loss of each row, and the first module w
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -99,20 +99,15 @@ class NotFiniteFinder:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Search while the block runs."""
-        handles = []
-        for name, module in self._model.named_modules():
-            kind = type(module).__name__
-            handles.append(module.register_forward_hook(partial(self._on_output, name)))
-            handles += [
-                parameter.register_hook(InEachBackward(self._on_gradient, name, kind, f"gradient of parameter {own}"))
-                for own, parameter in module.named_parameters(recurse=False)
-                if parameter.requires_grad
-            ]
-        try:
+        with ExitStack() as hooks:
+            for name, module in self._model.named_modules():
+                kind = type(module).__name__
+                hooks.callback(module.register_forward_hook(partial(self._on_output, name)).remove)
+                for own, parameter in module.named_parameters(recurse=False):
+                    if parameter.requires_grad:
+                        hook = InEachBackward(self._on_gradient, name, kind, f"gradient of parameter {own}")
+                        hooks.callback(parameter.register_hook(hook).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def forward(self, shard: int) -> Iterator[None]:

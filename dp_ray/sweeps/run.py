@@ -8,7 +8,7 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from functools import partial
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import TrialState, create_trial
 
 from dp_ray.driver.checks import check_targets
 from dp_ray.driver.run import Options, execute, name_ray_job
@@ -312,26 +312,21 @@ def suggested(definition: Definition, seed: int, number: int, before: Sequence[T
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(seed=derive_seed(seed, "sweep", number) % 2**32, constant_liar=True)
+    known = []
+    for trial in before:  # a trial that failed, or measured no number, counts as failed
+        value = trial.value(definition.metric)
+        ended = TrialState.FAIL if value is None else TrialState.COMPLETE
+        state = ended if trial.state in ("done", "failed") else TrialState.RUNNING
+        known.append(create_trial(state=state, value=value, params=dict(trial.picked), distributions=space))
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         direction = StudyDirection.MINIMIZE if definition.mode == "min" else StudyDirection.MAXIMIZE
         study = optuna.create_study(direction=direction, sampler=sampler)
-        study.add_trials(_as_known(before, definition.metric, space))
+        study.add_trials(known)
         return dict(study.ask(space).params)
     finally:
         optuna.logging.set_verbosity(level)
-
-
-def _as_known(trials: Iterable[Trial], metric: str | None, space: dict[str, BaseDistribution]) -> list[FrozenTrial]:
-    """Return the trials as optuna's own; a trial that failed, or measured no number, counts as failed."""
-    known = []
-    for trial in trials:
-        value = trial.value(metric)
-        ended = TrialState.FAIL if value is None else TrialState.COMPLETE
-        state = ended if trial.state in ("done", "failed") else TrialState.RUNNING
-        known.append(create_trial(state=state, value=value, params=dict(trial.picked), distributions=space))
-    return known
 
 
 def _distribution(axis: Axis) -> BaseDistribution:
