@@ -29,7 +29,7 @@ from dp_ray.engine import loading
 from dp_ray.engine.buffers import ForwardState
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.random import ForwardSeeds, RngProbe
-from dp_ray.engine.votes import Stats, StepControl
+from dp_ray.engine.votes import StepControl, StepSums
 from dp_ray.engine.world import World
 from dp_ray.telemetry.shapes import Probe, Recorder
 from dp_ray.telemetry.times import History
@@ -129,7 +129,7 @@ def _loop(
 # What a step does for promises that the other libraries do not make, by the methods that do it.
 PROMISES: dict[str, list[tuple[Any, str]]] = {
     "seeds": [(ForwardSeeds, "begin"), (loading, "seed_all"), (RngProbe, "begin"), (RngProbe, "is_broken")],
-    "votes and sums": [(Stats, "begin"), (Stats, "put"), (Stats, "total")],
+    "votes and sums": [(StepSums, "begin"), (StepSums, "put"), (StepSums, "total")],
     "what forwards write": [
         (ForwardState, "begin"),
         (ForwardState, "__exit__"),

@@ -31,7 +31,7 @@ from dp_ray.engine.step import Metrics, OnShard, Step
 from dp_ray.engine.tree_sum import sparse_parameters
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.user_code import location, raise_as, reraise_as
-from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, Stats
+from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, StepSums
 from dp_ray.engine.whole_batch import shard_loss
 from dp_ray.engine.world import everyone, is_gpu
 from dp_ray.errors import JobError, ModelError
@@ -94,7 +94,7 @@ class Trainer:
         self.state = ForwardState(model, job.compile, placement.blocks, loss.beside, must_align(job, world.device))
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.state, self._clock, ahead)
         self.measure_names = list(measures.functions)
-        self._stats = Stats(split.shards, 1 + len(self.measure_names), world)
+        self._stats = StepSums(split.shards, 1 + len(self.measure_names), world)
         self._may_lose_rows = job.may_lose_rows
         self._is_over_batch = job.loss_over_batch
         self._is_on_gpu = is_gpu(world.device)
@@ -249,7 +249,12 @@ class Pass:
         self.flops: Flops | None = None  # of a row, on rank 0, from the first step on, if the job asks for them
 
     def run(
-        self, loaded: LoadedStep, stats: Stats, on_shard: OnShard | None = None, adds: bool = False, number: int = 0
+        self,
+        loaded: LoadedStep,
+        stats: StepSums,
+        on_shard: OnShard | None = None,
+        adds: bool = False,
+        number: int = 0,
     ) -> None:
         """Run a step's shards forward and backward; return when gradients and `stats` are summed over the workers.
 
@@ -300,7 +305,7 @@ class Pass:
         if earlier is not None:
             self._add(earlier)
 
-    def _forward(self, reduction: Reduction, turn: Round, stats: Stats, number: int) -> torch.Tensor:
+    def _forward(self, reduction: Reduction, turn: Round, stats: StepSums, number: int) -> torch.Tensor:
         """Return the sum of a shard's losses, and take its sums and weights in.
 
         In a round without a shard, return a zero whose backward reaches the parameters for which others wait.
@@ -358,7 +363,7 @@ class Pass:
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
-    def _built(self, loaded: LoadedStep, stats: Stats) -> tuple[Reduction, LoadedStep]:
+    def _built(self, loaded: LoadedStep, stats: StepSums) -> tuple[Reduction, LoadedStep]:
         """Build the job's reduction; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
         job, trained, loaded_shards = self.placement.job, self._trained, iter(loaded.loaded)
         first = [next(loaded_shards) for _ in loaded.shards[:1]]

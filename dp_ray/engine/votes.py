@@ -1,4 +1,4 @@
-"""The numbers that the workers sum in a step beside the gradients (`Stats`), and the decisions by these sums.
+"""The numbers that the workers sum in a step beside the gradients (`StepSums`), and the decisions by these sums.
 
 All workers see the same sums after the same step. So they stop together, since stop requests ride on each step's
 all-reduce; and they end a training together at a loss that is NaN or infinite (`LossWatch`, for `stop_on_nan`),
@@ -25,7 +25,7 @@ from dp_ray.text import replay_command
 VOTES, MISSING = -2, -1  # the columns of the votes to stop, and of the samples set aside
 
 
-class Stats:
+class StepSums:
     """Sums and weights of each shard, votes to stop, and the number of samples set aside.
 
     `numbers` is float64 [shards, 2 * measures + 2] on the device: a row for each shard, zero until it has run. A

@@ -424,7 +424,7 @@ def read_records(run: Storage, names: Iterable[str]) -> list[FileRecord]:
     return [FILE_JSON.read(run.child(FILES), name) for _, name in sorted(ledger.records_in(names).items())]
 
 
-def forget_lost(run: Storage) -> None:
+def drop_lost(run: Storage) -> None:
     """Remove the records of files that are gone or have another size: their steps run again."""
     folder = run.child(FILES)
     for name in ledger.records_in(ledger.committed(run)).values():

@@ -15,7 +15,7 @@ from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.plan import split_of
 from dp_ray.messages import FlopsCounted, Note
-from dp_ray.outputs.files import OUTPUTS, AttemptOutputs, forget_lost
+from dp_ray.outputs.files import OUTPUTS, AttemptOutputs, drop_lost
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.outputs.read import ROWS, Previews
@@ -97,7 +97,7 @@ def _begin(run: Storage, world: World) -> ledger.Ledger:
     for folder in (PARTS, FILES, OUTPUTS):
         run.child(folder).create()
     if world.rank == 0:
-        forget_lost(run)
+        drop_lost(run)
     return begin_attempt(run)
 
 

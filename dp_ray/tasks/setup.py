@@ -151,7 +151,7 @@ def begin_quarantine(context: Context, dataset: Any, is_kept: Callable[[int, str
 
     Remove the samples that earlier attempts set aside in steps and shards (by name) that this one runs again.
     """
-    forget_from(context.run, is_kept)  # first: from here on the workers set samples aside
+    drop_set_aside(context.run, is_kept)  # first: from here on the workers set samples aside
     return set_aside(context, "dataset", dataset)[0]
 
 
@@ -191,7 +191,7 @@ def _reference(job: Job, key: str, dataset: Any, run: Storage) -> Reference:
     return reference
 
 
-def forget_from(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
+def drop_set_aside(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
     """On rank 0, remove the samples that were set aside in steps that run again, or that do not run after all.
 
     Other ranks may set samples aside only after a broadcast of rank 0.

@@ -28,7 +28,7 @@ from dp_ray.tasks.early_stopping import Patience
 from dp_ray.tasks.evaluate import Evaluator
 from dp_ray.tasks.hooks import HookCalls
 from dp_ray.tasks.loop import Run, times_of
-from dp_ray.tasks.setup import Context, begin_quarantine, forget_from, load_dataset
+from dp_ray.tasks.setup import Context, begin_quarantine, drop_set_aside, load_dataset
 
 
 def train(context: Context) -> None:
@@ -92,7 +92,7 @@ def end(
     if state.step < split.total_steps:
         if quarantine is not None:  # of batches that were read ahead, nothing was set aside after all
             gathered(None)  # all workers have read what they had begun to read ahead
-            forget_from(context.run, lambda step, _: step < state.step)
+            drop_set_aside(context.run, lambda step, _: step < state.step)
         if not has_stopped:
             # Raises StopRequested, once all have kept their work: a training that goes on later has no weights yet.
             context.control.leave()

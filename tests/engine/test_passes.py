@@ -17,7 +17,7 @@ from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.step import Step
 from dp_ray.engine.trainer import Pass
 from dp_ray.engine.update import OptimizerStep
-from dp_ray.engine.votes import Stats, StepControl
+from dp_ray.engine.votes import StepControl, StepSums
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
 from dp_ray.plan.split import Work
@@ -99,7 +99,7 @@ class TrainsGan(StepControl):
 
         real, made = a_pass(critic, of_critic, model.of_real), a_pass(critic, of_critic, model.of_made)
         fooling = a_pass(generator, of_generator, model.of_fooling)
-        stats = Stats(split.shards, 1, context.world)
+        stats = StepSums(split.shards, 1, context.world)
         work = Work(split, context.world.world_size, context.world.rank)
         for loaded in steps_of(job, dataset, work):
             shards = list(loaded.loaded)  # each pass goes over them
