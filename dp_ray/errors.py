@@ -200,7 +200,7 @@ def notes_of(error: BaseException) -> str:
 def error_report(error: Error, is_verbose: bool) -> str:
     """Return an error as a user is shown it, below its traceback here or on a worker.
 
-    Of that, the frames of user code are kept, or all frames if `is_verbose`.
+    It keeps the frames of user code, or all frames if `is_verbose`.
     """
     frames = frames_of(error)
     if is_verbose and not notes_of(error) and error.__cause__ is not None:

@@ -116,7 +116,7 @@ class PartTable:
     """A table in files `part-0.parquet`, `part-1.parquet` ... (`name`), written while a run goes on.
 
     Each `write` replaces the last file, until that has `full` rows; the next driver begins a new one. Rows may be
-    added while another thread writes. Which rows count, if a later attempt repeats some, the reader decides.
+    added while another thread writes. If a later attempt repeats rows, the reader decides which count.
     """
 
     def __init__(self, folder: Storage, name: str, full: int, **options: Any) -> None:
@@ -135,7 +135,7 @@ class PartTable:
         self._tables.append(table)
 
     def write(self) -> None:
-        """Write the rows that are new; a storage that fails is left to what must be written."""
+        """Write the new rows. Storage errors are ignored: the next write that must succeed raises them."""
         if not self.num_new:
             return
         count = len(self._tables)

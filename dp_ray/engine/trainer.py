@@ -219,8 +219,8 @@ class Pass:
     """Forward and backward over the shards of a step: the unit in which gradients are summed over the workers.
 
     After it, the gradients are those of the summed loss of the whole batch, divided by the batch's rows, on every
-    worker. A step may have several passes, as of a GAN, each with a loss and an update of its own; a pass that `adds`
-    leaves the sums of earlier passes in the gradients, and they are not summed again.
+    worker. A step may have several passes, as of a GAN, each with a loss and an update of its own; with `adds`, a
+    pass adds its gradients to those of earlier passes, and only its own are exchanged.
 
     The reduction is built in the first step: its batches show what DDP must expect.
     """

@@ -384,8 +384,8 @@ class UnscaledParts(UnscaledStep):
     """A sharded model's optimizer, with this worker's parts of the gradients.
 
     The scaler itself takes no sharded gradients beside whole ones, and would ask the other workers on the device of
-    the gradients, where an offloaded model has no collectives. So it gets plain tensors, and one gradient more. That
-    is infinite on all workers if any of them has a gradient that is not finite: so all skip the same updates.
+    the gradients, where an offloaded model has no collectives. So it gets plain tensors, and one gradient more. It is
+    infinite on all workers if any of them has a gradient that is not finite: so all skip the same updates.
     """
 
     sharded: Sharded

@@ -112,7 +112,7 @@ class Column:
     """One leaf of the outputs: its column's name, its dtype, and the shape of a row (None where rows differ).
 
     If rows differ in their first length alone, as in a list with an entry for each row, that length is None. `depth`
-    keys of the leaf's path lead to that list; it is None for a leaf in no such list. Of texts and Python's numbers
+    keys of the leaf's path lead to that list; it is None for a leaf in no such list. For texts and Python's numbers,
     the dtype is one of VALUES, and the shape ().
     """
 

@@ -41,7 +41,8 @@ class Thinned:
 def thinned(x: Array, y: Array, buckets: int = BUCKETS, whole: int = WHOLE) -> Thinned:
     """Keep all of at most `whole` points.
 
-    Of more, keep at most `2 * buckets + 2`: the ends, and the extremes of each bucket of consecutive points.
+    If there are more, keep at most `2 * buckets + 2`: the ends, and the extremes of each bucket of consecutive
+    points.
     """
     is_finite = np.isfinite(y)
     odd = x[~is_finite]

@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, where it was built
 EVALUATIONS = 50  # the newest, in the table
-# What is drawn of a run alone.
+# The charts of a single run.
 OF_A_RUN: dict[str, Any] = {"heatMaps": [], "parts": None, "epochs": [], "interruptions": [], "live": None}
 
 

@@ -126,9 +126,9 @@ class _Postponing(MetaPathFinder, Loader):
 def postponed(*names: str) -> Iterator[None]:
     """Within the block, an import of these modules and their submodules imports nothing; after it, all is as ever.
 
-    Modules that were imported within the block import them when they use them, in most cases never. What they
-    have imported from them by name may be called or asked for attributes later, and stand in annotations, but it can
-    be no base class.
+    Modules that were imported within the block import them when they use them, in most cases never. Names that they
+    import from the stand-ins may be called or asked for attributes later, and stand in annotations, but cannot be
+    base classes.
     """
     postponing = _Postponing(names)
     sys.meta_path.insert(0, postponing)
