@@ -26,7 +26,8 @@ from dp_ray.storage import Storage, is_text
 from dp_ray.text import hide, listed
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 ATTEMPTS = 5
 WAIT_SECONDS = 0.5  # before the second attempt; it doubles with each
