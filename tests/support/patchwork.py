@@ -233,7 +233,6 @@ def train_plainly(
     """
     rows: list[dict[str, float]] = []
     trained = [one for group in optimizer.param_groups for one in group["params"]]
-    model.train()
     for step, (epoch, inputs, targets) in enumerate(plain_batches(dataset, batch_size, epochs)):
         before, kept, total = state_of(model), None, 0.0
         model.zero_grad()
@@ -262,6 +261,7 @@ def plain_losses(
     model: nn.Module, dataset: Any, optimizer: torch.optim.Optimizer, batch_size: int, shards: int, epochs: int
 ) -> list[float]:
     """The losses of the steps of `train_plainly`."""
+    model.train()
     return [row["loss"] for row in train_plainly(model, dataset, optimizer, None, batch_size, shards, epochs)]
 
 
