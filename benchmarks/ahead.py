@@ -68,7 +68,7 @@ def _rate(folder: Path, wait: float, reads_ahead: bool, keys: dict[str, Any]) ->
     steps = load_steps(Source(job, dataset), Work(split_of(job, len(dataset)), 1, 0), feeds.CPU)
 
     def epoch() -> None:
-        for _ in (one for step in steps for one in step.loaded):
+        for _ in (shard for step in steps for shard in step.loaded):
             time.sleep(MODEL_SECONDS)
 
     return len(dataset) / seconds(epoch)

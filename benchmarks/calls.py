@@ -54,7 +54,7 @@ class Calls:
     def of_a_step(self, share: float) -> Counter[Call]:
         """How often this share of the steps calls each function at least, if each `begin` is the begin of a step."""
         at = int(len(self._counts) * (1 - share))
-        found = {call: sorted(one.get(call, 0) for one in self._counts)[at] for call in set().union(*self._counts)}
+        found = {call: sorted(turn.get(call, 0) for turn in self._counts)[at] for call in set().union(*self._counts)}
         return Counter({call: count for call, count in found.items() if count})
 
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
@@ -114,7 +114,7 @@ def calls_of_a_step() -> Counter[Call]:
 
 def main() -> None:
     found = calls_of_a_step()
-    for call, count in sorted(found.items(), key=lambda one: (one[0].file, -one[1])):
+    for call, count in sorted(found.items(), key=lambda item: (item[0].file, -item[1])):
         print(f"{count:4.0f}  {call.file.removeprefix(HOME)}: {call.function}")
     files = {call.file for call in found}
     print(f"{found.total():.0f} calls of {len(found)} functions in {len(files)} files")

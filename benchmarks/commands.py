@@ -40,7 +40,8 @@ def measure() -> Iterator[Row]:
         rounds = [{name: _predict(side, folder) for name, side in SIDES.items()} for _ in range(REPEATS + 1)]
     what = f"commands: predict {ROWS:,} rows, 2 workers, the whole command"
     for name in ("accelerate launch", "Ray Data"):
-        pairs = [(one["dp_ray"], one[name]) for one in rounds[1:]]  # in the first round, files are read into memory
+        # In the first round, files are read into memory.
+        pairs = [(seconds["dp_ray"], seconds[name]) for seconds in rounds[1:]]
         yield compared(what, pairs, time_text, name, FASTER)
     what = f"commands: dp-ray verify on {', '.join(map(str, COUNTS))} workers"
     yield compared(what, [_verify_and_runs() for _ in range(REPEATS)], time_text, "four runs", at_most(0.4))

@@ -62,7 +62,7 @@ def in_rounds(pairs: Pairs, size: int) -> Pairs:
     both sides alike. Pairs after the last whole round are left out.
     """
     rounds = [pairs[start : start + size] for start in range(0, len(pairs) - size + 1, size)]
-    return [sorted(one, key=lambda pair: pair[0] / pair[1])[size // 2] for one in rounds]
+    return [sorted(pairs, key=lambda pair: pair[0] / pair[1])[size // 2] for pairs in rounds]
 
 
 def compared(what: str, pairs: Pairs, shown: Callable[[float], str], against: str, *goals: Goal) -> Row:
@@ -71,7 +71,7 @@ def compared(what: str, pairs: Pairs, shown: Callable[[float], str], against: st
     The ratio is that within each pair. dp_ray's figure has quartiles of its own if a goal is absolute.
     """
     ours, theirs = (list(side) for side in zip(*pairs, strict=True))
-    ratios, figures = quartiles([one / other for one, other in pairs]), quartiles(ours)
+    ratios, figures = quartiles([ours / theirs for ours, theirs in pairs]), quartiles(ours)
     has_absolute = any(goal.absolute for goal in goals)
     return Row(
         what,

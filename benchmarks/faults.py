@@ -85,8 +85,8 @@ def _worker() -> list[Row]:
 
         def ours() -> float:
             seconds, result = _ours(folder, kill_one, workers=2)
-            (one,) = result.interruptions
-            again.append(one["step"] - one["resumed_step"])
+            (interruption,) = result.interruptions
+            again.append(interruption["step"] - interruption["resumed_step"])
             return seconds
 
         found = alternate(ours, lambda: _theirs(folder, kill_one, 2), REPEATS)
@@ -121,7 +121,7 @@ def _pulse() -> Row:
     with local_ray():
         channel = open_channel()
         costs = take_turns(lambda control: pulsed(Pulses(channel, control)), pulsed, PULSED_BLOCK)
-    pairs = [(one.wall, other.wall) for one, other in costs]
+    pairs = [(ours.wall, theirs.wall) for ours, theirs in costs]
     return compared("faults: a step with watchdog and ledger", pairs[1:], time_text, "without", at_most(1.01))
 
 

@@ -126,7 +126,7 @@ def _our_epoch(dataset: Any, rank: int, **keys: Any) -> Epoch:
     job = Job.make({**KEYS, **keys}, "job")
     work = Work(split_of(job, len(dataset)), WORKERS, rank)
     return lambda _: sum(
-        len(one.indices) for step in load_steps(Source(job, dataset), work, CPU) for one in step.loaded
+        len(shard.indices) for step in load_steps(Source(job, dataset), work, CPU) for shard in step.loaded
     )
 
 

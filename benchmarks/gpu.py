@@ -228,10 +228,10 @@ def accelerated(case: Case, device: torch.device) -> Loop:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)  # each case has settings of its own
-    one = Accelerator(mixed_precision="bf16" if case.precision == "bf16" else "no", cpu=device.type == "cpu")
+    accelerator = Accelerator(mixed_precision="bf16" if case.precision == "bf16" else "no", cpu=device.type == "cpu")
     model = plain_model(case, torch.device("cpu"))
-    model, optimizer, loader = one.prepare(model, adamw(model), plain_loader(case, device))
-    return Loop(model, optimizer, iter(loader), one.backward, one.autocast)
+    model, optimizer, loader = accelerator.prepare(model, adamw(model), plain_loader(case, device))
+    return Loop(model, optimizer, iter(loader), accelerator.backward, accelerator.autocast)
 
 
 def fabric(case: Case, device: torch.device) -> Loop:
@@ -239,11 +239,11 @@ def fabric(case: Case, device: torch.device) -> Loop:
     from lightning_fabric import Fabric
 
     precision = "bf16-mixed" if case.precision == "bf16" else "32-true"
-    one = Fabric(accelerator=device.type, devices=1, precision=precision)
+    lightning = Fabric(accelerator=device.type, devices=1, precision=precision)
     model = plain_model(case, torch.device("cpu"))
-    model, optimizer = one.setup(model, adamw(model))
-    loader = one.setup_dataloaders(plain_loader(case, device))
-    return Loop(model, optimizer, iter(loader), one.backward, contextlib.nullcontext)
+    model, optimizer = lightning.setup(model, adamw(model))
+    loader = lightning.setup_dataloaders(plain_loader(case, device))
+    return Loop(model, optimizer, iter(loader), lightning.backward, contextlib.nullcontext)
 
 
 PEERS: dict[str, Peer] = {"plain torch": plain, "accelerate": accelerated, "Lightning Fabric": fabric}
@@ -294,9 +294,9 @@ def prediction_step(loop: Loop, device: torch.device) -> Step:
             computed.record_stream(beside)
         coming.append((here, beside.record_event()))
         if len(coming) > 1:
-            one, copied = coming.pop(0)
+            arrived, copied = coming.pop(0)
             copied.synchronize()
-            outputs.append(one.clone())
+            outputs.append(arrived.clone())
 
     return step
 

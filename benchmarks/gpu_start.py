@@ -38,7 +38,7 @@ def show_large(on_cpu: bool) -> None:
     """Print what a training of a large model found."""
     found = in_process("benchmarks.gpu_start", "large", "cpu" if on_cpu else "cuda")
     print("", f"A model of {found['bytes'] / 1e9:.3g} GB, batches of 16, a checkpoint every 5 steps:", sep="\n")
-    print(f"- seconds of its steps: {', '.join(f'{one:.3f}' for one in found['steps'])}")
+    print(f"- seconds of its steps: {', '.join(f'{value:.3f}' for value in found['steps'])}")
     print(f"- {found['before']:.2f} s before the first step, {found['after']:.2f} s from the last one's begin on")
     peak = f"{found['peak'] / 1e6:,.0f} MB" if found["peak"] else "not told of a CPU"
     print(f"- peak of what torch holds: {peak}; planned: {found['planned'] / 1e6:,.0f} MB", flush=True)
@@ -61,15 +61,15 @@ def show(on_cpu: bool, is_quick: bool) -> None:
             show_row(name, turn, [found[name][-1][span] for span in spans])
     counted = {name: turns[-REPEATS:] for name, turns in found.items()}
     for name, turns in counted.items() if not is_quick else ():
-        show_row(name, "median", [median(one[span] for one in turns) for span in spans])
+        show_row(name, "median", [median(turn[span] for turn in turns) for span in spans])
     firsts = (
-        f"{text} {median(one[name] for one in counted['plain torch']):.2f}" for name, text in PLAIN_SPANS.items()
+        f"{text} {median(value[name] for value in counted['plain torch']):.2f}" for name, text in PLAIN_SPANS.items()
     )
     print("", f"Plain torch before the first step: {', '.join(firsts)}.", sep="\n", flush=True)
 
 
 def show_row(way: str, turn: str, taken: list[float]) -> None:
-    print(f"| {way} | {turn} | {' | '.join(f'{one:.2f}' for one in taken)} |", flush=True)
+    print(f"| {way} | {turn} | {' | '.join(f'{value:.2f}' for value in taken)} |", flush=True)
 
 
 def whole(module: str, *args: str) -> dict[str, float]:
@@ -96,14 +96,14 @@ def plain(place: str) -> dict[str, float]:
     synchronize()
     ready = time.perf_counter()
     for _ in range(STEPS):
-        images, labels = (one.to(place) for one in next(batches))
+        images, labels = (tensor.to(place) for tensor in next(batches))
         optimizer.zero_grad()
         loss(model(images), labels).backward()
         optimizer.step()
     synchronize()
     trained = time.perf_counter()
     with TemporaryDirectory() as folder:
-        torch.save({name: one.cpu() for name, one in model.state_dict().items()}, Path(folder, "weights.pt"))
+        torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, Path(folder, "weights.pt"))
     after = time.perf_counter() - trained
     firsts = {"import": imported - began, "context": there - imported, "model": ready - there}
     return {**firsts, "before": ready - began, "steps": trained - ready, "after": after}
@@ -174,7 +174,7 @@ def large(place: str) -> dict[str, Any]:
     return {
         "bytes": 4 * layers * (width + 1) * width,
         "before": at[0] - began,
-        "steps": [after - one for one, after in pairwise(at)],
+        "steps": [after - before for before, after in pairwise(at)],
         "after": ended - at[-1],
         "peak": torch.cuda.max_memory_allocated() if is_gpu else 0,
         "planned": planned.workers[0].total,

@@ -148,7 +148,7 @@ def main(names: list[str]) -> None:
         sys.exit(f"there are {torch.cuda.device_count()} GPUs here; `python -m benchmarks.many 2 cpu` tries it out")
     print("", f"| {' | '.join(HEADER)} |", f"| {' | '.join(['---'] * len(HEADER))} |", sep="\n", flush=True)
     firsts = []
-    for how in [one for one in HOW if one in names] or HOW:
+    for how in [name for name in HOW if name in names] or HOW:
         compiles, pairs = how == "compiled", []
         for _ in range(REPEATS):
             ours, theirs = by_dp_ray(workers, on_cpu, compiles), under_torchrun(workers, on_cpu, compiles)

@@ -39,7 +39,7 @@ def in_processes(
 ) -> list[Any]:
     """Call `target` in a process for each of the arguments, and a queue; what they have put into it at their end."""
     queue: Any = context.SimpleQueue()
-    started = [context.Process(target=target, args=(*one, queue)) for one in arguments]  # type: ignore[attr-defined]
+    started = [context.Process(target=target, args=(*values, queue)) for values in arguments]  # type: ignore[attr-defined]
     for process in started:
         process.start()
     for process in started:

@@ -105,7 +105,7 @@ def _predict_plainly(depth: int, device: torch.device) -> list[torch.Tensor]:
     model, rows = layers(depth).to(device).eval(), Inputs()
     with torch.inference_mode():
         batches = [torch.stack([rows[at] for at in range(start, start + 16)]) for start in range(0, len(rows), 16)]
-        return [model(one.to(device)).cpu() for one in batches]
+        return [model(batch.to(device)).cpu() for batch in batches]
 
 
 if __name__ == "__main__":

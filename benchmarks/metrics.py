@@ -56,14 +56,14 @@ def measure() -> Iterator[Row]:
     of_step = median(without.cpu for _, without in step)
     for name in names:
         (added,) = in_processes(get_context("spawn"), _alone, [(name,)])
-        pairs = [(of_step + one, of_step) for one in added]
+        pairs = [(of_step + seconds, of_step) for seconds in added]
         where = f"metrics: the CPU time of a step, a Linear of 8 thousand, with that of {WHAT[name]}"
         yield compared(where, pairs, time_text, f"without, {time_text(median(added))} less", CHEAP)
     yield _gauges()
     for name in names:
         size = SHORT if name == "split" else LONG
         costs = step if name == "split" else in_processes(get_context("spawn"), _taking_turns, [(name, size)])[0]
-        pairs = [(one.wall, other.wall) for one, other in costs]
+        pairs = [(ours.wall, theirs.wall) for ours, theirs in costs]
         where = f"metrics: a step, 1 worker, a Linear of 8 thousand, with {WHAT[name]}"
         yield compared(where, in_rounds(pairs, size[2]), time_text, "without", CHEAP)
 

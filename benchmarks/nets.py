@@ -136,7 +136,7 @@ class Texts(Dataset[Any]):
 
 def deep(width: int, layers: int) -> nn.Module:
     """As many linear layers of `width` by `width`, each before a ReLU: rows of vectors to the same."""
-    return nn.Sequential(*(one for _ in range(layers) for one in (nn.Linear(width, width), nn.ReLU())))
+    return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())))
 
 
 class Vectors(Dataset[Any]):

@@ -68,8 +68,8 @@ def _measured_in_turn(ours: str, theirs: str) -> tuple[Pairs, Pairs]:
     """Seconds and bytes of two sides."""
     first, second = (partial(in_process, "benchmarks.order", side) for side in (ours, theirs))
     pairs = alternate(first, second, REPEATS)
-    times = [(one["seconds"], other["seconds"]) for one, other in pairs]
-    return times, [(one["bytes"], other["bytes"]) for one, other in pairs]
+    times = [(ours["seconds"], theirs["seconds"]) for ours, theirs in pairs]
+    return times, [(ours["bytes"], theirs["bytes"]) for ours, theirs in pairs]
 
 
 def _ours() -> Callable[[], int]:

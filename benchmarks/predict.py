@@ -95,7 +95,7 @@ def check_outputs(out: Path, rows: int) -> None:
 def _rates(rounds: list[dict[str, Taken]], rows: int, what: str) -> Iterator[Row]:
     says = {"whole": "call to outputs on disk", "loop": "in the loop"}[what]
     for name in ("Ray Data", "accelerate"):
-        pairs = [(getattr(one["dp_ray"], what), getattr(one[name], what)) for one in rounds]
+        pairs = [(getattr(taken["dp_ray"], what), getattr(taken[name], what)) for taken in rounds]
         yield compared(f"predict: {rows:,} rows, 2 workers, {says}", pairs, rate_text, name, AHEAD)
 
 

@@ -34,7 +34,7 @@ class Replay:
 
     async def _put(self, channel: Any, messages: list[bytes]) -> None:
         for first in range(0, len(messages), self.in_flight):
-            await asyncio.gather(*(channel.put.remote(one) for one in messages[first : first + self.in_flight]))
+            await asyncio.gather(*(channel.put.remote(item) for item in messages[first : first + self.in_flight]))
 
 
 def _packed(message: Message) -> bytes:

@@ -37,7 +37,7 @@ class Side:
         reference = Reference(0, form_of(dataset[0]))
         quarantine = None if job.on_error is None else Quarantine(reference, lambda *_: None)
         steps = load_steps(Source(job, dataset), Work(split_of(job, len(dataset))), CPU, quarantine)
-        self._batches: Iterator[LoadedShard] = (one for step in steps for one in step.loaded)
+        self._batches: Iterator[LoadedShard] = (shard for step in steps for shard in step.loaded)
         others = set(psutil.Process().children())
         next(self._batches)
         self._loaders = [child.pid for child in psutil.Process().children() if child not in others]
@@ -81,4 +81,4 @@ def loading(one: dict[str, Any], other: dict[str, Any], told: Any) -> None:
 
 def cpu_seconds(pid: int) -> float:
     """The CPU time of all threads of a process so far (Linux only), to the nanosecond."""
-    return sum(int(one.read_text().split()[0]) for one in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9

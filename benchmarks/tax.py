@@ -29,7 +29,7 @@ from dp_ray.engine import loading
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.random import ForwardSeeds, RngProbe
-from dp_ray.engine.votes import Stats, StepControl
+from dp_ray.engine.votes import StepControl, StepSums
 from dp_ray.engine.world import World
 from dp_ray.telemetry.shapes import Probe, Recorder
 from dp_ray.telemetry.times import History
@@ -88,15 +88,15 @@ def fabric(control: StepControl) -> None:
     """Lightning Fabric's loop, as its documentation shows it."""
     from lightning_fabric import Fabric
 
-    one = Fabric(accelerator="cpu", devices=1)
+    lightning = Fabric(accelerator="cpu", devices=1)
     plain_model, plain_optimizer, plain_loader = _parts()
-    model, optimizer = one.setup(plain_model, plain_optimizer)
-    loader = one.setup_dataloaders(plain_loader)
+    model, optimizer = lightning.setup(plain_model, plain_optimizer)
+    loader = lightning.setup_dataloaders(plain_loader)
 
     def clip(_: Any, most: float) -> None:
-        one.clip_gradients(model, optimizer, max_norm=most)
+        lightning.clip_gradients(model, optimizer, max_norm=most)
 
-    _loop(control, model, optimizer, loader, one.backward, clip)
+    _loop(control, model, optimizer, loader, lightning.backward, clip)
 
 
 def _parts() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -129,7 +129,7 @@ def _loop(
 # What a step does for promises that the other libraries do not make, by the methods that do it.
 PROMISES: dict[str, list[tuple[Any, str]]] = {
     "seeds": [(ForwardSeeds, "begin"), (loading, "seed_all"), (RngProbe, "begin"), (RngProbe, "is_broken")],
-    "votes and sums": [(Stats, "begin"), (Stats, "put"), (Stats, "total")],
+    "votes and sums": [(StepSums, "begin"), (StepSums, "put"), (StepSums, "total")],
     "what forwards write": [
         (ForwardState, "begin"),
         (ForwardState, "__exit__"),
@@ -176,7 +176,7 @@ def taxes(name: str, found: Any) -> None:
     """One process: what the library's step takes longer than the bare one, in seconds of CPU time, turn by turn."""
     as_a_worker()
     costs = take_turns(SIDES[name], bare, BLOCK)[WARM:]
-    found.put([one.cpu - other.cpu for one, other in costs])
+    found.put([ours.cpu - theirs.cpu for ours, theirs in costs])
 
 
 def measure() -> Iterator[Row]:

@@ -205,7 +205,7 @@ def worker(rank: int, port: int, world_size: int, mine: WorldLoop, theirs: World
         lambda control: mine(world, control), lambda control: theirs(world, control), BLOCK, dist.barrier
     )
     if rank == 0:
-        told.put([(one.wall, other.wall) for one, other in costs])
+        told.put([(ours.wall, theirs.wall) for ours, theirs in costs])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -215,7 +215,7 @@ def allocating(rank: int, batons: tuple[Baton, Baton], loop: Loop, told: Any) ->
     as_a_worker(keeps_memory=rank == 0)
     turns = Turns(BLOCK, batons[rank], batons[1 - rank])
     turns.run(loop)
-    told.put((rank, [one.wall for one in turns.costs]))
+    told.put((rank, [cost.wall for cost in turns.costs]))
 
 
 def blocked(folder: Path, megabytes: int, repeats: int) -> list[tuple[float, float]]:

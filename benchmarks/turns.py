@@ -41,8 +41,8 @@ def take_turns(
     mine.may_run.release()
     with ThreadPoolExecutor(2) as threads:
         running = [threads.submit(side.run, loop) for side, loop in zip(sides, (ours, theirs), strict=True)]
-        for one in running:
-            one.result()
+        for program in running:
+            program.result()
     return list(zip(sides[0].costs, sides[1].costs, strict=True))
 
 
@@ -89,7 +89,7 @@ class Turns(StepControl):
             wall = time.perf_counter()
             self._drain()
             spent = wall - self._began.wall, time.process_time() - self._began.cpu
-            self.costs.append(Cost(*(one / (self._block - 1) for one in spent)))
+            self.costs.append(Cost(*(seconds / (self._block - 1) for seconds in spent)))
             self._let_other_run()
         if step % self._block == 1:
             self._settle()

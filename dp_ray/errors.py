@@ -28,7 +28,7 @@ from typing import TypeAlias
 from dp_ray.text import hide
 
 DONE, FAILED, BAD_JOB, RUN_AGAIN, INTERRUPTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL of sysexits.h
-# What a launcher is told. docs/commands.md has the same table.
+# The exit statuses for launchers. docs/commands.md has the same table.
 EXIT_STATUSES = {
     DONE: "done",
     FAILED: "the job failed; do not run it again as it is",
@@ -48,8 +48,8 @@ def stop_status(asked: Sequence[str]) -> int:
     >>> stop_status(["SIGTERM"]), stop_status(["SIGTERM", "SIGTERM"]), stop_status(["SIGINT"])
     (75, 130, 130)
     """
-    is_polite = all(one in (*LAUNCHERS_SIGNALS, STOP_TO_RUN_AGAIN) for one in asked)
-    num_signals = sum(one in LAUNCHERS_SIGNALS for one in asked)
+    is_polite = all(sent in (*LAUNCHERS_SIGNALS, STOP_TO_RUN_AGAIN) for sent in asked)
+    num_signals = sum(sent in LAUNCHERS_SIGNALS for sent in asked)
     return RUN_AGAIN if asked and is_polite and num_signals <= 1 else INTERRUPTED
 
 
@@ -200,7 +200,7 @@ def notes_of(error: BaseException) -> str:
 def error_report(error: Error, is_verbose: bool) -> str:
     """Return an error as a user is shown it, below its traceback here or on a worker.
 
-    Of that, the frames of user code are kept, or all frames if `is_verbose`.
+    It keeps the frames of user code, or all frames if `is_verbose`.
     """
     frames = frames_of(error)
     if is_verbose and not notes_of(error) and error.__cause__ is not None:
@@ -216,11 +216,11 @@ def shorten(error: Error) -> None:
         return
     wanted = _frames_to_show(cause)
     seen: list[BaseException] = []
-    one: BaseException | None = cause
-    while one is not None and one not in seen:  # a chain of causes may be a circle
-        seen.append(one)
-        one.__traceback__ = _part(one.__traceback__, wanted)
-        one = one.__cause__ or one.__context__
+    shown: BaseException | None = cause
+    while shown is not None and shown not in seen:  # a chain of causes may be a circle
+        seen.append(shown)
+        shown.__traceback__ = _part(shown.__traceback__, wanted)
+        shown = shown.__cause__ or shown.__context__
 
 
 def _frames_to_show(cause: BaseException) -> Wanted:
@@ -231,7 +231,7 @@ def _frames_to_show(cause: BaseException) -> Wanted:
 
 def _keep(shown: traceback.TracebackException, wanted: Wanted) -> bool:
     """Keep only the wanted frames, and drop causes without any; return whether any frame is left."""
-    shown.stack = traceback.StackSummary.from_list([one for one in shown.stack if wanted(one.filename)])
+    shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if wanted(frame.filename)])
     if shown.__cause__ is not None and not _keep(shown.__cause__, wanted):
         shown.__cause__ = None
     if shown.__context__ is not None and not _keep(shown.__context__, wanted):
@@ -247,6 +247,6 @@ def _part(trace: TracebackType | None, wanted: Wanted) -> TracebackType | None:
             kept.append(trace)
         trace = trace.tb_next
     part: TracebackType | None = None
-    for one in reversed(kept):
-        part = TracebackType(part, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    for frame in reversed(kept):
+        part = TracebackType(part, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return part

@@ -1,7 +1,7 @@
 """The messages to the driver: of workers, their tasks and Ray Train's controller, all in the union `Message`.
 
-`monitor.Monitor.take` dispatches on them. What ends a worker's loop is here too, for the controller and the driver.
-It imports neither torch nor numpy, for which the controller's process does not need to wait.
+`monitor.Monitor.take` dispatches on them. The reasons why a worker's loop ends are here too, for the controller and
+the driver. It imports neither torch nor numpy, so that the controller's process need not wait for them.
 """
 
 import math
@@ -268,7 +268,7 @@ class Ending(StrEnum):
 
     STOPPED = "stopped"  # it stopped because it was asked to
     LOST_PEER = "lost peer"
-    OUT_OF_MEMORY = "out of memory"  # or the GPU is busy: it may pass as those that hold it end
+    OUT_OF_MEMORY = "out of memory"  # or the GPU is busy: that passes once the processes that hold it end
     BROKEN_GPU = "broken GPU"
     RAISED = "raised"  # an error that may be transient
     OTHER_KIND = "other kind"  # workers came that would compute differently from those before

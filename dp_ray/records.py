@@ -93,7 +93,7 @@ _checked = cache(TypeAdapter)
 
 
 def _plain(value: Any) -> Any:
-    """Return our own dataclasses as JSON values; what a user's job holds stays, to be written as its text."""
+    """Return our own dataclasses as JSON values; a user's objects stay, and are written as their text."""
     if isinstance(value, list):
         return list(map(_plain, value))
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

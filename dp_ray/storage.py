@@ -87,7 +87,7 @@ class Storage:
         if mark and scheme != "file":
             return False
         path = _absolute(rest if mark else location)
-        for folder in {one for place in (path, path.resolve()) for one in (place, *place.parents)}:
+        for folder in {folder for place in (path, path.resolve()) for folder in (place, *place.parents)}:
             with suppress(OSError):  # there is no such folder, or it cannot be looked at
                 if os.path.samefile(folder, self.path):
                     return True
@@ -102,7 +102,7 @@ class Storage:
     def parent(self) -> "Storage":
         """The folder that holds this one, with the same connection."""
         parent = copy.copy(self)
-        parent.path, parent._base = (one.rstrip("/").rpartition("/")[0] for one in (self.path, self._base))
+        parent.path, parent._base = (path.rstrip("/").rpartition("/")[0] for path in (self.path, self._base))
         return parent
 
     def guarded(self, before_commit: Callable[[], None]) -> "Storage":
@@ -147,7 +147,7 @@ class Storage:
         pattern = re.compile(r"(\d+)".join(map(re.escape, template.split("{}"))))
         matches = [match for match in map(pattern.fullmatch, self.names()) if match]
         numbers = {match[0]: tuple(map(int, match.groups())) for match in matches}
-        return dict(sorted(numbers.items(), key=lambda one: one[1]))
+        return dict(sorted(numbers.items(), key=lambda pair: pair[1]))
 
     def entries(self) -> set[str]:
         """Return the names of the files in the folder, and of the folders in it that hold files at any depth.
@@ -270,7 +270,7 @@ class Storage:
 
 
 def with_names(infos: Iterable[pafs.FileInfo]) -> Iterator[pafs.FileInfo]:
-    """Yield those whose names are UTF-8, as all that dp_ray writes; pyarrow cannot tell the name of another one."""
+    """Yield the entries whose names are UTF-8, as dp_ray's are; pyarrow cannot read other names."""
     for info in infos:
         with suppress(UnicodeDecodeError):
             _ = info.path
@@ -434,7 +434,7 @@ def abort_uploads(location: str, path: str, recursive: bool) -> None:
         client = _client(location)
         prefix = f"{folder.rstrip('/')}/"
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
-        for upload in [one for page in pages for one in page.get("Uploads", ())]:
+        for upload in [upload for page in pages for upload in page.get("Uploads", ())]:
             if recursive or "/" not in upload["Key"][len(prefix) :]:
                 client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
     except (failures.BotoCoreError, failures.ClientError):

@@ -81,7 +81,7 @@ def array_of_some(values: Sequence[float | None], kind: pa.DataType) -> pa.Array
 
 
 def table_of_rows(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
-    """Return rows of numbers as a table; what a row does not have is missing."""
+    """Return rows of numbers as a table; a value that a row lacks is null."""
     columns = [array_of_some([row.get(field.name) for row in rows], field.type) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 
@@ -132,7 +132,7 @@ class PartTable:
     """A table in files `part-0.parquet`, `part-1.parquet` ... (`name`), written while a run goes on.
 
     Each `write` replaces the last file, until that has `full` rows; the next driver begins a new one. Rows may be
-    added while another thread writes. Which rows count, if a later attempt repeats some, the reader decides.
+    added while another thread writes. If a later attempt repeats rows, the reader decides which count.
     """
 
     def __init__(self, folder: Storage, name: str, full: int, **options: Any) -> None:

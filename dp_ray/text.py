@@ -24,8 +24,8 @@ _USER = re.compile(
     rf"""{_NO_PORT}[^\s'"]*@|"""  # a secret with a slash, which URL parsers reject
     rf"""{_NO_PORT}[^\s'"]*)"""  # a secret truncated before its @
 )
-# A secret that begins like a port, with digits and a slash. The bucket of an object store has no port, but for a
-# server's name in its place.
+# A secret that begins like a port, with digits and a slash. The bucket of an object store has no port, unless a
+# server's name stands in its place.
 _LIKE_PORT = re.compile(
     r"""\b((?:s3[an]?|gs|gcs|abfss?|wasbs?|az|oss)://)"""
     rf"""(?!localhost:|[^/\s'"@:]*\.)(?:[^/\s'"@:\[]+:{_PORT}[^\s'"]*@|\w{{16,}}:{_PORT}[^\s'"]*)"""
@@ -98,7 +98,7 @@ def _unused(key: str, taken: Mapping[Any, Any]) -> str:
 
 
 def hide_in_as_before(value: Any) -> Any:
-    """Hide secrets as `hide_in` of earlier versions did, by which they said whether a run is of the same job."""
+    """Hide secrets as `hide_in` of earlier versions did: their runs are compared by it with a job."""
     if isinstance(value, str):
         return _OPTION_BEFORE.sub(r"\1(hidden)", _USER_BEFORE.sub("", value)) if "://" in value else value
     if isinstance(value, Mapping):
@@ -124,7 +124,7 @@ def printable(text: str) -> str:
     >>> printable("a\\x1b[2Jb")
     'a\\\\x1b[2Jb'
     """
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in hide(text))
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in hide(text))
 
 
 def harmless(text: str) -> str:

@@ -41,8 +41,8 @@ def test_torchvisions_detector_trains_and_predicts_as_alone_on_any_number_of_wor
         optimizer.step()
         losses.append(loss.item())
     assert_close(tmp_path / "train-2", model, losses, 1e-4)
-    for name, one in weights_of(tmp_path / "train-1").items():
-        assert torch.equal(weights_of(tmp_path / "train-2")[name], one)
+    for name, tensor in weights_of(tmp_path / "train-1").items():
+        assert torch.equal(weights_of(tmp_path / "train-2")[name], tensor)
     last, alone = history_of(tmp_path / "train-2")[-1], AveragePrecision()
     model.eval()
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_torchvisions_detector_trains_and_predicts_as_alone_on_any_number_of_wor
         run_group(job(workers, **predicted), tmp_path / f"predict-{workers}")
         prove_outputs(Storage(str(tmp_path / f"predict-{workers}")), IMAGES)
     files = [sorted((tmp_path / f"predict-{workers}" / "outputs").iterdir()) for workers in (1, 2)]
-    assert [one.read_bytes() for one in files[0]] == [one.read_bytes() for one in files[1]]
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
     result = dp_ray.run(job(0, **predicted), storage=str(tmp_path), name="run", quiet=True)
     model.load_state_dict(weights_of(tmp_path / "train-2"))
     with torch.inference_mode():

@@ -117,7 +117,7 @@ def test_the_pages_have_what_the_tests_above_look_for() -> None:
 
 
 def test_the_house_names_every_package_in_the_order_of_imports() -> None:
-    (house,) = [one.text for one in blocks_of(ROOT / "CONTRIBUTING.md") if one.text.startswith("dp_ray/\n")]
+    (house,) = [block.text for block in blocks_of(ROOT / "CONTRIBUTING.md") if block.text.startswith("dp_ray/\n")]
     loose, *lines = house.splitlines()[1:]
     assert set(re.findall(r"\w+\.py", loose)) == {path.name for path in PACKAGE.glob("[!_]*.py")}
     drawn = [path for line in lines for path in re.findall(r"^  (?:  )?(\w+)/ +\S", line)]
@@ -133,7 +133,9 @@ def test_the_reference_has_every_key_of_a_job_once() -> None:
 
 
 def test_the_synopsis_has_every_option_of_a_command() -> None:
-    (synopsis,) = [one.text for one in blocks_of(ROOT / "docs" / "commands.md") if "[the options of run]" in one.text]
+    (synopsis,) = [
+        block.text for block in blocks_of(ROOT / "docs" / "commands.md") if "[the options of run]" in block.text
+    ]
     told: dict[str, str] = {}
     for line in re.split(r"\n(?=dp-ray)", synopsis):
         told[line.split()[1]] = told.get(line.split()[1], "") + line
@@ -141,12 +143,14 @@ def test_the_synopsis_has_every_option_of_a_command() -> None:
     for name, command in main.cli.commands.items():
         if "[the options of" in told[name]:
             continue
-        shown = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+        shown = [
+            parameter for parameter in command.params if isinstance(parameter, click.Option) and not parameter.hidden
+        ]
         assert set(re.findall(r"--[a-z-]+", told[name])) == {one.opts[0] for one in shown}, name
 
 
 def test_what_is_not_run_is_shown_and_valid(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = [one for page in PAGES for one in blocks_of(page)]
+    blocks = [block for page in PAGES for block in blocks_of(page)]
     for block in blocks:
         if block.file_name:
             (folder / block.file_name).write_text(block.text)

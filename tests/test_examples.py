@@ -74,8 +74,8 @@ def test_a_model_of_hugging_face_trains_on_two_workers(tmp_path: Path, kind: str
         losses.append((total / count).item())
     assert [row["loss"] for row in history_of(tmp_path)] == pytest.approx(losses, rel=1e-4)
     trained = weights_of(tmp_path)
-    for name, one in model.named_parameters():
-        assert torch.allclose(trained[name], one, rtol=1e-3, atol=1e-4), name
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(trained[name], parameter, rtol=1e-3, atol=1e-4), name
 
 
 @pytest.mark.slow

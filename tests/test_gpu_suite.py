@@ -36,9 +36,9 @@ def test_the_suite_for_a_gpu_starts_without_ray(tmp_path: Path) -> None:
     """All its files are imported, and what needs Ray is skipped: a GPU's machine may have torch alone."""
     without_ray = tmp_path / "site"
     without_ray.mkdir()
-    for one in Path(sysconfig.get_path("purelib")).iterdir():
-        if one.name != "ray" and not one.name.startswith("ray-"):
-            (without_ray / one.name).symlink_to(one)
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if path.name != "ray" and not path.name.startswith("ray-"):
+            (without_ray / path.name).symlink_to(path)
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment = {**kept, "PYTHONPATH": str(without_ray), "DP_RAY_GPU_SUITE_ON": "cpu"}
     # `-S` leaves out this environment's own packages.

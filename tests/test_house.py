@@ -23,7 +23,7 @@ def sources(folder: str) -> list[Path]:
 
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [one for one in nodes_of(path) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def name_of(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -55,7 +55,7 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     if any("command(" in ast.unparse(decorator) for decorator in function.decorator_list):
         return 0
     taken = function.args
-    names = [one.arg for one in [*taken.posonlyargs, *taken.args, *taken.kwonlyargs]]
+    names = [arg.arg for arg in [*taken.posonlyargs, *taken.args, *taken.kwonlyargs]]
     names += [one.arg for one in (taken.vararg, taken.kwarg) if one is not None]
     return len([name for name in names if name not in ("self", "cls")])
 
@@ -63,17 +63,20 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_function_is_too_long(folder: str) -> None:
     long = {
-        name_of(path, one): lines_of(one)
+        name_of(path, function): lines_of(function)
         for path in sources(folder)
-        for one in functions(path)
-        if lines_of(one) > FUNCTION_LINES
+        for function in functions(path)
+        if lines_of(function) > FUNCTION_LINES
     }
     assert not long, f"functions of more than {FUNCTION_LINES} lines: {long}"
 
 
 def test_no_function_takes_too_much() -> None:
     many = [
-        name_of(path, one) for path in sources("dp_ray") for one in functions(path) if parameters(one) > PARAMETERS
+        name_of(path, function)
+        for path in sources("dp_ray")
+        for function in functions(path)
+        if parameters(function) > PARAMETERS
     ]
     assert not many, f"functions of more than {PARAMETERS} parameters, commands of click and self aside: {many}"
 

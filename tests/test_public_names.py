@@ -71,7 +71,7 @@ def test_the_functions_of_dp_ray() -> None:
     taken = {name: str(inspect.signature(getattr(dp_ray, name))) for name in ("run", "load", "session", "devices")}
     assert taken["run"].startswith("(job: ") and "/, **keys: Any)" in taken["run"]
     assert taken["load"].startswith("(run_dir: ")
-    options = [one for one in inspect.signature(dp_ray.session).parameters if one != "keys"]
+    options = [parameter for parameter in inspect.signature(dp_ray.session).parameters if parameter != "keys"]
     assert options == ["address", "idle_seconds", "quiet", "verbose"]
     assert taken["devices"] == "() -> list[torch.device]"
 
@@ -99,9 +99,13 @@ def test_import_dp_ray_is_enough_for_the_datasets_and_the_errors() -> None:
 
 def test_the_errors() -> None:
     classes = {
-        name: one for name, one in vars(errors).items() if inspect.isclass(one) and issubclass(one, BaseException)
+        name: value
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, BaseException)
     }
-    found = {name: (one.__mro__[1].__name__, getattr(one, "exit_status", None)) for name, one in classes.items()}
+    found = {
+        name: (value.__mro__[1].__name__, getattr(value, "exit_status", None)) for name, value in classes.items()
+    }
     assert found == ERRORS
     assert dp_ray.Error is errors.Error
 

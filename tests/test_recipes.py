@@ -252,7 +252,7 @@ def check_recipes(said: str) -> None:
     """Check what the recipes leave, in their folder."""
     images, best = loaded("images"), loaded("images").best["weights"]
     assert {"eval_accuracy", "eval_loss"} <= images.metrics.keys()
-    assert any(not torch.equal(one, images.weights[name]) for name, one in images.ema_weights.items())
+    assert any(not torch.equal(tensor, images.weights[name]) for name, tensor in images.ema_weights.items())
     start = Net(16)
     start.load_state_dict(safetensors.torch.load_file(best))
     check_predicted_reviews()
@@ -288,8 +288,8 @@ def check_predicted_reviews() -> None:
     assert list(predicted.carried["id"]) == [f"review-{index}" for index in range(200)]
     pairs, scores = list(zip(guessed(some), some.labels, strict=True)), []
     for label in (0, 1):
-        right = sum(one == other == label for one, other in pairs)
-        scores.append(2 * right / max(1, sum((one == label) + (other == label) for one, other in pairs)))
+        right = sum(pair == other == label for pair, other in pairs)
+        scores.append(2 * right / max(1, sum((pair == label) + (other == label) for pair, other in pairs)))
     assert trained.metrics["eval_f1"] == pytest.approx(sum(scores) / 2)
 
 

@@ -36,9 +36,9 @@ def test_texts_are_the_array_that_pyarrow_makes(texts: list[str]) -> None:
 
 @given(st.one_of(st.lists(st.none() | INTS, max_size=20), st.lists(st.none() | FLOATS, max_size=20)), st.booleans())
 def test_numbers_of_which_some_are_missing_are_the_array_that_pyarrow_makes(values: list[Any], whole: bool) -> None:
-    is_int = all(isinstance(one, int) for one in values if one is not None)
+    is_int = all(isinstance(value, int) for value in values if value is not None)
     kind = pa.int64() if is_int else pa.float64()
-    values = [one for one in values if one is not None or not whole]
+    values = [value for value in values if value is not None or not whole]
     made = array_of_some(values, kind)
     made.validate(full=True)
     assert made.equals(pa.array(values, kind))

@@ -19,7 +19,7 @@ from dp_ray.cluster.internals.variables import ADDRESS
 from tests.support.cluster import ROOT, Cluster
 from tests.support.pages import blocks_of
 
-QUICK_START = {one.file_name: one.text for one in blocks_of(ROOT / "README.md") if one.file_name}
+QUICK_START = {block.file_name: block.text for block in blocks_of(ROOT / "README.md") if block.file_name}
 
 
 @pytest.fixture(scope="module")

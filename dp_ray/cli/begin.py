@@ -1,4 +1,4 @@
-"""The way in: what `dp-ray` alone says, and the command init, which makes a folder with a job of its own.
+"""The way in: the text of `dp-ray` without a command, and the command init, which makes a folder with a job.
 
 The folders of `templates/` are copied as they are; `.py-tpl` becomes `.py`. The head of each `job.yaml` has the
 commands to type next, which `init` prints.
@@ -48,7 +48,7 @@ Docs: README.md and docs/ in the source of dp_ray; first docs/first-day.md."""
 )
 def init(folder: str, template: str) -> None:
     """Make a folder (default: this one) with a small job to run at once and to change: model, data and job file."""
-    files = {Path(folder, one.name.replace(".py-tpl", ".py")): one for one in (TEMPLATES / template).iterdir()}
+    files = {Path(folder, file.name.replace(".py-tpl", ".py")): file for file in (TEMPLATES / template).iterdir()}
     # Also a link that leads nowhere: to write through it would make a file elsewhere.
     if taken := sorted(str(path) for path in files if os.path.lexists(path)):
         raise JobError(

@@ -1,4 +1,4 @@
-"""What a shell completes behind `dp-ray`, and the command completion, which prints the script that switches it on.
+"""Complete words of `dp-ray` in a shell; the command completion prints the script that switches it on.
 
 A shell asks the program at each press of Tab, so nothing here imports more than the command line itself does.
 """
@@ -42,7 +42,7 @@ def completion(context: click.Context, shell: str) -> None:
 def job_files(context: click.Context, parameter: click.Parameter, text: str) -> "list[CompletionItem[Any]]":
     """Complete a job file: those in the folder that the text names so far, or a folder."""
     folder = os.path.dirname(text)
-    found = (os.path.join(folder, one.name) for one in _entries(folder) if one.name.endswith(NAMES))
+    found = (os.path.join(folder, entry.name) for entry in _entries(folder) if entry.name.endswith(NAMES))
     return _offered(text, sorted(found))
 
 
@@ -50,9 +50,9 @@ def run_dirs(context: click.Context, parameter: click.Parameter, text: str) -> "
     """Complete a run's directory: those in `runs` and in the folder that the text names, the newest first."""
     written: dict[str, float] = {}
     for folder in (RUNS, os.path.dirname(text)):
-        for one in _entries(folder):
+        for entry in _entries(folder):
             with suppress(OSError):  # it holds no run
-                written[os.path.join(folder, one.name)] = os.stat(Path(one, "run.json")).st_mtime
+                written[os.path.join(folder, entry.name)] = os.stat(Path(entry, "run.json")).st_mtime
     return _offered(text, sorted(written, key=lambda run: -written[run]))
 
 
@@ -75,5 +75,5 @@ def _offered(text: str, found: list[str]) -> "list[CompletionItem[Any]]":
 
     if not text.isprintable():  # click cannot write a name that is no UTF-8, nor a shell read one with a line break
         return []
-    items = [CompletionItem(one) for one in found if one.startswith(text) and one.isprintable()]
+    items = [CompletionItem(name) for name in found if name.startswith(text) and name.isprintable()]
     return items or [CompletionItem(text, type="dir")]

@@ -1,6 +1,6 @@
 """The command line: `main` runs it; the commands run, plan, verify, evaluate, predict, retry and schema.
 
-Those to begin with, for sweeps, for submitted jobs and for showing runs stand beside this module.
+The commands to begin with, for sweeps, for submitted jobs and for showing runs stand beside this module.
 """
 
 import io
@@ -17,7 +17,7 @@ import click
 from dp_ray import __version__
 from dp_ray.cli import completion, options
 from dp_ray.cli.begin import FIRST_SCREEN, init
-from dp_ray.cli.options import KeyOptions, begun, forked_early, say, say_import, show_error, take
+from dp_ray.cli.options import KeyOptions, announced, forked_early, say, say_import, show_error, take
 from dp_ray.cli.remote import logs, status, stop, submit
 from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
 from dp_ray.cli.sweep import sweep
@@ -93,7 +93,7 @@ def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: s
         keys = replace(keys, settings=(*keys.settings, *take_settings(env_from)))
     jobs = [load_job(job_file, keys.overrides()) for job_file in job_files]
     # Before the imports below, which take seconds: Ray and what workers are forked from start meanwhile.
-    early = _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
+    early = _at_end.enter_context(announced(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver.run import Options
     from dp_ray.driver.several import running
 

@@ -136,18 +136,18 @@ def take(kind: type[T], options: dict[str, Any]) -> T:
 
 
 class Begun(NamedTuple):
-    """What starts while torch is imported, for the workers of one job or of several; None is what they do without."""
+    """What starts while torch is imported, for the workers of the jobs; None if they do not need it."""
 
     fork_server: "ForkServer | None" = None
     connection: "EarlyConnection | None" = None
 
 
 @contextmanager
-def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> Iterator[Begun]:
-    """Say what begins, and begin to connect to Ray if a single job needs it; what is left of it ends with the block.
+def announced(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> Iterator[Begun]:
+    """Print what begins, and begin to connect to Ray if a single job needs it; the end of the block ends both.
 
-    The block begins when Ray is there, or has failed to: the job's own code may change the environment, which a Ray
-    that starts takes over.
+    The block begins once Ray is connected or has failed: a Ray that starts takes over the environment, which the
+    job's code may change.
     """
     name = jobs[0].run_name
     with workers_begun(name, jobs, address, is_quiet) as server:
@@ -171,7 +171,7 @@ def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: 
 def workers_begun(
     name: str, jobs: Sequence[Job], address: str | None, is_quiet: bool
 ) -> "Iterator[ForkServer | None]":
-    """Say what begins, and have what workers are forked from begin if jobs need it; it ends with the block."""
+    """Print what begins, and start the process that forks workers if jobs need one; it ends with the block."""
     if all(job.max_workers == 0 for job in jobs):
         say_unless_quiet(f"{name}: importing torch", is_quiet)
         yield None
@@ -183,7 +183,7 @@ def workers_begun(
 
 @contextmanager
 def forked_early(job: Job, address: str | None) -> "Iterator[ForkServer | None]":
-    """Have the process begin from which the workers of a Ray of its own are forked; it ends with the block."""
+    """Start the process that forks the workers of a Ray of this process; it ends with the block."""
     check_ray()
     from dp_ray.cluster.internals.quick_start import forking_early
 

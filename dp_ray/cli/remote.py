@@ -63,21 +63,21 @@ def submit(job_file: str, address: str, **flags: Any) -> None:
 @DASHBOARD
 @options.JSON
 def status(name: str | None, address: str, as_json: bool) -> None:
-    """Show the submitted jobs of a cluster, or one: the newest of a run's name, or that of an id."""
+    """Show the submitted jobs of a cluster, or a single one: by its id, or the newest by a run's name."""
     from dp_ray.cluster.submit import Dashboard
 
     dashboard = Dashboard(address)
-    rows = [_row(one) for one in ([dashboard.find(name)] if name else dashboard.jobs())]
+    rows = [_row(job) for job in ([dashboard.find(name)] if name else dashboard.jobs())]
     if as_json:
         click.echo(json_text(rows))
         return
     if not rows:
         click.echo("no job was submitted")
         return
-    from dp_ray.results.text import aligned
+    from dp_ray.results.text import in_columns
 
     shown = [["-" if row[key] is None else str(row[key]) for key in SHOWN] for row in rows]
-    click.echo(harmless(aligned([[key.replace("_", " ") for key in SHOWN], *shown])))
+    click.echo(harmless(in_columns([[key.replace("_", " ") for key in SHOWN], *shown])))
     if name and rows[0]["message"]:
         click.echo(harmless(rows[0]["message"]))
 

@@ -52,7 +52,7 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | N
 
 
 def _reported(run_dir: str, shapes: bool, as_json: bool) -> Iterator[str]:
-    """Yield the lines on one run: what it has kept, if it is unfinished, and its result, if it has one."""
+    """Yield the lines on a run: if it is unfinished, what it has kept; and its result, if it has one."""
     from dp_ray.results.result import lines, load
     from dp_ray.rundir.unfinished import unfinished
 
@@ -170,7 +170,7 @@ def watched_lines(run: "Storage") -> Iterator[str]:
 @click.command()
 @options.RUN_DIR
 def track(run_dir: str) -> None:
-    """Send to the trackers of a run that has ended what they lack of it."""
+    """Send to the trackers of a run that has ended the rows that they lack."""
     from dp_ray.records import damage_told
     from dp_ray.trackers.process import send_late
 

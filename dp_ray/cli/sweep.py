@@ -53,8 +53,8 @@ POSITIVE = click.IntRange(1)
 @options.JSON
 @options.VERBOSITY
 def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, as_json: bool, **flags: Any) -> None:
-    """Run a job with several values of some of its keys; each trial is a run, and the same command goes on."""
-    definition = _defined(job_file, take(Trials, flags), take(KeyOptions, flags))
+    """Run a job with several values of some of its keys; each trial is a run. The same command resumes the sweep."""
+    definition = _defined(job_file, take(TrialOptions, flags), take(KeyOptions, flags))
     jobs = [definition.job(1, picked) for picked in definition.probes()]
     is_new = flags.pop("overwrite")
     from dp_ray.storage import located
@@ -82,8 +82,8 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
 
 
 @dataclass(frozen=True)
-class Trials:
-    """The options that say which trials a sweep has, and what compares them."""
+class TrialOptions:
+    """The options that say which trials a sweep has, and by which metric they are compared."""
 
     overs: tuple[str, ...]
     search: str | None
@@ -93,7 +93,7 @@ class Trials:
     maximize: bool
 
 
-def _defined(job_file: str, of: Trials, keys: KeyOptions) -> "Definition":
+def _defined(job_file: str, of: TrialOptions, keys: KeyOptions) -> "Definition":
     """Return the sweep that the command line defines; raise JobError that names the option or the key at fault."""
     from dp_ray.sweeps.define import Definition, check_axes, chosen_metric, combinations, parse_axis
 

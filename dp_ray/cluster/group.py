@@ -19,9 +19,9 @@ from dp_ray.engine.world import (
     STATES,
     Cause,
     World,
-    error_of,
     failed_collective,
     form_group,
+    group_error,
     recorded_collectives,
     text_of,
 )
@@ -127,7 +127,7 @@ def _group_errors() -> Iterator[None]:
         if failed is None:  # of CUDA, as where the GPU is in use
             raise
         may_be_lost = failed.cause in (Cause.LOST_PEER, Cause.UNKNOWN)
-        cause = WorkerError(failed.line) if may_be_lost else error_of(failed)
+        cause = WorkerError(failed.line) if may_be_lost else group_error(failed)
         raise type(cause)(f"the process group could not be formed: {cause}") from error
 
 

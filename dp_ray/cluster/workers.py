@@ -33,7 +33,7 @@ from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.devices import check_machine
-from dp_ray.engine.objects import check_packs, pack, refused
+from dp_ray.engine.objects import check_packs, pack_object, refused
 from dp_ray.errors import ClusterLost, Error, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
@@ -208,7 +208,7 @@ class StartedWorkers:
             faults,
             rows,
         )
-        return [put_apart(pack(assigned, ray.cloudpickle.CloudPickler)), job.env]
+        return [put_apart(pack_object(assigned, ray.cloudpickle.CloudPickler)), job.env]
 
     def _check_end(self, monitor: "Monitor") -> None:
         from dp_ray.engine.votes import StopRequested

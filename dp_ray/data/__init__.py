@@ -1,7 +1,7 @@
 """Data without a line of code: files of common forms as map-style datasets, from a folder, a glob or a URL.
 
 Begin at `blocks.Blocks`, the base of most of them: samples lie in blocks, which are read at once and kept in memory.
-`files.py` finds the files, and `values.py` turns what they hold into values. See docs/data.md.
+`files.py` finds the files, and `values.py` decodes their contents. See docs/data.md.
 
 >>> from dp_ray.data import Parquet
 >>> Parquet("s3://bucket/train/*.parquet", columns=["image", "label"])  # doctest: +SKIP

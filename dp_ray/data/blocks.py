@@ -37,8 +37,8 @@ Load: TypeAlias = Callable[[Any], tuple[Any, int]]  # the value of a key, and it
 class Cache:
     """The values that were read last, up to a number of bytes but at least `least` of them; its copy is empty.
 
-    What is read ahead takes the place of what was read long ago, and never makes the cache larger than that. Several
-    threads may use the cache. Those that read ahead live only while there is something to read.
+    Blocks that are read ahead replace the oldest ones, and never make the cache larger than its limit. Several
+    threads may use the cache. Threads that read ahead live only while there is something to read.
     """
 
     def __init__(self, most_bytes: int, least: int = 1) -> None:
@@ -68,7 +68,7 @@ class Cache:
         with self._changed:
             for key in keys:
                 self._coming.pop(key, None)
-            loaded = {key: one for key in keys if (one := self._held.get(key) or self._ahead.get(key)) is not None}
+            loaded = {key: hit for key in keys if (hit := self._held.get(key) or self._ahead.get(key)) is not None}
             # Nobody loads these yet.
             missing = [key for key in keys if key not in loaded and key not in self._reading]
         if len(missing) < 2:
@@ -100,11 +100,11 @@ class Cache:
             self._read_on()
 
     def stop_reading_ahead(self) -> None:
-        """Forget what is not needed yet, and wait for the threads to end."""
+        """Drop what was read ahead, and wait for the threads to end."""
         with self._changed:
             self._bytes -= sum(size for _, size in self._ahead.values())
-            for one in (self._ahead, self._coming, self._reading):
-                one.clear()
+            for held in (self._ahead, self._coming, self._reading):
+                held.clear()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._num_threads, END_SECONDS)
 
@@ -123,7 +123,7 @@ class Cache:
             return self._ahead.get(key)
 
     def _count(self, size: int) -> None:
-        """Count what is new, which takes the place of the oldest."""
+        """Count the bytes of a new value, and drop the oldest ones while there are too many."""
         self._bytes += size
         self._largest = max(self._largest, size)
         while self._bytes > self.most_bytes and len(self._held) > self.least:
@@ -136,10 +136,11 @@ class Cache:
             threading.Thread(target=self._read_coming, args=begun, name="reading-ahead", daemon=True).start()
 
     def _begin(self) -> tuple[Any, Load] | None:
-        """Begin to read the next one; None if there is none, or no room for it."""
+        """Begin to read the next value; None if there is none, or no room for it."""
         if not self._coming:
             return None
-        # It must fit beside those read ahead and those that must be held, if all are as large as the largest one.
+        # It must fit beside the values read ahead and those that must be held, even if all are as large as the
+        # largest.
         ahead = sum(size for _, size in self._ahead.values())
         needed = ahead + (self.least + len(self._reading) + 1) * self._largest
         if not self._largest or needed > self.most_bytes:  # without a largest one, no size is known yet
@@ -154,12 +155,12 @@ class Cache:
         while begun is not None:
             key, load = begun
             began, read = time.perf_counter(), None
-            with suppress(Exception):  # whoever needs it loads it, and has the error
+            with suppress(Exception):  # the reader that needs it loads it again, and gets the error
                 read = load(key)
             begun = self._end(key, read, time.perf_counter() - began)
 
     def _end(self, key: Any, read: tuple[Any, int] | None, seconds: float) -> tuple[Any, Load] | None:
-        """Keep what was read, unless nobody needs it any more; begin to read the next one."""
+        """Keep a value that was read, unless it is no longer needed; begin to read the next one."""
         with self._changed:
             self._seconds += seconds
             if key in self._reading:
@@ -246,13 +247,13 @@ class Blocks(Dataset[Item], Generic[Source]):
             raise DataError(f"row {row} of {file}, counted from 0: {error}") from None
 
     def _by_block(self, indices: Sequence[int]) -> Iterator[tuple[Rows, Any, Rows]]:
-        """For each block that holds samples at the indices: their places among these, what it holds, their rows."""
+        """For each block with samples at the indices, return their places in these, its contents, and their rows."""
         wanted = np.asarray(indices, np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"sample {indices} of {len(self)}")
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
-        # Block after block as they are first asked for: those of a new window follow those of the last one.
+        # Blocks in the order in which they are first needed: a new window's blocks follow those of the last window.
         asked = list(dict.fromkeys(numbers.tolist()))
         for first in range(0, len(asked), self._cache.least):
             several = asked[first : first + self._cache.least]
@@ -268,7 +269,7 @@ class Blocks(Dataset[Item], Generic[Source]):
         self._cache.least = number
 
     def blocks_at(self, first: int, stop: int) -> range:
-        """Return the numbers of the blocks that hold the samples first .. stop - 1, of which there is one or more."""
+        """Return the numbers of the blocks that hold the samples first .. stop - 1; `stop` is above `first`."""
         begin, last = np.searchsorted(self._starts, [first, stop - 1], side="right").tolist()
         return range(begin - 1, last)
 
@@ -287,7 +288,7 @@ class Blocks(Dataset[Item], Generic[Source]):
         self._cache.read_ahead(numbers, self._load)
 
     def stop_reading_ahead(self) -> None:
-        """Read nothing more in the background, and forget what is not needed yet."""
+        """Read nothing more in the background, and drop what was read ahead."""
         self._cache.stop_reading_ahead()
 
     def take_seconds_ahead(self) -> float:

@@ -26,6 +26,7 @@ from dp_ray.storage import Storage, is_text
 from dp_ray.text import hide, listed
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+S = TypeVar("S")
 T = TypeVar("T")
 
 ATTEMPTS = 5
@@ -33,7 +34,7 @@ WAIT_SECONDS = 0.5  # before the second attempt; it doubles with each
 FILES_AT_ONCE = 32
 STRETCH_BYTES = 4 << 20
 VERSION = 2  # of the index's form, and of how it is found
-# What the system says of a local disk, or of one that is mounted, when the next attempt may succeed.
+# Errors of a local or mounted disk after which another attempt may succeed.
 PASSING = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE),
     *(errno.ENOMEM, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
@@ -70,8 +71,8 @@ def find_files(paths: Paths, suffixes: Sequence[str]) -> list[File]:
     """Return the files in a folder, of a glob, of a list of these, or at a URL of pyarrow's file systems, by name.
 
     In a folder, files that end with one of `suffixes` count, in any case of letters and at any depth. Wildcards match
-    any suffix. Neither takes hidden names, which begin with a dot or an underscore, unless the path or the part of
-    the pattern begins so too. A list keeps its order.
+    any suffix. Names that begin with a dot or an underscore are hidden: they are left out, unless the path or that
+    part of the pattern begins so too. A list keeps its order.
 
     Raises DataError, which names the path, if there are none.
     """
@@ -92,8 +93,8 @@ def find_files(paths: Paths, suffixes: Sequence[str]) -> list[File]:
     )
 
 
-def in_threads(look: Callable[[File], T], files: Sequence[File]) -> list[T]:
-    """Return what `look` gives for each file, several at a time, since each waits for its storage."""
+def in_threads(look: Callable[[S], T], files: Sequence[S]) -> list[T]:
+    """Return `look(file)` for each file, several at a time, since each waits for its storage."""
     with ThreadPoolExecutor(min(FILES_AT_ONCE, len(files))) as pool:
         return list(pool.map(look, files))
 
@@ -140,8 +141,8 @@ def _named_files(given: Sequence[str]) -> list[File | None]:
 
     Files of one folder share its connection, and are looked up several at a time.
     """
-    paths = [_Path.of(one) for one in given]
-    parents = {one.parent: None for one in paths if "/" in one.text.rpartition("://")[2] or not one.is_url}
+    paths = [_Path.of(path) for path in given]
+    parents = {path.parent: None for path in paths if "/" in path.text.rpartition("://")[2] or not path.is_url}
     folders = {parent: parent.storage for parent in parents}
 
     def look(path: _Path) -> File | None:
@@ -153,8 +154,7 @@ def _named_files(given: Sequence[str]) -> list[File | None]:
         info = folder.fs.get_file_info(folder.file(name))
         return File(folder, name, info.size, str(info.mtime_ns or "")) if info.is_file else None
 
-    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(paths))) as pool:
-        return list(pool.map(look, paths))
+    return in_threads(look, paths)
 
 
 def _files_at(given: str, suffixes: Sequence[str]) -> list[File]:
@@ -215,13 +215,13 @@ def _listed(folder: Storage, wanted: Callable[[str], bool], recursive: bool = Fa
     else:
         selector = pafs.FileSelector(folder.path, allow_not_found=True, recursive=recursive)
         length = len(folder.path.rstrip("/")) + 1
-        infos = [one for one in folder.fs.get_file_info(selector) if one.is_file and wanted(one.path[length:])]
-        files = [File(folder, one.path[length:], one.size, str(one.mtime_ns or "")) for one in infos]
+        infos = [info for info in folder.fs.get_file_info(selector) if info.is_file and wanted(info.path[length:])]
+        files = [File(folder, info.path[length:], info.size, str(info.mtime_ns or "")) for info in infos]
     return sorted(files, key=lambda file: file.name)
 
 
 def _names_on_disk(folder: str, recursive: bool, inside: str = "", above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the names of all in a folder that is no folder; a link to a folder that it is in is passed over.
+    """Yield the names of a folder's files. A link to a folder above it is passed over.
 
     pyarrow cannot list a folder in which any name is no UTF-8; Python gives such a name with surrogates.
     """
@@ -248,9 +248,10 @@ def _etag(file: File) -> str:
 
 
 def retried(read: Callable[[], T], what: str, is_local: bool = False) -> T:
-    """Return what `read` gives; it is called again after an error of the storage that may pass.
+    """Return what `read` returns; after an error of the storage that may pass, call it again.
 
-    Of a local file these are the system's, like a network disk that does not answer. Other errors are damage.
+    For a local file, only some errors of the system may pass, as of a network disk that does not answer; others are
+    damage.
 
     Raises DataError, which names `what`, after the last attempt, or at once for a file that is not there or damaged.
     """
@@ -319,7 +320,7 @@ def index_of(file: File, kind: str, build: Callable[[], tuple[list[Stretch], pa.
 
 
 def read_stretch(file: File, stretch: Stretch) -> bytes:
-    """Return the bytes of a stretch. Raises what the storage raises, and OSError if the file has become shorter."""
+    """Return the bytes of a stretch. Raises the storage's errors, and OSError if the file has become shorter."""
     with file.open() as stream:
         data: bytes = stream.read_at(stretch.stop - stretch.start, stretch.start)
     if len(data) != stretch.stop - stretch.start:

@@ -26,17 +26,17 @@ COUNTED = "give the number of items that are to be read; counting them would mea
 
 
 class Stream(Dataset[Any]):
-    """The first `rows` items of an iterable, in its order; it is iterated anew for each epoch and after a restart.
+    """The first `rows` items of an iterable, in its order; it is iterated again for each epoch and after a restart.
 
     `iterable` is an object that can be iterated more than once, a function that returns one, or such a function's
-    name as `package.module:function`. `rows` may be left out if it has a length. `decode` is applied to the items
-    that a process needs, and not to those that it passes over.
+    name as `package.module:function`. `rows` may be left out if it has a length. `decode` is applied only to the
+    items that a process needs.
 
     With `files`, the iterable is a function of one of them that gives its items, and `rows` a list of their numbers:
     only files with items that the process needs are read. Give it the job's `batch_size` and `shards` too, and
     the items are dealt so that each shard reads a stretch of the files of its own. Without them, they come in order.
 
-    An iterable with a `set_epoch` is told the epoch before it is iterated.
+    If the iterable has a `set_epoch`, it is called with the epoch before each iteration.
 
     Raises JobError for arguments that do not go together. Reading raises DataError if there are fewer items than
     `rows`, if a file has more, or if the iterable draws random numbers.
@@ -61,7 +61,7 @@ class Stream(Dataset[Any]):
         self._readers: dict[int, Reader] = {}
         self._epoch: int | None = None
         self._differs = False  # whether epochs may have other items
-        self._kept: dict[int, Callable[[], Any]] = {}  # of several that were asked for, of which one raised
+        self._kept: dict[int, Callable[[], Any]] = {}  # if one of several items raised
         if files is None and batch_size is not None:
             raise JobError("Stream: batch_size deals the items of files to shards; without files it is of no use")
 
@@ -72,7 +72,7 @@ class Stream(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the items at these indices; those before them are passed over, and earlier ones are read anew.
+        """Return the items at these indices. It passes over items before them, and iterates again to go back.
 
         If one of several raises, they can be asked for one by one without going back.
         """
@@ -92,26 +92,26 @@ class Stream(Dataset[Any]):
         return items if self._decode is None else self._each(indices, items, self._decode)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next items are of: an iterable that asks for it is iterated anew."""
+        """Set the epoch of the next items; an iterable with a `set_epoch` is then iterated again."""
         self._epoch = epoch
         if self._differs:
             self._readers, self._kept = {}, {}
 
     def _each(self, indices: Sequence[int], given: Sequence[Any], make: Callable[[Any], Any]) -> list[Any]:
-        """Return what `make` gives for each; if it raises, what there is by then is kept for reads one by one.
+        """Return `make(value)` for each; if one raises, keep the results so far, for reads one by one.
 
         Each item is decoded once, since that may change what was read.
         """
         made: list[Any] = []
         try:
-            for one in given:
-                made.append(make(one))
+            for step in given:
+                made.append(make(step))
         except Exception as error:
             if len(indices) > 1:
                 is_decoding = given is not indices
                 done = self._decode if self._decode is not None and not is_decoding else lambda item: item
-                rest = [functools.partial(make, one) for one in given[len(made) + 1 :] if is_decoding]
-                kept = [*(functools.partial(done, one) for one in made), functools.partial(_raised, error), *rest]
+                rest = [functools.partial(make, step) for step in given[len(made) + 1 :] if is_decoding]
+                kept = [*(functools.partial(done, step) for step in made), functools.partial(_raised, error), *rest]
                 self._kept = dict(zip(indices, kept, strict=False))
             raise
         return made
@@ -155,7 +155,7 @@ def _raised(error: Exception) -> Any:
 
 @dataclass(eq=False)
 class Reader:
-    """A reader that goes on from where it is; it begins a file anew to go back, and passes over items between.
+    """A reader that only moves forward: it passes over items to reach a later row, and reopens the file to go back.
 
     With `ends`, a file must end with its last row. An item whose reading raises counts as one: what comes after it
     can be read, unless the iterator `goes_on` no more, as a generator that has raised.
@@ -224,7 +224,7 @@ class Reader:
 
 
 class Lanes:
-    """The deal of rows by which the same shard of all global batches takes consecutive rows: a stretch of its own.
+    """Deals rows to shards: a shard takes consecutive rows over all global batches, a stretch of its own.
 
     With one shard, the index of an item is its row.
     """
@@ -247,7 +247,7 @@ def _sizes(source: Any, rows: int | Sequence[int] | None, files: list[str] | Non
     """Return the number of items of each file, or of the iterable."""
     if files is not None:
         if isinstance(rows, Sequence) and len(rows) == len(files) and callable(source):
-            return [int(one) for one in rows]
+            return [int(row) for row in rows]
         raise JobError("Stream: files need an iterable that is a function of a file, and in rows a number for each")
     if isinstance(source, Iterator):
         kind = type(source).__qualname__

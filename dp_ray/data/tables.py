@@ -58,7 +58,7 @@ class TableBlock:
         return self._columns[name]
 
 
-class Table(Blocks[Source]):
+class Tabular(Blocks[Source]):
     """A dataset of the rows of files of columns; the base class of those in Parquet and Arrow."""
 
     _columns: list[str]
@@ -79,7 +79,7 @@ class Table(Blocks[Source]):
     def read_columns_beside(
         self, indices: Sequence[int], names: Sequence[str] | None, beside: Sequence[str]
     ) -> tuple[dict[str, torch.Tensor], list[Item]] | None:
-        """Return what `read_columns` does, and items of the columns `beside`; None also if a block lacks one."""
+        """Return `read_columns`, and items of the columns `beside`; None too if a block lacks one of these."""
         if self._decode:
             return None
         columns: dict[str, Column] = {}
@@ -94,9 +94,9 @@ class Table(Blocks[Source]):
         return {name: torch.from_numpy(whole) for name, whole in columns.items()}, items
 
     def read_values(self, index: int, names: Sequence[str]) -> Item:
-        """Return the values of these columns of a sample alone, also if it cannot be decoded.
+        """Return a sample's values of these columns alone, even if the sample cannot be decoded.
 
-        Left out are columns that are decoded, that are not there, or that lack the value.
+        Columns that are decoded, missing, or null in this row are left out.
         """
         values: Item = {}
         for _, block, rows in self._by_block([index]):
@@ -142,8 +142,8 @@ class Table(Blocks[Source]):
         return [decoded(item, self._decode) for item in items] if self._decode else items
 
 
-class ColumnFiles(Table[int]):
-    """A dataset of the rows of files that say themselves where their blocks lie; the parent of two.
+class ColumnFiles(Tabular[int]):
+    """A dataset of the rows of files that list their own blocks; the base class of Parquet and Arrow.
 
     `paths` is a file, a folder, a glob, a list of these, or a URL (`s3://...`, `gs://...`). `columns` are those to
     read, by default all. `decode` maps a column to a function of its value, as `{"image": "dp_ray.data:image"}`.
@@ -165,7 +165,7 @@ class ColumnFiles(Table[int]):
         looks = in_threads(lambda file: self._blocks_of(file, columns), files)
         self._columns = columns_of(files, [there for there, _ in looks], columns)
         self._decode = decode_of(decode, columns)
-        super().__init__(files, [one for _, several in looks for one in several], cache_bytes)
+        super().__init__(files, [index for _, several in looks for index in several], cache_bytes)
 
     def _blocks_of(self, file: File, columns: Sequence[str] | None) -> tuple[list[str], list[Block[int]]]:
         names, sizes = retried(lambda: self._look(file), str(file), file.is_local)
@@ -247,7 +247,7 @@ def _rows_of_batches(stream: pa.NativeFile) -> list[int] | None:
     """
     sizes: list[int] = []
     at, size = FIRST_MESSAGE, stream.size()
-    with suppress(struct.error):  # of a damaged head, which pyarrow tells
+    with suppress(struct.error):  # a damaged head: pyarrow reports it
         while True:
             mark, length = struct.unpack("<iI", stream.read_at(8, at))
             if mark != -1 or not length:
@@ -267,7 +267,7 @@ def _rows_of_batches(stream: pa.NativeFile) -> list[int] | None:
 
 
 def _below(buffer: bytes, table: int, field: int) -> int:
-    """Return where that lies to which a field of a flatbuffer's table points."""
+    """Return the position to which a field of a flatbuffer's table points."""
     if not (place := _place(buffer, table, field)):
         raise struct.error(f"field {field} is not there")
     return table + place + _number(buffer, table + place, "<I")
@@ -287,13 +287,13 @@ def _place(buffer: bytes, table: int, field: int) -> int:
 
 
 def _field(buffer: bytes, table: int, field: int, form: str) -> int:
-    """Return a number in a flatbuffer's table; those that are 0 are left out of it."""
+    """Return a number in a flatbuffer's table; it has no entry for a 0."""
     place = _place(buffer, table, field)
     return _number(buffer, table + place, form) if place else 0
 
 
 def columns_of(files: Sequence[File], there: Sequence[Sequence[str]], wanted: Sequence[str] | None) -> list[str]:
-    """Return the columns to read: by default those of the files, of which `there` holds the names.
+    """Return the columns to read: `wanted`, by default those of the files, whose names are in `there`.
 
     Raises DataError if a file lacks one that another has, since its rows would have no value for it.
     """
@@ -305,14 +305,14 @@ def columns_of(files: Sequence[File], there: Sequence[Sequence[str]], wanted: Se
             more = [name for name in names if name not in first]
             lacking, other = (files[0], file) if more else (file, files[0])
             name = more[0] if more else next(name for name in first if name not in names)
-            common = [name for name in first if all(name in one for one in there)]
+            common = [name for name in first if all(name in names for names in there)]
             advice = f"set columns to some of those that all files have: {listed(common)}"
             raise DataError(f"{lacking}: has no column {name!r}, which {other} has; {advice}")
     return list(first)
 
 
 def check_columns(file: File, there: Sequence[str], wanted: Sequence[str] | None) -> None:
-    """Raise DataError, which names those that there are, if a file lacks a wanted column, or has one twice."""
+    """Raise DataError, which lists the file's columns, if it lacks a wanted column, or has one twice."""
     check_once(file, there)
     for name in wanted or ():
         if name not in there:

@@ -15,7 +15,7 @@ from pyarrow import json as pajson
 
 from dp_ray.data.blocks import CACHE_BYTES, Block
 from dp_ray.data.files import File, Paths, Stretch, find_files, in_threads, index_of, read_in_pieces, read_stretch
-from dp_ray.data.tables import Table, check_columns, check_once, columns_of
+from dp_ray.data.tables import Tabular, check_columns, check_once, columns_of
 from dp_ray.data.values import Decode, decode_of
 from dp_ray.errors import DataError, JobError
 
@@ -26,10 +26,10 @@ NEWLINE, RETURN, QUOTE = ord("\n"), ord("\r"), ord('"')
 # In an index, the types of columns of whole numbers that are no int64: they are joined with others as decimals are.
 UNSIGNED, BEYOND = pa.decimal128(20, 0), pa.decimal256(76, 0)
 _WHOLE, _SOLID = re.compile(r"\s*[+-]?[0-9]+\s*"), re.compile(r"\S")
-BOM = b"\xef\xbb\xbf"  # with which some programs begin a file
+BOM = b"\xef\xbb\xbf"  # some programs begin a file with it
 
 
-class TextTable(Table[Stretch]):
+class TextTable(Tabular[Stretch]):
     """A dataset of the rows of text files; the base class of those in JSON lines and CSV.
 
     The first time, each file is read to the end: where its rows lie and what its columns hold is kept beside it.
@@ -48,20 +48,20 @@ class TextTable(Table[Stretch]):
         decode: Decode | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        files = find_files(paths, self.SUFFIXES)
+        files, types = find_files(paths, self.SUFFIXES), types or {}
         indices = in_threads(lambda file: index_of(file, self._kind, lambda: self._look(file)), files)
         pairs = list(zip(files, indices, strict=True))
         for file, index in pairs:
             if index.stretches or index.arrow_schema.names:  # else it is empty, and lacks nothing
-                check_columns(file, index.arrow_schema.names, [*(columns or ()), *(types or ())])
-            for one in index.arrow_schema:
+                check_columns(file, index.arrow_schema.names, [*(columns or ()), *types])
+            for field in index.arrow_schema:
                 # Bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows.
-                is_wanted = one.name not in (types or {}) and (columns is None or one.name in columns)
-                if is_wanted and pa.types.is_binary(one.type):
+                is_wanted = field.name not in types and (columns is None or field.name in columns)
+                if is_wanted and pa.types.is_binary(field.type):
                     advice = "mend the file, or set the column's type to binary with types"
-                    raise DataError(f"{file}: column {one.name!r} holds bytes that are not UTF-8; {advice}")
-        self._schema = _with_types(_joined([index.arrow_schema for index in indices]), types or {})
-        for name in [one.name for one in self._schema if str(BEYOND) in str(one.type)]:
+                    raise DataError(f"{file}: column {field.name!r} holds bytes that are not UTF-8; {advice}")
+        self._schema = _with_types(_joined([index.arrow_schema for index in indices]), types)
+        for name in [field.name for field in self._schema if str(BEYOND) in str(field.type)]:
             for file, index in pairs:  # to name the first one with such a number
                 there = index.arrow_schema
                 if name in there.names and str(BEYOND) in str(there.field(name).type):
@@ -71,7 +71,7 @@ class TextTable(Table[Stretch]):
         there = [self._schema.names if self.MAY_LACK else names for _, names in filled]
         self._columns = columns_of([file for file, _ in filled], there, columns)
         self._decode = decode_of(decode, columns)
-        blocks = [Block(file, one.rows, one, str(one)) for file, index in pairs for one in index.stretches]
+        blocks = [Block(file, part.rows, part, str(part)) for file, index in pairs for part in index.stretches]
         super().__init__(files, blocks, cache_bytes)
 
     def _ends(self, text: bytes) -> list[int]:
@@ -113,8 +113,8 @@ class TextTable(Table[Stretch]):
             return table.schema
         values = self._python_values(text, large)
         fields = [
-            pa.field(one.name, _with_whole(one.type, values[one.name])) if one.name in values else one
-            for one in table.schema
+            pa.field(field.name, _with_whole(field.type, values[field.name])) if field.name in values else field
+            for field in table.schema
         ]
         return pa.schema(fields)
 
@@ -127,8 +127,8 @@ class TextTable(Table[Stretch]):
 class JsonLines(TextTable):
     """The rows of files with a JSON object on each line.
 
-    `paths`, `columns` and `decode` are as those of `Parquet`. Whole numbers are int64, or uint64 if a column needs
-    it, others float32, and lists of numbers tensors of these; `types` gives another Arrow type for a column, as
+    `paths`, `columns` and `decode` are those of `Parquet`. Whole numbers are int64, or uint64 if a column needs it,
+    others float32, and lists of numbers tensors of these; `types` gives another Arrow type for a column, as
     `{"price": "float64"}`.
 
     Raises DataError for files that are missing, damaged or lack a column, by name, and for whole numbers of more than
@@ -146,7 +146,7 @@ class JsonLines(TextTable):
 
     def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
         row = text.removeprefix(BOM).lstrip(self.BLANK)
-        if row.startswith(b"null"):  # with which pyarrow ends the process
+        if row.startswith(b"null"):  # pyarrow would end the process
             raise pa.ArrowInvalid("the first row is null, and no object")
         if row.startswith(BOM[:1]):  # pyarrow passes over a part of the mark
             raise pa.ArrowInvalid("it begins with a byte that is not UTF-8")
@@ -202,14 +202,14 @@ class Csv(TextTable):
     def _head(self, file: File) -> bytes:
         if self._names is not None:
             return b""
-        name = str(file)  # its own name may be that of a file in another folder
+        name = str(file)  # a file in another folder may have the same name
         if name not in self._heads:
             self._heads[name] = _first_row(file, self._ends)
         return self._heads[name]
 
     def _python_values(self, text: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
         texts = self._parse(text, pa.schema([pa.field(name, pa.string()) for name in names]))
-        return {name: [_number(one) for one in texts.column(name).to_pylist()] for name in names}
+        return {name: [_number(text) for text in texts.column(name).to_pylist()] for name in names}
 
     def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
         return pacsv.read_csv(
@@ -303,10 +303,10 @@ def _with_whole(kind: pa.DataType, values: Sequence[Any]) -> pa.DataType:
     """Return the type, with UNSIGNED or BEYOND for float64 if all values are whole numbers and some no int64."""
     there = [value for value in values if value is not None]
     if pa.types.is_list(kind):
-        return pa.list_(_with_whole(kind.value_type, [one for value in there for one in value]))
+        return pa.list_(_with_whole(kind.value_type, [item for value in there for item in value]))
     if pa.types.is_struct(kind):
         return pa.struct(
-            [pa.field(one.name, _with_whole(one.type, [value.get(one.name) for value in there])) for one in kind]
+            [pa.field(key.name, _with_whole(key.type, [value.get(key.name) for value in there])) for key in kind]
         )
     if not pa.types.is_float64(kind) or not there or not all(type(value) is int for value in there):
         return kind
@@ -319,9 +319,8 @@ def _with_whole(kind: pa.DataType, values: Sequence[Any]) -> pa.DataType:
 def _joined(schemas: Sequence[pa.Schema]) -> pa.Schema:
     """Return the columns of all schemas, each with a type that holds its values in all of them."""
     names = dict.fromkeys(name for schema in schemas for name in schema.names)
-    return pa.schema(
-        [pa.field(name, _common([one.field(name).type for one in schemas if name in one.names])) for name in names]
-    )
+    kinds = {name: [schema.field(name).type for schema in schemas if name in schema.names] for name in names}
+    return pa.schema([pa.field(name, _common(found)) for name, found in kinds.items()])
 
 
 def _common(kinds: Sequence[pa.DataType]) -> pa.DataType:
@@ -335,13 +334,13 @@ def _common(kinds: Sequence[pa.DataType]) -> pa.DataType:
 def _with_types(schema: pa.Schema, types: Types) -> pa.Schema:
     """Return the schema with the types that were asked for, else with float32 for float64 and uint64 for UNSIGNED."""
     fields = []
-    for one in schema:
+    for field in schema:
         try:
-            kind = pa.type_for_alias(types[one.name]) if one.name in types else _narrow(one.type)
+            kind = pa.type_for_alias(types[field.name]) if field.name in types else _narrow(field.type)
         except ValueError:
-            says = f"{types[one.name]!r} for {one.name!r} is no type of Arrow, like int64, float32 or string"
+            says = f"{types[field.name]!r} for {field.name!r} is no type of Arrow, like int64, float32 or string"
             raise JobError(f"types: {says}") from None
-        fields.append(pa.field(one.name, kind))
+        fields.append(pa.field(field.name, kind))
     return pa.schema(fields)
 
 
@@ -353,5 +352,5 @@ def _narrow(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.list_(_narrow(kind.value_type))
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(one.name, _narrow(one.type)) for one in kind])
+        return pa.struct([pa.field(field.name, _narrow(field.type)) for field in kind])
     return kind

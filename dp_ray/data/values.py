@@ -51,7 +51,7 @@ def values_of(name: str, column: pa.ChunkedArray) -> Values:
     array = _one(column)
     if isinstance(column.type, pa.FixedShapeTensorType):
         order = _order(column.type)
-        if [order[one] for one in order] != [*range(len(order))]:
+        if [order[letter] for letter in order] != [*range(len(order))]:
             # pyarrow writes the inverse of what Arrow's specification demands, so it is not known which is meant.
             raise DataError(
                 f"column {name!r} holds tensors with the permutation {order}, which writers of Arrow understand in "
@@ -91,7 +91,7 @@ def stacked(column: pa.ChunkedArray) -> np.ndarray[Any, Any] | None:
     numbers = np.asarray(inner.to_numpy(zero_copy_only=False))
     if not isinstance(column.type, pa.FixedShapeTensorType):
         return numbers.reshape(len(array), int(sizes[0]))
-    return numbers.reshape(len(array), *column.type.shape).transpose(0, *(1 + one for one in _order(column.type)))
+    return numbers.reshape(len(array), *column.type.shape).transpose(0, *(1 + digit for digit in _order(column.type)))
 
 
 def _order(kind: pa.FixedShapeTensorType) -> list[int]:
@@ -119,7 +119,7 @@ def _values(kind: pa.DataType, array: pa.Array) -> Values:
         return _lists(array)
     if pa.types.is_struct(kind):
         inner = zip(array.type, array.flatten(), strict=True)
-        fields = {field.name: values_of(field.name, pa.chunked_array([one])) for field, one in inner}
+        fields = {field.name: values_of(field.name, pa.chunked_array([values])) for field, values in inner}
         return lambda rows: dicts({name: give(rows) for name, give in fields.items()}, len(rows))
     return functools.partial(_one_by_one, array, _plain)
 
@@ -173,8 +173,8 @@ def _lists(array: pa.Array) -> Values:
         innermost = innermost.value_type
     if not _is_number(innermost):
         return functools.partial(_one_by_one, array, _plain)
-    if not _is_number(inner) or array.values.null_count:  # nested lists, or those in which a value may be missing
-        return functools.partial(_one_by_one, array, lambda one: _tensor(one.values))
+    if not _is_number(inner) or array.values.null_count:  # nested lists, and lists with missing values
+        return functools.partial(_one_by_one, array, lambda scalar: _tensor(scalar.values))
     numbers, starts = array.values.to_numpy(zero_copy_only=False), _starts(array)
     sizes = np.diff(starts)
     if len(sizes) and sizes[0] and (sizes == sizes[0]).all():
@@ -197,7 +197,7 @@ def _tensor(values: pa.Array) -> Any:
         raise DataError(LACKS)
     if not _is_list(values.type):
         return torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False)))
-    rows = [_tensor(one.values) for one in values]
+    rows = [_tensor(scalar.values) for scalar in values]
     alike = all(isinstance(row, torch.Tensor) and row.shape == rows[0].shape for row in rows)
     return torch.stack(rows) if rows and alike else rows
 
@@ -214,7 +214,7 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
     """Return the image in the bytes of a JPEG, a PNG or another format of Pillow: uint8 [3, height, width], in RGB.
 
     It is resized to `size` (height, width), with Pillow's bilinear filter, if that is given. A dict with the key
-    `bytes`, as Hugging Face stores images, is taken too. Of 16 bits the upper 8 are kept, in grey as in colour.
+    `bytes`, as Hugging Face stores images, is taken too. Of 16-bit images the upper 8 bits are kept.
 
     Raises DataError if Pillow is missing, and for pixels of 32 bits, whose range is not known.
     """
@@ -255,13 +255,13 @@ def array(value: bytes) -> torch.Tensor:
 
 
 def tensors(value: bytes) -> Any:
-    """Return what the bytes of a file of torch.save hold: tensors and plain values, no other objects.
+    """Return the tensors and plain values in the bytes of a file of torch.save; other objects are refused.
 
-    Raises DataError for a wrong checksum, which torch does not look at.
+    Raises DataError for a wrong checksum, which torch does not check.
     """
     if zipfile.is_zipfile(io.BytesIO(value)):  # else the older form, which has none
         with zipfile.ZipFile(io.BytesIO(value)) as records:
-            has_checksums = any(one.CRC for one in records.infolist())  # torch can be set to write zeros for them
+            has_checksums = any(file.CRC for file in records.infolist())  # torch can be set to write zeros for them
             if has_checksums and (wrong := records.testzip()) is not None:
                 raise DataError(f"is damaged: {wrong!r} in it has a wrong checksum")
     return torch.load(io.BytesIO(value), weights_only=True)

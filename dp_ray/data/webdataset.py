@@ -61,7 +61,7 @@ class WebDataset(Blocks[Stretch]):
         files = find_files(paths, [".tar"])
         indices = in_threads(lambda file: index_of(file, "samples", lambda: (_stretches(file), None)), files)
         pairs = zip(files, indices, strict=True)
-        blocks = [Block(file, one.rows, one, str(one)) for file, index in pairs for one in index.stretches]
+        blocks = [Block(file, part.rows, part, str(part)) for file, index in pairs for part in index.stretches]
         self._columns = None if columns is None else list(columns)
         self._decode = decode_of(decode, columns)
         super().__init__(files, blocks, cache_bytes)
@@ -83,9 +83,9 @@ class WebDataset(Blocks[Stretch]):
         wanted = [name for name in encoded if name != KEY] if self._columns is None else self._columns
         for name in wanted:
             if name not in encoded:
-                there = [one for one in encoded if one != KEY]
+                there = [name for name in encoded if name != KEY]
                 raise DataError(f"{shown}: has no {name!r}{did_you_mean(name, there)}; it has {listed(there)}")
-        by_extension = {one: BY_EXTENSION[last] for one in wanted if (last := one.rpartition(".")[2]) in BY_EXTENSION}
+        by_extension = {key: BY_EXTENSION[last] for key in wanted if (last := key.rpartition(".")[2]) in BY_EXTENSION}
         item = {KEY: encoded[KEY], **{name: encoded[name] for name in wanted}}
         try:
             return decoded(item, {**by_extension, **{k: v for k, v in self._decode.items() if k in wanted}})
@@ -96,14 +96,14 @@ class WebDataset(Blocks[Stretch]):
 class _Member(tarfile.TarInfo):
     """A member of an archive.
 
-    Python's own class takes a damaged header for the end of the archive, and of a damaged long name what it can read.
+    Python's own class reads a damaged header as the end of the archive, and a damaged long name as far as it can.
     """
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> "_Member":
         try:
             return super().fromtarfile(tar)
-        except ENDS:  # which whoever reads on checks
+        except ENDS:  # the end: `_check_end` looks behind it
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"the header at byte {tar.offset}: {error}") from None
@@ -179,7 +179,7 @@ def _contents(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 @contextmanager
 def _tar(shown: str, stream: IO[bytes]) -> Iterator[tarfile.TarFile]:
-    """The archive in a stream; within the block, what is wrong with it is a DataError."""
+    """Open the archive in a stream; in the block, an error of it is a DataError."""
     try:
         with tarfile.open(fileobj=stream, mode="r:", tarinfo=_Member) as tar:
             yield tar
@@ -258,10 +258,10 @@ class Images(Blocks[int]):
             raise DataError(f"{block.file}: is no image, or is damaged: {error}") from error
         if self.class_names:
             item["label"] = self._label(block)
-        return item, len(encoded)  # above what is held, so that the next one takes its place
+        return item, len(encoded)  # its size, above the cache's limit of 0: the next image replaces it
 
     def read_values(self, index: int, columns: Sequence[str]) -> Item:
-        """Return those of an image's values that are known without reading it."""
+        """Return the values of an image that are known without reading it."""
         block = self._blocks[index]
         item = {"path": block.file.name, **({"label": self._label(block)} if self.class_names else {})}
         return {name: item[name] for name in columns if name in item}

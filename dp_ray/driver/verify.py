@@ -13,7 +13,7 @@ from dp_ray.errors import ClusterError, ClusterLost, JobError, RunInterrupted
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.results.result import Result
-from dp_ray.results.text import aligned
+from dp_ray.results.text import in_columns
 from dp_ray.rundir.checkpoint import CHECKPOINTS, load_checkpoint, name_of
 from dp_ray.rundir.files import ABOUT_JSON
 from dp_ray.rundir.history import CLOCKED, DIGEST, is_inner
@@ -76,7 +76,7 @@ class Verdict:
             change = "0" if row.difference == 0 else f"{row.difference:.3g}"
             same = "yes" if row.same else "NO"
             lines.append((str(row.workers), *losses, *hashes, f"{row.seconds:.1f}", change, same))
-        text = [aligned(lines)]
+        text = [in_columns(lines)]
         if self.shards != self.shards_alone:
             text.append(
                 f"compared with shards: {self.shards} on each number of workers; the job sets none, so a run of it "

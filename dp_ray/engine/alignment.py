@@ -1,4 +1,4 @@
-"""Have what a reduction reads begin at a multiple of 16 bytes: on a GPU its bits depend on where a tensor begins.
+"""Have the input of a reduction begin at a multiple of 16 bytes: on a GPU, its bits depend on where a tensor begins.
 
 CUDA's kernels read 16 bytes at once, if they may. A tensor that begins elsewhere they add in another order, so `sum`,
 `mean` and norms of the same numbers round otherwise; elementwise kernels do not. Memory of its own begins right, a
@@ -19,14 +19,9 @@ from dp_ray.tensors.tree import map_batch
 BYTES = 16
 
 
-def reductions_see_alignment(device: torch.device) -> bool:
-    """Return whether a reduction on the device may add in another order if its input begins elsewhere."""
-    return is_gpu(device)
-
-
 def must_align(job: Job, device: torch.device) -> bool:
     """Return whether the job's tensors on the device have to begin at multiples of 16 bytes."""
-    return job.bitwise and reductions_see_alignment(device)
+    return job.bitwise and is_gpu(device)
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
@@ -43,23 +38,23 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def aligned_batch(batch: Any) -> Any:
     """Return a batch whose tensors begin at multiples of 16 bytes; an object with a method `to` stays as it is."""
-    return map_batch(lambda leaf: aligned(leaf) if isinstance(leaf, torch.Tensor) else leaf, lambda one: one, batch)
+    return map_batch(lambda leaf: aligned(leaf) if isinstance(leaf, torch.Tensor) else leaf, lambda leaf: leaf, batch)
 
 
 @torch.no_grad()
 def align_gradients(parameters: Collection[torch.Tensor]) -> None:
     """Give each gradient that does not begin at a multiple of 16 bytes memory of its own, with the same strides.
 
-    The addresses are looked at in each step. The sizes would tell where in a bucket a gradient is; but autograd may
-    give a parameter that the model joins to others a view of their gradient, on one worker too.
+    The addresses are looked at in each step. The sizes do not tell whether a gradient is aligned: autograd may give a
+    parameter that the model joins to others a view of their gradient, also on one worker.
     """
     try:
-        odd = [one for one in parameters if (gradient := one.grad) is not None and gradient.data_ptr() % BYTES]
+        odd = [param for param in parameters if (gradient := param.grad) is not None and gradient.data_ptr() % BYTES]
     except RuntimeError:  # a sparse one has no address
-        odd = [one for one in parameters if one.grad is not None and not is_aligned(one.grad)]
+        odd = [param for param in parameters if param.grad is not None and not is_aligned(param.grad)]
     if not odd:
         return
-    gradients: list[Any] = [one.grad for one in odd]
+    gradients: list[Any] = [param.grad for param in odd]
     copies = [torch.empty_like(gradient) for gradient in gradients]
     torch._foreach_copy_(copies, gradients)  # one kernel for all of a dtype
     for parameter, copy in zip(odd, copies, strict=True):

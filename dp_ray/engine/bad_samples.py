@@ -1,8 +1,8 @@
 """Find bad samples where they are loaded, and collate the others; limit the time that reading one may take.
 
-Which sample is bad depends on the sample and on the run's reference sample alone, never on the workers or on what is
-read with it. With torch's collate, a sample is bad if its structure or shapes are not the reference's. With a
-collate of the user, it is bad if that cannot collate it together with the reference. Begin at `Screen`.
+Whether a sample is bad depends on it and on the run's reference sample alone, never on the workers or on the other
+samples. With torch's collate, a sample is bad if its structure or shapes are not the reference's. With a collate of
+the user, it is bad if that cannot collate it together with the reference. Begin at `Screen`.
 """
 
 import os
@@ -91,14 +91,14 @@ class HungRead(NamedTuple):
 class ReadLimit:
     """The time limit of each sample's read, in `processes` loader processes that share it with the worker.
 
-    Within its process, an alarm turns a read that takes too long into an error. A read that does not return even
-    then, in C code that ignores signals, is ended with its process: each notes in shared memory what it reads since
-    when.
+    In its process, an alarm turns a read that takes too long into an error. If C code ignores signals and the read
+    does not return even then, the worker ends the process: each process notes in shared memory what it reads and
+    since when.
     """
 
     def __init__(self, seconds: float, processes: int) -> None:
         self.seconds = seconds
-        self.poll_seconds = max(1.0, seconds / TICKS)  # how often the worker looks at what its processes read
+        self.poll_seconds = max(1.0, seconds / TICKS)  # how often the worker checks the reads of its processes
         self._slots: Any = RawArray("d", SLOT * processes)
         self._at: int | None = None
 
@@ -176,7 +176,7 @@ class _Noted(list[int]):
             yield index
 
 
-def end_process(pid: int) -> None:
+def end_loader_process(pid: int) -> None:
     """Kill a loader process and wait for its end."""
     try:
         os.kill(pid, signal.SIGKILL)
@@ -252,7 +252,7 @@ class Screen:
             return self._unread(index, error)
 
     def _unread(self, index: int, error: BaseException) -> BadSample:
-        """Return a sample that could not be read as bad, with those of its carried values that can."""
+        """Return a BadSample for one that could not be read, with those of its carried values that can be read."""
         bad = bad_sample(index, error)
         carry, carried = self.reader.carry, dict[str, Plain]()
         if not carry:
@@ -292,8 +292,8 @@ class Screen:
     def _collate_if_good(self, items: list[Any], collate: Collate) -> Any:
         """Collate the samples if all fit the reference; return None if one does not, or if there are none.
 
-        What is read beside a sample must not decide whether it is bad. So torch's collate alone would not tell: it
-        takes a number among texts, or drops a key that the first one lacks.
+        The other samples of a read must not decide whether one is bad. So torch's collate is no test: it takes a
+        number among texts, or drops a key that the first sample lacks.
         """
         reference = self.reference
         if not items:
@@ -354,9 +354,9 @@ def _misfit_of(index: int, items: list[Any], collate: Collate, reference: Refere
 
 
 def bad_sample(index: int, error: BaseException) -> BadSample:
-    """Return the sample whose reading or collating raised; its type is that of the user's own exception.
+    """Return the BadSample of a read or collate that raised; its type is the user's own exception.
 
-    What a dataset of files says itself of its file stays: it names the file.
+    An error of dp_ray's own datasets stays as it is: it names the file.
     """
     cause = error.__cause__ if isinstance(error, Error) and error.__cause__ is not None else error
     message = str(cause if str(error).endswith(error_text("", cause)) else error)
@@ -366,7 +366,7 @@ def bad_sample(index: int, error: BaseException) -> BadSample:
 
 
 def choose_reference(read: Sequence[tuple[int, Any]], collate: Collate | None) -> Reference | None:
-    """Choose the sample, of some that were read, with which most others can be collated; the first of several.
+    """Choose, from some samples that were read, the first of those with which most others can be collated.
 
     `collate` is the user's; with torch's, samples of one form can be collated. None if there is no good sample.
     """
@@ -408,7 +408,7 @@ def form_of(item: Any) -> Form:
     if isinstance(item, Mapping):
         return {hide(str(key)): form_of(item[key]) for key in item}
     if isinstance(item, list | tuple):
-        return [form_of(one) for one in item]
+        return [form_of(value) for value in item]
     return f"a {type(item).__qualname__}"
 
 
@@ -421,11 +421,11 @@ def _not_finite(item: Any, where: str) -> Iterator[str]:
     if isinstance(item, Mapping):
         yield from chain.from_iterable(_not_finite(item[key], f"{where}[{key!r}]") for key in item)
     elif isinstance(item, list | tuple):
-        yield from chain.from_iterable(_not_finite(one, f"{where}[{place}]") for place, one in enumerate(item))
+        yield from chain.from_iterable(_not_finite(value, f"{where}[{place}]") for place, value in enumerate(item))
     elif (numbers := _floating(item)) is not None:
         half = numbers.dtype in (torch.float16, torch.bfloat16)
         total = numbers.sum(dtype=torch.float32) if half else numbers.sum()
-        # A finite sum says at once that all numbers are.
+        # If the sum is finite, so are all numbers.
         if not torch.isfinite(total) and not torch.isfinite(numbers).all():
             wrong = numbers[~torch.isfinite(numbers)]
             yield f"{where or 'it'} holds {wrong.reshape(-1)[0].item()}"

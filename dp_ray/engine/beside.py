@@ -26,9 +26,9 @@ def modules_beside(job: Job, step: Any, functions: Mapping[str, Any]) -> dict[st
 def modules_in(key: str, function: Any) -> dict[str, nn.Module]:
     """Return the modules that a function of the job's `key` reaches.
 
-    These are the function itself, or the object whose method it is; what `functools.partial` binds and what a closure
-    holds, in lists and dicts too; and attributes of an object that is called, or whose method is. A global variable
-    cannot be told from one that the function does not use for this.
+    These are the function itself, or its method's object; values that `functools.partial` binds or a closure holds,
+    in lists and dicts too; and attributes of an object that is called, or whose method is. A global variable cannot
+    be told from one that the function does not use for this.
     """
     found: dict[str, nn.Module] = {}
     for name, module in _reached(OUTSIDE + key, function, set()):
@@ -48,7 +48,7 @@ def _reached(name: str, value: Any, seen: set[int], is_called: bool = True) -> I
             yield name, value
     elif isinstance(value, functools.partial):
         yield from _reached(name, value.func, seen)
-        inner = {**{str(at): one for at, one in enumerate(value.args)}, **value.keywords}
+        inner = {**{str(at): argument for at, argument in enumerate(value.args)}, **value.keywords}
     elif inspect.ismethod(value):
         yield from _reached(name, value.__self__, seen)
     elif isinstance(value, Mapping | list | tuple):
@@ -65,4 +65,4 @@ def _reached(name: str, value: Any, seen: set[int], is_called: bool = True) -> I
 
 
 def _modules(values: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(key): one for key, one in values.items() if isinstance(one, nn.Module)}
+    return {str(key): module for key, module in values.items() if isinstance(module, nn.Module)}

@@ -29,9 +29,9 @@ from dp_ray.text import listed
 class Written(NamedTuple):
     """A tensor that a forward has written, by its name: a buffer, which may be new, or a parameter.
 
-    `first` is the first of the written names of the same tensor, and has its `value`; else `value` is None, as it is
-    of a buffer that is None now. Of a buffer that the forward has removed, `first` is "". With `is_anew` the forward
-    has put another tensor there, and has not written the one of before in place.
+    `first` is the first of the written names of the same tensor. Only that one has a `value`; it is None for a buffer
+    that is None now. For a buffer that the forward has removed, `first` is "". With `is_anew` the forward has put
+    another tensor there, and has not written the one of before in place.
     """
 
     name: str
@@ -45,8 +45,8 @@ class CallState(Writable):
     """The state that the forwards of a parallel module write: the forward of each shard starts from the caller's.
 
     A graph that waits for its backward may need a tensor as its forward has left it. So values come back in tensors
-    of their own: `tensors` are those that the model holds now, in the caller's order. Those `apart`, by their
-    numbers, stand elsewhere than in modules too, as in a list, and are written in place. A call begins with `load`,
+    of their own: `tensors` are those that the model holds now, in the caller's order. The tensors with the numbers
+    `apart` also stand outside of modules, as in a list; they are written in place. A call begins with `load`,
     `restore` and `begin`; then `restore` comes before each forward but the first, and `written` after shard 0's.
     """
 
@@ -54,17 +54,17 @@ class CallState(Writable):
         super().__init__(model, NONE)
         self.tensors = list(tensors)
         self._apart = apart
-        numbers = {id(one): number for number, one in enumerate(tensors)}
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self._modules = {name for name, _ in modules_of(self._roots)}
         self._held = [module._buffers for _, module in modules_of(self._roots)]
         self._lengths = list(map(len, self._held))
         self._holders: list[list[tuple[nn.Module, str]]] = [[] for _ in tensors]
         for _, module in modules_of(self._roots):
-            for key, one in [*module._parameters.items(), *module._buffers.items()]:
-                if one is not None:
-                    self._holders[numbers[id(one)]].append((module, key))
-        buffers = {name: one for name, place in self._places.items() if (one := tensor_at(*place)) is not None}
-        self._numbers = {name: numbers[id(one)] for name, one in {**buffers, **self._plain}.items()}
+            for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None:
+                    self._holders[numbers[id(tensor)]].append((module, key))
+        buffers = {name: tensor for name, place in self._places.items() if (tensor := tensor_at(*place)) is not None}
+        self._numbers = {name: numbers[id(tensor)] for name, tensor in {**buffers, **self._plain}.items()}
         self._empty = [place for name, place in self._places.items() if name not in buffers]
         self._kept = {self._numbers[name] for name in {**buffers, **self._followed}}
         self._values = {number: self.tensors[number].detach().clone() for number in self._kept}
@@ -87,12 +87,12 @@ class CallState(Writable):
     def load(self, numbers: Sequence[int], values: Sequence[torch.Tensor], anew: bool) -> None:
         """Take the caller's new values of these tensors, with `anew` in new tensors."""
         for number, value in zip(numbers, values, strict=True):
-            one = self.tensors[number]
+            tensor = self.tensors[number]
             if anew:
-                self._set(number, _like(one, value))
+                self._set(number, _like(tensor, value))
             else:
                 with torch.no_grad():
-                    one.copy_(value)
+                    tensor.copy_(value)
             self._lost.pop(number, None)
             if number in self._kept:
                 self._values[number] = self.tensors[number].detach().clone()
@@ -109,8 +109,8 @@ class CallState(Writable):
                 module._buffers[key] = tensor  # a forward has removed it
         if isinstance(tensor, nn.Parameter):
             self._known.add(id(tensor))
-            for name, one in self._numbers.items():
-                if one == number:
+            for name, held in self._numbers.items():
+                if held == number:
                     self._parameters[name] = self._plain[name] = tensor
                     if name in self._followed:
                         self._followed[name] = tensor
@@ -127,18 +127,18 @@ class CallState(Writable):
         for held, key in self._empty:
             held[key] = None
         for number in sorted(self._differing(and_others=True)):
-            one, value = self.tensors[number], self._values[number]
-            if number in self._apart and layout_of(one) == layout_of(value):
+            tensor, value = self.tensors[number], self._values[number]
+            if number in self._apart and layout_of(tensor) == layout_of(value):
                 with torch.no_grad():
-                    one.copy_(value)
-                self._set(number, one)
+                    tensor.copy_(value)
+                self._set(number, tensor)
             else:
-                self._set(number, _like(one, value))
+                self._set(number, _like(tensor, value))
 
     def renew(self) -> None:
         """Put buffers into new tensors, so that no forward writes what a graph may need.
 
-        Autograd finds most such writes and raises, but not that of a BatchNorm's statistics, which it needs in eval.
+        Autograd finds most such writes and raises, but not those of a BatchNorm's statistics, which it needs in eval.
         """
         for number in self._kept - set(self._apart):
             if not isinstance(self.tensors[number], nn.Parameter):
@@ -158,7 +158,7 @@ class CallState(Writable):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Look at what the forward in the block writes; raises ModelError if that is a new parameter."""
+        """Find what the forward in the block writes; raises ModelError for a new parameter."""
         is_early = self._num_calls <= EARLY
         if is_early and self._before is None:
             self._before = Before(self._watched.tensors, {*self._smallest(), *self._twins()})
@@ -180,22 +180,22 @@ class CallState(Writable):
     running = forward  # what sees a whole batch: a call has none
 
     def _differing(self, and_others: bool = False) -> set[int]:
-        """Return the numbers of what is not as the caller has it; `and_others`: or is in another tensor."""
+        """Return the numbers of the tensors that differ from the caller's; `and_others`: or is in another tensor."""
         found = set(self._lost)
         pairs = []
         for number, value in self._values.items():
-            now = {id(one): one for one in (_standing(*place) for place in self._holders[number])}
-            for one in now.values():
+            now = {id(tensor): tensor for tensor in (_standing(*place) for place in self._holders[number])}
+            for tensor in now.values():
                 if (
-                    one is None
-                    or one.shape != value.shape
-                    or one.dtype != value.dtype
-                    or (and_others and one is not self.tensors[number])
+                    tensor is None
+                    or tensor.shape != value.shape
+                    or tensor.dtype != value.dtype
+                    or (and_others and tensor is not self.tensors[number])
                 ):
                     found.add(number)
                 else:
-                    pairs.append((number, one, value))
-        differ = differing([(one, value) for _, one, value in pairs])
+                    pairs.append((number, tensor, value))
+        differ = bits_differ([(tensor, value) for _, tensor, value in pairs])
         return found | {number for (number, *_), differs in zip(pairs, differ, strict=True) if differs}
 
     def written(self) -> list[Written]:
@@ -209,18 +209,18 @@ class CallState(Writable):
         lasting, now = non_persistent(self._roots), held_in(places_of(self._roots))
         firsts: dict[int, str] = {}
         found = []
-        for name, one in {**now, **self._followed}.items():
+        for name, tensor in {**now, **self._followed}.items():
             number = self._numbers.get(name)
-            if number not in changed if number is not None else (one is None and name in self._places):
+            if number not in changed if number is not None else (tensor is None and name in self._places):
                 continue
             if name.rpartition(".")[0] not in self._modules:
                 raise ModelError(
                     f"the forward made the module {name.rpartition('.')[0]}, with buffers: make it in the "
                     "constructor, or run one forward of the bare module before it is wrapped"
                 )
-            first = name if one is None else firsts.setdefault(id(one), name)
-            is_anew = number is None or one is not self.tensors[number]
-            found.append(Written(name, first, one if first == name else None, name not in lasting, is_anew))
+            first = name if tensor is None else firsts.setdefault(id(tensor), name)
+            is_anew = number is None or tensor is not self.tensors[number]
+            found.append(Written(name, first, tensor if first == name else None, name not in lasting, is_anew))
         return found + [Written(name, "", None) for name in self._places if name not in now]
 
 
@@ -228,18 +228,18 @@ def _standing(module: nn.Module, key: str) -> torch.Tensor | None:
     return module._parameters[key] if key in module._parameters else tensor_at(module._buffers, key)
 
 
-def _like(one: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return a tensor of a value, as another one is: in its layout, and a parameter if that is one."""
-    has_layout = layout_of(one) == layout_of(value)
-    fresh = torch.empty_like(one, requires_grad=False).copy_(value) if has_layout else value.clone()
+    has_layout = layout_of(tensor) == layout_of(value)
+    fresh = torch.empty_like(tensor, requires_grad=False).copy_(value) if has_layout else value.clone()
     return (
-        nn.Parameter(fresh, one.requires_grad)
-        if isinstance(one, nn.Parameter)
-        else fresh.requires_grad_(one.requires_grad)
+        nn.Parameter(fresh, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else fresh.requires_grad_(tensor.requires_grad)
     )
 
 
-def differing(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+def bits_differ(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
     """Return whether the bits of two tensors of one form differ, for each pair; waits for a GPU once."""
     if pairs and pairs[0][0].device.type != "cpu":
         return torch.stack([(as_bytes(one) != as_bytes(two)).any() for one, two in pairs]).tolist()

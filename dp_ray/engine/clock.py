@@ -51,7 +51,8 @@ class TimedStep(NamedTuple):
 class DevicePlace(NamedTuple):
     """How far a GPU has come: the last step that it has passed, None if none, and the part that it is in.
 
-    `error` is what it raises when it is asked, as after a device-side assert: then it runs nothing any more.
+    `error` is the error that it raises when it is queried, as after a device-side assert: then it runs nothing any
+    more.
     """
 
     step: int | None

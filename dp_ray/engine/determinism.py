@@ -1,4 +1,4 @@
-"""What `bitwise` sets in a process: for a job as for a parallel module.
+"""The settings of a process for `bitwise`, in a job and in a parallel module.
 
 torch's deterministic algorithms are switched without the import of torch's compiler, which takes 1.3 s of a core.
 """
@@ -18,10 +18,10 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS is deterministic only with this
 
 
 def of_cublas() -> dict[str, str]:
-    """Return the environment with which cuBLAS is deterministic; the user's own value stays.
+    """Return the environment that makes cuBLAS deterministic; the user's own value stays.
 
-    It is set without `bitwise` too: torch reads it at a process's first matrix product only, and what is bitwise may
-    come after that.
+    It is set without `bitwise` too: torch reads it once, at a process's first matrix product, and a later job may be
+    bitwise.
     """
     return {} if _WORKSPACE in os.environ else {_WORKSPACE: ":4096:8"}
 
@@ -38,7 +38,8 @@ def deterministic(threads: int) -> Iterator[None]:
     try:
         with (
             environment({_SWITCH: "1"}),
-            # Filled memory only shows reads of what was never written; it costs a pass over each new tensor.
+            # Filling memory only helps to find reads of memory that was never written; it costs a pass over each new
+            # tensor.
             patched(torch.utils.deterministic, fill_uninitialized_memory=False),
             patched(torch.backends.cudnn, benchmark=False),
             patched(torch.backends.mha, _is_fastpath_enabled=False),
@@ -50,7 +51,7 @@ def deterministic(threads: int) -> Iterator[None]:
 
 
 def deterministic_algorithms() -> tuple[bool, bool]:
-    """Return whether torch uses deterministic algorithms only, and whether it but warns where there is none."""
+    """Return whether torch uses deterministic algorithms only, and whether it only warns if there is none."""
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 

@@ -110,14 +110,14 @@ class Evaluation:
         if "loss" in self._over_batch:
             self._names = ["loss", *self._names]
         self._names += [name for name in self._over_batch if name != "loss"]
-        # The columns of what is measured of each shard.
+        # The columns of a shard's measurements.
         first = 2 * self.job.loss_over_batch
         self._of_shards = slice(first, first + 2 * len(self.measures.names(self._has_loss)))
 
     def run(
         self, model: nn.Module, work: Work, steps: Iterator[LoadedStep]
     ) -> Generator[EvaluatedShard | StepEnd | Evaluated, None, None]:
-        """Yield each shard of the steps of `work` that has rows, and the end of each step; at last what is measured.
+        """Yield each shard with rows of the steps of `work`, and the end of each step; at last the measurements.
 
         The model is in eval mode until the generator ends or is closed. Every rank calls this, and takes all of it.
         Raises DataError if all samples were set aside. The first evaluation raises JobError if a metric of
@@ -210,7 +210,7 @@ class Evaluation:
         return step_output, row
 
     def _output(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return what the step gives of a batch, without any measure."""
+        """Return the step's output for a batch, without metrics."""
         with autocast(self.job.precision, self.device):
             return run_step(self.step, model, batch)
 
@@ -225,9 +225,9 @@ class Evaluation:
             with autocast(self.job.precision, self.device):
                 value = merged.measure(where, function, number == len(self._over_batch)).double()
             place = 2 * self._names.index(name)
-            for one in own:
-                sums[one.shard.shard, place] += value * one.shard.rows
-                sums[one.shard.shard, place + 1] += one.shard.rows
+            for output in own:
+                sums[output.shard.shard, place] += value * output.shard.rows
+                sums[output.shard.shard, place + 1] += output.shard.rows
 
     def _update_states(self, step_output: StepOutput, rows: int, own: dict[str, Any]) -> None:
         """Update the shard's own copies of the metrics with a state."""
@@ -248,7 +248,7 @@ class Evaluation:
         if not self._states:
             return {}
         if everyone() is not None:  # to be sent to workers that have other GPUs
-            states = {at: {name: _moved(one, CPU) for name, one in own.items()} for at, own in states.items()}
+            states = {at: {name: _moved(value, CPU) for name, value in own.items()} for at, own in states.items()}
         by_shard = {shard: own for theirs in gathered(states) for shard, own in theirs.items()}
         measured: dict[str, float] = {}
         for name in self._states:
@@ -270,7 +270,7 @@ def _moved(metric: Any, device: torch.device) -> Any:
 def merged(name: str, metrics: Sequence[Any]) -> Any:
     """Merge the metrics of all shards into one, in shard order; the first of them is changed.
 
-    Raises JobError if a state is a mean, which the means of the shards do not tell.
+    Raises JobError if a state is a mean: it cannot be computed from the shards' means.
     """
     first, *others = metrics
     if others and _is_torchmetrics(first):
@@ -280,35 +280,35 @@ def merged(name: str, metrics: Sequence[Any]) -> Any:
     else:
         for other in others:
             first.merge_state(other)
-    for one in first.modules() if hasattr(first, "modules") else ():
+    for module in first.modules() if hasattr(first, "modules") else ():
         # Each rank has merged the states of all. torchmetrics would add up those of all ranks once more.
-        one.distributed_available_fn = lambda: False
+        module.distributed_available_fn = lambda: False
     return first
 
 
 def _is_torchmetrics(metric: Any) -> bool:
-    """Return whether torchmetrics' own `merge_state` merges the metric, and none of a subclass."""
-    owner = next((one for one in type(metric).__mro__ if "merge_state" in vars(one)), None)
+    """Return whether torchmetrics' own `merge_state` merges the metric, not a subclass's."""
+    owner = next((kind for kind in type(metric).__mro__ if "merge_state" in vars(kind)), None)
     return owner is not None and (owner.__module__, owner.__qualname__) == ("torchmetrics.metric", "Metric")
 
 
 def _put_together(first: Any, others: Sequence[Any]) -> None:
-    """Reduce the states of all shards at once, as torchmetrics itself does those of several processes."""
+    """Reduce the states of all shards at once, as torchmetrics reduces those of several processes."""
     for state, how in first._reductions.items():
-        values = [getattr(one, state) for one in (first, *others)]
+        values = [getattr(each, state) for each in (first, *others)]
         if isinstance(values[0], list):
             setattr(first, state, [inner for value in values for inner in value])
         else:
             stacked = torch.stack(values)
             setattr(first, state, stacked if how is None else how(stacked))
-    first._update_count = sum(one._update_count for one in (first, *others))
+    first._update_count = sum(each._update_count for each in (first, *others))
     first._computed = None
 
 
 def _check_means(name: str, metrics: Sequence[Any]) -> None:
     for state, how in metrics[0]._reductions.items():
         if getattr(how, "__name__", "") == "dim_zero_mean":
-            values = [getattr(one, state) for one in metrics]
+            values = [getattr(metric, state) for metric in metrics]
             if not all(torch.equal(values[0], value) for value in values[1:]):
                 raise JobError(
                     f"metrics.{name}: {type(metrics[0]).__qualname__} reduces its state {state!r} by a mean, which "
@@ -327,8 +327,8 @@ def check_merges(name: str, metric: Any) -> None:
     """Raise JobError if a metric of torchmetrics cannot be put together from the states of several shards."""
     if not _is_torchmetrics(metric):
         return
-    kinds = {f"{one.__module__}.{one.__qualname__}" for one in type(metric).__mro__}
-    inner = [type(one).__qualname__ for one in metric.modules() if one is not metric and keeps_state(one)]
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(metric).__mro__}
+    inner = [type(module).__qualname__ for module in metric.modules() if module is not metric and keeps_state(module)]
     states = [state for state, how in metric._reductions.items() if how is None]
     stacked = [state for state in states if not isinstance(getattr(metric, state), list)]
     if stacked and not kinds & STACKED:
@@ -351,8 +351,8 @@ def _named_numbers(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         return {
             inner: number
-            for key, one in value.items()
-            for inner, number in _named_numbers(f"{name}_{key}", one).items()
+            for key, inner_value in value.items()
+            for inner, number in _named_numbers(f"{name}_{key}", inner_value).items()
         }
     values = torch.as_tensor(value).double()
     if values.ndim == 0:

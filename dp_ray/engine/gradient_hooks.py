@@ -1,7 +1,7 @@
 """Call the hooks that a user has set on parameters once for each batch, on its mean gradient (`ParameterHooks`).
 
-torch calls them (`register_hook`, `register_post_accumulate_grad_hook`) in each backward, and so for each shard. What
-a hook then computes, like a clamp, would depend on how the batch is cut.
+torch calls them (`register_hook`, `register_post_accumulate_grad_hook`) in each backward, and so for each shard. Then
+the result of a hook, like a clamp, would depend on how the batch is cut.
 """
 
 import functools
@@ -56,12 +56,12 @@ class ParameterHooks:
         if RemovableHandle.next_id == self.seen:
             return
         self.seen = RemovableHandle.next_id
-        for name, one in self._trained.items():
-            for hooks in _dicts_of(one):
+        for name, parameter in self._trained.items():
+            for hooks in _dicts_of(parameter):
                 for number, hook in hooks.items():
                     if not isinstance(hook, InEachBackward):
                         hooks[number] = hook if isinstance(hook, _OfBatch) else _OfBatch(hook)
-                        self.hooked[name] = one
+                        self.hooked[name] = parameter
 
     def are_any(self) -> bool:
         """Return whether there are hooks to run."""
@@ -78,7 +78,7 @@ class ParameterHooks:
         One of a parameter without a gradient is not called. Raises ModelError, naming step and parameter.
         """
         for kind in (OF_GRADIENT, OF_PARAMETER):
-            hooks = {name: getattr(one, kind) or {} for name, one in self.hooked.items()}
+            hooks = {name: getattr(parameter, kind) or {} for name, parameter in self.hooked.items()}
             numbered = [(number, name) for name, those in hooks.items() for number in those]
             for number, name in sorted(numbered):
                 parameter, hook = self.hooked[name], hooks[name].get(number)  # another hook may have removed it
@@ -87,16 +87,17 @@ class ParameterHooks:
                     with reraise_as(what):
                         given = hook.function(parameter.grad if kind == OF_GRADIENT else parameter)
                         _take(given, parameter, kind, what)
-        for one in self.hooked.values():
-            if one.grad is not None and one.grad.is_sparse:
-                one.grad = one.grad.coalesce()  # as sums over workers are: its numbers can be changed in place
+        for parameter in self.hooked.values():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                # As sums over workers are: its numbers can then be changed in place.
+                parameter.grad = parameter.grad.coalesce()
 
     def check_same(self) -> None:
         """Raise ModelError if workers have other hooks than rank 0; every rank calls this.
 
         A forward that sets one has not run yet on a worker without rows.
         """
-        counts: list[dict[str, int]] = gathered({name: _count(one) for name, one in self.hooked.items()})
+        counts: list[dict[str, int]] = gathered({name: _count(parameter) for name, parameter in self.hooked.items()})
         for rank, theirs in enumerate(counts):
             for name in sorted({*theirs, *counts[0]}):
                 here, there = counts[0].get(name, 0), theirs.get(name, 0)
@@ -108,8 +109,8 @@ class ParameterHooks:
 
     def put_back(self) -> None:
         """Leave the hooks as the user has set them, to be called in each backward."""
-        for one in self.hooked.values():
-            for hooks in _dicts_of(one):
+        for parameter in self.hooked.values():
+            for hooks in _dicts_of(parameter):
                 hooks.update({number: hook.function for number, hook in hooks.items() if isinstance(hook, _OfBatch)})
         self.hooked, self.seen = {}, -1
 
@@ -120,8 +121,8 @@ def check_sums_once(roots: Mapping[str, nn.Module]) -> None:
     Its hooks in the backward, which are not torch's for users, would write over the sums of the workers' gradients.
     """
     for prefix, root in roots.items():
-        for name, one in root.named_modules(prefix=prefix):
-            if isinstance(one, DistributedDataParallel):
+        for name, module in root.named_modules(prefix=prefix):
+            if isinstance(module, DistributedDataParallel):
                 what = f"the module {name.lstrip('.')}" if name else "the model"
                 raise ModelError(
                     f"{what} is a DistributedDataParallel, which sums gradients over workers, as dp_ray does: both "
@@ -140,7 +141,7 @@ def _count(parameter: torch.Tensor) -> int:
 
 
 def _take(given: Any, parameter: nn.Parameter, kind: str, what: str) -> None:
-    """Take what a hook returned: a gradient, in memory of its own, since clipping writes to it."""
+    """Take the gradient that a hook returned, in memory of its own, since clipping writes to it."""
     gradient = parameter.grad
     if given is None or (kind == OF_GRADIENT and given is gradient):
         return

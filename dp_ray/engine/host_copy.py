@@ -30,13 +30,13 @@ def entered(stream: torch.Stream) -> torch.Stream:
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
-ON_GPU = "the GPU, which may be in a collective"  # what a worker waits for that reads from it
+ON_GPU = "the GPU, which may be in a collective"  # the task for which a worker waits while it reads the copy
 
 
 class HostCopy:
     """A GPU's numbers on their way to the host, for which nothing waits until they are read.
 
-    They must stay as they are until then. With `beside`, what is computed next does not wait for the copy either.
+    They must not change until then. With `beside`, the computing stream does not wait for the copy either.
     """
 
     def __init__(self, numbers: torch.Tensor, beside: bool = False) -> None:
@@ -86,7 +86,7 @@ class PinnedMemory:
 
         There are no places before the last piece is pinned.
         """
-        layout, can_pin = [(key, one.shape, one.dtype) for key, one in tensors.items()], True
+        layout, can_pin = [(key, tensor.shape, tensor.dtype) for key, tensor in tensors.items()], True
         if layout == self._layout:
             return
         self.free()
@@ -100,7 +100,7 @@ class PinnedMemory:
         self._layout = layout
 
     def _pin(self, memory: torch.Tensor, device: torch.device) -> bool:
-        """Pin a piece; return whether it is. Copies to what is not pinned wait."""
+        """Pin a piece; return whether it is. Copies to memory that is not pinned wait."""
         portable = 1  # for all GPUs of the process
         is_pinned = not int(_cudart().cudaHostRegister(memory.data_ptr(), len(memory), portable))
         if is_pinned:
@@ -124,12 +124,12 @@ def _in_pieces(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """
     pieces: list[list[str]] = []
     size = 0
-    for name, one in tensors.items():
-        if not pieces or size + one.nbytes > PIECE:
+    for name, tensor in tensors.items():
+        if not pieces or size + tensor.nbytes > PIECE:
             pieces.append([])
             size = 0
         pieces[-1].append(name)
-        size += one.nbytes
+        size += tensor.nbytes
     return pieces
 
 

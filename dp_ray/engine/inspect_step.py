@@ -4,7 +4,7 @@ Begin at `StepInspection`. It finds the loss of each row, and the first module w
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from dp_ray.tensors.tree import copied, flatten
 
 
 class RowLosses(NamedTuple):
-    """A number for each row, in the rows' order, and in words what it is; no numbers if they cannot be had.
+    """A number for each row, in the rows' order, and its meaning in words; no numbers if they cannot be computed.
 
     If the loss is over the batch, `of_batch` is that, and the numbers are norms of its gradient.
     """
@@ -52,7 +52,7 @@ ALONE = "each row run alone, with the model in eval mode: not the numbers of the
 OF_ANY_FORM = "not known: not all that the collate gave are tensors with one row for each sample"
 
 
-class Place(NamedTuple):
+class ModulePlace(NamedTuple):
     """A module by its name in the model, empty for the model itself, with its class; what of it; and the shard."""
 
     module: str
@@ -73,12 +73,12 @@ class Findings(NamedTuple):
     rows: list[tuple[LoadedShard, RowLosses]]
     weights: str | None
     batch: str | None
-    output: Place | None
-    gradient: Place | None
+    output: ModulePlace | None
+    gradient: ModulePlace | None
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all numbers of a tensor are finite; those of integers are."""
+    """Return whether all numbers of a tensor are finite, as integers always are."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     numbers = tensor.detach()
@@ -92,8 +92,8 @@ class NotFiniteFinder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.output: Place | None = None
-        self.gradient: Place | None = None
+        self.output: ModulePlace | None = None
+        self.gradient: ModulePlace | None = None
         self._model = model
         self._shard = -1
         self._is_forward = False
@@ -101,20 +101,15 @@ class NotFiniteFinder:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Search while the block runs."""
-        handles = []
-        for name, one in self._model.named_modules():
-            kind = type(one).__name__
-            handles.append(one.register_forward_hook(partial(self._on_output, name)))
-            handles += [
-                parameter.register_hook(InEachBackward(self._on_gradient, name, kind, f"gradient of parameter {own}"))
-                for own, parameter in one.named_parameters(recurse=False)
-                if parameter.requires_grad
-            ]
-        try:
+        with ExitStack() as hooks:
+            for name, module in self._model.named_modules():
+                kind = type(module).__name__
+                hooks.callback(module.register_forward_hook(partial(self._on_output, name)).remove)
+                for own, parameter in module.named_parameters(recurse=False):
+                    if parameter.requires_grad:
+                        hook = InEachBackward(self._on_gradient, name, kind, f"gradient of parameter {own}")
+                        hooks.callback(parameter.register_hook(hook).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def forward(self, shard: int) -> Iterator[None]:
@@ -133,17 +128,17 @@ class NotFiniteFinder:
             if not isinstance(tensor, torch.Tensor):
                 continue
             if self.output is None and not is_finite(tensor):
-                self.output = Place(name, kind, "output", self._shard)
+                self.output = ModulePlace(name, kind, "output", self._shard)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._on_gradient, name, kind, "gradient of the output"))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, name: str, kind: str, what: str, gradient: torch.Tensor) -> None:
         if self.gradient is None and not is_finite(gradient):
-            self.gradient = Place(name, kind, what, self._shard)
+            self.gradient = ModulePlace(name, kind, what, self._shard)
 
 
 class StepInspection:
-    """The shards of a step as the training runs them, but for the update: the same seeds, buffers and modes."""
+    """Runs the shards of a step as the training does, with its seeds, buffers and modes, but makes no update."""
 
     def __init__(self, job: Job, model: nn.Module, step: Step, device: torch.device, trained: ShardLoss) -> None:
         self.model = model
@@ -151,10 +146,10 @@ class StepInspection:
         self._job = job
         self._step = step
         self._device = device
-        trial = RowTrial(job, device, "", lambda text: None)  # as the run's own, which has said what there is to say
+        trial = RowTrial(job, device, "", lambda text: None)  # the run itself has logged the notes
         over_batch = trained.over_batch if isinstance(trained, BatchLoss) else None
         self._loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device, trial, over_batch)
-        self._hooks = ParameterHooks({name: one for name, one in model.named_parameters() if one.requires_grad})
+        self._hooks = ParameterHooks({name: param for name, param in model.named_parameters() if param.requires_grad})
 
     def find(self, step: Sequence[LoadedShard], split: Split, only: int | None = None) -> Findings:
         """Run forward and backward of a step's shards with rows; raise ModelError, naming it, for user errors.
@@ -163,51 +158,52 @@ class StepInspection:
         """
         if step:
             whole = split.whole(step[0].shard.step)
-            every = LoadedStep(whole.step, [one.shard for one in step], step, whole)
+            every = LoadedStep(whole.step, [part.shard for part in step], step, whole)
             size = ShardSize(step[0].shard.rows, whole.rows, self._job.num_shards)
             with self._alone() as replica, advised(self._job, f"step {whole.step}", size):
                 self._loss.prepare(replica, every, lambda value, _: torch.ones_like(value), 0, False)
-        loaded = [one for one in step if only in (None, one.shard.shard)]
+        loaded = [part for part in step if only in (None, part.shard.shard)]
         named = (*self.model.named_parameters(), *self.model.named_buffers())
-        weights = next((name for name, one in named if not is_finite(one)), None)
+        weights = next((name for name, tensor in named if not is_finite(tensor)), None)
         finder, batch = NotFiniteFinder(self.model), None
         rows = []
         with finder.hooked():
-            for one in loaded:
-                where = not_finite(one.batch) if batch is None else ""
+            for part in loaded:
+                where = not_finite(part.batch) if batch is None else ""
                 if where:
-                    batch = f"{where}, in shard {one.shard.shard}"
-                rows.append((one, self._shard(one, split.whole(one.shard.step).rows, finder)))
+                    batch = f"{where}, in shard {part.shard.shard}"
+                rows.append((part, self._shard(part, split.whole(part.shard.step).rows, finder)))
         return Findings(rows, weights, batch, finder.output, finder.gradient)
 
-    def forward(self, one: LoadedShard) -> torch.Tensor:
+    def forward(self, loaded: LoadedShard) -> torch.Tensor:
         """Return the sum of a shard's losses; the model stays as it is."""
         with self._alone() as replica:
-            return self._run(replica, one)
+            return self._run(replica, loaded)
 
-    def _run(self, replica: Replica, one: LoadedShard) -> torch.Tensor:
-        shard = one.shard
-        loss: torch.Tensor = replica.run(shard, self._loss, copied(one.batch), shard.rows, shard.shard)
+    def _run(self, replica: Replica, loaded: LoadedShard) -> torch.Tensor:
+        shard = loaded.shard
+        loss: torch.Tensor = replica.run(shard, self._loss, copied(loaded.batch), shard.rows, shard.shard)
         return loss
 
-    def _shard(self, one: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
-        size = ShardSize(one.shard.rows, batch_rows, self._job.num_shards)
+    def _shard(self, loaded: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
+        shard = loaded.shard
+        size = ShardSize(shard.rows, batch_rows, self._job.num_shards)
         before = finder.output
-        with self._alone() as replica, advised(self._job, location(one.shard), size):
-            with finder.forward(one.shard.shard):
-                loss = self._run(replica, one)
+        with self._alone() as replica, advised(self._job, location(shard), size):
+            with finder.forward(shard.shard):
+                loss = self._run(replica, loaded)
             step_output = self._loss.result.step_output
             if isinstance(self._loss, BatchLoss):
-                losses = RowLosses(self._loss.row_norms(one.shard), OF_BATCH, float(self._loss.value or 0.0))
+                losses = RowLosses(self._loss.row_norms(shard), OF_BATCH, float(self._loss.value or 0.0))
             else:
                 losses = row_losses(
-                    self._job, self._step, self.model, copied(one.batch), step_output, one.shard.rows, self._device
+                    self._job, self._step, self.model, copied(loaded.batch), step_output, shard.rows, self._device
                 )
             self._hooks.look()  # a training runs them on the whole batch's gradient
-            if self._loss.result.is_nothing:  # of weight 0: what is not finite in it counts nothing
+            if self._loss.result.is_nothing:  # the weight is 0, so numbers that are not finite do not count
                 finder.output = before
                 return losses
-            with reraise_as(f"{location(one.shard)}: backward"):
+            with reraise_as(f"{location(shard)}: backward"):
                 (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
             return losses
 
@@ -235,8 +231,8 @@ def row_losses(
 ) -> RowLosses:
     """Return the loss of each of a shard's `rows` rows, of the step's output for its batch.
 
-    Where the loss is one number for the whole shard, it is computed once more: of each row's outputs and target, or,
-    with a step of the user's, of each row alone. Neither draws from the generators, nor changes buffers.
+    If the loss is one number for the whole shard, it is computed again from each row's outputs and target, or, with a
+    step of the user's, on each row alone. Neither draws from the generators, nor changes buffers.
     """
     loss, compare = step_output.loss, step_output.compare
     if isinstance(loss, torch.Tensor) and loss.ndim:
@@ -249,7 +245,7 @@ def row_losses(
         with preserved(device), autocast(job.precision, device):
             compared = (step_output.outputs, step_output.target)
             if job.collate is not None and not all(
-                has_rows(one, rows, job.batch_dim) for one in (compared if compare is not None else [batch])
+                has_rows(part, rows, job.batch_dim) for part in (compared if compare is not None else [batch])
             ):
                 return RowLosses([], OF_ANY_FORM)
             if compare is not None:
@@ -257,7 +253,7 @@ def row_losses(
                 return RowLosses(_one_by_one(compare, lambda pair: compare(*pair), pairs), OF_OUTPUTS)
             with evaluating(model):
                 batches = _by_row("the batch has", batch, rows, job.batch_dim)
-                losses = _one_by_one(step, lambda one: run_step(step, model, one).loss, batches)
+                losses = _one_by_one(step, lambda batch: run_step(step, model, batch).loss, batches)
                 return RowLosses(losses, ALONE)
     except Exception as error:  # a user's loss or step may take no single row
         return RowLosses([], f"not known: one row alone raises {type(error).__name__}: {error}")

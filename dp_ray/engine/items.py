@@ -41,7 +41,7 @@ class ItemKeys(NamedTuple):
     def pick(self, item: Any) -> Any:
         """Return the inputs, or the pair (inputs, target); raise DataError if it is no mapping or lacks a key."""
         if not isinstance(item, Mapping):
-            what = f"got a {kind_of(item)} before the collate"
+            what = f"got a {class_of(item)} before the collate"
             raise DataError(f"inputs and target name keys of an item, which must be a dict; {what}")
         picked = self._of(item, self.inputs)
         return picked if self.target is None else (picked, self._of(item, self.target))
@@ -60,17 +60,17 @@ def item_keys(job: Job) -> ItemKeys | None:
 
 
 def value_of(item: Mapping[str, Any], key: str) -> Any:
-    """Return an item's value; raise DataError, which lists the keys that there are, if it has no such key."""
+    """Return an item's value; raise DataError, which lists the item's keys, if it has no such key."""
     try:
         return item[key]
     except KeyError:
-        there = [str(one) for one in item]
+        there = [str(value) for value in item]
         raise DataError(
             f"there is no {key!r}{did_you_mean(key, there)}; the item has {listed(there)} before the collate"
         ) from None
 
 
-def kind_of(item: Any) -> str:
+def class_of(item: Any) -> str:
     """Return the class of an item, for messages; of a tuple or list also its length."""
     return f"{type(item).__qualname__}" + (f" of {len(item)}" if isinstance(item, tuple | list) else "")
 
@@ -92,7 +92,7 @@ def tensor_of(value: Any) -> Any:
     if type(value) is float:  # numpy's float64 is a subclass, and has the type that its column has
         return np.float32(value)
     if isinstance(value, dict):
-        return {key: tensor_of(one) for key, one in value.items()}
+        return {key: tensor_of(part) for key, part in value.items()}
     if type(value).__module__.startswith("PIL."):  # by its name: Pillow is not imported for those who do without
         return torch.from_numpy(np.array(value.convert("RGB"))).permute(2, 0, 1).contiguous()
     return value
@@ -137,7 +137,7 @@ def passthrough_keys(job: Job) -> tuple[str, ...]:
 def passthrough_of(item: Any, keys: Sequence[str]) -> list[Plain]:
     """Return an item's carried values; raise DataError if it lacks a key, or a value cannot be carried."""
     if not isinstance(item, Mapping):
-        raise DataError(f"outputs.carry names keys of an item, which must be a dict; got a {kind_of(item)}")
+        raise DataError(f"outputs.carry names keys of an item, which must be a dict; got a {class_of(item)}")
     return [_plain(key, value_of(item, key)) for key in keys]
 
 
@@ -145,9 +145,9 @@ def _plain(key: str, value: Any) -> Plain:
     """Return a number, text, None, or a list of these; a tensor or array of at most one dimension becomes one."""
     plain = value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
     if isinstance(plain, list | tuple):
-        plain = [one.item() if isinstance(one, np.generic) else one for one in plain]
+        plain = [value.item() if isinstance(value, np.generic) else value for value in plain]
         if all(map(is_plain, plain)):
-            return [encodable(one) if isinstance(one, str) else one for one in plain]
+            return [encodable(value) if isinstance(value, str) else value for value in plain]
     elif isinstance(plain, str):
         return encodable(plain)
     elif is_plain(plain):
@@ -161,8 +161,8 @@ def collate_passthrough(
     collate: Callable[[list[Any]], Any], keys: tuple[str, ...], items: list[PassthroughSample]
 ) -> Any:
     """Collate the items alone, and put their carried values beside the batch."""
-    batch = collate([one.item for one in items])
-    return PassthroughBatch(batch, PassthroughColumns(keys, {one.sample: one.values for one in items}))
+    batch = collate([item.item for item in items])
+    return PassthroughBatch(batch, PassthroughColumns(keys, {item.sample: item.values for item in items}))
 
 
 def split_passthrough(batch: Any, indices: Indices) -> tuple[Any, dict[str, list[Plain]]]:

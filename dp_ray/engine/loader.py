@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from dp_ray.engine.bad_samples import HungRead, ReadLimit, Reference, Screen, end_process
+from dp_ray.engine.bad_samples import HungRead, ReadLimit, Reference, Screen, end_loader_process
 from dp_ray.engine.items import ColumnSlice, SampleReader, WholeColumns, collate_passthrough
 from dp_ray.engine.objects import part_that_fails
 from dp_ray.engine.random import RngProbe, own_generators, preserved, seed_all, seed_own
@@ -321,7 +321,7 @@ def next_batch(loader: Iterator[Any], limit: ReadLimit | None = None) -> tuple[I
         except (EOFError, ConnectionError, FileNotFoundError) as error:  # its tensor was to be fetched from a process
             raise loader_ended_error() from error
         if (hung := limit.hung()) is not None:
-            end_process(hung.pid)
+            end_loader_process(hung.pid)
             return hung
     if not isinstance(batch, LoaderError):
         return indices, batch

@@ -1,7 +1,7 @@
 """Plan the memory of a job's workers, by each strategy and on each number of workers.
 
-Begin at `plan_memory`. A step runs on fake tensors, which have devices, sizes and types, but no memory; the bytes of
-those that live are counted.
+Begin at `plan_memory`. A step runs on fake tensors, which have devices, sizes and types but no memory; the bytes of
+the live ones are counted.
 """
 
 import weakref
@@ -105,7 +105,7 @@ def shards_that_fit(job: Job, split: Split, workers: int, batch: Any, rows: int,
 
 
 def _batch(job: Job, dataset: Any, split: Split) -> Any:
-    """Load the first shard of the first batch, as a worker gets it; there is no larger one."""
+    """Load the first shard of the first batch, as a worker gets it: the largest one."""
     alone = job.model_copy(update={"loader": Loader(pin_memory=False), "on_error": None, "skip": None})
     pick = None
     if job.task == "predict":
@@ -120,7 +120,7 @@ class Held:
     """The bytes that a pass over one shard held, by device.
 
     `peak` is the most in a forward and a backward without the optimizer's state, and `step_peak` the most in the
-    optimizer's step. `activations` are the most of all that is neither parameter, buffer nor gradient. `growing` are
+    optimizer's step. `activations` are the peak of all tensors but parameters, buffers and gradients. `growing` are
     the bytes of gradients during the pass on the first device, each with the most activations beside them.
     """
 
@@ -137,7 +137,7 @@ class Held:
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A count, within the block, of the bytes of all tensors that operations make, by device, until they are freed.
 
-    What is kept beyond a step (parameters, gradients) is told by `keep`; all else counts as activations.
+    `keep` marks tensors that outlive a step (parameters, gradients); all others count as activations.
     """
 
     # torch's MemTracker, which is private, counts the same peaks within 3 %. It takes seven times as long, imports
@@ -180,9 +180,9 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         results = function(*args, **(kwargs or {}))
-        for one in tree_leaves(results):
-            if isinstance(one, torch.Tensor) and not is_sharded(one):
-                self._see(one)
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor) and not is_sharded(leaf):
+                self._see(leaf)
         return results
 
     def _see(self, tensor: torch.Tensor) -> None:
@@ -284,7 +284,7 @@ class FakeShard:
         return infer
 
     def _with_optimizer(self, model: nn.Module, live: LiveMemory, held: Held) -> Held:
-        """Run the optimizer's step on the gradients that there are, to see its state and what it needs."""
+        """Run the optimizer's step on the present gradients, to measure its state and its peak."""
         optimizer = build_optimizer(self.job.optimizer, model)
         for group in optimizer.param_groups:
             if self.on_gpu and "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -347,8 +347,8 @@ def _sharded(job: Job, shard: FakeShard, whole: Held, alone: WorkerMemory, split
         yield replace(alone, strategy="fsdp")  # one worker holds the whole model
     # With bitwise each round exchanges; else gradients add up whole until the last.
     rounds_of = {
-        one: 1 if job.bitwise else min(shards_of_worker(split.largest_batch, split.shards, one), 2)
-        for one in sharding
+        workers: 1 if job.bitwise else min(shards_of_worker(split.largest_batch, split.shards, workers), 2)
+        for workers in sharding
     }
     for rounds in dict.fromkeys(rounds_of.values()):
         some = [workers for workers in sharding if rounds_of[workers] == rounds]
@@ -363,7 +363,7 @@ def _sharded(job: Job, shard: FakeShard, whole: Held, alone: WorkerMemory, split
 def _part(job: Job, held: Held, whole: Held, seen: int, workers: int, on_gpu: bool) -> DeviceMemory:
     """Return what one of `workers` holds, by a pass that has seen what one of another number of them holds.
 
-    What is sharded is in inverse proportion to the workers, and nothing else depends on them.
+    Sharded tensors are in inverse proportion to the workers; nothing else depends on them.
     """
     (at,), ratio = map(str, fake_devices(1)), seen / workers
     parameters, gradients = round(held.parameters[at] * ratio), round(held.gradients[at] * ratio)
@@ -388,16 +388,16 @@ def _forward_backward(
     model: nn.Module, live: LiveMemory, runs: Sequence[Run], sharded: Sharded | None = None
 ) -> Held:
     """Run the shards of a step one after another, and count."""
-    parameters, buffers = [local(one) for one in model.parameters()], [local(one) for one in model.buffers()]
+    parameters, buffers = list(map(local, model.parameters())), list(map(local, model.buffers()))
     live.keep([*parameters, *buffers])
     live.peak, live.peak_activations, static = Counter(live.live), Counter(), Counter(live.live)
     live.beside.clear()
-    for one in model.parameters():
-        if sharded is None and one.requires_grad:
-            one.register_post_accumulate_grad_hook(lambda one: live.keep([one.grad]))  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        if sharded is None and parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda param: live.keep([param.grad]))  # type: ignore[no-untyped-call]
     for number, run in enumerate(runs, 1):
         run(number == len(runs))
-    gradients = [local(one.grad) for one in model.parameters() if one.grad is not None]
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     sizes = (_bytes(parameters), _bytes(gradients), _bytes(buffers))
     growing = tuple((kept - static[at], most) for (at, kept), most in live.beside.items())
     return Held(*sizes, Counter(live.peak_activations), Counter(live.peak), Counter(), Counter(), growing)
@@ -419,7 +419,7 @@ def _tell_gradients(sharded: Sharded, live: LiveMemory) -> None:
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> Bytes:
     """Return the bytes of tensors by device; memory that they share counts once."""
-    storages = {id(storage := one.untyped_storage()): (str(one.device), storage) for one in tensors}
+    storages = {id(storage := tensor.untyped_storage()): (str(tensor.device), storage) for tensor in tensors}
     sizes: Bytes = Counter()
     for device, storage in storages.values():
         sizes[device] += storage.nbytes()
@@ -460,7 +460,7 @@ def fake_model(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) 
     for name, module in model.named_modules():
         parts = name.split(".") if name else []
         above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))  # itself first, the root last
-        device = next(where[one] for one in above if one in where)
+        device = next(where[name] for name in above if name in where)
         if job.device_map is not None and (name in where or has_own(module)):
             move_inputs(module, device)
         with mode:
@@ -481,8 +481,8 @@ def _on_meta(job: Job) -> nn.Module:
         raise _cannot_be_built(job.model, error) from None
 
 
-def _empty_on(device: torch.device, one: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=device)
+def _empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _placed_by_itself(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) -> nn.Module:
@@ -499,8 +499,8 @@ def _placed_by_itself(job: Job, devices: Sequence[torch.device], mode: FakeTenso
 def _apply_to_new(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
     """Put new tensors in the place of fake ones, which `module.to(...)` cannot change in place."""
     made: dict[int, torch.Tensor] = {}
-    for one in module.modules():
-        _replace(one, function, made)
+    for inner in module.modules():
+        _replace(inner, function, made)
     return module
 
 
@@ -512,11 +512,12 @@ def _cannot_be_built(model: Target, error: Exception) -> JobError:
 def _replace(module: nn.Module, new: Callable[[torch.Tensor], torch.Tensor], made: dict[int, torch.Tensor]) -> None:
     """Put what `new` gives in the place of a module's own tensors; `made` holds those that were seen before."""
     for held in (module._parameters, module._buffers):
-        for name, one in held.items():
-            if one is None:
+        for name, tensor in held.items():
+            if tensor is None:
                 continue
-            if id(one) not in made:
+            if id(tensor) not in made:
                 with torch.no_grad():
-                    fresh = new(one)
-                made[id(one)] = nn.Parameter(fresh, one.requires_grad) if isinstance(one, nn.Parameter) else fresh
-            held[name] = made[id(one)]  # type: ignore[assignment]
+                    fresh = new(tensor)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
+            held[name] = made[id(tensor)]  # type: ignore[assignment]

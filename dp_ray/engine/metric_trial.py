@@ -1,8 +1,8 @@
 """Find out, in an evaluation, whether a metric of torchmetrics reads each of its updates as a whole.
 
 Some guess, by all numbers of an update, if these are logits: numbers between 0 and 1 alone are taken for
-probabilities. So what they give depends on which rows come together, by `shards` and `batch_size`. No class says
-that it guesses. So copies of each metric get the same rows at once, and one by one.
+probabilities. So their values depend on which rows come together, by `shards` and `batch_size`. No class says that it
+guesses. So copies of each metric get the same rows at once, and one by one.
 """
 
 import copy
@@ -29,7 +29,7 @@ class MetricTrial:
     """The first rows that a worker evaluates, and the metrics that are to get them at once and one by one."""
 
     def __init__(self, metrics: Mapping[str, Any], batch_dim: int) -> None:
-        self._metrics = {name: one for name, one in metrics.items() if _is_of_rows(one)}
+        self._metrics = {name: metric for name, metric in metrics.items() if _is_of_rows(metric)}
         self._batch_dim = batch_dim
         self._pieces: list[Any] = []
         self._rows: list[int] = []
@@ -43,7 +43,7 @@ class MetricTrial:
         try:
             is_cut = num_rows(seen, self._batch_dim) == rows and not may_have_lists_of_rows(seen, rows)
             piece = copied(cut(seen, 0, kept, self._batch_dim)) if is_cut else None
-        except Exception:  # what a user's step gives may have any form
+        except Exception:  # a user's step may return any form
             piece = None
         if piece is None:
             self._metrics = {}
@@ -76,7 +76,7 @@ def _is_of_rows(metric: Any) -> bool:
     reductions = getattr(metric, "_reductions", None)
     if not isinstance(reductions, dict) or not isinstance(metric, torch.nn.Module):
         return False
-    if any(one is not metric and hasattr(one, "_reductions") for one in metric.modules()):
+    if any(module is not metric and hasattr(module, "_reductions") for module in metric.modules()):
         return False  # a wrapper, which may draw, or count updates
     names = [getattr(how, "__name__", "") for how in reductions.values()]
     stacked = [how is None and not isinstance(getattr(metric, state), list) for state, how in reductions.items()]
@@ -97,7 +97,7 @@ def _apart(metric: Any, seen: Any, batch_dim: int) -> str | None:
         if whole is None or single is None:
             return None
         states, others = _state(whole), _state(single)
-        differ = [name for name, one in states.items() if not _are_near(one, others[name], room)]
+        differ = [name for name, value in states.items() if not _are_near(value, others[name], room)]
         if not differ:
             return None
         is_told = any(_tells(getattr(whole, name), getattr(single, name), rows) for name in differ)
@@ -106,15 +106,15 @@ def _apart(metric: Any, seen: Any, batch_dim: int) -> str | None:
         if again is None or not _are_near(at_once, _value(again), 0.0):
             return None  # it draws
     if not is_told and _are_near(at_once, one_by_one, room, least=1.0):
-        return None  # a sum whose terms cancel, or one for each update, of which it is the mean
+        return None  # a sum whose terms cancel, or a mean of one number for each update
     return f"of {rows} rows it gives {_shown(at_once)} at once, and {_shown(one_by_one)} one by one"
 
 
 def _updated(metric: Any, updates: list[Any], device: torch.device) -> Any:
     """Return a copy of a metric after some updates; None if they take too long."""
     trial = copy.deepcopy(metric).to(device)
-    for one in trial.modules():
-        one.distributed_available_fn = lambda: False
+    for module in trial.modules():
+        module.distributed_available_fn = lambda: False
     began = time.monotonic()
     for outputs, target in updates:
         trial.update(*copied((outputs, target)))
@@ -129,7 +129,7 @@ def _state(metric: Any) -> dict[str, torch.Tensor]:
     for name in metric._reductions:
         value = getattr(metric, name)
         pieces = value if isinstance(value, list) else [value]
-        states[name] = torch.cat([torch.as_tensor(one).reshape(-1).double() for one in pieces])
+        states[name] = torch.cat([torch.as_tensor(piece).reshape(-1).double() for piece in pieces])
     return states
 
 
@@ -144,21 +144,21 @@ def _tells(at_once: Any, one_by_one: Any, rows: int) -> bool:
 
 
 def _value(metric: Any) -> torch.Tensor:
-    """Return what a metric gives, as one vector."""
+    """Return a metric's value as one vector."""
     leaves = torch.utils._pytree.tree_leaves(metric.compute())
-    return torch.cat([torch.as_tensor(one).reshape(-1).double() for one in leaves])
+    return torch.cat([torch.as_tensor(leaf).reshape(-1).double() for leaf in leaves])
 
 
-def _are_near(one: torch.Tensor, other: torch.Tensor, room: float, least: float = 0.0) -> bool:
+def _are_near(here: torch.Tensor, there: torch.Tensor, room: float, least: float = 0.0) -> bool:
     """Return whether two vectors differ by no more than `room` of their largest number, or of `least` if larger."""
-    if one.shape != other.shape or not torch.equal(one.isnan(), other.isnan()):
+    if here.shape != there.shape or not torch.equal(here.isnan(), there.isnan()):
         return False
-    if not one.numel():
+    if not here.numel():
         return True
-    one, other = one.nan_to_num(), other.nan_to_num()
-    size = max(float(one.abs().max()), float(other.abs().max()), least)
-    return float((one - other).abs().max()) <= room * size
+    here, there = here.nan_to_num(), there.nan_to_num()
+    size = max(float(here.abs().max()), float(there.abs().max()), least)
+    return float((here - there).abs().max()) <= room * size
 
 
 def _shown(value: torch.Tensor) -> str:
-    return f"{float(value[0]):.4g}" if value.numel() == 1 else str([round(one, 4) for one in value[:5].tolist()])
+    return f"{float(value[0]):.4g}" if value.numel() == 1 else str([round(item, 4) for item in value[:5].tolist()])

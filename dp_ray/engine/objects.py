@@ -1,9 +1,9 @@
 """Copies of a user's objects: one for this process, or one packed for workers.
 
 Both are made by pickle, with the same rules, so that `workers: 0` trains what workers on Ray would. Begin at `copied`
-and `pack`. Three things differ from plain pickle. The elements of tensors stand beside the pickled bytes, so that
-no more than the copy itself takes memory. Parameters keep their hooks, class and attributes. What torch refuses to
-pickle though it can be copied, like a parametrized module, is taken apart and put together again.
+and `pack`. Three things differ from plain pickle. The elements of tensors stand beside the pickled bytes, so that no
+more than the copy itself takes memory. Parameters keep their hooks, class and attributes. Objects that torch can copy
+but refuses to pickle, like a parametrized module, are taken apart and put together again.
 """
 
 import copyreg
@@ -37,7 +37,7 @@ STORAGES = (UntypedStorage, TypedStorage)
 
 
 @dataclass
-class Packed:
+class PackedObject:
     """An object's pickled bytes, and the memory of its tensors, which is still the object's own.
 
     Packed itself can be pickled: the memory then goes as arrays, which Ray ships out of band, and what arrives has
@@ -47,12 +47,12 @@ class Packed:
     head: bytes
     storages: list[UntypedStorage]
     next_hook: int  # the number that torch gives to the next hook of any module or tensor
-    held: list[Any]  # what a copy in this process shares with the object; nothing of what goes to another one
+    held: list[Any]  # objects that a copy in this process shares with the original; empty for another process
 
     def __reduce__(self) -> Any:
         assert not self.held, "a copy for this process refers to its objects"
-        arrays = [(str(one.device), _elements(one.cpu())) for one in self.storages]  # type: ignore[no-untyped-call]
-        sent = [(device, one if one.nbytes > IN_LINE_BYTES else one.tobytes()) for device, one in arrays]
+        arrays = [(str(storage.device), _elements(storage.cpu())) for storage in self.storages]  # type: ignore[no-untyped-call]
+        sent = [(device, array if array.nbytes > IN_LINE_BYTES else array.tobytes()) for device, array in arrays]
         return _arrived, (self.head, sent, self.next_hook)
 
     def load(self) -> Any:
@@ -62,11 +62,11 @@ class Packed:
         return _Unpickler(self).load()
 
 
-def pack(value: Any, pickler: Any) -> Packed:
+def pack_object(value: Any, pickler: Any) -> PackedObject:
     """Pack an object for another process, by a subclass of cloudpickle's pickler. Raises what that raises."""
     file, storages = io.BytesIO(), _Storages()
     _packer(pickler)(file, storages).dump(value)
-    return Packed(file.getvalue(), storages.all, RemovableHandle.next_id, [])
+    return PackedObject(file.getvalue(), storages.all, RemovableHandle.next_id, [])
 
 
 def check_packs(value: Any, pickler: Any) -> None:
@@ -75,20 +75,20 @@ def check_packs(value: Any, pickler: Any) -> None:
         _packer(pickler)(nowhere, _Storages()).dump(value)
 
 
-def copied(value: Any, kept: Iterable[Any] = ()) -> Any:
+def copied_object(value: Any, kept: Iterable[Any] = ()) -> Any:
     """Return a copy for this process, with memory of its own. Raises what pickle raises if there can be none.
 
-    What has a name in a module stays what it is: classes, functions, and what functions take as globals. The copy
-    also refers to the objects `kept` themselves.
+    Named objects of a module are not copied: classes, functions, and the globals of functions. The copy also refers
+    to the objects `kept` themselves.
     """
     file, packer = io.BytesIO(), _Here(kept)
     packer.dump_to(file, value)
-    storages = [one.clone() for one in packer.storages.all]  # type: ignore[no-untyped-call]
-    return Packed(file.getvalue(), storages, RemovableHandle.next_id, packer.held).load()
+    storages = [storage.clone() for storage in packer.storages.all]  # type: ignore[no-untyped-call]
+    return PackedObject(file.getvalue(), storages, RemovableHandle.next_id, packer.held).load()
 
 
 def reached(value: Any, kept: Iterable[Any] = ()) -> tuple[dict[Any, Any], Exception | None]:
-    """Return what of an object a copy would have anew, by identity: who holds it sees no change of the copy's.
+    """Return the parts of an object, by id, that a copy would not share: their holders see no change of it.
 
     If there can be no copy, also return why.
     """
@@ -131,7 +131,7 @@ def what_fails(module: nn.Module, dump: Callable[[Any], object], with_hooks: boo
 
 
 def part_that_fails(value: Any, dump: Callable[[Any], object]) -> tuple[str, Any, Exception] | None:
-    """Return where in a value is what cannot be pickled, like `inner.db` or `options['key'][0]`, what it is, and why.
+    """Return which part of a value cannot be pickled, like `inner.db` or `options['key'][0]`, its class, and why.
 
     The name is empty for the value itself. None if it can be pickled, or if it holds itself.
     """
@@ -143,7 +143,7 @@ def part_that_fails(value: Any, dump: Callable[[Any], object]) -> tuple[str, Any
             dump(value)
             return None
         except Exception as error:  # a user's __getstate__ may raise anything
-            inner = (find(one, name + key, (*above, id(value))) for key, one in _parts(value))
+            inner = (find(part, name + key, (*above, id(value))) for key, part in _parts(value))
             return next(filter(None, inner), (name, value, error))
 
     found = find(value, "", ())
@@ -153,9 +153,9 @@ def part_that_fails(value: Any, dump: Callable[[Any], object]) -> tuple[str, Any
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a value that its pickle holds, each with how to come from the value to it."""
     if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", one) for key, one in value.items())
+        yield from ((f"[{key!r}]", inner) for key, inner in value.items())
     elif isinstance(value, list | tuple):
-        yield from ((f"[{number}]", one) for number, one in enumerate(value))
+        yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
     elif isinstance(value, functools.partial):
         yield from ((f".{key}", getattr(value, key)) for key in ("func", "args", "keywords"))
     elif isinstance(value, types.MethodType):
@@ -163,7 +163,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif not isinstance(value, type | types.FunctionType):
         with suppress(Exception):  # as above
             state = value.__getstate__()
-            yield from ((f".{key}", one) for key, one in (state if isinstance(state, dict) else {}).items())
+            yield from ((f".{key}", inner) for key, inner in (state if isinstance(state, dict) else {}).items())
 
 
 class _Storages:
@@ -188,21 +188,21 @@ def _elements(storage: UntypedStorage) -> np.ndarray[Any, Any]:
     return array
 
 
-def _arrived(head: bytes, sent: list[tuple[str, Any]], next_hook: int) -> Packed:
+def _arrived(head: bytes, sent: list[tuple[str, Any]], next_hook: int) -> PackedObject:
     storages = []
     for name, raw in sent:
         storage = UntypedStorage(len(raw))  # type: ignore[no-untyped-call]
         # Copied, since an array that Ray hands out is of shared memory, and must not be written.
         _elements(storage)[:] = np.frombuffer(raw, np.uint8)
         device = torch.device(name)
-        # What the job runs on is decided later; a worker may see fewer GPUs than the caller, or none.
+        # The job's devices are chosen later: a worker may see fewer GPUs than the caller, or none.
         is_here = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
         storages.append(storage.to(device=device) if is_here else storage)
-    return Packed(head, storages, next_hook, [])
+    return PackedObject(head, storages, next_hook, [])
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: PackedObject) -> None:
         super().__init__(io.BytesIO(packed.head))
         self._packed = packed
 
@@ -265,7 +265,7 @@ def _tensor(tensor: torch.Tensor) -> Any:
     """Reduce a tensor: torch drops the hooks of each, and the class of a parameter."""
     hooks = _hooks_of(tensor)
     if type(tensor).__reduce_ex__ is nn.Parameter.__reduce_ex__:
-        # What it refers to is set once it is there, since that may be its module.
+        # Its attributes are set once it exists: they may refer to its module.
         state = (torch._utils._get_obj_state(tensor), hooks)  # type: ignore[no-untyped-call]
         made = (type(tensor), tensor.data, tensor.requires_grad)
         return _parameter, made, state if any(state) else None, None, None, _set_state
@@ -274,7 +274,7 @@ def _tensor(tensor: torch.Tensor) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it drops the hooks
         made_by, args, *rest = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-    if any(one is not None for one in rest):
+    if any(part is not None for part in rest):
         raise pickle.PicklingError(f"a hook of a {type(tensor).__qualname__}, which has a __reduce_ex__ of its own")
     return made_by, args, (None, hooks), None, None, _set_state
 
@@ -288,8 +288,8 @@ def _set_state(tensor: torch.Tensor, state: tuple[Any, dict[str, Any]]) -> None:
     attributes, hooks = state
     if attributes:
         torch._utils._set_obj_state(tensor, attributes)  # type: ignore[no-untyped-call]
-    for name, one in hooks.items():
-        setattr(tensor, name, one)
+    for name, hook in hooks.items():
+        setattr(tensor, name, hook)
 
 
 def _bare(kind: type[nn.Module]) -> nn.Module:
@@ -305,7 +305,7 @@ def _parametrize(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 
 def _script(module: torch.jit.ScriptModule) -> Any:
-    if any(_hooks_of(one) for one in module.parameters()):
+    if any(_hooks_of(parameter) for parameter in module.parameters()):
         raise pickle.PicklingError("a hook of a parameter of a TorchScript module")
     file = io.BytesIO()
     with warnings.catch_warnings():
@@ -321,7 +321,7 @@ def _of_script(raw: bytes) -> Any:
 
 
 class _Referent:
-    """Something to which a reference can be dead."""
+    """An object for a reference that is dead."""
 
 
 def _dead_reference() -> Any:
@@ -334,13 +334,13 @@ _BY_NAME = (enum.Enum, logging.Logger)  # a copy has the same ones
 
 @dataclass(frozen=True)
 class _Held:
-    """Marks what a copy in this process refers to itself."""
+    """Marks an object that a copy in this process shares."""
 
     value: Any
 
 
 class _Here(pickle.Pickler):
-    """Pickles for this process: what has a name in a module is not copied, and functions without one are."""
+    """Pickles for this process: named objects of a module are not copied, functions without a name are."""
 
     def __init__(self, kept: Iterable[Any], notes: bool = False) -> None:
         self.storages: _Storages
@@ -349,7 +349,7 @@ class _Here(pickle.Pickler):
         self.failed: Exception | None = None  # why some of it cannot be pickled, if it makes notes
         self._notes = notes
         self._numbers: dict[int, int]
-        self._kept = {id(one): one for one in kept}
+        self._kept = {id(value): value for value in kept}
         self._classes: set[type] = set()
 
     def dump_to(self, file: io.BytesIO, value: Any) -> None:
@@ -433,8 +433,8 @@ def _has_name(function: types.FunctionType) -> bool:
 
 def _cells(kind: type) -> Iterator[types.CellType]:
     """Yield the variables of functions around a class that its methods take."""
-    for one in vars(kind).values():
-        for function in (one, getattr(one, "__func__", None), getattr(one, "fget", None), getattr(one, "fset", None)):
+    for value in vars(kind).values():
+        for function in (value, *(getattr(value, name, None) for name in ("__func__", "fget", "fset"))):
             for cell in getattr(function, "__closure__", None) or ():
                 try:
                     is_own = isinstance(cell.cell_contents, type)  # as of each method that calls `super()`

@@ -37,7 +37,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the model's trainable parameters, in the job's parameter groups.
 
-    `instead` has what the optimizer gets in place of a parameter, by the parameter's id. Raises JobError if there is
+    `instead` maps a parameter's id to the tensor that the optimizer gets in its place. Raises JobError if there is
     nothing to train or the job gives no usable optimizer. Raises ModelError if a parameter has no shape yet or is an
     expanded tensor.
     """
@@ -49,7 +49,7 @@ def build_optimizer(
         if overlaps(parameter):
             raise ModelError(f"{name} is an expanded tensor, whose elements no optimizer can update: clone() it")
     check_unbuilt(spec)
-    named = {name: (instead or {}).get(id(one), one) for name, one in named.items()}
+    named = {name: (instead or {}).get(id(parameter), parameter) for name, parameter in named.items()}
     if isinstance(spec, Optimizer):
         optimizer = bind("optimizer", spec, leading=1)(_groups(spec, named))
     else:
@@ -58,11 +58,11 @@ def build_optimizer(
         raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
     check_optimizer(type(optimizer))
     # No worker would sum the gradient of another parameter.
-    allowed = {id(one) for one in named.values()}
-    for one in (one for group in optimizer.param_groups for one in group["params"]):
-        if id(one) not in allowed:
+    allowed = {id(parameter) for parameter in named.values()}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if id(parameter) not in allowed:
             raise JobError(
-                f"optimizer: holds a parameter of size {list(one.shape)} that is none of the parameters it was "
+                f"optimizer: holds a parameter of size {list(parameter.shape)} that is none of the parameters it was "
                 "given; it may take some or all of those, and no others"
             )
     if isinstance(spec, Optimizer) and type(optimizer).__module__.startswith("torch.optim."):
@@ -129,7 +129,8 @@ def check_optimizer(kind: Any) -> None:
     # The closure may have any name; the first parameter is the optimizer itself.
     _, *takes = inspect.signature(kind.step).parameters.values()
     needs_closure = any(
-        one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in takes
+        param.default is param.empty and param.kind not in (param.VAR_POSITIONAL, param.VAR_KEYWORD)
+        for param in takes
     )
     if needs_closure or all(hasattr(kind, name) for name in SAMS):
         how = "by a closure" if needs_closure else f"in its {' and '.join(SAMS)}"
@@ -146,7 +147,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     parameter and its state together, so with other strides it would pair wrong elements.
     """
     optimizer.load_state_dict(state)
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, saved in (state.get("state") or {}).items():
         loaded = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
         if loaded is None or not isinstance(saved, dict):
@@ -205,7 +206,7 @@ class Schedule:
         """Build the scheduler again, and step it as often as the present one was: for another length of the training.
 
         The learning rate is then that of a training which had this length from its start. Returns False if the
-        scheduler, which is not of torch's kind, does not say how often it was stepped.
+        scheduler is not torch's and does not say how often it was stepped.
         """
         if not isinstance(self.scheduler, LRScheduler):
             return False
@@ -274,7 +275,7 @@ def _call(key: str, function: Any, first: Any) -> Any:
 
 
 def runs_users_code(spec: Any) -> bool:
-    """Return whether an optimizer or a scheduler may run other code than torch's, which may draw random numbers."""
+    """Return whether an optimizer or a scheduler may run code that is not torch's: it may draw random numbers."""
     if spec is None or not isinstance(spec, Target):
         return spec is not None
     named = isinstance(spec.target, str)
@@ -300,7 +301,7 @@ def total_norm(gradients: Sequence[torch.Tensor], known: Sequence[torch.Tensor |
         return torch.tensor(0.0)
     if not known:
         return norm_of_norms(norms_of(gradients), gradients)
-    others = iter(norms_of([one for one, norm in zip(gradients, known, strict=True) if norm is None]))
+    others = iter(norms_of([gradient for gradient, norm in zip(gradients, known, strict=True) if norm is None]))
     return norm_of_norms([next(others) if norm is None else norm for norm in known], gradients)
 
 
@@ -317,9 +318,9 @@ def norms_of(gradients: Sequence[torch.Tensor], order: float = 2.0) -> list[torc
 def norm_of_norms(norms: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm of all gradients together, from the norm of each."""
     whole: torch.Tensor
-    here = [one.to(gradients[0].device) for one in norms]
-    if any(one.dtype in HALVES for one in gradients):
-        whole = torch.linalg.vector_norm(torch.stack([one.double() for one in here])).float()
+    here = [norm.to(gradients[0].device) for norm in norms]
+    if any(gradient.dtype in HALVES for gradient in gradients):
+        whole = torch.linalg.vector_norm(torch.stack([gradient.double() for gradient in here])).float()
     else:
         ordered = [here[number] for numbers in _by_kind(gradients) for number in numbers]
         whole = torch.linalg.vector_norm(torch.stack(ordered))
@@ -328,9 +329,9 @@ def norm_of_norms(norms: Sequence[torch.Tensor], gradients: Sequence[torch.Tenso
 
 def _by_kind(gradients: Sequence[torch.Tensor]) -> list[list[int]]:
     """Group the gradients by device and dtype, in the order in which torch's `get_total_norm` adds their norms."""
-    if len({(one.device, one.dtype) for one in gradients}) <= 1:
+    if len({(gradient.device, gradient.dtype) for gradient in gradients}) <= 1:
         return [list(range(len(gradients)))] if gradients else []
-    empty = [torch.empty(0, dtype=one.dtype, device=one.device) for one in gradients]
+    empty = [torch.empty(0, dtype=gradient.dtype, device=gradient.device) for gradient in gradients]
     grouped = _group_tensors_by_device_and_dtype([empty], with_indices=True)  # type: ignore[list-item]
     return [numbers for _, numbers in grouped.values()]
 
@@ -340,8 +341,8 @@ def scale_by(gradients: Sequence[torch.Tensor], factor: torch.Tensor | float) ->
     if not isinstance(factor, torch.Tensor):
         torch._foreach_mul_(list(gradients), factor)
         return
-    for device, dtype in {(one.device, one.dtype) for one in gradients}:
-        here = [one for one in gradients if (one.device, one.dtype) == (device, dtype)]
+    for device, dtype in {(gradient.device, gradient.dtype) for gradient in gradients}:
+        here = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == (device, dtype)]
         torch._foreach_mul_(here, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
@@ -375,9 +376,9 @@ class Average:
     def update(self) -> None:
         """Take in the weights after an update of the optimizer; the first ones are the average's start."""
         buffers, mine = list(self._model.buffers()), list(self._averaged.module.buffers())
-        if [one.shape for one in mine] != [one.shape for one in buffers]:
+        if [tensor.shape for tensor in mine] != [tensor.shape for tensor in buffers]:
             same_buffers(self._model, self._averaged.module)
-        take_in(self._averaged, [one.detach() for one in self._model.parameters()], buffers)
+        take_in(self._averaged, [parameter.detach() for parameter in self._model.parameters()], buffers)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the average, by the names of the model's own tensors."""
@@ -409,14 +410,14 @@ def averaged_model(job: Job, module: nn.Module) -> AveragedModel:
 def take_in(averaged: AveragedModel, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
     """Do the same as `AveragedModel.update_parameters`, which would wait for a GPU in each step."""
     assert averaged.multi_avg_fn is not None
-    mine = [one.detach() for one in averaged.module.parameters()]
+    mine = [parameter.detach() for parameter in averaged.module.parameters()]
     if not averaged.n_averaged:
         copy_all(mine, list(parameters))
     else:
-        for device, dtype in dict.fromkeys((one.device, one.dtype) for one in mine):
+        for device, dtype in dict.fromkeys((tensor.device, tensor.dtype) for tensor in mine):
             pairs = zip(mine, parameters, strict=True)
             here = [pair for pair in pairs if (pair[0].device, pair[0].dtype) == (device, dtype)]
-            averaged.multi_avg_fn([one for one, _ in here], [one for _, one in here], averaged.n_averaged)
+            averaged.multi_avg_fn([tensor for tensor, _ in here], [tensor for _, tensor in here], averaged.n_averaged)
     copy_all(list(averaged.module.buffers()), list(buffers))
     averaged.n_averaged += 1
 
@@ -431,8 +432,8 @@ def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def weights_of_average(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights in the average's state, as the bare module's `load_state_dict` takes them."""
-    return {name.removeprefix(INNER): one for name, one in state.items() if name.startswith(INNER)}
+    return {name.removeprefix(INNER): value for name, value in state.items() if name.startswith(INNER)}
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*(one.detach() for one in module.parameters()), *module.buffers()]
+    return [*(parameter.detach() for parameter in module.parameters()), *module.buffers()]

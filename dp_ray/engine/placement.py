@@ -4,8 +4,8 @@ Begin at `place`, which builds the model. A placement makes what depends on wher
 the optimizer's step, the average of the weights, and the forwards of an evaluation or a prediction.
 
 Workers that hold parts of a model cannot gather its parameters without each other. So they run it in rounds: in each,
-all run one shard. One that has fewer shards with rows than another runs a dummy batch in the other rounds: its own
-first batch, or else that of another worker. Its loss counts nothing.
+all run one shard. A worker with fewer shards with rows than another runs a dummy batch in the other rounds: its own
+first batch, or another worker's. Its loss counts nothing.
 """
 
 import functools
@@ -70,7 +70,7 @@ class Placement:
         return Forwards()
 
     def row_trial(self) -> RowTrial:
-        """Return the trial of which outputs have rows; none runs if a worker cannot run a shard by itself."""
+        """Return the trial that finds the outputs with rows; none runs if a worker cannot run a shard by itself."""
         cannot = "with strategy: fsdp no worker can run a shard by itself" if self.is_sharded else ""
         if self.job.sync_batchnorm and self.world.world_size > 1:
             cannot = "with sync_batchnorm no worker can run a shard by itself"
@@ -95,9 +95,9 @@ class Placement:
         return None if self.job.ema is None else Average(self.job, self.model)
 
     def load_weights(self, weights: Mapping[str, Any], where: str, is_strict: bool = True, advice: str = "") -> str:
-        """Load weights into the model; returns in words what was stripped from their names.
+        """Load weights into the model; return in words the prefix that was stripped from their names.
 
-        If not `is_strict`, it also says what was loaded and what not. Raises ModelError, which names missing,
+        If not `is_strict`, the text also lists what was loaded and what not. Raises ModelError, which names missing,
         unexpected and mis-sized tensors and ends with the advice if that helps, or if nothing fits.
         """
         weights, stripped = unwrapped(self.model.state_dict().keys(), weights)
@@ -165,7 +165,7 @@ class ShardedPlacement(Placement):
             self.load_weights(state, "the checkpoint")
             return
         if isinstance(part, torch.optim.Optimizer):
-            parameters = [one for group in part.param_groups for one in group["params"]]
+            parameters = [parameter for group in part.param_groups for parameter in group["params"]]
             state = rows_of_optimizer(state, parameters, self.world)
         elif not isinstance(part, AlignedParts | ShardedAverage):  # which take their rows themselves
             state = whole_tensors(state)
@@ -177,7 +177,8 @@ def place(job: Job, world: World, note: Callable[[str], None]) -> Placement:
 
     A single worker holds it whole, unless `fsdp.mixed_precision` changes the numbers. `note` gets lines for the user.
     BatchNorm layers become SyncBatchNorm if the job asks for it and has several workers. Raises JobError on CPUs,
-    where SyncBatchNorm does not run, and if the code of a bitwise job's model has cuDNN choose its kernels anew.
+    where SyncBatchNorm does not run, and if the code of a bitwise job's model has cuDNN choose kernels by their
+    speed.
     """
     note = functools.cache(note)  # a training and its evaluations say the same
     placed = place_sharded(job, world, note) if shards_over(job, world) else place_whole(job, world, note)
@@ -216,7 +217,7 @@ def place_whole(job: Job, world: World, note: Callable[[str], None] = lambda tex
         for module in model.modules():
             if isinstance(module, nn.SyncBatchNorm):
                 module.__class__ = BatchNormOfWorkers
-    if world.world_size > 1 and any(isinstance(one, BatchNormOfShard) for one in model.modules()):
+    if world.world_size > 1 and any(isinstance(module, BatchNormOfShard) for module in model.modules()):
         note(OF_SHARDS)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     return Placement(job, model, compiled(model, job), world, note=note)

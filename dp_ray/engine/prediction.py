@@ -1,7 +1,7 @@
 """The prediction loop of one worker: shard in, outputs out. It uses neither Ray nor files.
 
 Begin at `predict`. `outputs.after` computes from a shard's outputs, `keep` picks from them, `dtype` converts them:
-all on the device, so what is left out is never copied from there.
+all on the device, so that outputs that are not kept are never copied.
 """
 
 import copy
@@ -51,13 +51,13 @@ from dp_ray.tensors.tree import (
     Keys,
     Leaf,
     Ragged,
-    apart,
+    all_nodes,
     bare_tensors,
     copied,
     ends,
     flatten,
+    in_own_memory,
     leaf_keys,
-    nodes,
     quoted,
     subtree,
     unflatten,
@@ -72,7 +72,7 @@ WHOLE = "output"  # the path of outputs that are one tensor, as its column is na
 class OverflowNotes:
     """Lines for the user of outputs that `outputs.dtype` makes infinite: one a path, of its first shard.
 
-    No GPU is waited for: what it finds comes to the host while it runs the next shards.
+    It waits for no GPU: the findings come to the host while the GPU runs the next shards.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class OverflowNotes:
             self._add(shard, path, _name(here.dtype))
 
     def take(self, wait: bool = False) -> list[str]:
-        """Return the lines that are known, each once; with `wait`, those of all shards so far."""
+        """Return the lines that are known, each once; with `wait`, the lines of all shards so far."""
         while self._coming and (wait or self._coming[0][-1].is_here()):
             shard, path, dtype, found = self._coming.popleft()
             with waiting(ON_GPU):
@@ -169,7 +169,7 @@ class OutputSelector:
 
 
 def chosen(there: Sequence[Keys], patterns: Sequence[str], where: str) -> set[Keys]:
-    """Return the keys of which the path, or that of a container around them, fits one of the patterns.
+    """Return the keys whose path, or whose container's path, fits one of the patterns.
 
     Raises JobError, which lists all paths, if a pattern fits none.
     """
@@ -245,7 +245,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class PredictedShard(NamedTuple):
-    """A shard that has run: what is kept of its outputs, and what is carried of its samples, by key.
+    """A shard that has run: its outputs that are kept, and the carried values of its samples, by key.
 
     `flops` are a row's operations, in the first one, if they are counted.
     """
@@ -261,8 +261,8 @@ class PredictedShard(NamedTuple):
 class Prediction:
     """How a worker predicts its `work`: the clock splits the steps' time, `forwards` run a model that is sharded.
 
-    `notes` has lines for the user. If it counts a row's operations, the first shard runs once more; so does one for
-    the `trial` of which outputs have rows.
+    `notes` has lines for the user. To count a row's operations, the first shard runs twice; so does one for the
+    `trial`, which finds the outputs with rows.
     """
 
     job: Job
@@ -298,7 +298,7 @@ def predict(
                 if shard is None:  # the other workers need this one to gather parameters
                     runner.run_dummy(batch)
                 else:
-                    # The outputs get no name: those that are not kept are freed before the next shard.
+                    # No name holds the outputs: those that are not kept are freed before the next shard.
                     yield runner.run(shard, indices, batch, counts_flops)
                     counts_flops = False
             prediction.clock.enter(Part.OTHER)
@@ -308,7 +308,7 @@ def predict(
             forwards.end()
 
 
-def check_rows(tried: Mapping[str, Less], rows: int, batch_dim: int, where: str, texts: Sequence[str] = ()) -> None:
+def check_sizes(tried: Mapping[str, Less], rows: int, batch_dim: int, where: str, texts: Sequence[str] = ()) -> None:
     """Raise ModelError for the first output whose size has the rows of a shard by chance; lists of `texts` may."""
     follows = {path: less.follows(rows, batch_dim) for path, less in tried.items() if less.size is not None}
     fitting = [path for path, has_rows in follows.items() if has_rows]
@@ -328,7 +328,7 @@ def check_rows(tried: Mapping[str, Less], rows: int, batch_dim: int, where: str,
 
 def check_lists(tried: Mapping[str, Less], outputs: Any, rows: int, where: str) -> None:
     """Raise ModelError for the first list that has an entry for each row, and one less with one row less."""
-    for keys, node in nodes(flatten(outputs)[1]):
+    for keys, node in all_nodes(flatten(outputs)[1]):
         if node.kind not in ("list", "tuple") or len(node.children) != rows:
             continue
         last, before = (
@@ -380,7 +380,10 @@ class _Runner:
 
     def _run(self, inputs: Any, shard: Shard, counts_flops: bool) -> tuple[Any, Flops | None]:
         clock, trial, rows = self.prediction.clock, self.prediction.trial, shard.rows
-        flops = self._flops(inputs, shard) if counts_flops else None
+        flops = None
+        if counts_flops:  # of a row, by another forward, on a copy of the inputs: the model may change them
+            run = functools.partial(self.replica.run, shard, self._forward, copied(inputs))
+            flops = counted_flops(run, rows, self.prediction.job, self.prediction.device)
         is_tried = trial is not None and trial.is_open and (trial.is_due(rows) or trial.is_single_due(rows))
         # Before the model may change its inputs.
         other = trial.other(inputs, rows) if trial is not None and is_tried else None
@@ -389,12 +392,12 @@ class _Runner:
         clock.enter(Part.OUTPUTS)
         selected = self.select(outputs, inputs, shard)
         if trial is not None and is_tried:
-            del outputs  # what is not kept: the trial may need its memory
+            del outputs  # the trial may need the memory of outputs that are not kept
             if rows == 1:
                 self._try_texts(trial, other, selected, shard)
             else:
                 with suppress(Error):  # of a class that cannot be made again
-                    selected = apart(selected)
+                    selected = in_own_memory(selected)
                 self._try_rows(trial, other, selected, shard)
         if type(selected) is torch.Tensor:  # the usual case, without texts
             return selected, flops
@@ -416,7 +419,7 @@ class _Runner:
         trial.end(tried)
         if isinstance(tried, Mapping):
             where = location(shard)
-            check_rows(tried, shard.rows, self.prediction.job.batch_dim, where, texts)
+            check_sizes(tried, shard.rows, self.prediction.job.batch_dim, where, texts)
             check_lists(tried, selected, shard.rows, where)
 
     def _try_texts(self, trial: RowTrial, twice: Any, selected: Any, shard: Shard) -> None:
@@ -425,7 +428,7 @@ class _Runner:
         with suppress(Error):  # of a class that cannot be made again
             selected = without_texts(selected, lambda path, length: length == 1)
             if any(isinstance(leaf, Ragged) and leaf.has_values for leaf in flatten(selected)[0]):
-                tried = self._tried(trial, twice, apart(selected), shard)
+                tried = self._tried(trial, twice, in_own_memory(selected), shard)
         trial.end_single(tried)
 
     def _tried(self, trial: RowTrial, other: Any, selected: Any, shard: Shard) -> Tried:
@@ -441,11 +444,6 @@ class _Runner:
         tried = trial.run(run, other, selected, shard.rows)
         self.prediction.clock.enter(before)
         return tried
-
-    def _flops(self, inputs: Any, shard: Shard) -> Flops:
-        """Count a row's operations, by a forward more, on a copy of the inputs: the model may change them."""
-        run = functools.partial(self.replica.run, shard, self._forward, copied(inputs))
-        return counted_flops(run, shard.rows, self.prediction.job, self.prediction.device)
 
     @functools.cached_property
     def _forward(self) -> Callable[[Any], Any]:

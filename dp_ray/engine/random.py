@@ -44,24 +44,24 @@ def own_generators(owner: Any) -> list[Generator]:
     """Return the generators that are attributes of a dataset, of datasets that it wraps, or of a model's modules."""
     owners: list[Any] = list(owner.modules()) if isinstance(owner, nn.Module) else []
     dataset = None if owners else owner
-    while dataset is not None and all(dataset is not one for one in owners):  # datasets may wrap one another
+    while dataset is not None and all(dataset is not owner for owner in owners):  # datasets may wrap one another
         owners.append(dataset)
         dataset = getattr(dataset, "__dict__", {}).get("dataset")
-    values = (value for one in owners for value in getattr(one, "__dict__", {}).values())
+    values = (value for owner in owners for value in getattr(owner, "__dict__", {}).values())
     return list({id(value): value for value in values if isinstance(value, Generator)}.values())
 
 
 def seed_own(generators: list[Generator], number: int) -> None:
     """Seed each generator with a number of its own, derived from `number`, so that no two draw the same numbers."""
-    for position, one in enumerate(generators):
+    for position, rng in enumerate(generators):
         seed = derive_seed(number, "generator", position)
-        if isinstance(one, torch.Generator):
-            one.manual_seed(seed)
-        elif isinstance(one, np.random.Generator):
-            kind: Any = type(one.bit_generator)  # it has no seed(): a new one has the state that it would set
-            one.bit_generator.state = kind(seed).state
+        if isinstance(rng, torch.Generator):
+            rng.manual_seed(seed)
+        elif isinstance(rng, np.random.Generator):
+            kind: Any = type(rng.bit_generator)  # it has no seed(): a new one has the state that it would set
+            rng.bit_generator.state = kind(seed).state
         else:
-            one.seed(seed % 2**32)
+            rng.seed(seed % 2**32)
 
 
 class ForwardSeeds:
@@ -104,7 +104,7 @@ class RngProbe:
 def preserved(*devices: torch.device) -> Iterator[None]:
     """Restore the global generators and those of the devices after the block: the process may be the user's own."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=list(dict.fromkeys(one for one in devices if one.type == "cuda"))):
+    with torch.random.fork_rng(devices=list(dict.fromkeys(device for device in devices if device.type == "cuda"))):
         try:
             yield
         finally:
@@ -114,20 +114,20 @@ def preserved(*devices: torch.device) -> Iterator[None]:
 
 def random_state(devices: Sequence[torch.device], own: Sequence[Generator]) -> Callable[[], None]:
     """Return a function that restores the present state of the global generators, the devices' and `own`."""
-    gpus = [torch.cuda.default_generators[one.index or 0] for one in dict.fromkeys(devices) if one.type == "cuda"]
+    gpus = [torch.cuda.default_generators[gpu.index or 0] for gpu in dict.fromkeys(devices) if gpu.type == "cuda"]
     setters: list[Callable[[], object]] = [
         functools.partial(random.setstate, random.getstate()),
         functools.partial(np.random.set_state, np.random.get_state()),
     ]
-    for one in [torch.default_generator, *gpus, *own]:
-        if isinstance(one, torch.Generator):
-            setters.append(functools.partial(one.set_state, one.get_state()))
-        elif isinstance(one, np.random.Generator):
-            setters.append(functools.partial(setattr, one.bit_generator, "state", one.bit_generator.state))
-        elif isinstance(one, np.random.RandomState):
-            setters.append(functools.partial(one.set_state, one.get_state()))
+    for rng in [torch.default_generator, *gpus, *own]:
+        if isinstance(rng, torch.Generator):
+            setters.append(functools.partial(rng.set_state, rng.get_state()))
+        elif isinstance(rng, np.random.Generator):
+            setters.append(functools.partial(setattr, rng.bit_generator, "state", rng.bit_generator.state))
+        elif isinstance(rng, np.random.RandomState):
+            setters.append(functools.partial(rng.set_state, rng.get_state()))
         else:
-            setters.append(functools.partial(one.setstate, one.getstate()))
+            setters.append(functools.partial(rng.setstate, rng.getstate()))
 
     def restore() -> None:
         for setter in setters:

@@ -36,8 +36,8 @@ def choose_blocks(job: Job, model: nn.Module) -> list[nn.Module]:
     return [
         block
         for block in blocks
-        if {id(one) for one in block.parameters()}.isdisjoint(
-            id(one) for module in set(_outside(block, model)) for one in module.parameters(recurse=False)
+        if {id(parameter) for parameter in block.parameters()}.isdisjoint(
+            id(parameter) for module in set(_outside(block, model)) for parameter in module.parameters(recurse=False)
         )
     ]
 
@@ -45,33 +45,34 @@ def choose_blocks(job: Job, model: nn.Module) -> list[nn.Module]:
 def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Module) -> list[nn.Module]:
     """Return the outermost modules of these classes that have parameters, in the order of the model.
 
-    Raises JobError, which names the `key`, if the model has no module of a class that is named, or if that is a
+    Raises JobError, which names the `key`, if the model has no module of a class that is named, or if the class is a
     container, like a ModuleList, which is never called.
     """
     if classes == "auto":
         # A model of Hugging Face names the classes of its own blocks.
-        names = {name for one in model.modules() for name in getattr(one, "_no_split_modules", None) or ()}
-        chosen = [one for one in model.modules() if type(one).__name__ in names] or list(_items(model))
+        names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        chosen = [module for module in model.modules() if type(module).__name__ in names] or list(_items(model))
     else:
         present = class_names(model)
         for name in classes:
             if name not in present:
                 raise JobError(f"{key}: the model has no module of class {name}; it has {listed(present)}")
-        chosen = [one for one in model.modules() if type(one).__name__ in classes]
-        for one in chosen:
-            if not _has_forward(one):
-                inside = sorted({type(item).__name__ for child in one.children() for item in _called(child)})
+        chosen = [module for module in model.modules() if type(module).__name__ in classes]
+        for module in chosen:
+            if not _has_forward(module):
+                inside = sorted({type(item).__name__ for child in module.children() for item in _called(child)})
                 of_items = f"name the class of its items, {listed(inside)}"
                 instead = of_items if inside else "name a class whose forward uses it"
-                raise JobError(f"{key}: a {type(one).__name__} is never called, so it cannot be a block; {instead}")
-    blocks = [one for one in chosen if one is not model and next(one.parameters(), None) is not None]
-    inner = {id(below) for one in blocks for below in one.modules() if below is not one}
-    return [one for one in dict.fromkeys(blocks) if id(one) not in inner]
+                name = type(module).__name__
+                raise JobError(f"{key}: a {name} is never called, so it cannot be a block; {instead}")
+    blocks = [block for block in chosen if block is not model and next(block.parameters(), None) is not None]
+    inner = {id(below) for block in blocks for below in block.modules() if below is not block}
+    return [block for block in dict.fromkeys(blocks) if id(block) not in inner]
 
 
 def class_names(model: nn.Module) -> list[str]:
     """Return the names of the classes of a model's modules, sorted."""
-    return sorted({type(one).__name__ for one in model.modules()})
+    return sorted({type(module).__name__ for module in model.modules()})
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -98,7 +99,7 @@ def _items(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outside(block: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that are reached without the block, also if they are in it too."""
+    """Yield the modules outside of the block, including those that are in it too."""
     if module is not block:
         yield module
         for child in module.children():
@@ -135,10 +136,10 @@ def _blocks_to_recompute(job: Job, model: nn.Module) -> list[nn.Module]:
             f"modules in a list; it has {listed(class_names(model))}"
         )
     for block in blocks:  # some cannot run again
-        name = next(name for name, one in model.named_modules() if one is block)
+        name = next(name for name, module in model.named_modules() if module is block)
         if isinstance(block, torch.jit.ScriptModule):
             raise JobError(f"{KEY}: {name} is a TorchScript module, whose forward cannot be replaced")
-        if job.is_sharded and any(one in list(block.modules())[1:] for one in choose_blocks(job, model)):
+        if job.is_sharded and any(inner in list(block.modules())[1:] for inner in choose_blocks(job, model)):
             raise JobError(f"{KEY}: {name} holds blocks of fsdp; name the classes of these blocks, or of their parts")
     kept = int(value.budget * len(blocks)) if isinstance(value, ActivationBudget) else 0
     return blocks[: len(blocks) - kept]  # the last ones' activations are freed before the first block runs again
@@ -156,7 +157,7 @@ class _Recomputed:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         own, buffers = own_generators(self._block), _Buffers(self._block)
-        before = {name: version_of(one) for name, one in self._block.named_parameters()}
+        before = {name: version_of(parameter) for name, parameter in self._block.named_parameters()}
 
         def contexts() -> tuple[Any, Any]:
             return nullcontext(), _as_before(random_state(self._devices, own), self._devices, own, buffers)
@@ -164,8 +165,8 @@ class _Recomputed:
         keys: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
         outputs = checkpoint(self._forward, *args, **keys, **kwargs)
         buffers.forget_unchanged()
-        for name, one in self._block.named_parameters():
-            if name in before and version_of(one) != before[name]:
+        for name, parameter in self._block.named_parameters():
+            if name in before and version_of(parameter) != before[name]:
                 raise ModelError(
                     f"{KEY}: the forward of a {type(self._block).__qualname__} wrote its parameter {name}, and would "
                     "write it again in the backward: write it outside the block, or name other blocks"
@@ -191,18 +192,22 @@ class _Buffers:
     """The buffers of a block before its forward; those stay that the forward has changed."""
 
     def __init__(self, block: nn.Module) -> None:
-        places = [(module, name, one) for module in block.modules() for name, one in module._buffers.items()]
-        self._places: list[BufferPlace] = [(module, name, one) for module, name, one in places if one is not None]
-        self._versions = [version_of(one) for _, _, one in self._places]
-        copies = {id(one): one.detach().clone() for _, _, one in self._places}
-        self._values = [copies[id(one)] for _, _, one in self._places]  # one copy for buffers that are one tensor
+        self._places: list[BufferPlace] = [
+            (module, name, buffer)
+            for module in block.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._versions = [version_of(buffer) for _, _, buffer in self._places]
+        copies = {id(buffer): buffer.detach().clone() for _, _, buffer in self._places}  # one if they are one tensor
+        self._values = [copies[id(buffer)] for _, _, buffer in self._places]
 
     def forget_unchanged(self) -> None:
         """Drop the values of buffers that the forward has left alone: this is called once, right after it."""
         changed = [
-            ((module, name, one), value)
-            for (module, name, one), version, value in zip(self._places, self._versions, self._values, strict=True)
-            if module._buffers[name] is not one or version is None or version_of(one) != version
+            ((module, name, buffer), value)
+            for (module, name, buffer), version, value in zip(self._places, self._versions, self._values, strict=True)
+            if module._buffers[name] is not buffer or version is None or version_of(buffer) != version
         ]
         self._places = [place for place, _ in changed]
         self._values = [value for _, value in changed]
@@ -217,5 +222,5 @@ class _Buffers:
         try:
             yield
         finally:
-            for (module, name, _), one in zip(self._places, now, strict=True):
-                module._buffers[name] = one
+            for (module, name, _), buffer in zip(self._places, now, strict=True):
+                module._buffers[name] = buffer

@@ -69,7 +69,7 @@ class ShardLoss(nn.Module):
     def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
         super().__init__()
         self.model = model
-        self.__dict__["_step"] = step  # a module that is one is none of ours: DDP would sum its gradients
+        self.__dict__["_step"] = step  # no submodule: DDP would sum the gradients of a step that is a module
         self.beside = modules_beside(job, step, measures.functions)
         self._measures = measures
         self._autocast = None if job.precision == "fp32" else (job.precision, device)
@@ -84,7 +84,7 @@ class ShardLoss(nn.Module):
     def prepare(
         self, replica: Replica, loaded: LoadedStep, seed: Seed, number: int, may_keep: bool
     ) -> tuple[LoadedStep, bool]:
-        """Do what a pass needs before its first shard; return the step, and whether its only forward has run.
+        """Prepare a pass before its first shard; return the step, and whether its only forward has run.
 
         `seed` makes the gradient with which a backward begins. `number` is that of the step's pass. A graph may be
         kept for the pass if it `may_keep` one. Every rank calls this.
@@ -98,13 +98,13 @@ class ShardLoss(nn.Module):
         parameters that no worker used. A worker without rows uses none, but must use one for its backward to reach
         DDP. So every worker uses the stats' bucket in every step.
         """
-        names = {id(one) for one in ignored}
-        trained = [one for one in self.model.parameters() if one.requires_grad]
-        self._reduced = [] if looks_for_unused else [one for one in trained if id(one) not in names]
+        names = {id(parameter) for parameter in ignored}
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._reduced = [] if looks_for_unused else [parameter for parameter in trained if id(parameter) not in names]
         if num_stats or not self._reduced:
             self.stats_bucket = StatsBucket(num_stats, trained[0].device)
             self.stats_parameter = self.stats_bucket.parameter
-        return [name for name, one in self.named_parameters(remove_duplicate=False) if id(one) in names]
+        return [name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in names]
 
     def forward(self, batch: Any, rows: int, shard: int | None = None) -> torch.Tensor:
         """Return the sum of the shard's losses, and set `result`; of 0 rows, a zero that DDP can reduce.
@@ -149,7 +149,7 @@ class ZeroLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a pass trains, and what goes beside its gradients.
+    """What a pass trains, and the numbers that are summed beside its gradients.
 
     `parameters` are those of the loss's model that require a gradient, by name; of these `sparse` have sparse ones.
     `sums` add the shards by the fixed tree; without them autograd does. `ahead` reads a batch while others are waited
@@ -209,7 +209,7 @@ class Reduction:
         The backward runs all the same: other workers may wait for its collectives, and a parameter that it reaches
         has been used.
         """
-        handles = [one.register_hook(_nothing) for one in self._reached()]  # type: ignore[no-untyped-call]
+        handles = [parameter.register_hook(_nothing) for parameter in self._reached()]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -251,8 +251,8 @@ class DdpReduction(Reduction):
         super().__init__(trained)
         # In the tree of three workers and more, one without rows sends nothing; but it may vote to stop.
         self._sends_stats_along = trained.sums is None or world.world_size == 2
-        # On CPUs the time until the sums are there is used, and to start a collective takes 0.3 ms of it. Elsewhere
-        # the backward itself waits for the other workers, and what is sent later would wait for it.
+        # On CPUs a worker uses the time until the sums arrive, and to start a collective takes 0.3 ms of it. On GPUs
+        # the backward itself waits for the other workers, and a later send would wait for it.
         self._waits_later = not is_gpu(world.device)
         self._ddp = wrapped(trained.loss, trained.sparse, finds_unused, num_stats if self._sends_stats_along else 0)
         self._finds_unused = finds_unused
@@ -265,11 +265,11 @@ class DdpReduction(Reduction):
         self._ddp.register_comm_hook(None, self._reducer.hook)
         self._step = 0
         self._work: Work = None
-        left_out = {id(one) for one in trained.sparse}
-        for one in trained.parameters.values():
-            if id(one) not in left_out and 1 in one.size():
-                hook = InEachBackward(_set_strides, *_layout(one))
-                one.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        left_out = {id(parameter) for parameter in trained.sparse}
+        for parameter in trained.parameters.values():
+            if id(parameter) not in left_out and 1 in parameter.size():
+                hook = InEachBackward(_set_strides, *_layout(parameter))
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
         """Begin a step, in the hook too."""
@@ -305,7 +305,7 @@ class DdpReduction(Reduction):
         with waiting(GRADIENTS):
             loss.backward(seed)  # type: ignore[no-untyped-call]
         if not self._reducer.saw_last:
-            unused = [name for name, one in self.trained.parameters.items() if one.grad is None]
+            unused = [name for name, parameter in self.trained.parameters.items() if parameter.grad is None]
             raise ModelError(
                 f"step {self._step}: parameters were not used, so the workers would wait for their gradients for "
                 f"ever: {listed(unused)}; set find_unused_parameters: true"
@@ -325,7 +325,7 @@ class DdpReduction(Reduction):
         loss = self.trained.loss
         with waiting(GRADIENTS):
             for parameters in self._reducer.summed():
-                mine = [one for one in parameters if one is not loss.stats_parameter]
+                mine = [parameter for parameter in parameters if parameter is not loss.stats_parameter]
                 if self.trained.aligns:
                     align_gradients(mine)
                 yield mine
@@ -445,13 +445,14 @@ class TreeReducer(Reducer):
         self._world_size = world_size
         self._rank = rank
         self._number = {id(parameter): number for number, parameter in enumerate(sums.parameters)}
-        self._layouts = {id(one): _layout(one) for one in sums.parameters}
+        self._layouts = {id(parameter): _layout(parameter) for parameter in sums.parameters}
         self._nodes: list[list[Node]] = []
         self._plans: dict[int, list[list[Node]]] = {}
         self._last: Node | None = None
         # The sum of two is the same in any order; but below fp32 NCCL may round otherwise, as NVLink SHARP does.
-        self._is_pair = world_size == 2 and all(one.dtype.itemsize >= 4 for one in sums.parameters)
-        # A thread issues these collectives. All ranks must issue those of one group in one order: hence an own group.
+        self._is_pair = world_size == 2 and all(parameter.dtype.itemsize >= 4 for parameter in sums.parameters)
+        # A thread issues these collectives. All ranks must issue the collectives of a group in one order: hence a
+        # group of its own.
         self._group = None if self._is_pair else new_group()
         self._thread = ThreadPoolExecutor(1, "reduce")
 
@@ -526,8 +527,8 @@ class TreeReducer(Reducer):
             # A new thread's current GPU is cuda:0: to come back to it would make a context there, half a gigabyte.
             with torch.cuda.device(flat.device), torch.cuda.stream(stream):
                 stream.wait_event(ready)
-                for one in flats:
-                    one.record_stream(stream)  # so that backward does not reuse their memory before they are sent
+                for sent in flats:
+                    sent.record_stream(stream)  # so that backward does not reuse their memory before they are sent
                 future.set_result(tree_sum(flat, flats, self._nodes, self._root, self._group))
         except Exception as error:  # DDP raises it again where it waits for the bucket
             future.set_exception(error)
@@ -565,9 +566,9 @@ def _nothing(gradient: torch.Tensor) -> torch.Tensor:
 def _set_strides(size: torch.Size, strides: tuple[int, ...], parameter: torch.Tensor) -> None:
     """Give the gradient the strides of its bucket where these differ for dimensions of size 1 alone.
 
-    Those reach no element, so a gradient may have any: oneDNN and cuDNN give that of a depthwise or 1x1 convolution
-    others than its weight has. DDP compares them all, and warns of a cost that there is not. Strides that do differ
-    stay, and so do DDP's warning and where the gradient begins.
+    Strides of such dimensions reach no element, so they may have any value: oneDNN and cuDNN give the gradient of a
+    depthwise or 1x1 convolution other ones than its weight has. DDP compares all strides, and warns of a cost that
+    does not exist. Strides that do differ stay, so that DDP warns of them.
     """
     gradient = parameter.grad
     if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
@@ -584,10 +585,10 @@ PIECE = torch.int16  # of a number; float32 holds each exactly
 
 
 class StatsBucket:
-    """A parameter that DDP treats as one of the model's: its gradient is what `load` was given, in pieces of 16 bits.
+    """A parameter that DDP treats as one of the model's; `load` sets its gradient, in pieces of 16 bits.
 
     `count` numbers, float64, are summed to the bit if each of them is 0 on all workers but one: sums of zeros and a
-    piece are exact. Where nothing is loaded, the gradient is zero: it only has a backward reach DDP.
+    piece are exact. If no numbers were set, the gradient is zero: it only makes a backward reach DDP.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -654,9 +655,9 @@ def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
     if not parameters or group is None or group.size() == 1:
         return
     device = parameters[0].device
-    # Of a sparse gradient the number of its rows.
+    # For a sparse gradient, the number of its rows.
     gradients = [parameter.grad for parameter in parameters]
-    own = [_UNUSED if one is None else one.values().shape[0] if one.is_sparse else _DENSE for one in gradients]
+    own = [_UNUSED if grad is None else grad.values().shape[0] if grad.is_sparse else _DENSE for grad in gradients]
     counts = torch.tensor(own, device=device)
     everybodys = [torch.empty_like(counts) for _ in range(group.size())]
     dist.all_gather(everybodys, counts, group=group)
@@ -681,17 +682,17 @@ def _gathered(parameter: nn.Parameter, counts: Sequence[int]) -> torch.Tensor | 
     if most <= 0:
         return None
     width = parameter.shape[1:]
-    # An all-gather takes tensors of one size: each worker fills its rows up to those of the worker with most.
+    # An all-gather takes tensors of one size: each worker pads its rows to the number of the worker with most.
     rows = torch.zeros(most, dtype=torch.int64, device=parameter.device)
     values = parameter.new_zeros(most, *width)
     if parameter.grad is not None:
         count = parameter.grad.values().shape[0]
         rows[:count] = parameter.grad.indices()[0]
         values[:count] = parameter.grad.values()
-    all_rows, all_values = ([torch.empty_like(one) for _ in counts] for one in (rows, values))
+    all_rows, all_values = ([torch.empty_like(tensor) for _ in counts] for tensor in (rows, values))
     dist.all_gather(all_rows, rows, group=everyone())
     dist.all_gather(all_values, values.detach(), group=everyone())
     kept = [max(0, count) for count in counts]
-    indices = torch.cat([one[:count] for one, count in zip(all_rows, kept, strict=True)])
-    numbers = torch.cat([one[:count] for one, count in zip(all_values, kept, strict=True)])
+    indices = torch.cat([tensor[:count] for tensor, count in zip(all_rows, kept, strict=True)])
+    numbers = torch.cat([tensor[:count] for tensor, count in zip(all_values, kept, strict=True)])
     return torch.sparse_coo_tensor(indices[None], numbers, parameter.shape, check_invariants=False).coalesce()

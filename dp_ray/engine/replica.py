@@ -3,7 +3,7 @@
 Every shard starts from the same state (`engine/forward_state.py`), and from random numbers of its own, whatever has
 run before it on this worker: so no result depends on who runs it. An error names its step and shard.
 
-`Forwards` says what the workers run together: of a model of which each holds a part, every forward.
+`Forwards` says which forwards the workers run together: all of them if each worker holds a part of the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ class DummyBatch(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A batch that a worker runs: that of a shard with rows, or, without one, what other workers wait for."""
+    """A batch that a worker runs: of a shard with rows, or, without a shard, a dummy for which other workers wait."""
 
     shard: Shard | None
     indices: Any  # of its samples
@@ -69,7 +69,7 @@ class Forwards:
         return goes_on
 
     def end(self) -> bool:
-        """End an evaluation or a prediction, and say that it ran to its end: True."""
+        """End an evaluation or a prediction; return True: it ran to its end."""
         return True
 
 
@@ -94,7 +94,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self._seeds = ForwardSeeds(self.seed, self.model, self.device, self.after)
-        self._ran: Shard | None = None  # the last shard, until the state is that of before
+        self._ran: Shard | None = None  # the last shard, until its writes are undone
         self.running_batch: tuple[Any, int] | None = None
 
     def dummies(self, step: int, ran: int) -> list[DummyBatch]:
@@ -116,10 +116,9 @@ class Replica:
     ) -> T:
         """Run a shard's forward, `call(*args)`, in the step's pass of this `number`; return what it returns.
 
-        Its random numbers are those of `seed`, by default of the job's seed, the shard and the pass. What the forward
-        before it has written is undone first, unless `begin` or `leave_state` was called since.
-        Without a shard, as of a round that others wait for, nobody looks at the state. Raises ModelError, which names
-        the shard.
+        Its random numbers come from `seed`, by default from the job's seed, the shard and the pass. First it undoes
+        the writes of the forward before, unless `begin` or `leave_state` was called since. Without a shard, as in a
+        round for which others wait, the state is not watched. Raises ModelError, which names the shard.
         """
         if shard is None:
             return call(*args)
@@ -143,7 +142,7 @@ class Replica:
         self._ran = None
 
     def restore(self) -> None:
-        """Undo what has been written since the state was last restored, or the step begun.
+        """Undo all writes since the state was last restored, or since the step began.
 
         Raises ModelError, which names the shard, for what cannot be undone.
         """

@@ -1,8 +1,8 @@
 """Which tensors of a model's outputs have a row for each sample: tried once in a run, with one row less.
 
-A size does not tell: in a shard of two rows, the hidden state of two layers, `[layers, rows, size]`, looks as if its
+A size is no proof: in a shard of two rows, the hidden state of two layers, `[layers, rows, size]`, looks as if its
 first dimension held the rows, and so do four prototypes in a shard of four. So the first shard with two rows or more
-runs once more without its last row, on a copy of its batch. What follows the rows is one shorter then.
+runs once more without its last row, on a copy of its batch. A tensor with rows is then one shorter.
 
 A worker may have no such shard. Then a list of one text is tried: its first shard of one row runs with the row twice.
 """
@@ -22,7 +22,7 @@ from dp_ray.job.job import Job
 from dp_ray.system.process import patched
 from dp_ray.tensors.flat import as_bytes
 from dp_ray.tensors.scatter import count_of, cut, gather, has_rows
-from dp_ray.tensors.tree import Ragged, TreeSpec, copied, flatten, is_plain, is_texts, nodes, unflatten
+from dp_ray.tensors.tree import Ragged, TreeSpec, all_nodes, copied, flatten, is_plain, is_texts, unflatten
 
 NO_BATCH = "the batch of a shard cannot be cut: not all that is in it are tensors with a row for each sample"
 
@@ -41,7 +41,7 @@ class Less(NamedTuple):
     is_same: bool
 
     def follows(self, rows: int, batch_dim: int) -> bool | None:
-        """Return whether it has its `rows` rows in the dimension for them; None if these sizes do not tell."""
+        """Return whether it has its `rows` rows in the dimension for them; None if the sizes do not show it."""
         if self.size is None or self.less is None:
             return False
         dim = row_dim(self.size, batch_dim)
@@ -52,13 +52,13 @@ class Less(NamedTuple):
         return self.less[dim] == rows - 1
 
     def misfit(self, rows: int, batch_dim: int, leave_out: str) -> str:
-        """Say of one that does not follow the rows how long it was, and what to write; `leave_out` is one way."""
+        """Describe an output that does not follow the rows, and how to change it; `leave_out` is one way."""
         assert self.size is not None and self.less is not None
         dim = row_dim(self.size, batch_dim)
         there = [
             at
-            for at, (one, less) in enumerate(zip(self.size, self.less, strict=False))
-            if (one, less) == (rows, rows - 1)
+            for at, (full, less) in enumerate(zip(self.size, self.less, strict=False))
+            if (full, less) == (rows, rows - 1)
         ]
         says = f"has the size {list(self.size)} with {rows} rows, and {list(self.less)} with {rows - 1}"
         if not there:
@@ -75,8 +75,8 @@ Tried = Mapping[str, Less] | str  # by path; or why a shard could not be tried
 class RowTrial:
     """The trial of a run, on one worker.
 
-    `cannot` says why this worker may not run a shard by itself; "" if it may. `note` takes a line for the user if
-    there is no trial, and so sizes alone count.
+    `cannot` says why this worker may not run a shard by itself; "" if it may. `note` gets a line for the user if
+    there is no trial, so that sizes alone decide.
     """
 
     running = False  # whether a trial runs in this process: what measures forwards leaves it out
@@ -102,13 +102,13 @@ class RowTrial:
         if self._cannot or not _can_be_cut(self._job, batch, rows):
             return None
         if rows == 1:
-            return gather([_with_texts(batch, 1, lambda one: [*one, *one])] * 2, dim=self._job.batch_dim)
-        return copied(cut(_with_texts(batch, rows, lambda one: one[:-1]), 0, rows - 1, self._job.batch_dim))
+            return gather([_with_texts(batch, 1, lambda texts: [*texts, *texts])] * 2, dim=self._job.batch_dim)
+        return copied(cut(_with_texts(batch, rows, lambda texts: texts[:-1]), 0, rows - 1, self._job.batch_dim))
 
     def run(self, forward: Callable[[Any], Any], less: Any | None, outputs: Any, rows: int) -> Tried:
         """Run `forward` on a batch of one row `less`, and compare what it returns with the `outputs` of all `rows`.
 
-        It leaves no graph, and no random number drawn. An error of it only says why there is no trial.
+        It leaves no graph, and no random number drawn. If it raises, the error is the reason why there is no trial.
         """
         if less is None:
             return self._cannot or NO_BATCH
@@ -124,7 +124,7 @@ class RowTrial:
             return error_text(f"with {what}, the model", _first_cause(error)).splitlines()[0]
 
     def end(self, tried: Tried) -> None:
-        """Take in what a trial has shown: there is no other one."""
+        """Keep the result of a trial; no other one runs."""
         self.is_open = False
         self._tried = tried
         if isinstance(tried, str):
@@ -134,12 +134,12 @@ class RowTrial:
             )
 
     def end_single(self, tried: Tried) -> None:
-        """Take in what a shard of one row has shown: no other one is tried, but one of more rows is."""
+        """Keep the result of a shard of one row: no other one is tried, but a shard of more rows is."""
         self._is_single_due = False
         self._tried = tried
 
     def is_column(self, path: str, length: int, rows: int) -> bool:
-        """Return whether a list of texts has one for each row of a shard; if nothing was tried, its length tells.
+        """Return whether a list of texts has one for each row of a shard: by the trial, or else by its length.
 
         Raises ModelError if it had one for each in the shard of the trial, and has not here.
         """
@@ -161,33 +161,33 @@ def row_dim(size: Sequence[int], batch_dim: int) -> int | None:
 
 
 def _can_be_cut(job: Job, batch: Any, rows: int) -> bool:
-    """Return whether a batch without its last row is what a shard of fewer rows would have been.
+    """Return whether a batch without its last row is the same as a shard of one row less.
 
-    An object in it, or a number that is that of the rows, would stay as it is.
+    It is not if the batch holds an object, or a number equal to that of the rows: they would not change.
     """
-    found = [node for _, node in nodes(flatten(batch)[1])]
+    found = [node for _, node in all_nodes(flatten(batch)[1])]
     if not all(is_plain(node.value) and node.value != rows for node in found if node.kind == "constant"):
         return False
-    if job.collate is None:  # torch's makes columns of all but texts, of which a list has one for each row
-        texts = [one for one in flatten(batch, is_whole=is_texts)[0] if is_texts(one)]
-        are_cut = all(len(one) == rows for one in texts)
+    if job.collate is None:  # torch's collate makes tensors of all but texts, which are lists with one for each row
+        texts = [part for part in flatten(batch, is_whole=is_texts)[0] if is_texts(part)]
+        are_cut = all(len(text) == rows for text in texts)
         return are_cut and (count_of(batch, job.batch_dim) == rows or (bool(texts) and not flatten(batch)[0]))
     is_pair = job.step is None and isinstance(batch, tuple | list) and len(batch) == 2 and job.task != "predict"
-    return all(has_rows(one, rows, job.batch_dim) for one in (batch if is_pair else [batch]))
+    return all(has_rows(part, rows, job.batch_dim) for part in (batch if is_pair else [batch]))
 
 
 def _with_texts(batch: Any, rows: int, change: Callable[[Any], Any]) -> Any:
     """Return a batch in which lists with a text for each row, of torch's collate, are changed."""
     parts, spec = flatten(batch, is_whole=is_texts)
-    return unflatten(spec, [change(one) if is_texts(one) and len(one) == rows else one for one in parts])
+    return unflatten(spec, [change(part) if is_texts(part) and len(part) == rows else part for part in parts])
 
 
 def _compared(outputs: Any, less: Any) -> dict[str, Less]:
     (leaves, spec), (others, other_spec) = flatten(outputs), flatten(less)
     here, there = dict(zip(spec.paths, leaves, strict=True)), dict(zip(other_spec.paths, others, strict=True))
     found = {
-        path: Less(_size_of(one), _size_of(there[path]), _is_same(one, there[path]))
-        for path, one in here.items()
+        path: Less(_size_of(part), _size_of(there[path]), _is_same(part, there[path]))
+        for path, part in here.items()
         if path in there
     }
     constants = constants_of(other_spec)
@@ -201,30 +201,30 @@ def _size_of(leaf: Any) -> Size:
     return (len(leaf.shapes),) if isinstance(leaf, Ragged) else tuple(leaf.shape)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Ragged) or isinstance(other, Ragged) or _size_of(one) != _size_of(other):
+def _is_same(here: Any, there: Any) -> bool:
+    if isinstance(here, Ragged) or isinstance(there, Ragged) or _size_of(here) != _size_of(there):
         return False
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return type(one) is type(other) and one.dtype == other.dtype and bool(one.tobytes() == other.tobytes())
-    if one.dtype is not other.dtype:
+    if isinstance(here, np.ndarray) or isinstance(there, np.ndarray):
+        return type(here) is type(there) and here.dtype == there.dtype and bool(here.tobytes() == there.tobytes())
+    if here.dtype is not there.dtype:
         return False
-    is_dense = all(each.layout is torch.strided and not each.is_quantized for each in (one, other))
-    return is_dense and torch.equal(as_bytes(one), as_bytes(other))
+    is_dense = all(each.layout is torch.strided and not each.is_quantized for each in (here, there))
+    return is_dense and torch.equal(as_bytes(here), as_bytes(there))
 
 
 def constants_of(spec: TreeSpec) -> dict[str, Any]:
-    """Return what is no tensor in outputs, by path: numbers, texts, None and objects."""
-    return {".".join(map(str, keys)): node.value for keys, node in nodes(spec) if node.kind == "constant"}
+    """Return the values in outputs that are no tensors, by path: numbers, texts, None and objects."""
+    return {".".join(map(str, keys)): node.value for keys, node in all_nodes(spec) if node.kind == "constant"}
 
 
-def is_same_constant(one: Any, other: Any) -> bool:
+def is_same_constant(here: Any, there: Any) -> bool:
     """Return whether two constants are the same to the bit; of objects, whether they are equal."""
-    if one is other:
+    if here is there:
         return True
-    if is_plain(one) and is_plain(other):
-        return repr(one) == repr(other)
+    if is_plain(here) and is_plain(there):
+        return repr(here) == repr(there)
     try:
-        return bool(one == other)
+        return bool(here == there)
     except Exception:  # the == of a user's object may raise anything
         return False
 

@@ -1,10 +1,9 @@
 """Run one shard through the model: its outputs, its loss and its metrics. Begin at `build_step` and `Metrics`.
 
-The loss contract: each shard gives a sum and a weight; the whole batch's loss is sum of sums / sum of weights.
-A sum of weight 0 counts as nothing, whatever it is: a mean over no labels, times 0, is NaN (`UsersPair`).
-A loss, and each metric, returns one number for each row (or element), each of weight 1; or `(sum, weight)`.
-One number for each class, or for each pair of rows, is an error, also where its size is that of one number for each
-row: `Metrics` finds out by a trial.
+The loss contract: each shard gives a sum and a weight; the whole batch's loss is sum of sums / sum of weights. A sum
+of weight 0 counts as nothing, whatever it is: a mean over no labels, times 0, is NaN (`UsersPair`). A loss, and each
+metric, returns one number for each row (or element), each of weight 1; or `(sum, weight)`. One number for each class,
+or for each pair of rows, is an error. If its size does not show it, a trial call of `Metrics` does.
 """
 
 import copy
@@ -24,7 +23,7 @@ from dp_ray.engine.beside import modules_in
 from dp_ray.engine.buffers import on_copies
 from dp_ray.engine.devices import mixed_devices
 from dp_ray.engine.host_copy import ON_GPU
-from dp_ray.engine.items import kind_of
+from dp_ray.engine.items import class_of
 from dp_ray.engine.model import are_texts, call_model, is_unpacked
 from dp_ray.engine.out_of_memory import batch_hint
 from dp_ray.engine.random import preserved
@@ -227,7 +226,7 @@ class Metrics:
     def __init__(self, functions: Mapping[str, Compare], batch_dim: int = 0) -> None:
         self.functions = dict(functions)
         self._batch_dim = batch_dim
-        self._tried: set[str] = set()  # what a trial has counted the numbers of
+        self._tried: set[str] = set()  # the measures whose numbers a trial has counted
         self._of_rows: set[Any] = set()  # the sizes of values, outputs and targets that are known to be of rows
 
     def names(self, has_loss: bool) -> list[str]:
@@ -260,7 +259,7 @@ class Metrics:
         return measured
 
     def _check_rows(self, what: str, function: Compare, value: Any, step_output: StepOutput, rows: int) -> None:
-        """Raise ModelError if a value is not of single rows; where its size may deceive, a trial tells, once."""
+        """Raise ModelError if a value is not of single rows; if its size does not show it, a trial does, once."""
         if what in self._tried:
             return
         outputs, target = step_output.outputs, step_output.target
@@ -315,7 +314,7 @@ def _may_not_be_of_rows(value: Any, rows: int, outputs: Any, target: Any, batch_
 
 @torch.no_grad()
 def _count_numbers(function: Compare, outputs: Any, target: Any, batch_dim: int) -> tuple[int, int] | None:
-    """Count the numbers that a function returns for one row and for two; as many are one for each class, say.
+    """Count the numbers that a function returns for one row and for two.
 
     A copy of the function is called with the first row, and with that row twice. None if such a call raises, or
     returns no tensor.
@@ -402,7 +401,7 @@ def row_of(measured: list[Weighted], device: torch.device) -> Row:
         return numbers
     read: list[float] = []
     for number in numbers:
-        # Only what is on the CPU is read at once: a GPU would be waited for, and a fake tensor has no number.
+        # Read only numbers on the CPU: a read would wait for a GPU, and a fake tensor has no number.
         if type(number) is torch.Tensor and number.is_cpu:
             read.append(number.item())
         elif isinstance(number, torch.Tensor):
@@ -443,7 +442,7 @@ def _step_hint(job: Job, inputs: Any, outputs: Any, error: BaseException) -> str
     """Return a step for a model that gave a mapping to a loss that takes none; else empty."""
     if not isinstance(outputs, Mapping) or type(outputs).__name__ not in str(error):
         return ""
-    tensors = [key for key, one in outputs.items() if isinstance(one, torch.Tensor) and one.ndim]
+    tensors = [key for key, output in outputs.items() if isinstance(output, torch.Tensor) and output.ndim]
     loss, n = _in_words(job.loss)
     if not tensors or not loss:
         return ""
@@ -465,7 +464,7 @@ def _in_words(loss: Any) -> tuple[str, str]:
     named = resolve("loss", loss) if isinstance(loss, Target) else loss
     kind = type(named) if isinstance(named, nn.Module) else named
     name = getattr(kind, "__qualname__", "loss")
-    given = [f"{one}={value!r}" for one, value in args.items() if (one, value) != ("reduction", "none")]
+    given = [f"{name}={value!r}" for name, value in args.items() if (name, value) != ("reduction", "none")]
     is_torchs = getattr(kind, "__module__", "").startswith("torch.nn.")
     if is_torchs:
         name = f"torch.nn.{name}" if inspect.isclass(kind) else f"torch.nn.functional.{name}"
@@ -524,7 +523,7 @@ class ModelInputs:
 
     def _described(self, batch: Any) -> str:
         origin = "" if self._job.collate is None else " after the collate"
-        return f"a {kind_of(batch)}{origin}"
+        return f"a {class_of(batch)}{origin}"
 
 
 class PredictInputs(ModelInputs):
@@ -571,22 +570,22 @@ def _num_positional(model: nn.Module) -> tuple[int, float]:
     """Return how many positional arguments the model's forward takes, at least and at most; 0 and inf if unknown."""
     if isinstance(model, torch.jit.ScriptModule):
         forward: Any = model.forward
-        arguments = [one for one in forward.schema.arguments[1:] if not one.kwarg_only]
-        return sum(not one.has_default_value() for one in arguments), len(arguments)
+        arguments = [argument for argument in forward.schema.arguments[1:] if not argument.kwarg_only]
+        return sum(not argument.has_default_value() for argument in arguments), len(arguments)
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):  # a C function may have no signature
         return 0, float("inf")
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    return sum(one.default is one.empty for one in positional), float("inf") if takes_any else len(positional)
+    positional = [param for param in parameters if param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(param.kind is param.VAR_POSITIONAL for param in parameters)
+    return sum(param.default is param.empty for param in positional), float("inf") if takes_any else len(positional)
 
 
 def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:
     """Return the job's loss as a function of (outputs, target); torch's own losses are built unreduced.
 
-    One that is over the batch is built as it is. Raises JobError if it cannot be called, has parameters to train, or
-    asks for a reduction that has no mean over the whole global batch.
+    A loss over the batch is built as it is. Raises JobError if it cannot be called, has parameters to train, or asks
+    for a reduction that has no mean over the whole global batch.
     """
     sees_all = is_over_batch(spec)
     if sees_all:
@@ -659,7 +658,7 @@ def _unreduced(loss: Any, batch_dim: int) -> Any:
         )
     unreduced = copy.copy(loss)
     unreduced.reduction = "none"
-    unreduced._buffers = {name: one if one is None else _as_weights(one) for name, one in loss._buffers.items()}
+    unreduced._buffers = {key: value if value is None else _as_weights(value) for key, value in loss._buffers.items()}
     return functools.partial(_per_row, unreduced, batch_dim) if loss.reduction == "batchmean" else unreduced
 
 
@@ -687,14 +686,14 @@ def _of_classes(
     """Compute cross entropy whose mean is torch's: divided by the classes' weights, without the ignored targets."""
     losses: torch.Tensor = loss(outputs, target)
     if target.is_floating_point() or losses.shape != target.shape:
-        return losses  # probabilities: each row counts 1; or what a class derived from torch's has made of the losses
+        return losses  # probabilities: each row counts 1; or losses that a derived class has changed
     kept = target != loss.ignore_index
     if loss.weight is None:
         return Weighted(total_of(losses), kept.sum())
     return Weighted(total_of(losses), total_of(loss.weight[target.where(kept, torch.zeros_like(target))] * kept))
 
 
-class Apart(NamedTuple):
+class SplitLosses(NamedTuple):
     """The loss of a shard's first row and of its others, each given to the loss apart, and of all rows together."""
 
     first: float
@@ -705,15 +704,15 @@ class Apart(NamedTuple):
 @torch.no_grad()
 def of_neighbours(
     compare: Compare, value: Any, seen: tuple[Any, Any], rows: int, batch_dim: int, is_exact: bool
-) -> Apart | None:
+) -> SplitLosses | None:
     """Return the loss of parts of a shard, if the losses of rows depend on the other rows; None if not, or unknown.
 
-    `value` is what the loss gave for the outputs and target `seen`. A loss of single rows has a sum that is that of
-    its parts, up to rounding, which is small if `is_exact`. A copy of the loss is called, without gradients: twice,
-    and once more if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
+    `value` is the loss of the outputs and target `seen`. The sum of a loss of single rows is the sum of its parts, up
+    to rounding, which is small if `is_exact`. A copy of the loss is called, without gradients: twice, and once more
+    if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
     """
     try:
-        if rows < 2 or is_torchs(compare) or any(may_have_lists_of_rows(one, rows) for one in seen):
+        if rows < 2 or is_torchs(compare) or any(may_have_lists_of_rows(batch, rows) for batch in seen):
             return None
         if num_rows(seen, batch_dim) != rows:
             return None
@@ -722,25 +721,25 @@ def of_neighbours(
 
         def loss_of(start: int, stop: int) -> float:
             # The copies share the loss's parameters, which may be those of a large model.
-            shared = {id(one): one for module in beside.values() for one in module.parameters()}
+            shared = {id(parameter): parameter for module in beside.values() for parameter in module.parameters()}
             trial: Compare = copy.deepcopy(compare, dict[int, Any](shared))
             return _sum_and_size(trial(*copied(cut(seen, start, stop, batch_dim))), stop - start)[0]
 
         with preserved(_device_of(seen)), on_copies(beside):
             first, others = loss_of(0, 1), loss_of(1, rows)
             room = size * (1e-5 if is_exact and isinstance(value, torch.Tensor) else 1e-4 if is_exact else 5e-3)
-            if not abs(together - first - others) > room:  # also where one is no number
+            if not abs(together - first - others) > room:  # also if one is NaN
                 return None
             same = abs(loss_of(0, rows) - together) <= room
     except Exception:  # a user's loss may take no single row, or the device has no memory for another call
         return None
-    return Apart(first, others, together) if same and math.isfinite(first + others + together) else None
+    return SplitLosses(first, others, together) if same and math.isfinite(first + others + together) else None
 
 
 def is_torchs(compare: Compare) -> bool:
-    """Return whether a loss is one of torch's own classes, whose losses are those of single rows."""
+    """Return whether a loss is one of torch's own classes: they give losses of single rows."""
     while isinstance(compare, functools.partial):
-        inner = [one for one in (compare.func, *compare.args) if isinstance(one, nn.Module)]
+        inner = [module for module in (compare.func, *compare.args) if isinstance(module, nn.Module)]
         compare = inner[0] if inner else compare.func
     return (type(compare) if isinstance(compare, nn.Module) else compare).__module__.startswith("torch.nn.")
 

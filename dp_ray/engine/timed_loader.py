@@ -1,6 +1,6 @@
 """A DataLoader whose reads are timed, and whose processes begin and end as a run needs them.
 
-`StepTimes` says how long a worker's steps wait for data, and how long reading the data takes.
+`StepTimes` measures how long a worker's steps wait for data, and how long reading the data takes.
 """
 
 import multiprocessing
@@ -46,7 +46,7 @@ class StepTimes:
         self._began = time.perf_counter()
 
     def begin(self) -> None:
-        """Begin the loop and its first step now: what was set up before counts nowhere."""
+        """Begin the loop and its first step now: the time before counts nowhere."""
         self._began = time.perf_counter()
         self.clock.restart()
 
@@ -76,7 +76,7 @@ class TimedLoader(Iterator[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], times: StepTimes, at_end: Callable[[], None] | None = None) -> None:
-        self._batches = started(loader)
+        self._batches = started_loader(loader)
         self._watch = Watch(self._batches) if isinstance(self._batches, _MultiProcessingDataLoaderIter) else None
         self._times = times
         self._at_end = at_end
@@ -105,8 +105,8 @@ class TimedLoader(Iterator[Any]):
         return batch
 
 
-END_SECONDS = 1.0  # how long a process may take to end by itself, once nobody needs what it reads
-LOOK_SECONDS = 5.0  # after which a process is looked at: one of its own that lives on may hide its end
+END_SECONDS = 1.0  # how long a process may take to end by itself, once its data is not needed
+LOOK_SECONDS = 5.0  # after which a process is checked: a child of it that lives on may hide its end
 
 
 class _EndOfFile:
@@ -119,9 +119,9 @@ class _EndOfFile:
 class Watch:
     """A thread that waits for the end of a loader's processes; use `end` to end them.
 
-    Should one end in the midst of its work, all end, and what waits for them reads the end of a file: also in the
-    midst of a batch, of which the rest never comes, or for a lock that the process held. So it is told where the next
-    batch is awaited, in any thread. The handler of a signal, as torch's, raises wherever the main thread is.
+    If one ends in the midst of its work, all end, and a reader that waits for them reads the end of a file: also in
+    the midst of a batch, or for a lock that the process held. So the error is raised where the next batch is awaited,
+    in any thread. The handler of a signal, as torch's, raises wherever the main thread is.
     """
 
     def __init__(self, batches: _MultiProcessingDataLoaderIter) -> None:
@@ -132,7 +132,7 @@ class Watch:
         if batches._pin_memory:  # its thread may take a batch from a process that is killed meanwhile
             thread: Any = batches._pin_memory_thread
             tells, ends = thread._invoke_excepthook, EOFError | OSError
-            thread._invoke_excepthook = lambda one: None if isinstance(sys.exc_info()[1], ends) else tells(one)
+            thread._invoke_excepthook = lambda args: None if isinstance(sys.exc_info()[1], ends) else tells(args)
         self._thread = threading.Thread(target=self._wait, name="end of the loader's processes", daemon=True)
         self._thread.start()
 
@@ -141,18 +141,18 @@ class Watch:
         return self._ended if self._has_ended.wait(seconds) else None
 
     def _wait(self) -> None:
-        sentinels = [one.sentinel for one in self._processes]
+        sentinels = [process.sentinel for process in self._processes]
         while True:
             connection.wait(sentinels, LOOK_SECONDS)
             if self._batches._shutdown:  # by `end`, or by torch after the last batch
                 return
-            if ended := [one for one in self._processes if one.exitcode is not None]:
+            if ended := [process for process in self._processes if process.exitcode is not None]:
                 break
         self._ended = ended[0]
-        for one in self._processes:
-            one.kill()
-        for one in self._processes:
-            one.join()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
         self._has_ended.set()
         batches: Any = self._batches
         if batches._pin_memory:  # its thread reads the pipe then, and hands on
@@ -172,12 +172,12 @@ class Watch:
             for queue in batches._index_queues:
                 queue.cancel_join_thread()
                 queue.close()
-        with if_longer(END_SECONDS, lambda: [one.terminate() for one in self._processes]):
+        with if_longer(END_SECONDS, lambda: [process.terminate() for process in self._processes]):
             batches._shutdown_workers()
         self._thread.join(END_SECONDS)
 
 
-def started(loader: DataLoader[Any]) -> Iterator[Any]:
+def started_loader(loader: DataLoader[Any]) -> Iterator[Any]:
     """Start the loader, and return its batches; its processes hold signals back until `begin_process`.
 
     They find the modules of the job where this process found them: one that is not forked gets a copy of sys.path.
@@ -204,8 +204,8 @@ _STARTING = threading.Lock()
 def _unknown_to_torchs_handler() -> Iterator[None]:
     """Within the block, torch sets no handler for SIGCHLD, and one that is there gets to know no process.
 
-    It raises in the main thread, wherever that is: in the user's code, or while Python starts a thread. If somebody
-    else starts a DataLoader meanwhile, torch finds its ended processes where it looks at them every 5 s.
+    It raises in the main thread, wherever that is: in the user's code, or while Python starts a thread. If other code
+    starts a DataLoader meanwhile, torch finds its ended processes by its check every 5 s.
     """
     know = _handling._set_worker_pids
     with (
@@ -240,7 +240,7 @@ def begin_process(process: int) -> None:
 
 
 def _send_instead(queue: Any, error: Exception, put: Any) -> None:
-    """Send, from a loader's process, an error in place of a batch that cannot be sent, for which the worker waits.
+    """Send, from a loader's process, an error in place of a batch that cannot be sent: the worker waits for it.
 
     A thread of the queue pickles the batch and shares its tensors' memory. Python only has it print the error.
     """
@@ -254,5 +254,5 @@ def _send_instead(queue: Any, error: Exception, put: Any) -> None:
 
 def share_of_wait(times: list[dict[str, float]]) -> float | None:
     """Return the share of the workers' loops spent waiting for data; None if no worker reported its times."""
-    whole = sum(one["loop_seconds"] for one in times)
-    return round(sum(one["data_wait_seconds"] for one in times) / whole, 4) if whole else None
+    whole = sum(row["loop_seconds"] for row in times)
+    return round(sum(row["data_wait_seconds"] for row in times) / whole, 4) if whole else None

@@ -31,7 +31,7 @@ from dp_ray.engine.step import Metrics, OnShard, Step
 from dp_ray.engine.tree_sum import sparse_parameters
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.user_code import location, raise_as, reraise_as
-from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, Stats
+from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, StepSums
 from dp_ray.engine.weights import make_room, synchronise
 from dp_ray.engine.whole_batch import shard_loss
 from dp_ray.engine.world import everyone, is_gpu
@@ -95,7 +95,7 @@ class Trainer:
         self.state = ForwardState(model, job.compile, placement.blocks, loss.beside, must_align(job, world.device))
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.state, self._clock, ahead)
         self.measure_names = list(measures.functions)
-        self._stats = Stats(split.shards, 1 + len(self.measure_names), world)
+        self._stats = StepSums(split.shards, 1 + len(self.measure_names), world)
         self._may_lose_rows = job.may_lose_rows
         self._is_over_batch = job.loss_over_batch
         self._is_on_gpu = is_gpu(world.device)
@@ -103,7 +103,7 @@ class Trainer:
         self._seeds_update = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
 
     def step(self, step: int, steps: Iterator[LoadedStep], on_shard: OnShard, wants_stop: bool = False) -> Update:
-        """Train on the global batch of `step`, of which `steps` gives this worker's shards; every rank calls this.
+        """Train on the global batch of `step`; `steps` yields this worker's shards of it. Every rank calls this.
 
         `on_shard` gets each shard with its batch and output. `wants_stop` asks all workers to stop. Raises
         ModelError, which names step and shard, for user errors.
@@ -126,9 +126,9 @@ class Trainer:
             raise_advised(error, self._job, f"step {step}", size, self._shards_that_fit)
 
     def _update(self, loaded: LoadedStep, sums: torch.Tensor) -> Update:
-        """Update the parameters from their gradients, which are the same on all workers, and so are all decisions."""
+        """Update the parameters from their gradients; these, and so all decisions, are the same on all workers."""
         split, step, rate = self._split, loaded.step, self.optimizer_step.learning_rate
-        # What runs until the next read may draw: the same numbers on all workers.
+        # User code up to the next read may draw: the same random numbers on all workers.
         if self._seeds_update or self.optimizer_step.hooks.hooked:
             seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self.placement.world.device)
         known: Any = sums if self._is_on_gpu else sums.tolist()  # without waiting for a GPU
@@ -143,7 +143,7 @@ class Trainer:
         if is_empty:
             norm = self.optimizer_step.skip()
         else:
-            # A loss over the batch is divided by no rows: its gradient is that of the whole.
+            # A loss over the batch is not divided by rows: its gradient is the whole batch's.
             rows = whole.stop - whole.start
             norm = self.optimizer_step.apply(rows if self._is_over_batch else known[1], rows, step)
         # An update that fp16 skipped is none: the average takes in no weights twice.
@@ -158,14 +158,14 @@ class Trainer:
         return ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
 
     def _shards_that_fit(self) -> int | None:
-        """Estimate, after an out-of-memory error, the fewest shards that fit; None where there is no estimate."""
+        """Estimate, after an out-of-memory error, the fewest shards that fit; None if there is no estimate."""
         world, running = self.placement.world, self.gradient.replica.running_batch
         is_on_one_gpu = world.device.type == "cuda" and len(world.devices) == 1
         if self.placement.is_sharded or running is None or not is_on_one_gpu:
             return None
         from dp_ray.engine.memory import shards_that_fit  # its imports take a second
 
-        # What torch keeps for itself is this worker's to use too.
+        # This worker can use the memory that torch has reserved, too.
         room = int(torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device))
         return shards_that_fit(self._job, self._split, world.world_size, *running, room)
 
@@ -199,7 +199,7 @@ class Trainer:
         self.state.load(written)
 
     def _parts(self) -> dict[str, Any]:
-        """Return what has a state, by its key in a checkpoint; the model comes first, since the average needs it."""
+        """Return the objects with a state, by their keys in a checkpoint; the model first: the average needs it."""
         average = {} if self.average is None else {"ema": self.average}
         return {"model": self.model, **self.optimizer_step.parts, **average}
 
@@ -220,10 +220,10 @@ class Pass:
     """Forward and backward over the shards of a step: the unit in which gradients are summed over the workers.
 
     After it, the gradients are those of the summed loss of the whole batch, divided by the batch's rows, on every
-    worker. A step may have several passes, as of a GAN, each with a loss and an update of its own; a pass that `adds`
-    leaves the sums of earlier passes in the gradients, and they are not summed again.
+    worker. A step may have several passes, as of a GAN, each with a loss and an update of its own; with `adds`, a
+    pass adds its gradients to those of earlier passes, and only its own are exchanged.
 
-    The reduction is built in the first step, whose batches tell what DDP must expect.
+    The reduction is built in the first step: its batches show what DDP must expect.
     """
 
     placement: Placement
@@ -250,7 +250,12 @@ class Pass:
         self.flops: Flops | None = None  # of a row, on rank 0, from the first step on, if the job asks for them
 
     def run(
-        self, loaded: LoadedStep, stats: Stats, on_shard: OnShard | None = None, adds: bool = False, number: int = 0
+        self,
+        loaded: LoadedStep,
+        stats: StepSums,
+        on_shard: OnShard | None = None,
+        adds: bool = False,
+        number: int = 0,
     ) -> None:
         """Run a step's shards forward and backward; return when gradients and `stats` are summed over the workers.
 
@@ -266,7 +271,8 @@ class Pass:
         loaded, has_run = self.loss.prepare(replica, loaded, self.optimizer_step.seed, number, is_built)
         reduction, loaded = (self._reduction, loaded) if self._reduction is not None else self._built(loaded, stats)
         # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
-        # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Of most losses the weight is the rows.
+        # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Most losses have the rows as their
+        # weight.
         whole = loaded.whole.stop - loaded.whole.start
         filled = [shard.shard for shard in loaded.shards if shard.rows]
         reduction.begin(loaded.step, filled, num_filled(whole, self.split.shards))
@@ -278,17 +284,17 @@ class Pass:
         if len(filled) < len(loaded.shards) and loaded.lacks_shard_0:
             self.state.keep()  # without shard 0, the step leaves the state as it is
         left = len(filled) + len(dummies)
-        for one in replica.rounds(loaded, dummies):
+        for turn in replica.rounds(loaded, dummies):
             left -= 1
             # Around the forward too: there DDP decides whether the backward exchanges gradients, as a worker's last.
-            with reduction.shard(None if one.shard is None else one.shard.shard, not left):
+            with reduction.shard(None if turn.shard is None else turn.shard.shard, not left):
                 clock.enter(Part.FORWARD)
-                loss = self._forward(reduction, one, stats, number)
-                if one.shard is not None and on_shard is not None:
-                    on_shard(one.shard, one.batch, self.loss.result.step_output)
+                loss = self._forward(reduction, turn, stats, number)
+                if turn.shard is not None and on_shard is not None:
+                    on_shard(turn.shard, turn.batch, self.loss.result.step_output)
                 clock.enter(Part.BACKWARD)
                 seed = self.optimizer_step.seed(loss, whole)
-                self._backward(reduction, one, loss, seed, None if left else stats.numbers, loaded.step)
+                self._backward(reduction, turn, loss, seed, None if left else stats.numbers, loaded.step)
             del loss  # and its graph, before the next batch is read
         replica.running_batch = None
         for parameters in reduction.summed(stats.numbers):
@@ -300,28 +306,28 @@ class Pass:
         if earlier is not None:
             self._add(earlier)
 
-    def _forward(self, reduction: Reduction, one: Round, stats: Stats, number: int) -> torch.Tensor:
+    def _forward(self, reduction: Reduction, turn: Round, stats: StepSums, number: int) -> torch.Tensor:
         """Return the sum of a shard's losses, and take its sums and weights in.
 
-        Of a round without a shard, return a zero that reaches what the others wait for.
+        In a round without a shard, return a zero whose backward reaches the parameters for which others wait.
         """
-        shard, replica = one.shard, self.replica
+        shard, replica = turn.shard, self.replica
         if shard is None:
-            zero = replica.run(None, reduction.called, one.batch, one.rows)
-            return zero * 0.0 if one.rows else zero
-        replica.running_batch = one.batch, one.rows
-        loss = replica.run(shard, reduction.called, one.batch, one.rows, shard.shard, number=number)
+            zero = replica.run(None, reduction.called, turn.batch, turn.rows)
+            return zero * 0.0 if turn.rows else zero
+        replica.running_batch = turn.batch, turn.rows
+        loss = replica.run(shard, reduction.called, turn.batch, turn.rows, shard.shard, number=number)
         row = self.loss.result.row
         assert row is not None
         stats.put(shard.shard, row)
         if shard.shard == 0:
-            self.state.keep()  # every worker goes on from what shard 0 has written
+            self.state.keep()  # every worker goes on from the writes of shard 0
         return loss
 
     def _backward(
         self,
         reduction: Reduction,
-        one: Round,
+        turn: Round,
         loss: torch.Tensor,
         seed: torch.Tensor,
         stats: torch.Tensor | None,
@@ -335,22 +341,22 @@ class Pass:
             partial(loss.backward, seed) if stats is None else partial(reduction.last_backward, loss, seed, stats)
         )
         try:
-            if one.rows and self.loss.result.is_nothing:  # of weight 0: 0 times its gradient may be NaN
+            if turn.rows and self.loss.result.is_nothing:  # of weight 0: 0 times its gradient may be NaN
                 with reduction.adding_nothing():
                     backward()
             else:
                 backward()
         except (Exception, SystemExit) as error:
-            where = f"step {step}" if one.shard is None else location(one.shard)
-            hint = "" if one.shard is None else batch_hint(error, one.batch)
+            where = f"step {step}" if turn.shard is None else location(turn.shard)
+            hint = "" if turn.shard is None else batch_hint(error, turn.batch)
             raise_as(error, f"{where}: backward", lambda _: hint)
 
     def _set_apart(self) -> list[torch.Tensor | None]:
         """Take the sums of earlier passes out of the gradients; this pass's may be in the same memory."""
         parameters = self._trained.parameters.values()
-        earlier = [None if one.grad is None else one.grad.clone() for one in parameters]
-        for one in parameters:
-            one.grad = None
+        earlier = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
         return earlier
 
     def _add(self, earlier: list[torch.Tensor | None]) -> None:
@@ -358,7 +364,7 @@ class Pass:
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
-    def _built(self, loaded: LoadedStep, stats: Stats) -> tuple[Reduction, LoadedStep]:
+    def _built(self, loaded: LoadedStep, stats: StepSums) -> tuple[Reduction, LoadedStep]:
         """Build the job's reduction; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
         job, trained, loaded_shards = self.placement.job, self._trained, iter(loaded.loaded)
         first = [next(loaded_shards) for _ in loaded.shards[:1]]
@@ -368,7 +374,7 @@ class Pass:
                 self.flops = counted_flops(run, first[0].shard.rows, job, self._world.device)
         unused = job.find_unused_parameters
         if not self.placement.is_sharded and self._world.world_size > 1:
-            types = {one.device.type for one in trained.parameters.values()}
+            types = {parameter.device.type for parameter in trained.parameters.values()}
             if len(types) > 1:
                 raise JobError(
                     f"devices: must be of one type if there are several workers, got {' and '.join(sorted(types))}"
@@ -381,14 +387,14 @@ class Pass:
     def _leave_unused(self, first: Sequence[LoadedShard]) -> bool:
         """Return whether any worker's first shard leaves a parameter without a gradient, by a trial."""
         unused, trained = torch.zeros(1, device=self._world.device), self._trained
-        sparse = {id(one) for one in trained.sparse}
+        sparse = {id(parameter) for parameter in trained.sparse}
         with self._trial(), for_trial(trained.loss, trained.sparse, self.placement.job.compile) as called:
-            for one in first:
-                if not one.shard.rows:
+            for loaded in first:
+                if not loaded.shard.rows:
                     unused += 1  # it cannot show that all parameters are used
                     continue
-                self._try(called, one)
-                unused += any(one.grad is None for one in trained.parameters.values() if id(one) not in sparse)
+                self._try(called, loaded)
+                unused += any(param.grad is None for param in trained.parameters.values() if id(param) not in sparse)
         with waiting("the other workers' first shards"):
             dist.all_reduce(unused, dist.ReduceOp.MAX, group=everyone())
             return bool(unused.item())
@@ -401,12 +407,12 @@ class Pass:
         self.replica.restore()
         self.optimizer_step.drop_gradients()
 
-    def _try(self, called: Callable[..., torch.Tensor], one: LoadedShard) -> None:
+    def _try(self, called: Callable[..., torch.Tensor], loaded: LoadedShard) -> None:
         """Run forward and backward of a shard, with a copy of the batch: a model may write it."""
-        shard = one.shard
-        loss = self.replica.run(shard, called, copied(one.batch), shard.rows, shard.shard)
+        shard = loaded.shard
+        loss = self.replica.run(shard, called, copied(loaded.batch), shard.rows, shard.shard)
         self.optimizer_step.hooks.look()
-        with reraise_as(f"{location(shard)}: backward", lambda error: batch_hint(error, one.batch)):
+        with reraise_as(f"{location(shard)}: backward", lambda error: batch_hint(error, loaded.batch)):
             loss.backward()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Sum the shards' gradients by the fixed tree of `plan.tree`: on one worker, then over the workers.
 
 Every shard's gradient is a leaf. A worker adds its own shards in tree order while it runs them (`ShardSums`). Then
-rank r owns slice r of what is summed: an all-to-all sends it that slice of every worker's nodes (`exchanged`). It
-adds them in tree order, and an all-gather distributes the sums (`tree_sum`).
+rank r owns slice r of the sum: an all-to-all sends it that slice of every worker's nodes (`exchanged`). It adds them
+in tree order, and an all-gather distributes the sums (`tree_sum`).
 
 Bytes that one of W workers sends for B bytes of gradients, if each worker's shards are m nodes of the tree:
 (1 + m) (W-1)/W B, with m at most 2 log2(shards). For m = 1 that is the 2 (W-1)/W B of a ring's all-reduce; m is 1
@@ -30,7 +30,7 @@ def add(left: Gradients, right: Gradients) -> Gradients:
     """Add `left` to `right`, in place, and return the sums; a parameter without a gradient counts nothing."""
     pairs = [(one, two) for one, two in zip(left, right, strict=True) if one is not None and two is not None]
     if pairs:
-        torch._foreach_add_([two for _, two in pairs], [one for one, _ in pairs])
+        torch._foreach_add_([two for _, two in pairs], [tensor for tensor, _ in pairs])
     return [one if two is None else two for one, two in zip(left, right, strict=True)]
 
 
@@ -86,8 +86,8 @@ def tree_sum(
     ranks = len(nodes)
     width = -(-into.numel() // ranks)
     sent = into.new_zeros(len(rows), ranks * width)
-    for row, one in zip(sent, rows, strict=True):
-        row[: one.numel()] = one
+    for row, tensor in zip(sent, rows, strict=True):
+        row[: tensor.numel()] = tensor
     slices = exchanged(sent.view(len(rows), ranks, width), nodes, group)
     own = fold(slices, root, add_to)
     assert own is not None, "every step has rows"
@@ -120,10 +120,10 @@ def add_to(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the trainable weights whose gradients are sparse tensors, each once."""
     weights = [module.weight for module in sparse_modules(model)]
-    trained = {id(one): one for one in weights if isinstance(one, nn.Parameter) and one.requires_grad}
+    trained = {id(weight): weight for weight in weights if isinstance(weight, nn.Parameter) and weight.requires_grad}
     return list(trained.values())
 
 
 def sparse_modules(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
     """Return the embeddings whose gradients are sparse."""
-    return [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse]
+    return [layer for layer in model.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse]

@@ -52,7 +52,7 @@ def why_not(job: Job, world: World, data: Data, evaluated: Data | None) -> str:
     """Return why this worker's devices do not hold its shards of a step; empty if they do. Every rank calls this.
 
     A training's step runs twice, since the first one makes the optimizer's state. `evaluated` is the data of its
-    evaluations, which run a step too. Raises what the user's code raises, but for memory.
+    evaluations, which run a step too. Raises the errors of user code, except for memory.
     """
     try:
         _try(job, world, data, evaluated)
@@ -84,9 +84,9 @@ def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
         _train(placement, data)
     elif job.task == "predict":
         _predict(job, world, model, called, forwards, data)
-    for one in (evaluated, data if job.task == "evaluate" else None):
-        if one is not None:
-            _evaluate(job, world, model, called, forwards, one)
+    for judged in (evaluated, data if job.task == "evaluate" else None):
+        if judged is not None:
+            _evaluate(job, world, model, called, forwards, judged)
     del kept_free  # not before: it keeps its memory free until all has run
 
 
@@ -136,10 +136,10 @@ def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer
         (planned,) = (shards[:most] for _, shards in _shards(world, data))
         # DDP's buckets: they hold the gradients themselves if the worker runs a single shard.
         has_buckets = not placement.is_sharded and world.world_size > 1
-        buckets = [torch.zeros_like(one) for one in trained] if has_buckets else []
+        buckets = [torch.zeros_like(parameter) for parameter in trained] if has_buckets else []
         if buckets and len(planned) == 1:
-            for one, bucket in zip(trained, buckets, strict=True):
-                one.grad = bucket
+            for parameter, bucket in zip(trained, buckets, strict=True):
+                parameter.grad = bucket
         filled = num_filled(data.split.largest_batch, data.split.shards)
         reduction.begin(0, [shard.shard for shard in planned], filled)
         replica.begin(len(planned))
@@ -160,7 +160,7 @@ def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer
 
 
 def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:
-    """Run a prediction's step, with what it computes of the outputs."""
+    """Run a prediction's step, and compute its outputs to keep."""
     work, steps = _load(world, data, PredictInputs(job, model, lambda text: None))
     prediction = Prediction(job, world.device, work, forwards=forwards)
     with closing(steps), closing(predict(prediction, called, steps)) as finished:
@@ -179,6 +179,6 @@ def _evaluate(job: Job, world: World, model: nn.Module, called: nn.Module, forwa
         autocast(job.precision, world.device),
     ):
         replica = Replica(job.seed, model, world.device, state)
-        for one in replica.rounds(next(steps)):
-            measures(replica.run(one.shard, run, step, called, one.batch), one.rows)
+        for turn in replica.rounds(next(steps)):
+            measures(replica.run(turn.shard, run, step, called, turn.batch), turn.rows)
     forwards.end()

@@ -53,8 +53,9 @@ PARAMETERS = operator.itemgetter("params")
 class OptimizerStep:
     """A job's optimizer, scheduler and fp16 scaler, and their step, on a model that each worker holds whole.
 
-    Norm and clipping are over what the optimizer updates. `left_out` are the parameters that require a gradient and
-    that it does not hold: their gradients are dropped in each step, or they would grow from step to step.
+    Norm and clipping are over the parameters that the optimizer updates. `left_out` are the parameters that require a
+    gradient and that it does not hold: their gradients are dropped in each step, or they would grow from step to
+    step.
     """
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device, aligned: AlignedParts | None = None) -> None:
@@ -64,7 +65,7 @@ class OptimizerStep:
         # The update of a part must be the part of the update.
         self._is_exact = job.bitwise and job.is_sharded
         if self._is_exact and type(self.optimizer) not in ELEMENTWISE:
-            names = listed([one.__name__ for one in ELEMENTWISE])
+            names = listed([kind.__name__ for kind in ELEMENTWISE])
             raise JobError(
                 f"optimizer: {type(self.optimizer).__qualname__} may use all of a parameter to update a part of it, "
                 "so with strategy: fsdp it cannot be bitwise; "
@@ -86,12 +87,12 @@ class OptimizerStep:
         self.left_out: list[nn.Parameter] = []
         self._num_held = 0
         self._find_left_out()
-        # Of such parameters all gradients are alike, so that no step has to look at each.
+        # If all are dense, on one device and of one dtype, no step has to check each gradient.
         trained = [mine for _, mine in self._of_model]  # all of them: the groups may grow
-        kinds = {(one.device, one.dtype) for one in trained}
+        kinds = {(parameter.device, parameter.dtype) for parameter in trained}
         self._is_plain = not any(map(is_sharded, trained)) and not sparse_parameters(model)
         self._is_alike = self._is_plain and len(kinds) == 1 and not any(dtype in HALVES for _, dtype in kinds)
-        self._is_bare = self.scaler is None and not job.is_sharded  # an update is that of the optimizer alone
+        self._is_bare = self.scaler is None and not job.is_sharded  # an update is only `optimizer.step()`
         is_wide = any(dtype.itemsize > torch.float32.itemsize for _, dtype in kinds)
         self._factor_dtype = torch.float64 if is_wide else torch.float32
         self._rows: dict[int, torch.Tensor] = {}  # numbers of rows, on the GPU
@@ -100,23 +101,23 @@ class OptimizerStep:
         self._has_weighed = False
 
     def _find_left_out(self) -> None:
-        """Sort the parameters into those that the optimizer updates and the others; its groups may have grown."""
+        """Find the parameters that the optimizer does not update; its groups may have grown."""
         self._num_held = sum(map(len, map(PARAMETERS, self.optimizer.param_groups)))
-        held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         self._parameters = [mine for _, mine in self._of_model if id(mine) in held]
-        self.left_out = [one for one, mine in self._of_model if id(mine) not in held]
+        self.left_out = [parameter for parameter, mine in self._of_model if id(mine) not in held]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Have in the model what the optimizer evaluates while the block runs: a schedule-free one trains others.
+        """Put the weights to evaluate into the model while the block runs: a schedule-free optimizer trains others.
 
-        After it, the weights are those of before to the bit: to switch there and back would round.
+        Then restore the weights to the bit: to switch there and back would round.
         """
         if not self._switches:
             yield
             return
-        weights = [local(one.detach()) for one in self._parameters]
-        before = [one.clone() for one in weights]
+        weights = [local(parameter.detach()) for parameter in self._parameters]
+        before = [weight.clone() for weight in weights]
         optimizer: Any = self.optimizer
         with torch.no_grad(), reraise_as("optimizer.eval", shards_hint):
             optimizer.eval()
@@ -128,12 +129,12 @@ class OptimizerStep:
             copy_all(weights, before)
 
     def evaluated(self) -> dict[str, torch.Tensor]:
-        """Return copies of what `evaluating` has in the model, by name; none if that is what is trained."""
+        """Return copies of the weights to evaluate, by name; none if they are the trained ones."""
         if not self._switches:
             return {}
         with self.evaluating():
-            copies = {id(one): one.detach().clone() for one in self._parameters}
-        return {name: copies[id(one)] for name, one in self._all_named if id(one) in copies}
+            copies = {id(parameter): parameter.detach().clone() for parameter in self._parameters}
+        return {name: copies[id(parameter)] for name, parameter in self._all_named if id(parameter) in copies}
 
     @property
     def learning_rate(self) -> float:
@@ -143,14 +144,14 @@ class OptimizerStep:
     @property
     def names(self) -> list[str]:
         """The names of the parameters that the optimizer updates, in the order of its groups."""
-        return [self._names[id(one)] for group in self.optimizer.param_groups for one in group["params"]]
+        return [self._names[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @property
     def says_left_out(self) -> str | None:
         """A line for the user that names the parameters which the optimizer was not given; None if it has all."""
         if not self.left_out:
             return None
-        names = listed([self._names[id(one)] for one in self.left_out])
+        names = listed([self._names[id(parameter)] for parameter in self.left_out])
         return (
             f"optimizer: {len(self.left_out)} of the {len(self._of_model)} parameters that require a gradient are "
             f"not given to it, so they are not trained: {names}"
@@ -162,7 +163,7 @@ class OptimizerStep:
         return {"optimizer": self.optimizer, "scheduler": self.schedule.scheduler, "scaler": self.scaler}
 
     def seed(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return the gradient with which a backward of `loss` begins: that of loss / rows, scaled for fp16."""
+        """Return the gradient with which a backward of `loss` begins: 1 / rows, scaled for fp16."""
         if self.scaler is None:
             return loss.new_full((), 1.0 / rows)
         return self.scaler.scale(loss.new_ones(())) / rows
@@ -170,11 +171,11 @@ class OptimizerStep:
     def take_norms(self, parameters: Sequence[torch.Tensor]) -> None:
         """Compute the norms of gradients that will not change before `apply`, unless it must weigh or unscale them.
 
-        Called while this worker waits for the others' gradients. Where the last step's were weighed, it does
-        nothing: the next ones will be too; nor if there are hooks, each of which may change any gradient.
+        Called while this worker waits for the others' gradients. Does nothing if the last step rescaled its
+        gradients: the next one will too; nor if there are hooks, which may change any gradient.
         """
         if self._knows_early and not self._has_weighed and not self.hooks.hooked:
-            gradients = [numbers_of(one.grad) for one in parameters if one.grad is not None]
+            gradients = [numbers_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
             if gradients and len(gradients) == len(parameters):
                 self._known.update(zip(map(id, parameters), norms_of(gradients), strict=True))
 
@@ -219,9 +220,9 @@ class OptimizerStep:
         return norm
 
     def _factor(self, weight: torch.Tensor | float, rows: int) -> torch.Tensor | float | None:
-        """Return what makes gradients of sum / rows those of sum / weight: None if these are equal, 0 for no weight.
+        """Return the factor from gradients of sum / rows to those of sum / weight: None for 1, 0 for no weight.
 
-        A weight that is a tensor is on a GPU, for which to read it would wait.
+        A weight that is a tensor is on a GPU; to read it would wait for the GPU.
         """
         if not isinstance(weight, torch.Tensor):
             return None if weight == rows else 0.0 if weight <= 0 else rows / weight
@@ -232,14 +233,15 @@ class OptimizerStep:
 
     def _numbers(self) -> list[Any]:
         """Return the numbers of the gradients, as they are now."""
-        gradients: list[Any] = [one.grad for one in self._parameters if one.grad is not None]
+        gradients: list[Any] = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return gradients if self._is_plain else list(map(numbers_of, gradients))
 
     def _run_hooks(self, factor: torch.Tensor | float | None, step: int) -> None:
         """Call the hooks, once the gradients of `left_out` are without scale and weighed too."""
-        apart = [numbers_of(one.grad) for one in self.left_out if self.hooks.are_on(one) and one.grad is not None]
-        for one in apart if self.scaler is not None else ():
-            one.div_(self.scaler.scale(one.new_ones((), dtype=torch.float32)))  # type: ignore[union-attr]
+        hooked = [parameter for parameter in self.left_out if self.hooks.are_on(parameter)]
+        apart = [numbers_of(parameter.grad) for parameter in hooked if parameter.grad is not None]
+        for gradient in apart if self.scaler is not None else ():
+            gradient.div_(self.scaler.scale(gradient.new_ones((), dtype=torch.float32)))  # type: ignore[union-attr]
         if apart and factor is not None:
             scale_by(apart, factor)
         self.hooks.run(step)
@@ -247,7 +249,7 @@ class OptimizerStep:
     def _norm(self, gradients: list[Any]) -> torch.Tensor:
         """Return the norm of all gradients together, before clipping."""
         if self._known:
-            known = [self._known.get(id(one)) for one in self._parameters if one.grad is not None]
+            known = [self._known.get(id(parameter)) for parameter in self._parameters if parameter.grad is not None]
             return total_norm(gradients, known)
         if not self._is_alike or not gradients:
             return total_norm(gradients)
@@ -265,11 +267,11 @@ class OptimizerStep:
         return one_thread(self._parameters[0]) if self._is_exact else nullcontext()
 
     def drop_gradients(self) -> None:
-        """Drop all gradients: those that the optimizer has used, and those of parameters that it never updates."""
+        """Drop all gradients, also of parameters that the optimizer never updates."""
         self._known.clear()
         self.optimizer.zero_grad()
-        for one in self.left_out:
-            one.grad = None
+        for param in self.left_out:
+            param.grad = None
 
     def skip(self) -> torch.Tensor:
         """Change nothing in a step without rows, and return the norm of its gradient, which is 0."""
@@ -309,7 +311,7 @@ class ShardedOptimizerStep(OptimizerStep):
         """The names of the parameters that the optimizer updates, in the order of its groups."""
         if self.aligned is None:
             return super().names
-        return [self._names[id(one)] for one in self.aligned.originals()]
+        return [self._names[id(parameter)] for parameter in self.aligned.originals()]
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -325,7 +327,7 @@ class ShardedOptimizerStep(OptimizerStep):
     def _norm(self, gradients: list[Any]) -> torch.Tensor:
         if not gradients:
             return super()._norm(gradients)
-        parameters = [one for one in self._parameters if one.grad is not None]
+        parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
         if self.aligned is None:
             return self._sharded.total_norm(gradients, parameters)
         return self.aligned.total_norm(gradients, parameters, gradients[0].device)
@@ -337,7 +339,7 @@ class ShardedOptimizerStep(OptimizerStep):
         super().rehearse()
 
     def _updating(self) -> AbstractContextManager[object]:
-        return super()._updating() if self._is_exact else apart(self.optimizer)
+        return super()._updating() if self._is_exact else updating_apart(self.optimizer)
 
     def drop_gradients(self) -> None:
         """Drop all gradients, and give the updated parts back."""
@@ -355,7 +357,7 @@ UNSHARDED = {
 
 @dataclass(eq=False)
 class UnscaledStep:
-    """The optimizer as the fp16 scaler sees it; `has_run` tells whether an update was skipped."""
+    """The optimizer as the fp16 scaler sees it; `has_run` is False if an update was skipped."""
 
     optimizer: torch.optim.Optimizer
     has_run: bool = field(default=False, init=False)
@@ -376,8 +378,8 @@ class UnscaledParts(UnscaledStep):
     """A sharded model's optimizer, with this worker's parts of the gradients.
 
     The scaler itself takes no sharded gradients beside whole ones, and would ask the other workers on the device of
-    the gradients, where an offloaded model has no collectives. So it gets plain tensors, and one gradient more. That
-    is infinite on all workers if any of them has a gradient that is not finite: so all skip the same updates.
+    the gradients, where an offloaded model has no collectives. So it gets plain tensors, and one gradient more. It is
+    infinite on all workers if any of them has a gradient that is not finite: so all skip the same updates.
     """
 
     sharded: Sharded
@@ -385,9 +387,9 @@ class UnscaledParts(UnscaledStep):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Stand-ins whose gradients are the parts, and one that tells of all workers."""
-        whole = [one.grad for group in self.optimizer.param_groups for one in group["params"]]
-        parts = [numbers_of(one) for one in whole if one is not None]
-        gradients = [one for one in parts if one.numel()]
+        whole = [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
+        parts = [numbers_of(gradient) for gradient in whole if gradient is not None]
+        gradients = [part for part in parts if part.numel()]
         holders = []
         for gradient in [*gradients, self.sharded.infinite_if_any(gradients)]:
             holder = gradient.detach()  # in the same memory
@@ -397,21 +399,21 @@ class UnscaledParts(UnscaledStep):
 
 
 @contextmanager
-def apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Have an optimizer update sharded parameters and others apart, in the block, where a group has both.
+def updating_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """In the block, have an optimizer update sharded parameters and others apart if a group has both.
 
     An operation on a list of tensors takes sharded ones or others, but not both. One of torch's own optimizers takes
     such a group for two, with the same values. Any other, which may keep values of its own in a group, updates one
     parameter of it at a time.
     """
-    mixed = [group for group in optimizer.param_groups if len({is_sharded(one) for one in group["params"]}) == 2]
+    mixed = [group for group in optimizer.param_groups if len({is_sharded(param) for param in group["params"]}) == 2]
     if mixed and type(optimizer).__module__.startswith("torch.optim"):
         groups = optimizer.param_groups
         optimizer.param_groups = [
             {**group, "params": params}
             for group in groups
             for kind in (True, False)
-            if (params := [one for one in group["params"] if is_sharded(one) is kind])
+            if (params := [param for param in group["params"] if is_sharded(param) is kind])
         ]
         try:
             yield
@@ -453,7 +455,7 @@ class ShardedAverage:
         self._world = sharded.world
         self._model = sharded.model
         self._parameters, self._buffers = list(self._model.parameters()), list(self._model.buffers())
-        self._aligned = {} if aligned is None else {id(one.parameter): one for one in aligned.parts}
+        self._aligned = {} if aligned is None else {id(part.parameter): part for part in aligned.parts}
         self._averaged = averaged_model(job, _Parts(self._live(), self._buffers))
 
     def called(self, called: nn.Module) -> nn.Module:
@@ -464,7 +466,7 @@ class ShardedAverage:
     def in_place(self) -> Iterator[None]:
         """Put the average in the model's place while the block runs."""
         weights, averages = self._of_model(), self._of_average()
-        before = [one.clone() for one in weights]
+        before = [weight.clone() for weight in weights]
         copy_all(weights, averages)
         try:
             yield
@@ -485,20 +487,23 @@ class ShardedAverage:
         """Return the average, sharded as the model is, by the names of the model's own tensors."""
         tensors: list[Any] = [*self._parameters, *self._buffers]
         averages = {
-            id(one): sharded_as(one, mine) if is_sharded(one) else mine
-            for one, mine in zip(tensors, self._of_average(), strict=True)
+            id(tensor): sharded_as(tensor, mine) if is_sharded(tensor) else mine
+            for tensor, mine in zip(tensors, self._of_average(), strict=True)
         }
         state = self._model.state_dict(keep_vars=True)
-        return {name: averages.get(id(one), one) for name, one in state.items() if isinstance(one, torch.Tensor)}
+        return {
+            key: averages.get(id(value), value) for key, value in state.items() if isinstance(value, torch.Tensor)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the average of a whole model has, with sharded tensors."""
-        return {"n_averaged": self._averaged.n_averaged, **{INNER + key: one for key, one in self.tensors().items()}}
+        tensors = {INNER + key: tensor for key, tensor in self.tensors().items()}
+        return {"n_averaged": self._averaged.n_averaged, **tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load this worker's rows of a state whose tensors are stored, by way of the model."""
         weights = self._of_model()
-        before = [one.clone() for one in weights]
+        before = [weight.clone() for weight in weights]
         load_rows(self._model, weights_of_average(state), "the checkpoint's ema", self._world)
         copy_all(self._of_average(), weights)
         copy_all(weights, before)
@@ -506,22 +511,22 @@ class ShardedAverage:
 
     def _live(self) -> list[torch.Tensor]:
         """Return the tensors to average: of each parameter the part that the optimizer updates."""
-        parts = [self._aligned.get(id(one)) for one in self._parameters]
+        parts = [self._aligned.get(id(parameter)) for parameter in self._parameters]
         return [
-            local(one.detach()) if part is None else part.flat.detach()
-            for one, part in zip(self._parameters, parts, strict=True)
+            local(parameter.detach()) if part is None else part.flat.detach()
+            for parameter, part in zip(self._parameters, parts, strict=True)
         ]
 
     def _of_model(self) -> list[torch.Tensor]:
-        return [*(local(one.detach()) for one in self._parameters), *self._buffers]
+        return [*(local(parameter.detach()) for parameter in self._parameters), *self._buffers]
 
     def _of_average(self) -> list[torch.Tensor]:
         """Return the average of each parameter's part, in the part's shape, and the buffers beside it."""
         averages = []
-        for one, average in zip(self._parameters, self._averaged.module.parameters(), strict=True):
-            part = self._aligned.get(id(one))
+        for parameter, average in zip(self._parameters, self._averaged.module.parameters(), strict=True):
+            part = self._aligned.get(id(parameter))
             flat = average.detach()
-            averages.append(flat if part is None else part.inner(flat).view(local(one).shape))
+            averages.append(flat if part is None else part.inner(flat).view(local(parameter).shape))
         return [*averages, *self._averaged.module.buffers()]
 
 
@@ -530,6 +535,6 @@ class _Parts(nn.Module):
 
     def __init__(self, parameters: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(one, requires_grad=False) for one in parameters)
-        for number, one in enumerate(buffers):
-            self.register_buffer(f"buffer_{number}", one)
+        self.parts = nn.ParameterList(nn.Parameter(parameter, requires_grad=False) for parameter in parameters)
+        for number, buffer in enumerate(buffers):
+            self.register_buffer(f"buffer_{number}", buffer)

@@ -1,6 +1,6 @@
 """Wrap errors of the user's code: the message names the job's key that raised, and its inputs.
 
-`reraise_as` says which code raised, `locating` in which step and shard; the hints say what to change.
+`reraise_as` names the code that raised, `locating` the step and shard; the hints say what to change.
 """
 
 import signal
@@ -120,7 +120,7 @@ OF_SHARDS = (
 
 def shards_hint(error: BaseException) -> str:
     """Return a hint for code that meets the shards of parameters; else empty."""
-    if not any(one in str(error) for one in ("DTensor", "tensor subclass", "Sharding propagation")):
+    if not any(word in str(error) for word in ("DTensor", "tensor subclass", "Sharding propagation")):
         return ""
     return OF_SHARDS
 
@@ -146,8 +146,8 @@ def dtypes_and_sizes(value: Any) -> str:
         size = sizes(value)
         return f"{str(value.dtype).removeprefix('torch.')} {list(size) if isinstance(size, torch.Size) else size}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {dtypes_and_sizes(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {dtypes_and_sizes(part)}" for key, part in value.items()) + "}"
     if isinstance(value, tuple | list):
-        parts = [dtypes_and_sizes(one) for one in value[:4]]
+        parts = [dtypes_and_sizes(part) for part in value[:4]]
         return "(" + ", ".join([*parts, "..."] if len(value) > 4 else parts) + ")"
     return f"a {type(value).__qualname__}"

@@ -1,4 +1,4 @@
-"""The numbers that the workers sum in a step beside the gradients (`Stats`), and what they decide by these sums.
+"""The numbers that the workers sum in a step beside the gradients (`StepSums`), and the decisions by these sums.
 
 All workers see the same sums after the same step. So they stop together, since stop requests ride on each step's
 all-reduce; and they end a training together at a loss that is NaN or infinite (`LossWatch`, for `stop_on_nan`),
@@ -25,11 +25,12 @@ from dp_ray.text import replay_command
 VOTES, MISSING = -2, -1  # the columns of the votes to stop, and of the samples set aside
 
 
-class Stats:
+class StepSums:
     """Sums and weights of each shard, votes to stop, and the number of samples set aside.
 
     `numbers` is float64 [shards, 2 * measures + 2] on the device: a row for each shard, zero until it has run. A
-    worker votes, and counts what it has set aside, in the row of its first shard: all others leave that row at zero.
+    worker votes, and counts the samples that it set aside, in the row of its first shard: all others leave that row
+    at zero.
     """
 
     def __init__(self, shards: int, measures: int, world: World) -> None:
@@ -72,7 +73,7 @@ class Stats:
         self._cells[self._own, MISSING] = samples
 
 
-# Each step of the lag is one more before a stop, for which a node that is taken away may not have the time.
+# Each step of lag delays a stop by a step, and a node that is taken away may not have the time.
 LAG = 3
 
 
@@ -98,7 +99,7 @@ class Lagged:
     def ahead(self) -> list[float]:
         """Return the numbers that `take` has not returned yet; this waits for the device, and takes none of them."""
         with waiting(ON_GPU):
-            return [float(one.wait()) for one in self._numbers]
+            return [float(number.wait()) for number in self._numbers]
 
 
 class NotFinite(ModelError):
@@ -175,7 +176,7 @@ class StepControl:
         """Note what all workers of a bitwise job compute on, which later ones have to compute on too."""
 
     def runs_on(self, clock: StepClock) -> None:
-        """Note the clock of the worker's steps, which tells how far its GPU has come."""
+        """Note the clock of the worker's steps: it knows how far its GPU has come."""
 
     def before(self, step: int) -> None:
         """Note that the worker is about to run `step`."""

@@ -1,9 +1,9 @@
 """Losses and metrics that see the whole batch (`over: batch`): the outputs of all shards, merged in order.
 
-Each worker runs its shards forward and keeps their outputs. `merge` gathers those of all workers, so that every
-worker has the whole batch, computes the same loss of it, and so knows the gradient of its own shards' outputs. Then
-each shard runs again, and its backward begins with that gradient: beside the outputs, memory is that of one shard. A
-worker with a single shard keeps the graph of its forward, and runs it once.
+Each worker runs its shards forward and keeps their outputs. `merge` gathers the outputs of all workers: every worker
+has the whole batch, computes the same loss, and so the gradient of its own shards' outputs. Then each shard runs
+again, and its backward begins with that gradient: memory is that of all outputs and of one shard's graph. A worker
+with a single shard keeps the graph of its forward, and runs it once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,12 +39,12 @@ from dp_ray.tensors.flat import Form, as_bytes, flat, room, views
 from dp_ray.tensors.scatter import gather
 from dp_ray.tensors.tree import (
     TreeSpec,
-    apart,
+    all_nodes,
     copied,
     flatten,
+    in_own_memory,
     is_plain,
     map_leaves,
-    nodes,
     unflatten,
     why_no_rows,
 )
@@ -80,12 +80,12 @@ def build_over_batch(job: Job, device: torch.device) -> dict[str, Compare]:
 
 
 def seed_of_batch(seed: int, whole: Shard, device: torch.device, number: int = 0) -> None:
-    """Seed what a loss of the whole batch may draw, the same on all workers."""
+    """Seed the random numbers of a loss of the whole batch, the same on all workers."""
     seed_all(derive_seed(seed, "loss", whole.epoch, whole.step, number), device)
 
 
 class ShardOutput(NamedTuple):
-    """The outputs and the target of a shard with rows, and what a trial with one row less has shown of them."""
+    """The outputs and the target of a shard with rows, and the result of a trial with one row less."""
 
     shard: Shard
     outputs: Any
@@ -94,7 +94,7 @@ class ShardOutput(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """The form of a leaf of a shard's outputs or target, which every worker is told."""
+    """The form of a leaf of a shard's outputs or target, as it is sent to every worker."""
 
     path: str
     form: Form
@@ -123,7 +123,7 @@ class WholeBatches:
 
     def __init__(self, job: Job, trial: RowTrial | None = None) -> None:
         self.batch_dim = job.batch_dim
-        self.has_rows: dict[str, bool] = {}  # by path, where the trial tells
+        self.has_rows: dict[str, bool] = {}  # by path, as far as the trial shows it
         self._trial = trial if job.num_shards > 1 else None  # one shard is the whole batch
 
     def is_due(self, rows: int) -> bool:
@@ -135,7 +135,7 @@ class WholeBatches:
         return None if self._trial is None else self._trial.other(batch, rows)
 
     def tried(self, run: Callable[[Any], StepOutput], less: Any | None, output: ShardOutput) -> ShardOutput:
-        """Return the output of a shard with what a trial has shown of it, which `run` runs on one row `less`."""
+        """Return the output of a shard with the result of a trial, for which `run` runs on one row `less`."""
 
         def outputs_of(batch: Any) -> Any:
             step_output = run(batch)
@@ -152,7 +152,7 @@ class WholeBatches:
         Raises ModelError for a leaf that has rows in another dimension, and for a constant that depends on the rows.
         """
         tried = [form for form in forms if form.tried is not None]
-        form = next((one for one in tried if isinstance(one.tried, Mapping)), tried[0] if tried else None)
+        form = next((shown for shown in tried if isinstance(shown.tried, Mapping)), tried[0] if tried else None)
         if self._trial is None or form is None or form.tried is None or not self._trial.is_due(form.rows):
             return
         self._trial.end(form.tried)
@@ -179,12 +179,12 @@ def _named(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedBatch:
     """The outputs and targets of a whole batch, the same on all workers.
 
-    `starts` has the first row of each shard, `first` the number of the first one. `asking` has what the gradient of
-    each output with a graph is asked of. `dims` has the dimension of the rows of each leaf, None for a leaf without
-    rows.
+    `starts` has the first row of each shard, `first` the number of the first one. `asking` has a leaf for each output
+    with a graph: the loss gives it the output's gradient. `dims` has the dimension of the rows of each leaf, None for
+    a leaf without rows.
     """
 
     outputs: Any
@@ -196,9 +196,9 @@ class Merged:
     dims: Mapping[str, int | None]
 
     def measure(self, what: str, function: Compare, is_last: bool = True) -> torch.Tensor:
-        """Return what a function gives of the whole batch: one number, a scalar tensor.
+        """Return a function's value of the whole batch: one number, a scalar tensor.
 
-        Unless it `is_last`, it gets copies: it may write what it gets, which another one gets as the model gave it.
+        Unless it `is_last`, it gets copies: it may write its arguments, and the next function gets the model's own.
         Raises ModelError if it raises, or returns anything else.
         """
         seen = (self.outputs, self.target)
@@ -217,16 +217,16 @@ class Merged:
     def gradients(self, loss: torch.Tensor, seed: torch.Tensor, shards: Sequence[Shard]) -> dict[int, Gradients]:
         """Return the gradients of the shards' outputs, of a backward of `loss` that begins with `seed`.
 
-        Outputs of which the loss makes no use have none. That of one without rows goes to the first shard, and zeros
-        to the others. Raises ModelError if the loss depends on no output that has a graph.
+        Outputs that the loss does not use have none. For an output without rows, the first shard gets the gradient,
+        and the others zeros. Raises ModelError if the loss depends on no output that has a graph.
         """
         if not loss.requires_grad:
             raise ModelError("the loss does not depend on any parameter that is trained")
         with reraise_as("the loss: backward"):
             found = torch.autograd.grad(loss, list(self.asking.values()), seed, allow_unused=True)
-        whole = {path: one for path, one in zip(self.asking, found, strict=True) if one is not None}
+        whole = {path: gradient for path, gradient in zip(self.asking, found, strict=True) if gradient is not None}
         return {
-            shard.shard: {path: self._of_shard(one, path, shard) for path, one in whole.items()} for shard in shards
+            shard.shard: {path: self._of_shard(grad, path, shard) for path, grad in whole.items()} for shard in shards
         }
 
     def _of_shard(self, gradient: torch.Tensor, path: str, shard: Shard) -> torch.Tensor:
@@ -237,21 +237,21 @@ class Merged:
 
 
 @torch.no_grad()
-def merge(own: Sequence[ShardOutput], device: torch.device, batches: WholeBatches) -> Merged | None:
+def merge(own: Sequence[ShardOutput], device: torch.device, batches: WholeBatches) -> MergedBatch | None:
     """Merge the shards of all workers, in order; None if no shard has rows. Every rank calls this.
 
     `device` is the worker's. Raises ModelError, naming the shard, if the outputs of the shards do not fit together.
     """
-    trees = [flatten((one.outputs, one.target)) for one in own]
+    trees = [flatten((output.outputs, output.target)) for output in own]
     here: list[torch.Tensor] = []
     forms = []
-    for one, (leaves, form) in zip(own, trees, strict=True):
+    for output, (leaves, form) in zip(own, trees, strict=True):
         tensors = {path: _as_tensor(path, leaf) for path, leaf in zip(form.paths, leaves, strict=True)}
         described = [_Leaf(path, Form(leaf.shape, leaf.dtype), leaf.requires_grad) for path, leaf in tensors.items()]
-        constants = {path: one if _is_plain(one) else _object(one) for path, one in constants_of(form).items()}
-        _check_objects(one.shard.shard, form, own[0].shard.shard, trees[0][1])
-        lists = [".".join(map(str, keys)) for keys, node in nodes(form) if _is_list(node, one.shard.rows)]
-        forms.append(_Form(one.shard.shard, one.shard.rows, described, constants, lists, one.tried))
+        constants = {key: value if _is_plain(value) else _object(value) for key, value in constants_of(form).items()}
+        _check_objects(output.shard.shard, form, own[0].shard.shard, trees[0][1])
+        lists = [".".join(map(str, keys)) for keys, node in all_nodes(form) if _is_list(node, output.shard.rows)]
+        forms.append(_Form(output.shard.shard, output.shard.rows, described, constants, lists, output.tried))
         here += tensors.values()
     everybodys: list[list[_Form]] = gathered(forms)
     filled = [rank for rank, theirs in enumerate(everybodys) if theirs]
@@ -278,7 +278,7 @@ def _is_plain(constant: Any) -> bool:
 
 def _is_list(node: TreeSpec, rows: int) -> bool:
     """Return whether a node is a list or tuple of numbers or texts, one for each row."""
-    are_plain = all(one.kind == "constant" and _is_plain(one.value) for one in node.children)
+    are_plain = all(child.kind == "constant" and _is_plain(child.value) for child in node.children)
     return node.kind in ("list", "tuple") and len(node.children) == rows and are_plain
 
 
@@ -287,7 +287,7 @@ def _object(constant: Any) -> str:
 
 
 def _check_objects(shard: int, spec: TreeSpec, first: int, first_spec: TreeSpec) -> None:
-    """Raise ModelError for an object that is not that of this worker's first shard: objects are not sent."""
+    """Raise ModelError for an object that differs from this worker's first shard's: objects are not sent."""
     if spec is first_spec:
         return
     others = constants_of(first_spec)
@@ -323,7 +323,7 @@ def _exchanged(here: list[torch.Tensor], forms: list[list[_Form]], device: torch
     yield from received
 
 
-def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merged:
+def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> MergedBatch:
     batch_dim, rows = batches.batch_dim, [form.rows for form, _ in pieces]
     (first, names), *others = ((form, [leaf.path for leaf in form.leaves]) for form, _ in pieces)
     for form, theirs in others:
@@ -335,7 +335,7 @@ def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merg
     dims = {path: _dim_of_rows(path, [(form, tensors[path]) for form, tensors in pieces], batches) for path in names}
     lists = _joined_lists([form for form, _ in pieces])
     _check_constants(pieces, [path for path, dim in dims.items() if dim is None], lists)
-    cut = [{path: one for path, one in tensors.items() if dims[path] is not None} for _, tensors in pieces]
+    cut = [{path: tensor for path, tensor in tensors.items() if dims[path] is not None} for _, tensors in pieces]
     whole = {**pieces[0][1], **(gather(cut, rows, batch_dim) if cut[0] else {})}
     if not cut[0]:
         raise ModelError("no output or target has a row for each sample, so there is no whole batch to see")
@@ -346,7 +346,7 @@ def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merg
                 whole[leaf.path], asking[leaf.path] = _asking(whole[leaf.path])
     starts = dict(zip((form.shard for form, _ in pieces), [sum(rows[:at]) for at in range(len(rows))], strict=True))
     outputs, target = unflatten(_with_lists(spec, "", lists), [whole[path] for path in spec.paths])
-    return Merged(outputs, target, sum(rows), starts, first.shard, asking, dims)
+    return MergedBatch(outputs, target, sum(rows), starts, first.shard, asking, dims)
 
 
 def _dim_of_rows(path: str, pieces: Sequence[tuple[_Form, torch.Tensor]], batches: WholeBatches) -> int | None:
@@ -368,13 +368,13 @@ def _dim_of_rows(path: str, pieces: Sequence[tuple[_Form, torch.Tensor]], batche
 
 
 def _joined_lists(forms: Sequence[_Form]) -> dict[str, list[Any]]:
-    """Return the lists with a constant for each row, joined in order, by path; not those that all shards share."""
+    """Return by path the lists with a constant for each row, joined in order; not lists that all shards share."""
     joined = {}
     for path in forms[0].lists:
         if all(path in form.lists for form in forms):
             pieces = [[form.constants[f"{path}.{at}"] for at in range(form.rows)] for form in forms]
             if len({repr(piece) for piece in pieces}) > 1:
-                joined[path] = [one for piece in pieces for one in piece]
+                joined[path] = [tensor for piece in pieces for tensor in piece]
     return joined
 
 
@@ -383,16 +383,16 @@ def _with_lists(spec: TreeSpec, above: str, lists: Mapping[str, list[Any]]) -> T
     if not lists:
         return spec
     if above in lists:
-        values = tuple(TreeSpec("constant", value=one) for one in lists[above])
+        values = tuple(TreeSpec("constant", value=item) for item in lists[above])
         return replace(spec, keys=tuple(range(len(values))), children=values)
     pairs = zip(spec.keys, spec.children, strict=True)
     return replace(
-        spec, children=tuple(_with_lists(one, f"{above}.{key}" if above else f"{key}", lists) for key, one in pairs)
+        spec, children=tuple(_with_lists(part, f"{above}.{key}" if above else f"{key}", lists) for key, part in pairs)
     )
 
 
 def _check_constants(pieces: Sequence[_Piece], paths: Sequence[str], lists: Mapping[str, list[Any]]) -> None:
-    """Raise ModelError unless what has no rows is the same in all shards, to the bit; `lists` have rows."""
+    """Raise ModelError unless values without rows are the same in all shards, to the bit; `lists` have rows."""
     (first, leaves), *others = pieces
     for form, _ in others:
         for path in sorted(first.constants.keys() | form.constants.keys()):
@@ -405,17 +405,17 @@ def _check_constants(pieces: Sequence[_Piece], paths: Sequence[str], lists: Mapp
     if not others or not paths:
         return
     for path in paths:
-        dtypes = {one[path].dtype for _, one in pieces}
+        dtypes = {leaves[path].dtype for _, leaves in pieces}
         if len(dtypes) > 1:
             raise ModelError(f"{_named(path)} has several dtypes, {listed(dtypes)}, in the shards: {OF_ROWS}")
     # A GPU is waited for once, however many they are.
-    same = [torch.stack([as_bytes(one[path]) for _, one in pieces]) for path in paths]
-    if not bool(torch.stack([(one == one[0]).all() for one in same]).all()):
+    same = [torch.stack([as_bytes(leaves[path]) for _, leaves in pieces]) for path in paths]
+    if not bool(torch.stack([(stack == stack[0]).all() for stack in same]).all()):
         path, form = next(
             (path, form)
             for path in paths
-            for form, one in others
-            if not torch.equal(as_bytes(one[path]), as_bytes(leaves[path]))
+            for form, tensors in others
+            if not torch.equal(as_bytes(tensors[path]), as_bytes(leaves[path]))
         )
         raise ModelError(
             f"{_named(path)} has no row for each sample, and is not the same in the shards {first.shard} and "
@@ -424,7 +424,7 @@ def _check_constants(pieces: Sequence[_Piece], paths: Sequence[str], lists: Mapp
 
 
 def _asking(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tensor as one that a loss may write in place, and the leaf of which to ask its gradient.
+    """Return the tensor as one that a loss may write in place, and the leaf that gets its gradient.
 
     The leaf has its size, and no memory. A leaf itself may not be written, nor a view of one.
     """
@@ -490,25 +490,25 @@ class BatchLoss(ShardLoss):
     ) -> tuple[LoadedStep, bool]:
         """Run the shards forward, and compute the loss of the whole batch, so that each has its outputs' gradients.
 
-        A worker that runs a single shard keeps its graph, and runs it only here: returns whether it does. Not in the
-        first step, which tries that shard once more, nor in the step that tries which outputs have rows, nor where
-        shard 0 has no rows, so that the state stays.
+        A worker with a single shard keeps its graph, and runs it only here; returns whether it does. It does not in
+        the first step, which tries the shard again, in the step of the trial for rows, and if shard 0 has no rows, so
+        that the state stays.
         """
         loaded = loaded._replace(loaded=list(loaded.loaded))
-        filled = [one for one in loaded.loaded if one.shard.rows]
+        filled = [part for part in loaded.loaded if part.shard.rows]
         dummies, run = replica.dummies(loaded.step, len(filled)), replica.forwards.gathering(self.run)
-        tried = next((at for at, one in enumerate(filled) if self.batches.is_due(one.shard.rows)), None)
+        tried = next((at for at, part in enumerate(filled) if self.batches.is_due(part.shard.rows)), None)
         may_keep = may_keep and tried is None and not loaded.lacks_shard_0
         is_kept = may_keep and len(filled) + len(dummies) == 1
         replica.clock.enter(Part.FORWARD)
         replica.begin(len(filled) if is_kept else 2)
         own: list[ShardOutput] = []
-        for one in replica.rounds(loaded, dummies):
-            if one.shard is not None:
-                replica.running_batch = one.batch, one.rows
-            output = replica.run(one.shard, run, one.batch if is_kept else copied(one.batch), number=number)
-            if one.shard is not None:
-                own.append(detached(output, one.shard, not is_kept))
+        for turn in replica.rounds(loaded, dummies):
+            if turn.shard is not None:
+                replica.running_batch = turn.batch, turn.rows
+            output = replica.run(turn.shard, run, turn.batch if is_kept else copied(turn.batch), number=number)
+            if turn.shard is not None:
+                own.append(detached(output, turn.shard, not is_kept))
             if is_kept:
                 self._kept = output
             del output  # and its graph
@@ -522,17 +522,17 @@ class BatchLoss(ShardLoss):
         replica.run_batch(loaded.step, self.take, loaded.whole, own, seed, number)
         return loaded, is_kept
 
-    def _tried(self, replica: Replica, one: LoadedShard, output: ShardOutput, number: int) -> ShardOutput:
+    def _tried(self, replica: Replica, loaded: LoadedShard, output: ShardOutput, number: int) -> ShardOutput:
         """Run a shard with one row less; return its output with what that shows."""
         before = replica.clock.enter(Part.OTHER)
         replica.restore()  # its errors are no trial's
-        run = partial(replica.run, one.shard, self.run, number=number)
-        output = self.batches.tried(run, self.batches.one_less(one.batch, one.shard.rows), output)
+        run = partial(replica.run, loaded.shard, self.run, number=number)
+        output = self.batches.tried(run, self.batches.one_less(loaded.batch, loaded.shard.rows), output)
         replica.clock.enter(before)
         return output
 
     def take(self, whole: Shard, own: Sequence[ShardOutput], seed: Seed, number: int = 0) -> None:
-        """Compute the loss of the whole batch, of which `own` are this worker's shards; every rank calls this.
+        """Compute the loss of the whole batch; `own` are this worker's shards. Every rank calls this.
 
         `seed` makes the gradient with which the loss's backward begins. `number` is that of the step's pass.
         """
@@ -543,10 +543,10 @@ class BatchLoss(ShardLoss):
         seed_of_batch(self._seed, whole, self._device, number)
         with self._cast():
             loss = merged.measure("the loss", self._of_batch)
-        self._gradients = merged.gradients(loss, seed(loss, 1), [one.shard for one in own])
+        self._gradients = merged.gradients(loss, seed(loss, 1), [output.shard for output in own])
         if self._aligns:  # they are rows of the whole batch's, which begin anywhere
             self._gradients = {
-                shard: {path: aligned(one) for path, one in gradients.items()}
+                shard: {path: aligned(gradient) for path, gradient in gradients.items()}
                 for shard, gradients in self._gradients.items()
             }
         self._dims = merged.dims
@@ -596,7 +596,7 @@ def _sum_of(outputs: Any) -> torch.Tensor:
     ]
     if not sums:
         raise ModelError("the loss does not depend on any parameter that is trained")
-    return torch.stack([one.to(sums[0].device) for one in sums]).sum()
+    return torch.stack([tensor.to(sums[0].device) for tensor in sums]).sum()
 
 
 def _giving(outputs: Any, given: Gradients) -> torch.Tensor:
@@ -610,7 +610,7 @@ def _giving(outputs: Any, given: Gradients) -> torch.Tensor:
                 f"the model's second forward of a shard gave an output of size {list(leaf.shape)}, and the first one "
                 f"{list(gradient.shape)}: with over: batch both must give the same"
             )
-    zero: torch.Tensor = _Giving.apply([one for _, one in pairs], *(leaf for leaf, _ in pairs))  # type: ignore[no-untyped-call]
+    zero: torch.Tensor = _Giving.apply([tensor for _, tensor in pairs], *(leaf for leaf, _ in pairs))  # type: ignore[no-untyped-call]
     return zero
 
 
@@ -632,13 +632,13 @@ class _Giving(torch.autograd.Function):
 def detached(output: StepOutput, shard: Shard, runs_again: bool = True) -> ShardOutput:
     """Return a shard's outputs without their graph; those that have one are marked by `requires_grad`.
 
-    If the model `runs_again` before they are used, those without a graph are copies: it may write what it has
-    returned, as a buffer, and its buffers are put back.
+    If the model `runs_again` before they are used, outputs without a graph are copied: the model may return a buffer,
+    which it writes again or which is put back.
     """
 
     def kept(leaf: Any) -> Any:
         has_graph = isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        own = apart(leaf) if runs_again and not has_graph else leaf
+        own = in_own_memory(leaf) if runs_again and not has_graph else leaf
         return own.detach() if isinstance(own, torch.Tensor) else own
 
     def marked(leaf: Any) -> Any:

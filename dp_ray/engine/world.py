@@ -4,9 +4,9 @@ The groups of dp_ray's workers are objects of this module, begin at `form_group`
 user's code sees, is a world of this worker alone: code that splits its data by rank, or sums over all ranks, does so
 over one. So each collective, rank and size of dp_ray names its group (`everyone`, `own_rank`).
 
-The second half says why a collective failed, or a process group could not be formed, and what is wrong with a
-machine (`Trouble`). torch raises the same few exceptions for every cause: only their texts tell a lost worker from a
-mistake in the job.
+The second half finds why a collective failed, or a process group could not be formed, and what is wrong with a
+machine (`Trouble`). torch raises the same few exceptions for every cause: only their texts distinguish a lost worker
+from a mistake in the job.
 """
 
 import functools
@@ -71,14 +71,14 @@ class World:
 
 
 _everyone: dist.ProcessGroup | None = None  # of the job's workers
-_store: Any = None  # by which further groups form
+_store: Any = None  # through which further groups form
 _backend = ""
 _num_groups = 0
 _timeout = TIMEOUT  # of the collectives
 
 
 def everyone() -> dist.ProcessGroup | None:
-    """Return the group of the job's workers; None where there is none, as in the driver."""
+    """Return the group of the job's workers; None if there is none, as in the driver."""
     return _everyone
 
 
@@ -106,7 +106,7 @@ def form_group(backend: str, store: Any, world: World, step_seconds: float | Non
     """
     global _everyone, _store, _backend, _timeout
     _timeout = NO_TIMEOUT if step_seconds is None else max(TIMEOUT, timedelta(seconds=2 * step_seconds))
-    # The first group of a process is the one of which NCCL's flight recorder is kept.
+    # NCCL keeps its flight recorder in the first group of a process.
     _everyone = _made(backend, store, world.rank, world.world_size, "all", bound_gpu(backend, world))
     _store, _backend = store, backend
     show_alone(backend)
@@ -116,7 +116,7 @@ def form_group(backend: str, store: Any, world: World, step_seconds: float | Non
 def _made(
     backend: str, store: Any, rank: int, size: int, describes: str, gpu: torch.device | None = None
 ) -> dist.ProcessGroup:
-    """Make a group beside torch's default one, of which torch's own `new_group` makes parts."""
+    """Make a group beside torch's default one; torch's own `new_group` only makes parts of that."""
     global _num_groups
     _num_groups += 1
     group: dist.ProcessGroup
@@ -132,13 +132,13 @@ def _made(
         group_desc=describes,
     )
     # As of a default group: a rank in it is a rank of the world.
-    distributed_c10d._world.pg_group_ranks[group] = {one: one for one in range(size)}
+    distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
 
 
 def show_alone(backend: str) -> None:
     """Give the user's code, as torch's default group, a world of this worker alone."""
-    distributed_c10d._update_default_pg(None)  # a forked process has that of another, without its threads
+    distributed_c10d._update_default_pg(None)  # a forked process has its parent's group, without the threads
     with patched(sys, excepthook=sys.excepthook):  # torch puts the rank before each line of a traceback
         dist.init_process_group(
             backend,
@@ -169,7 +169,7 @@ def alone(needs_group: bool) -> Iterator[None]:
         return
     callers = dist.group.WORLD
     show_alone("gloo")
-    one = dist.group.WORLD
+    world_group = dist.group.WORLD
     if needs_group:
         _store, _backend = dist.HashStore(), "gloo"  # type: ignore[attr-defined]
         _everyone = _made(_backend, _store, 0, 1, "all")
@@ -179,7 +179,7 @@ def alone(needs_group: bool) -> Iterator[None]:
         if callers is None:
             leave_group()
         else:
-            groups, _everyone = (one, _everyone), None
+            groups, _everyone = (world_group, _everyone), None
             alive = distributed_c10d._world.pg_map  # empty if the user's code has destroyed all groups
             distributed_c10d._update_default_pg(callers if callers in alive else None)
             for group in groups:
@@ -192,7 +192,7 @@ def bound_gpu(backend: str, world: World) -> torch.device | None:
 
     If a worker has several GPUs, NCCL connects for each one that is used: a group bound to one refuses the others.
     """
-    gpus = {one for one in world.devices if one.type == "cuda"}
+    gpus = {device for device in world.devices if device.type == "cuda"}
     if "nccl" not in backend or len(gpus) != 1 or not dist.is_nccl_available():
         return None
     (gpu,) = gpus
@@ -209,7 +209,7 @@ def new_group(backend: str | None = None) -> dist.ProcessGroup:
 
 @contextmanager
 def pretended(workers: int) -> Iterator[None]:
-    """Have a group of `workers` while the block runs, of which this process is rank 0 and the others do not exist."""
+    """Have a group of `workers` while the block runs: this process is rank 0, and the others do not exist."""
     global _everyone, _backend, _num_groups
     before = _everyone, _backend, _num_groups  # the number too: all workers must name their next group alike
     _backend = "fake"
@@ -267,7 +267,7 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def check_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
+def check_same_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
     """Raise DataError, on every rank, unless all ranks and the driver have a dataset of the same length.
 
     Every rank calls this. `rows` is this rank's length of the dataset `key`. `on_driver` maps keys to the lengths
@@ -283,7 +283,7 @@ def check_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
         )
 
 
-STATES = ("scheduled", "started", "over")  # of a collective, in order; gloo tells no start
+STATES = ("scheduled", "started", "over")  # of a collective, in order; gloo records no start
 
 
 class Collective(NamedTuple):
@@ -310,8 +310,8 @@ class Collective(NamedTuple):
 def recorded_collectives() -> tuple[str, tuple[Collective, ...]]:
     """Return torch's flight recorder as JSON, and where each process group stands; "" if it records nothing.
 
-    Of NCCL and gloo it holds the last collectives, by default 2,000. Another thread than that of the collectives may
-    call this, also while they hang. As JSON it holds no stacks: these would be looked up under Python's lock.
+    NCCL and gloo keep the last collectives, by default 2,000. Any thread may call this, also while collectives hang.
+    As JSON it holds no stacks: these would be looked up under Python's lock.
     """
     calls = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, which a build for CPUs has not, and of gloo
     texts = [getattr(_distributed_c10d, name)().decode() for name in calls if hasattr(_distributed_c10d, name)]
@@ -334,16 +334,16 @@ def current_collectives(recorded: Iterable[Mapping[str, Any]]) -> tuple[Collecti
         sizes = " ".join(map(str, entry["input_sizes"])) or "nothing"
         new = Collective(group, entry["collective_seq_id"], name, sizes, state)
         before = current.get(group)
-        # The numbers begin anew with each job of a session, whose groups have the same names.
+        # The numbers start again with each job of a session, whose groups have the same names.
         if before is None or before.state == STATES[-1] or new.number < before.number:
             current[group] = new
     return tuple(current.values())
 
 
 class Trouble(Enum):
-    """What is wrong with a machine, and not with the job: what tells it in an error's text, and what to do.
+    """What is wrong with a machine, not with the job: the sign in an error's text, and what to do.
 
-    Its texts are those of CUDA, NCCL, torch and the system. The first one that is found counts.
+    The texts are those of CUDA, NCCL, torch and the system. The first one that is found counts.
     """
 
     NO_MULTICAST = (
@@ -397,7 +397,7 @@ class Trouble(Enum):
 
 
 def trouble_of(error: BaseException | None) -> Trouble | None:
-    """Return what an error, or one that caused it, says is wrong with the machine; None if nothing is."""
+    """Return what is wrong with the machine by the text of an error or of its causes; None if nothing is."""
     if error is None:
         return None
     text = str(error) if isinstance(error, RuntimeError | OSError) else ""
@@ -405,11 +405,11 @@ def trouble_of(error: BaseException | None) -> Trouble | None:
 
 
 def _trouble_in(text: str) -> Trouble | None:
-    return next((one for one in Trouble if one.sign.search(text)), None)
+    return next((trouble for trouble in Trouble if trouble.sign.search(text)), None)
 
 
 def _told(trouble: Trouble, text: str) -> str:
-    """Return the line of a text that tells the trouble, without the advice of others, and what to do."""
+    """Return the line of a text that shows the trouble, without the advice of others, and what to do."""
     match = trouble.sign.search(text)
     assert match is not None
     line = text[: match.end()].splitlines()[-1] + text[match.end() :].partition("\n")[0]
@@ -429,22 +429,22 @@ class Cause(Enum):
 
 
 class FailedCollective(NamedTuple):
-    """The cause, and the line of the error's text that tells it."""
+    """The cause, and the line of the error's text that shows it."""
 
     cause: Cause
     line: str
 
 
-# gloo's errors are plain RuntimeErrors, and so is any error of a communication hook: only the text tells them apart.
+# gloo's errors are plain RuntimeErrors, and so is any error of a communication hook: only their texts differ.
 _OF_A_GROUP = re.compile(r"gloo/|\bGloo |NCCL|Connection (reset|closed) by peer|Distributed package")
 
-# The first that is found counts: NCCL's own cause says more than its result code, which differs between versions.
+# The first match counts: NCCL's own cause says more than its result code, which differs between versions.
 _CAUSES = {
     Cause.NOT_BUILT: r"Distributed package doesn't have \w+ built in",
     Cause.SHARED_GPU: r"Duplicate GPU detected",
     Cause.MISUSED: r"ncclInvalid(Usage|Argument)|tensor not on device passed to init_process_group",
     Cause.OUT_OF_MEMORY: r"(?s)ncclUnhandledCudaError.*(out of memory|Failed to CUDA [cm]alloc)",
-    Cause.MACHINE: "|".join(f"({one.sign.pattern})" for one in Trouble),
+    Cause.MACHINE: "|".join(f"({trouble.sign.pattern})" for trouble in Trouble),
     Cause.LOST_PEER: r"ncclRemoteError|remote peer|[Cc]onnect(ion|FullMesh)? |[Tt]imed out|[Tt]imeout|got 0 bytes"
     r"|Call to (recv|send)|Broken pipe",
 }
@@ -474,7 +474,7 @@ def failed_in_group(error: BaseException) -> FailedCollective | None:
 
 
 def passes(error: BaseException) -> bool:
-    """Return whether an error is the process group's, and so none of the user code in which it was raised.
+    """Return whether an error is the process group's, not one of the user code in which it was raised.
 
     Memory that runs out in a collective is reported as elsewhere: with the location, and what to change.
     """
@@ -482,7 +482,7 @@ def passes(error: BaseException) -> bool:
     return failed is not None and failed.cause is not Cause.OUT_OF_MEMORY
 
 
-def error_of(failed: FailedCollective) -> Error:
+def group_error(failed: FailedCollective) -> Error:
     """Return a WorkerError if another worker is, or may be, lost; a JobError for what no retry mends."""
     line = failed.line
     match failed.cause:
@@ -509,7 +509,7 @@ def error_of(failed: FailedCollective) -> Error:
             return WorkerError(f"a collective failed, perhaps because another worker was lost: {line}")
 
 
-# What torch's own texts leave out: which key of a job to set.
+# Which key of a job to set: torch's own texts do not say it.
 _HINTS = {
     re.compile(
         r"(CUDA|HIP) error: (?!out of memory|CU\w+_STATUS_)"
@@ -521,7 +521,7 @@ _HINTS = {
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error, with what to set; of a failed collective only the line that tells the cause.
+    """Return the text of an error, with what to set; for a failed collective, only the line with the cause.
 
     So it is for a trouble of the machine.
     """
@@ -536,7 +536,7 @@ def text_of(error: BaseException) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the line that tells the cause: NCCL has it last, after its result code and what that may mean."""
+    """Return the line with the cause: NCCL's text has it last, after its result code and what that may mean."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
     causes = [line for line in lines if not line.startswith("Last error:")]
     return causes[-1] if causes else lines[-1]

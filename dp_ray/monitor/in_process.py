@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dp_ray.engine.devices import devices_here
-from dp_ray.engine.objects import copied, reached, refused
+from dp_ray.engine.objects import copied_object, reached, refused
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
@@ -136,7 +136,7 @@ def _copied(job: Job, all_objects: bool) -> Job:
         if error is None:
             shared |= reach
         elif key == "model" and not all_objects:
-            raise refused(key, value, error, lambda one: copied(one, kept)) from error
+            raise refused(key, value, error, lambda one: copied_object(one, kept)) from error
         else:
             kept.append(value)
     reaches = {key: reached(value, kept) for key, value in others.items()}
@@ -148,10 +148,10 @@ def _copied(job: Job, all_objects: bool) -> Job:
             elif all_objects:
                 kept.append(others[key])
             else:
-                raise refused(key, others[key], error, lambda one: copied(one, kept)) from error
+                raise refused(key, others[key], error, lambda one: copied_object(one, kept)) from error
     kept += [others[key] for key in reaches]
     try:
-        own_job: Job = copied(job, [one for one in kept if one is not None])
+        own_job: Job = copied_object(job, [one for one in kept if one is not None])
         return own_job
     except Exception as error:  # a user's __setstate__ may raise anything
-        raise refused("model", job.model, error, lambda one: copied(one, kept)) from error
+        raise refused("model", job.model, error, lambda one: copied_object(one, kept)) from error

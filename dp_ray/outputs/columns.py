@@ -5,7 +5,7 @@ structs of `data` and `shape`. In lists with an entry for each row (`outputs.rag
 length alone are Arrow lists: of numbers, or of lists of a fixed size, as boxes are. Floats that Arrow lacks
 (bfloat16, float8) are stored as float32, which holds them exactly. Complex numbers are stored as pairs. The schema's
 metadata keeps each column's original dtype and shape. Texts, and Python's numbers in such lists, are plain columns,
-as what is carried.
+as carried values are.
 
 `rows_of` and `to_arrow` lead there, `from_arrow` and `rebuild` back. The values of `outputs.carry` are columns
 beside them: one value of the dataset's item for each row.
@@ -74,7 +74,7 @@ class CarriedColumn:
 
         Raises DataError, which names the key, if there is no such kind.
         """
-        fields = [pa.schema([(self.key, one.arrow_type)]) for one in (self, other)]
+        fields = [pa.schema([(self.key, column.arrow_type)]) for column in (self, other)]
         try:
             (joined,) = pa.unify_schemas(fields, promote_options="permissive").types
         except (pa.ArrowTypeError, pa.ArrowInvalid):
@@ -82,7 +82,7 @@ class CarriedColumn:
                 f"outputs.carry: the values of {self.key!r} are {self.kind} in some shards and {other.kind} in "
                 "others; they must be of one kind"
             ) from None
-        return CarriedColumn(self.key, self.name, kind_of(joined))
+        return CarriedColumn(self.key, self.name, arrow_kind(joined))
 
     def array(self, pieces: Sequence[pa.Array]) -> pa.Array:
         """Join the values of all pieces, in order, in the column's type."""
@@ -97,7 +97,7 @@ class CarriedColumn:
             raise DataError(f"{says}; carry them as text") from error
 
 
-def kind_of(arrow_type: pa.DataType) -> str:
+def arrow_kind(arrow_type: pa.DataType) -> str:
     """Return the name of an Arrow type in KINDS; raise DataError if it has none."""
     for name, kind in KINDS.items():
         if kind == arrow_type:
@@ -112,7 +112,7 @@ class Column:
     """One leaf of the outputs: its column's name, its dtype, and the shape of a row (None where rows differ).
 
     If rows differ in their first length alone, as in a list with an entry for each row, that length is None. `depth`
-    keys of the leaf's path lead to that list; it is None for a leaf in no such list. Of texts and Python's numbers
+    keys of the leaf's path lead to that list; it is None for a leaf in no such list. For texts and Python's numbers,
     the dtype is one of VALUES, and the shape ().
     """
 
@@ -170,7 +170,7 @@ class Column:
     @property
     def inner(self) -> list[int]:
         """The lengths of the dimensions that are the same for all rows."""
-        return [one for one in self.shape or () if one is not None]
+        return [size for size in self.shape or () if size is not None]
 
     @property
     def stored(self) -> list[int]:
@@ -229,7 +229,7 @@ class Layout:
             raise StorageError("this Parquet file does not hold outputs of dp_ray")
         values = json.loads(metadata[METADATA])
         columns = map(Column.from_json, values["columns"])
-        carried = tuple(CarriedColumn(**one) for one in values.get("carried", []))
+        carried = tuple(CarriedColumn(**column) for column in values.get("carried", []))
         return cls(TreeSpec.from_json(values["spec"]), tuple(columns), values["batch_dim"], carried)
 
     def join(self, other: "Layout") -> "Layout":
@@ -248,13 +248,12 @@ class Layout:
                 f"and {other.spec.paths}"
             )
         columns: list[Column] = []
-        for one, another in zip(self.columns, other.columns, strict=False):
-            if replace(one, shape=None) != replace(another, shape=None):
-                raise ModelError(
-                    f"output {one.name!r} is not alike on all shards: {one.dtype} on one, {another.dtype} on another"
-                )
-            columns.append(one if one.shape == another.shape else replace(one, shape=None))
-        carried = tuple(one.join(another) for one, another in zip(self.carried, other.carried, strict=True))
+        for column, another in zip(self.columns, other.columns, strict=False):
+            if replace(column, shape=None) != replace(another, shape=None):
+                dtypes = f"{column.dtype} on one, {another.dtype} on another"
+                raise ModelError(f"output {column.name!r} is not alike on all shards: {dtypes}")
+            columns.append(column if column.shape == another.shape else replace(column, shape=None))
+        carried = tuple(carried.join(another) for carried, another in zip(self.carried, other.carried, strict=True))
         return Layout(self.spec, tuple(columns), self.batch_dim, carried)
 
 
@@ -267,8 +266,8 @@ def rows_of(
 ) -> tuple[Layout, Rows]:
     """Split a shard's outputs into their layout and their leaves, on the CPU with rows in dimension 0.
 
-    `carried` holds an array for each carried key. With `copies`, leaves of a GPU may be on their way yet: wait for
-    what is added to it before their numbers are used.
+    `carried` holds an array for each carried key. With `copies`, leaves of a GPU may still be on their way: wait for
+    the copies added to it before the numbers are used.
 
     Raises ModelError, which names the leaf's path, if a leaf does not have one entry for each of the `rows` rows, and
     Error for a class that cannot be made again.
@@ -282,10 +281,10 @@ def rows_of(
         if may_have_lists_of_rows(outputs, rows):
             raise ModelError(f"{error}; if a list has an entry for each row, set outputs.ragged: true") from None
         raise
-    unflatten(spec, leaves)  # a class that cannot be made again is told now, not once the outputs are read
+    unflatten(spec, leaves)  # raises now for a class that cannot be made again, not when the outputs are read
     carried = carried or {}
     names = iter(_column_names([*carried, *spec.paths]))
-    beside = [CarriedColumn(key, next(names), kind_of(array.type)) for key, array in carried.items()]
+    beside = [CarriedColumn(key, next(names), arrow_kind(array.type)) for key, array in carried.items()]
     kept = [_kept(name, leaf, batch_dim, copies) for name, leaf in zip(names, leaves, strict=True)]
     layout = Layout(spec, tuple(column for column, _ in kept), batch_dim, tuple(beside))
     return layout, [*carried.values(), *(leaf for _, leaf in kept)]
@@ -294,7 +293,7 @@ def rows_of(
 Form = tuple[Any, ...]
 
 
-def form_of(outputs: Any, tensors: Sequence[torch.Tensor], rows: int, carried: Mapping[str, pa.Array]) -> Form:
+def layout_key(outputs: Any, tensors: Sequence[torch.Tensor], rows: int, carried: Mapping[str, pa.Array]) -> Form:
     """Return what decides the layout of outputs of bare `tensors`, of so many rows."""
     keys = tuple((type(key), key) for key in outputs) if type(outputs) is dict else ()  # 1 and True are equal
     form: list[Any] = [rows, type(outputs), keys]
@@ -324,7 +323,7 @@ LARGEST_BESIDE = 1 << 28  # bytes of a leaf that a GPU holds twice, while the ne
 
 
 def _kept(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -> tuple[Column, Any]:
-    """Return a leaf's column, and a copy of the leaf: one of those that `Rows` has."""
+    """Return a leaf's column, and a copy of the leaf, as `Rows` holds it."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "UT" and leaf.ndim == 1:
         dtype, array = _values(name, leaf.tolist())
         return Column(name, dtype, (), is_array=True), array
@@ -376,7 +375,7 @@ def rows_first(tensor: torch.Tensor, batch_dim: int, copies: list[HostCopy] | No
 
 
 def without_objects(outputs: Any) -> tuple[Any, dict[str, str]]:
-    """Replace what is no tensor, number or text by None; return the outputs, and the class of each removed path.
+    """Replace each object by None; return the outputs, and the class of each replaced object by its path.
 
     A numpy number becomes a plain one.
     """
@@ -397,7 +396,7 @@ def _without_objects(spec: TreeSpec, above: Keys, left_out: dict[str, str]) -> T
         return replace(spec, value=None)
     below = zip(spec.keys, spec.children, strict=True)
     children = tuple(_without_objects(child, (*above, key), left_out) for key, child in below)
-    changed = any(one is not other for one, other in zip(children, spec.children, strict=True))
+    changed = any(child is not other for child, other in zip(children, spec.children, strict=True))
     return replace(spec, children=children) if changed else spec
 
 
@@ -530,7 +529,7 @@ def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[Any]]) -> Any:
 
 
 def bytes_of_value(value: str | bool | int | float) -> bytes:
-    """Return the bytes of a text, after their number, or those of a number of Python."""
+    """Return the bytes of a number of Python; of a text, the number of its bytes, then these."""
     if isinstance(value, str):
         text = value.encode()
         return np.int64(len(text)).tobytes() + text

@@ -48,8 +48,8 @@ class FileRecord:
     """A file of the outputs: its name, and the positions `first .. end - 1` that it holds.
 
     `sha256` is that of the file's bytes. `steps` are the digests of its steps, in order. `layout` is its columns, as
-    the file's metadata has them; earlier versions did not keep it. Where all samples were set aside, there is a
-    record without rows and no file.
+    the file's metadata has them; earlier versions did not keep it. If all samples were set aside, the record has no
+    rows and there is no file.
     """
 
     name: str
@@ -74,7 +74,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class AttemptOutputs:
     """The outputs that an attempt writes: where, after which earlier parts, of which rows in which order.
 
     `find_missing` gives the positions that have no outputs, as far as they are known.
@@ -96,13 +96,13 @@ MANIFEST_JSON = Record[dict[str, Any]](dict, MANIFEST, indent=2)
 
 
 class FileMerge:
-    """The merging of one file. If it is ended before the file has its name, it is begun anew from the parts.
+    """The merging of one file. If it ends before the file has its name, the next attempt merges the parts again.
 
     `between` is called between two blocks of rows, and may raise an error to end the merging.
     """
 
     def __init__(
-        self, outputs: Outputs, plan: FilePlan, number: int, between: Callable[[], None] = lambda: None
+        self, outputs: AttemptOutputs, plan: FilePlan, number: int, between: Callable[[], None] = lambda: None
     ) -> None:
         self._outputs = outputs
         self._between = between
@@ -125,7 +125,13 @@ class FileMerge:
 
         Raises StorageError if the parts do not hold each position once, or if this attempt is superseded.
         """
-        new = self._new_parts()
+        names = self._parts.names()
+        counting = self._outputs.ledger.counting(name for name in names if name not in self._seen)
+        self._seen.update(names)
+        new = [name for name in counting if _range(name).first_step in self._steps]
+        self._names += new
+        for name in new:
+            self._done.add(_range(name))
         # After the parts: a bad sample is kept before its part.
         self._missing = frozenset(self._outputs.find_missing())
         while self.through < self._steps.stop and all(map(self._is_there, self._shards())):
@@ -151,17 +157,6 @@ class FileMerge:
             self._open.discard()
             self._open = None
 
-    def _new_parts(self) -> list[str]:
-        """Find the parts of this file that have come since the last call: only names that are new are looked at."""
-        names = self._parts.names()
-        new = self._outputs.ledger.counting(name for name in names if name not in self._seen)
-        self._seen.update(names)
-        parts = [name for name in new if _range(name).first_step in self._steps]
-        self._names += parts
-        for name in parts:
-            self._done.add(_range(name))
-        return parts
-
     def _shards(self) -> list[Shard]:
         """Return all shards of the first step that is not merged yet."""
         return self._outputs.split.worker(1, 0, self.through)
@@ -177,7 +172,7 @@ class FileMerge:
         return bool(self._missing) and all(at in self._missing for at in range(shard.start, shard.stop))
 
     def _join(self, names: list[str]) -> None:
-        """Add parts to the open file. If its layout cannot hold their rows, it is begun anew in one that can."""
+        """Add parts to the open file; if its layout cannot hold their rows, write it again in one that can."""
         new = self._readers(names)
         layouts = [] if self._open is None else [self._open.layout]
         layout = functools.reduce(Layout.join, [*layouts, *(reader.layout for reader in new)])
@@ -225,7 +220,7 @@ class RowProof:
         self.know_missing(missing)
 
     def know_missing(self, missing: Collection[int]) -> None:
-        """Note the positions that have no outputs, as they are known by now."""
+        """Note the positions that are known so far to have no outputs."""
         self._missing = np.array(sorted(missing), np.int64)
 
     def take(self, block: pa.Table) -> None:
@@ -243,7 +238,7 @@ class RowProof:
         self._at = int(positions[-1]) + 1 if len(positions) else self._at
 
     def refuse(self, position: int) -> None:
-        """Raise StorageError for rows from `position` on, which are more than there are to be."""
+        """Raise StorageError for rows from `position` on, where the file has to end."""
         raise StorageError(
             f"there are outputs of position {position}, but no more than {self._end} are due; {RUN_AGAIN}"
         )
@@ -303,7 +298,7 @@ class StepDigests:
             self._begin()
 
     def close(self) -> None:
-        """Remove what is held on the local disk."""
+        """Remove the bytes that are kept on the local disk."""
         for leaf in self._others:
             leaf.close()
 
@@ -312,7 +307,7 @@ class StepDigests:
         self._others: list[Any] = []
 
     def _add(self, rows: pa.Table) -> None:
-        """Hash the first leaf's bytes as they come, and hold those of all others, which come after them."""
+        """Hash the first leaf's bytes at once; keep those of all other leaves, which come after them."""
         self._others = self._others or [SpooledTemporaryFile(HELD_BYTES) for _ in self._layout.columns[1:]]  # noqa: SIM115
         takers: list[Callable[[Any], Any]] = [self._digest.update, *(leaf.write for leaf in self._others)]
         for column, take in zip(self._layout.columns, takers, strict=True):
@@ -406,7 +401,7 @@ class OpenFile:
         return FileRecord(self._name, self._num_rows, first, end, written, sha256, steps, layout)
 
     def close(self) -> None:
-        """Close the parts' files, and remove what is held on the local disk."""
+        """Close the parts' files, and remove the bytes that are kept on the local disk."""
         self.rows.close()
         self._digests.close()
 
@@ -429,7 +424,7 @@ def read_records(run: Storage, names: Iterable[str]) -> list[FileRecord]:
     return [FILE_JSON.read(run.child(FILES), name) for _, name in sorted(ledger.records_in(names).items())]
 
 
-def forget_lost(run: Storage) -> None:
+def drop_lost(run: Storage) -> None:
     """Remove the records of files that are gone or have another size: their steps run again."""
     folder = run.child(FILES)
     for name in ledger.records_in(ledger.committed(run)).values():
@@ -450,8 +445,8 @@ def prove_outputs(run: Storage, rows: int, missing: Collection[int] = ()) -> Non
     check_layouts(run, records)
     if not any(record.rows for record in records):
         raise DataError(f"{run}: there are no outputs: all samples were set aside, see quarantine/")
-    values = {"rows": sum(one.rows for one in records), "outputs_sha256": hash_of_steps(records)}
-    MANIFEST_JSON.write(run, {**values, "files": [one.described() for one in records if one.rows]})
+    values = {"rows": sum(record.rows for record in records), "outputs_sha256": hash_of_steps(records)}
+    MANIFEST_JSON.write(run, {**values, "files": [record.described() for record in records if record.rows]})
     run.delete(EARLIER_MANIFEST)
 
 
@@ -478,7 +473,7 @@ def check_files(run: Storage, records: Sequence[FileRecord], rows: int, missing:
 
 
 def check_layouts(run: Storage, records: Sequence[FileRecord]) -> None:
-    """Raise ModelError or DataError, which names steps, unless the files can be read as one: alike but for shapes."""
+    """Raise ModelError or DataError, naming steps, unless the files can be read as one: only shapes may differ."""
     joined: Layout | None = None
     first = 0
     for record in records:
@@ -494,12 +489,12 @@ def check_layouts(run: Storage, records: Sequence[FileRecord]) -> None:
 
 
 def names_so_far(run: Storage) -> list[str]:
-    """Return the files of the outputs that are whole, from the first on without a gap, while a run goes on."""
+    """Return the whole files of the outputs of a run that goes on, up to the first gap."""
     if _manifest_of(run) or run.exists(MERGED):
         return file_names(run)
     records = ledger.records_in(ledger.committed(run))
     whole = [number for number in range(len(records)) if all(before in records for before in range(number + 1))]
-    return [one.path for one in read_records(run, [records[number] for number in whole]) if one.rows]
+    return [record.path for record in read_records(run, [records[number] for number in whole]) if record.rows]
 
 
 def file_names(run: Storage) -> list[str]:
@@ -511,7 +506,7 @@ def file_names(run: Storage) -> list[str]:
     if manifest is None:
         return [MERGED]
     with damage_told(f"{run}/{manifest}"):
-        return [f"{OUTPUTS}/{one['name']}" for one in MANIFEST_JSON.read(run, manifest)["files"]]
+        return [f"{OUTPUTS}/{file['name']}" for file in MANIFEST_JSON.read(run, manifest)["files"]]
 
 
 def outputs_path(run: Storage) -> str:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, has_peers
-from dp_ray.outputs.files import FileMerge, Outputs
+from dp_ray.outputs.files import AttemptOutputs, FileMerge
 from dp_ray.plan.split import FilePlan, num_files
 from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 
 SAMPLE_INDEX_BYTES = 8
-LOOK_SECONDS = 0.5  # between two looks for new parts, while the loop runs
+LOOK_SECONDS = 0.5  # between two looks for new parts while the loop runs
 END_SECONDS = 0.02  # the same, once it has ended; at least as long as a look takes
 CHECK_SECONDS = 5.0  # between two checks whether this attempt is superseded
 
@@ -28,7 +28,7 @@ CHECK_SECONDS = 5.0  # between two checks whether this attempt is superseded
 class AgreedFilePlan:
     """The plan of the files of the outputs: rank 0 makes it by its first rows, for all workers and later attempts."""
 
-    outputs: Outputs
+    outputs: AttemptOutputs
     file_bytes: int
     world: World
     is_stopped: Callable[[], bool]
@@ -80,11 +80,11 @@ class Looks:
 class Merger:
     """The merging of this worker's share of the files that are not whole yet, each as its parts are committed.
 
-    A worker without peers in the group is alone, or the others of its world run later: then it merges what is there,
-    and never waits for them.
+    A worker without peers in its group merges the parts that exist, and never waits: it is alone, or the other ranks
+    run later.
     """
 
-    def __init__(self, outputs: Outputs, plan: AgreedFilePlan, world: World) -> None:
+    def __init__(self, outputs: AttemptOutputs, plan: AgreedFilePlan, world: World) -> None:
         self._outputs = outputs
         self._plan = plan
         self._world = world
@@ -184,7 +184,7 @@ class Merger:
             self._reach(math.inf)  # nobody waits for what no thread merges
 
     def _merge(self, merge: FileMerge) -> None:
-        """Merge one file, or what is there of it if no other worker runs beside this one."""
+        """Merge a file; without peers, merge the parts of it that exist."""
         while True:
             before = merge.through
             self._reach(before)

@@ -123,14 +123,14 @@ class PartWriter:
         copies: list[HostCopy] = []
         beside = columns.carried_arrays(carried, indices) if carried else {}
         tensors = bare_tensors(outputs) or ()
-        form = columns.form_of(outputs, tensors, shard.rows, beside)
+        form = columns.layout_key(outputs, tensors, shard.rows, beside)
         if form in self._forms:
             rows = [*beside.values()]
             for tensor in tensors:
                 rows.append(columns.rows_first(tensor, self.parts.batch_dim, copies))
         else:
             rows = self._lay_out(shard, outputs, beside, copies)
-            if tensors and all(one.ndim for one in tensors):  # of one row, a scalar is kept as a vector
+            if tensors and all(tensor.ndim for tensor in tensors):  # of one row, a scalar is kept as a vector
                 self._forms.add(form)
         nbytes = TENSOR_BYTES * len(rows)
         for leaf in rows:
@@ -153,18 +153,18 @@ class PartWriter:
     def on_step(self, step: int) -> None:
         """End `step`: this worker's shards of it are taken, or an earlier attempt had committed them."""
         if self._step and self._plan is None:
-            num_rows = sum(one.shard.rows for one in self._step)
-            self._plan = self.find_plan(sum(leaf.nbytes for one in self._step for leaf in one.rows) / num_rows)
+            num_rows = sum(kept.shard.rows for kept in self._step)
+            self._plan = self.find_plan(sum(leaf.nbytes for kept in self._step for leaf in kept.rows) / num_rows)
             if self._plan is None:  # without a plan the rows are dropped
                 self._step, self._first_step = [], step + 1
             else:  # a part is in one file alone
                 self._first_step = max(self._first_step, self._plan.steps_of(self._plan.number_of(step)).start)
         self._end_step = step + 1
         self._group += self._step
-        coming = 0  # what the GPU may be computing now is written later
-        for one in self._step:
-            coming += bool(one.copies)
-            self._group_bytes += one.nbytes
+        coming = 0  # the GPU may still be computing these rows
+        for kept in self._step:
+            coming += bool(kept.copies)
+            self._group_bytes += kept.nbytes
         self._step = []
         if self._group_bytes >= GROUP_BYTES and len(self._group) > coming:
             self._write_group(coming)
@@ -187,15 +187,15 @@ class PartWriter:
                 self._file.discard()
 
     def _write_group(self, coming: int = 0) -> None:
-        """Write the rows taken so far, but for those of the last `coming` shards."""
+        """Write the rows taken so far, without those of the last `coming` shards."""
         self._wait()
         assert self._layout is not None
         if self._file is None:
             self._file = PartFile(self.parts.storage, self._layout, MERGE_BYTES // self.parts.num_workers)
         size = len(self._group) - coming
         group, self._group = self._group[:size], self._group[size:]
-        self._group_bytes = sum(one.nbytes for one in self._group)
-        if any(one.copies for one in group):
+        self._group_bytes = sum(kept.nbytes for kept in self._group)
+        if any(kept.copies for kept in group):
             self._writing = self._thread.submit(self._file.write, group)
         else:
             self._file.write(group)
@@ -235,15 +235,18 @@ class PartFile:
 
     def write(self, group: list[ShardRows]) -> None:
         """Write the rows of some shards."""
-        for copy in chain.from_iterable(one.copies for one in group):
+        for copy in chain.from_iterable(kept.copies for kept in group):
             copy.wait()
-        shards = [one.shard for one in group]
+        shards = [kept.shard for kept in group]
         positions = np.concatenate(
-            [np.array(one.positions, np.int64) if one.missing else np.arange(one.start, one.stop) for one in shards]
+            [
+                np.array(shard.positions, np.int64) if shard.missing else np.arange(shard.start, shard.stop)
+                for shard in shards
+            ]
         )
-        every = zip(self.layout.all_columns, zip(*(one.rows for one in group), strict=True), strict=True)
+        every = zip(self.layout.all_columns, zip(*(kept.rows for kept in group), strict=True), strict=True)
         leaves = [columns.to_arrow(column, pieces) for column, pieces in every]
-        samples = np.concatenate([one.indices for one in group])
+        samples = np.concatenate([kept.indices for kept in group])
         table = pa.Table.from_arrays([array_of(positions), array_of(samples), *leaves], schema=self._schema)
         blocks = max(1, table.nbytes // min(GROUP_BYTES, self._block_bytes))
         self._writer.write_table(table, max_chunksize=max(1, len(positions) // blocks))
@@ -262,7 +265,7 @@ class PartFile:
 def discard(writer: pq.ParquetWriter | pa.ipc.RecordBatchFileWriter, file: UnfinishedFile | LocalFile) -> None:
     """End a writer of Arrow, and remove the unfinished file into which it wrote."""
     try:
-        with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
+        with suppress(StorageError, pa.ArrowException, OSError):  # the first error is the one that is reported
             writer.close()
     finally:
         file.discard()

@@ -1,7 +1,7 @@
 """The plan of a run, as one value: `dp-ray plan` shows it as text or JSON, and the driver executes it.
 
-Here are also the steps that `profile` traces, the steps of a scheduler, the numbers of shards that `shards: auto`
-tries, and the memory that a run will take on each device of a worker.
+It also has the steps that `profile` traces, the steps of a scheduler, the numbers of shards that `shards: auto`
+tries, and the memory of a run on each device of a worker.
 """
 
 import itertools
@@ -104,8 +104,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; equal batches are folded, so it is small for any number of rows.
 
-        `steps` and `batches` are those of an epoch. What does not apply is left out: `total_steps` unless `max_steps`
-        cuts the last epoch short, `min_workers` unless the job is elastic, and what no job of this task has.
+        `steps` and `batches` are those of an epoch. Keys that do not apply are left out: `total_steps` unless
+        `max_steps` cuts the last epoch short, `min_workers` unless the job is elastic, and keys of other tasks.
         """
         split, total = self.split, self.split.total_steps
         is_elastic = self.min_workers != self.max_workers
@@ -198,7 +198,7 @@ def table(plan: Plan) -> str:
         lines += [f"  {line}" for line in _batches(own, workers)]
     if plan.checkpoints:
         lines.append(_checkpoints(plan.checkpoints, split))
-    lines += [f"  block {one.name:<24}{one.bytes:>16,} bytes on {one.device}" for one in plan.blocks]
+    lines += [f"  block {block.name:<24}{block.bytes:>16,} bytes on {block.device}" for block in plan.blocks]
     return "\n".join([*lines, *plan.remarks])
 
 
@@ -288,7 +288,7 @@ def too_short(most: int, needed: int, per: str) -> str:
     )
 
 
-# What torch's schedulers do after the length that their arg states, if that is below the training's; "" if nothing.
+# What torch's schedulers do after the length in their arg, if the training is longer; "" if they do nothing.
 _AFTER = {
     ("CosineAnnealingLR", "T_max"): "the learning rate goes up again after that",
     ("PolynomialLR", "total_iters"): "the learning rate is 0 after that",
@@ -386,7 +386,7 @@ class WorkerMemory:
     @property
     def total(self) -> int:
         """The bytes of the fullest device."""
-        return max(one.total for one in self.devices)
+        return max(device.total for device in self.devices)
 
 
 @dataclass(frozen=True)
@@ -398,33 +398,33 @@ class MemoryPlan:
     gpu_bytes: int | None = None
     remarks: tuple[str, ...] = ()
 
-    def fits(self, one: WorkerMemory) -> bool | None:
+    def fits(self, memory: WorkerMemory) -> bool | None:
         """Return whether a worker's devices hold it; None if their size is not known."""
-        return None if self.gpu_bytes is None else one.total <= USABLE * self.gpu_bytes
+        return None if self.gpu_bytes is None else memory.total <= USABLE * self.gpu_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, in bytes."""
         workers = [
-            {**asdict(one), "devices": [asdict(device) for device in one.devices], **_known({"fits": self.fits(one)})}
-            for one in self.workers
+            {**asdict(own), "devices": [asdict(device) for device in own.devices], **_known({"fits": self.fits(own)})}
+            for own in self.workers
         ]
         remarks = {"remarks": list(self.remarks)} if self.remarks else {}
         return {"rows": self.rows, **_known({"gpu_bytes": self.gpu_bytes}), "workers": workers, **remarks}
 
     def lines(self) -> Iterator[str]:
         """Yield the plan as text: a line for each device of a worker, in a unit that shows the largest."""
-        most = max((one.total for one in self.workers), default=0)
+        most = max((memory.total for memory in self.workers), default=0)
         unit = next((unit for unit, size in UNITS.items() if most >= size / 10), "KiB")
         yield f"memory of a worker in {unit}, with shards of {counted(self.rows, 'row')}:"
         names = ("parameters", "gradients", "optimizer", "buffers", "activations", "total")
         yield f"  {'':<30}{''.join(f'{name:>12}' for name in names)}"
-        for one in self.workers:
+        for memory in self.workers:
             verdict = ""
             if self.gpu_bytes is not None:
-                verdict = f"  {'fits' if self.fits(one) else 'does not fit'} {self.gpu_bytes / GIB:g} GiB"
-            for device in one.devices:
-                where = f", {device.device}" if len(one.devices) > 1 else ""
-                who = f"{one.strategy} on {counted(one.workers, 'worker')}{where}"
+                verdict = f"  {'fits' if self.fits(memory) else 'does not fit'} {self.gpu_bytes / GIB:g} GiB"
+            for device in memory.devices:
+                where = f", {device.device}" if len(memory.devices) > 1 else ""
+                who = f"{memory.strategy} on {counted(memory.workers, 'worker')}{where}"
                 numbers = "".join(f"{getattr(device, name) / UNITS[unit]:>12.3f}" for name in names)
                 yield f"  {who:<30}{numbers}{verdict}"
         yield from self.remarks

@@ -237,7 +237,7 @@ class BlockOrder(EpochOrder):
         return self._samples(self._rows(positions)) if len(positions) else positions
 
     def windows_at(self, start: int, stop: int) -> range:
-        """Return the windows in which the positions start .. stop - 1 lie, of which there is one or more."""
+        """Return the windows of the positions start .. stop - 1; `stop` is above `start`."""
         first, last = np.searchsorted(self._windows, [start, stop - 1], side="right").tolist()
         return range(first - 1, last)
 
@@ -250,7 +250,7 @@ class BlockOrder(EpochOrder):
             return []
         first_row = int((first + self._offsets(np.array([window]), end - begin)[0]) % (end - begin) + begin)
         stop_row = first_row + int(stop - first)
-        # What reaches beyond the window's last row goes on at its first one.
+        # Rows beyond the window's last one wrap around to its first.
         rows = [(first_row, min(stop_row, end)), (begin, begin + stop_row - end)]
         return [samples for first, stop in rows for samples in self._samples_between(int(first), int(stop))]
 

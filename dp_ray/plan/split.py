@@ -234,13 +234,13 @@ class Frontier:
     _later: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)  # heaps of spans behind a gap
 
     def add(self, done: Range) -> None:
-        """Take in what is done."""
+        """Add steps of shards that are done."""
         for shard in range(done.first_shard, done.end_shard):
             heappush(self._later.setdefault(shard, []), (done.first_step, done.end_step))
             self._reach(shard, self.start)
 
     def skip(self, piece: Shard) -> None:
-        """Take a shard as done up to its step, of which nothing will come."""
+        """Count a shard as done up to this step: no outputs of it will come."""
         self._reach(piece.shard, piece.step + 1)
 
     def __contains__(self, piece: Shard) -> bool:
@@ -318,14 +318,14 @@ class FilePlan:
         return f"{number:0{width}}-of-{self.files:0{width}}.parquet"
 
     def most_ahead(self, num_mergers: int) -> int:
-        """Return by how many steps a worker's loop may be ahead of its merging, of the files that it merges.
+        """Return by how many steps a worker's loop may lead the merging of its files.
 
-        They are those of one file for each merging worker: fewer would leave some without anything to merge.
+        It is one file for each merging worker: with less, some would have nothing to merge.
         """
         return max(1, num_mergers * self.steps // self.files)
 
     def enough_room(self, num_mergers: int) -> int:
-        """Return how far the merging comes near before a loop that has waited goes on: half a file more."""
+        """Return the lead, in steps, at which a loop that has waited goes on: half a file less than the most."""
         return self.most_ahead(num_mergers) - self.steps // self.files // 2
 
 

@@ -44,7 +44,7 @@ def nodes(shards: range, node: Node) -> list[Node]:
 def nodes_by_rank(shards: int, workers: int, filled: int) -> list[list[Node]]:
     """Return each worker's nodes that have rows, where the first `filled` of the shards have some."""
     own = [worker_shards(shards, workers, rank) for rank in range(workers)]
-    return [[node for node in nodes(one, (0, shards)) if node[0] < filled] for one in own]
+    return [[node for node in nodes(subtree, (0, shards)) if node[0] < filled] for subtree in own]
 
 
 def fold(held: Mapping[Node, T], node: Node, add: Callable[[T, T], T]) -> T | None:

@@ -41,13 +41,14 @@ class Thinned:
 def thinned(x: Array, y: Array, buckets: int = BUCKETS, whole: int = WHOLE) -> Thinned:
     """Keep all of at most `whole` points.
 
-    Of more, keep at most `2 * buckets + 2`: the ends, and the extremes of each bucket of consecutive points.
+    If there are more, keep at most `2 * buckets + 2`: the ends, and the extremes of each bucket of consecutive
+    points.
     """
     is_finite = np.isfinite(y)
     odd = x[~is_finite]
     # After LISTED stretches, the last one holds the rest.
     cuts = np.flatnonzero(np.diff(odd) > 1) + 1
-    stretches = [(int(one[0]), int(one[-1])) for one in np.split(odd, cuts[: LISTED - 1]) if len(one)]
+    stretches = [(int(group[0]), int(group[-1])) for group in np.split(odd, cuts[: LISTED - 1]) if len(group)]
     x, y = x[is_finite], y[is_finite]
     none = np.empty(0)
     if len(y) <= max(whole, 2 * buckets):
@@ -55,11 +56,11 @@ def thinned(x: Array, y: Array, buckets: int = BUCKETS, whole: int = WHOLE) -> T
     width = -(-len(y) // buckets)
     starts = np.arange(0, len(y), width)
     counts = np.diff(np.append(starts, len(y)))
-    # The last bucket is filled up with the last value, whose place is that of the last point.
+    # The last bucket is filled up with the last value, at the place of the last point.
     grid = np.pad(y, (0, len(starts) * width - len(y)), mode="edge").reshape(len(starts), width)
     places = [starts + grid.argmin(1), starts + grid.argmax(1), [0, len(y) - 1]]
     kept = np.unique(np.minimum(np.concatenate(places), len(y) - 1))
-    mean_x, mean_y = (np.add.reduceat(one.astype(float), starts) / counts for one in (x, y))
+    mean_x, mean_y = (np.add.reduceat(axis.astype(float), starts) / counts for axis in (x, y))
     return Thinned(x[kept], y[kept], mean_x, mean_y, width, stretches, len(odd))
 
 
@@ -86,16 +87,16 @@ class Chart:
 
     @property
     def bucket(self) -> int:
-        """Of how many steps the page has only the least and the largest value; 1 if it has all."""
-        return max(int(one["width"]) for one in self.series)
+        """The number of steps of which the page has only the least and the largest value; 1 if it has all."""
+        return max(int(line["width"]) for line in self.series)
 
     @property
     def figures(self) -> list[dict[str, Any]]:
         """The first, last, least and largest value of each series, with the step of each."""
         rows = []
-        for one in self.series:
-            x, y = one["x"], one["y"]
-            figures = {"name": one["name"], "points": one["points"], "num_odd": one["numOdd"], "odd": one["odd"]}
+        for line in self.series:
+            x, y = line["x"], line["y"]
+            figures = {"name": line["name"], "points": line["points"], "num_odd": line["numOdd"], "odd": line["odd"]}
             if y:
                 places = {"first": 0, "last": len(y) - 1, "least": int(np.argmin(y)), "largest": int(np.argmax(y))}
                 figures |= {name: {"step": x[at], "value": y[at]} for name, at in places.items()}
@@ -109,8 +110,8 @@ def charts_of(history: pa.Table | None, whole: int = WHOLE) -> list[Chart]:
         return []
     charts = []
     for number, (name, columns) in enumerate(_groups(history.column_names).items()):
-        series = [series_of(one, history, whole) for one in columns]
-        series = [{**one, "color": at, "dash": at} for at, one in enumerate(series) if one["x"] or one["odd"]]
+        series = [series_of(column, history, whole) for column in columns]
+        series = [{**line, "color": at, "dash": at} for at, line in enumerate(series) if line["x"] or line["odd"]]
         if series:
             charts.append(Chart(f"chart-{number}", TITLES.get(name, name), series))
     return charts
@@ -121,7 +122,7 @@ def _groups(names: Sequence[str]) -> dict[str, list[str]]:
     drawn = [name for name in names if name not in NOT_DRAWN and not is_inner(name)]
     bare = dict.fromkeys(name.removeprefix("eval_").replace("epoch_loss", "loss") for name in drawn)
     order = [*(name for name in bare if name not in LAST), *(name for name in LAST if name in bare)]
-    groups = {name: [one for one in (name, f"eval_{name}") if one in drawn] for name in order}
+    groups = {name: [title for title in (name, f"eval_{name}") if title in drawn] for name in order}
     if "epoch_loss" in drawn:
         groups["loss"].insert(1, "epoch_loss")
     return groups

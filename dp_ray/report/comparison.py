@@ -14,7 +14,7 @@ from dp_ray.report import page
 from dp_ray.report.charts import WHOLE, Chart, charts_of
 from dp_ray.report.run_data import RunData, read_run
 from dp_ray.results.compare import NO_DIFFERENCE, differing, likeness, mean_speed, side_by_side
-from dp_ray.results.text import as_text
+from dp_ray.results.text import setting_text
 from dp_ray.rundir.files import RESULT, RUN, runs_there
 from dp_ray.storage import Storage
 
@@ -72,9 +72,9 @@ def comparison_of(runs: Sequence[Storage], trials: Trials | None = None) -> str:
     charts = overlaid(known, names)
     tables = {
         "Figures": figures(known),
-        "Final metrics": side_by_side([{one.label: one.value for one in page.metrics_of(run)} for run in known]),
+        "Final metrics": side_by_side([{fact.label: fact.value for fact in page.metrics_of(run)} for run in known]),
         "Where the time goes": side_by_side(
-            [{page.spoken(one.name): f"{one.share:.1%}" for one in page.time_split(run)} for run in known]
+            [{page.spoken(share.name): f"{share.share:.1%}" for share in page.time_shares(run)} for run in known]
         ),
         "The jobs differ in": shown_differences([run.job for run in known]),
         "The environments differ in": shown_differences([environment_of(run) for run in known]),
@@ -103,8 +103,8 @@ def figures(runs: Sequence[RunData]) -> Rows:
     return {
         "status": [run.status for run in runs],
         "steps": [f"{run.steps_done:,} of {run.total_steps:,}" for run in runs],
-        "rows per second": [page.speed_text(one) for one in speeds],
-        "against the first": [f"{one / speeds[0]:.2f} x" if one and speeds[0] else "" for one in speeds],
+        "rows per second": [page.speed_text(speed) for speed in speeds],
+        "against the first": [f"{speed / speeds[0]:.2f} x" if speed and speeds[0] else "" for speed in speeds],
         "time": [page.duration(run.result.get("seconds")) for run in runs],
         "interruptions": [len(run.incidents.interruptions) for run in runs],
     }
@@ -112,8 +112,8 @@ def figures(runs: Sequence[RunData]) -> Rows:
 
 def shown_differences(values: Sequence[Mapping[str, Any]]) -> Rows:
     """Return the keys in which mappings differ, as dotted paths, with the value of each."""
-    rows = differing([dict(dotted(one)) for one in values], NO_DIFFERENCE)
-    return {key: list(map(as_text, row)) for key, row in rows.items()}
+    rows = differing([dict(dotted(options)) for options in values], NO_DIFFERENCE)
+    return {key: list(map(setting_text, row)) for key, row in rows.items()}
 
 
 def environment_of(run: RunData) -> dict[str, Any]:

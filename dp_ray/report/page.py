@@ -20,7 +20,7 @@ from markupsafe import Markup
 from dp_ray.report.charts import charts_of, epochs_of, workers_chart
 from dp_ray.report.run_data import RunData, WorkerGrid, read_run
 from dp_ray.results.compare import mean_speed, rows_and_seconds
-from dp_ray.results.text import as_text
+from dp_ray.results.text import setting_text
 from dp_ray.rundir.history import NOT_MEASURED, is_inner, is_of_many
 from dp_ray.storage import Storage
 from dp_ray.tables import known_numbers, numbers
@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, where it was built
 EVALUATIONS = 50  # the newest, in the table
-# What is drawn of a run alone.
+# The charts of a single run.
 OF_A_RUN: dict[str, Any] = {"heatMaps": [], "parts": None, "epochs": [], "interruptions": [], "live": None}
 
 
@@ -52,7 +52,7 @@ def page_of(run: Storage, live: float | None = None) -> str:
         "heatMaps": maps,
         "parts": parts,
         "epochs": epochs_of(data.history),
-        "interruptions": [{"step": one.step, "kind": one.kind.value} for one in data.incidents.interruptions],
+        "interruptions": [{"step": event.step, "kind": event.kind.value} for event in data.incidents.interruptions],
         "live": live,
     }
     return rendered(
@@ -60,12 +60,12 @@ def page_of(run: Storage, live: float | None = None) -> str:
         drawing,
         run=data,
         charts=charts,
-        facts=facts_of(data),
+        facts=page_facts(data),
         metrics=metrics_of(data),
-        split=time_split(data),
+        split=time_shares(data),
         job_file=job_file_of(data.job),
         driver=data.drivers[-1] if data.drivers else {},
-        evaluations=evaluations_of(data),
+        evaluations=evaluation_rows(data),
         heat_maps=maps,
         parts_drawn=parts,
     )
@@ -79,7 +79,7 @@ def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
         drawing=hide_in({**OF_A_RUN, **drawing}),
         can_draw=bool(scripts),
         styles=Markup((HERE / "page.css").read_text()),
-        scripts=[Markup(one) for one in (*scripts, (HERE / "page.js").read_text())],
+        scripts=[Markup(script) for script in (*scripts, (HERE / "page.js").read_text())],
         theme_script=Markup((HERE / "theme.js").read_text()),
     )
 
@@ -116,7 +116,7 @@ class TimePart:
     color: int = 0
 
 
-def facts_of(data: RunData) -> list[Fact]:
+def page_facts(data: RunData) -> list[Fact]:
     """Return progress, speed, time and workers of a run."""
     result = data.result
     done, total = data.steps_done, data.total_steps
@@ -127,7 +127,7 @@ def facts_of(data: RunData) -> list[Fact]:
             epochs = f"{result['steps']:,} in an epoch"
     early = (result.get("stopped_early") or {}).get("text", "")
     times = ["since it was resumed"] if len(data.drivers) > 1 else []
-    before, after = (result.get(f"seconds_{one}_steps") for one in ("before", "after"))
+    before, after = (result.get(f"seconds_{when}_steps") for when in ("before", "after"))
     if before is not None and after is not None:
         times.append(f"{duration(before)} before the first step, {duration(after)} after the last")
     sizes, where = data.incidents.world_sizes or tuple(result.get("world_sizes", ())), ""
@@ -143,7 +143,7 @@ def facts_of(data: RunData) -> list[Fact]:
         Fact("interruptions", str(len(data.incidents.interruptions))),
         Fact("set aside", str(aside) if aside else "", "samples"),
     ]
-    return [one for one in facts if one.value]
+    return [fact for fact in facts if fact.value]
 
 
 def metrics_of(data: RunData) -> list[Fact]:
@@ -157,8 +157,8 @@ def metrics_of(data: RunData) -> list[Fact]:
     is_training = data.task == "train"
     notes = {name: "of the last batch" for name in metrics if is_training and not is_of_many(name)}
     if best.get("metric"):
-        notes[best["metric"]] = f"best {number(best['value'])} after step {best['step'] - 1:,}"
-    return [Fact(name, number(value), notes.get(name, "")) for name, value in metrics.items() if not is_inner(name)]
+        notes[best["metric"]] = f"best {metric_text(best['value'])} after step {best['step'] - 1:,}"
+    return [Fact(key, metric_text(value), notes.get(key, "")) for key, value in metrics.items() if not is_inner(key)]
 
 
 def speed_text(speed: float | None) -> str:
@@ -166,13 +166,13 @@ def speed_text(speed: float | None) -> str:
     return "" if speed is None else f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
 
 
-def time_split(data: RunData) -> list[TimePart]:
+def time_shares(data: RunData) -> list[TimePart]:
     """Return the parts of the workers' time, which add up to the whole; the largest first."""
     if shares := (data.time_split or {}).get("all"):
         parts = [TimePart(spoken(name), share, color_of(name)) for name, share in shares.items() if share > 0]
-        return sorted(parts, key=lambda one: -one.share)
+        return sorted(parts, key=lambda share: -share.share)
     workers = data.result.get("workers", [])
-    whole, wait = (sum(one.get(f"{name}_seconds") or 0.0 for one in workers) for name in ("loop", "data_wait"))
+    whole, wait = (sum(worker.get(f"{name}_seconds") or 0.0 for worker in workers) for name in ("loop", "data_wait"))
     if not whole and data.history is not None and len(data.history):
         whole = rows_and_seconds(data.history)[1]
         wait = float(numbers(data.history.column("data_wait_seconds")).sum())
@@ -192,7 +192,7 @@ def spoken(part: str) -> str:
     return part.replace("_", " ")
 
 
-def number(value: Any) -> str:
+def metric_text(value: Any) -> str:
     """Return a metric as text; None stands for NaN in JSON."""
     if isinstance(value, bool | int | str):
         return str(value)
@@ -261,10 +261,10 @@ def step_parts(grid: WorkerGrid) -> dict[str, Any] | None:
 
 def _without_nan(rows: Iterable[Any]) -> list[list[float | None]]:
     """Return arrays of numbers in six digits, with None for NaN, which JSON does not have."""
-    return [[float(f"{one:.6g}") if math.isfinite(one) else None for one in row.tolist()] for row in rows]
+    return [[float(f"{value:.6g}") if math.isfinite(value) else None for value in row.tolist()] for row in rows]
 
 
-def evaluations_of(data: RunData) -> dict[str, Any]:
+def evaluation_rows(data: RunData) -> dict[str, Any]:
     """Return the newest evaluations of a training: their columns, and a row for each."""
     names = [name for name in (data.history.column_names if data.history else []) if name.startswith("eval_")]
     if data.history is None or not names:
@@ -277,7 +277,7 @@ def evaluations_of(data: RunData) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """Return what a template shows of a value: of a text, what can be encoded and does not turn its direction."""
+    """Return a value for a template: a text without characters that cannot be encoded or turn its direction."""
     return harmless(value) if type(value) is str else value
 
 
@@ -289,4 +289,4 @@ TEMPLATES = jinja2.Environment(
     lstrip_blocks=True,
     finalize=_shown,
 )
-TEMPLATES.filters |= {"number": number, "duration": duration, "text": as_text}
+TEMPLATES.filters |= {"number": metric_text, "duration": duration, "text": setting_text}

@@ -1,4 +1,4 @@
-"""Read what a run directory holds, finished or not, as one `RunData`; no code of the run is imported or run.
+"""Read a run directory, finished or not, as one `RunData`; no code of the run is imported or run.
 
 Begin at `read_run`. Two of its parts are computed here: a sample of a prediction's outputs, and the grid of what each
 worker did over the steps. The grid comes from the times of the workers' steps, or, of a run of an earlier version,
@@ -66,7 +66,7 @@ SET_ASIDE = 200  # set-aside samples that are shown
 
 @dataclass
 class RunData:
-    """A run as far as it is known. `problems` says what could not be read."""
+    """A run, as far as its files could be read. `problems` says what could not be read."""
 
     where: str
     job: dict[str, Any] = field(default_factory=dict)
@@ -185,7 +185,7 @@ PROBABLE_CLASSES = range(2, 10_001)
 def output_samples(run: Storage) -> list[dict[str, Any]]:
     """Return the first rows of the outputs so far and the last: sample index, what was carried, outputs, preview."""
     names = names_so_far(run)
-    previews = {one.sample_index: one for one in read_previews(run)}
+    previews = {preview.sample_index: preview for preview in read_previews(run)}
     rows: list[dict[str, Any]] = []
     if names:
         with reading(run, names[0]) as file:
@@ -202,9 +202,9 @@ def output_samples(run: Storage) -> list[dict[str, Any]]:
 
 def _as_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     layout = Layout.from_metadata(table.schema.metadata)
-    carried = {one.key: table.column(one.name).to_pylist() for one in layout.carried}
+    carried = {column.key: table.column(column.name).to_pylist() for column in layout.carried}
     leaves: dict[str, Any] = {
-        one.name: from_arrow(one, table.column(one.name).combine_chunks()) for one in layout.columns
+        column.name: from_arrow(column, table.column(column.name).combine_chunks()) for column in layout.columns
     }
     for at, sample in enumerate(table.column(SAMPLE_INDEX).to_pylist()):
         yield {
@@ -230,7 +230,7 @@ def value_text(value: torch.Tensor | str | float) -> str:
     if value.ndim == 1 and len(numbers) in PROBABLE_CLASSES:
         at = int(numbers.argmax())
         return f"largest at {at}: {_number(float(numbers[at]))} (of {len(numbers)})"
-    least, mean, most = (_number(float(one)) for one in (numbers.min(), numbers.mean(), numbers.max()))
+    least, mean, most = (_number(float(number)) for number in (numbers.min(), numbers.mean(), numbers.max()))
     return f"{'x'.join(map(str, value.shape))}: {least} to {most}, mean {mean}"
 
 
@@ -254,7 +254,7 @@ def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
     edges = np.arange(columns + 1) * steps // columns
     rows, milliseconds, slowest, worked = (np.zeros((num_ranks, columns)) for _ in range(4))
     parts = np.zeros((len(PARTS), columns))
-    for step, rank, counts, times, seconds in (one for file in files for one in _reports_in(file, is_timed)):
+    for step, rank, counts, times, seconds in (report for file in files for report in _reports_in(file, is_timed)):
         column = np.clip(np.searchsorted(edges, step, side="right") - 1, 0, columns - 1)
         cell = rank.astype(np.int64) * columns + column
         # A worker may have several shards of a step, each with a report of its shapes.
@@ -282,7 +282,7 @@ def _reports_in(file: File, is_timed: bool) -> Iterator[tuple[Any, Any, Any, Any
         for batch in parquet.iter_batches(batch_size=BATCH, columns=None if is_timed else [*names, "milliseconds"]):
             if is_timed:
                 seconds = tuple(numbers(batch.column(name)) for name in PARTS)
-                milliseconds = 1000 * sum(one for name, one in zip(PARTS, seconds, strict=True) if name != EXCHANGE)
+                milliseconds = 1000 * sum(part for name, part in zip(PARTS, seconds, strict=True) if name != EXCHANGE)
             else:
                 seconds, milliseconds = (), numbers(batch.column("milliseconds"))
             step, rank, rows = (numbers(batch.column(name)) for name in names)

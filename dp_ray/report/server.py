@@ -1,4 +1,4 @@
-"""`dp-ray watch`: serve the page of a run on localhost, to whoever knows the token in its URL, while the run goes on.
+"""`dp-ray watch`: serve the page of a run on localhost while it goes on; a token in the URL protects it.
 
 Begin at `watch_page`.
 """
@@ -50,7 +50,7 @@ def watch_page(run: Storage, host: str, port: int, until_end: bool, say: Callabl
 
 
 class LivePage:
-    """The page of a run, rendered anew at most every few seconds, whoever asks."""
+    """The page of a run, rendered again at most every few seconds, however many ask."""
 
     def __init__(self, run: Storage) -> None:
         self._run = run

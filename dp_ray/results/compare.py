@@ -12,7 +12,7 @@ from dp_ray.errors import StorageError
 from dp_ray.job.files import dotted, same
 from dp_ray.job.job import Job
 from dp_ray.job.old_keys import of_a_run
-from dp_ray.results.text import aligned, as_text, sparkline
+from dp_ray.results.text import in_columns, setting_text, sparkline
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON, runs_there
 from dp_ray.rundir.history import history_of, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
@@ -84,7 +84,7 @@ def mean_speed(history: pa.Table | None, result: Mapping[str, Any]) -> float | N
     """Return the rows per second of a run: its rows divided by the seconds of its steps; None if unknown."""
     if history is not None and len(history):
         rows, seconds = rows_and_seconds(history)
-    else:  # without a history: the seconds of the longest loop, which are those of all rows in a single attempt alone
+    else:  # without a history: the longest loop's seconds, which cover all rows only if there was a single attempt
         loops = [worker.get("loop_seconds") or 0.0 for worker in result.get("workers", [])]
         is_whole = result.get("status") == "done" and len(result.get("world_sizes", [])) == 1
         rows = result.get("rows", 0) * result.get("epochs", 1)
@@ -101,11 +101,13 @@ def rows_and_seconds(history: pa.Table) -> tuple[float, float]:
 
 def comparison_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Return the runs as JSON values: results, what differs in jobs and environments, metrics, throughput, time."""
+    environments = [run.environment for run in runs]
+    is_known = all(environments)  # else nothing differs, as far as is known
     return {
         "runs": [run.result or run.row.to_json() for run in runs],
         "status": [run.row.status for run in runs],
         "job": differing_keys(runs),
-        "environment": differing_environment(runs),
+        "environment": differing(environments, OF_EACH_DRIVER) if is_known else {},
         "computed": differing_numerics(runs),
         "metrics": side_by_side([run.row.metrics for run in runs]),
         "rows_per_second": [run.rows_per_second for run in runs],
@@ -120,11 +122,11 @@ def comparison_text(runs: Sequence[ComparedRun], width: int | None = None) -> st
     The sparklines fit a terminal of `width` columns.
     """
     rows = [[printable(cell) for cell in row] for row in _table(runs)]
-    return "\n".join([likeness(runs), aligned(rows), *_curves(runs, width)])
+    return "\n".join([likeness(runs), in_columns(rows), *_curves(runs, width)])
 
 
 class Alike(Protocol):
-    """What tells whether runs are alike: their described jobs, their results, what computed them."""
+    """What shows whether runs are alike: their described jobs, their results, their hardware."""
 
     @property
     def job(self) -> dict[str, Any]: ...
@@ -136,29 +138,26 @@ class Alike(Protocol):
 
 def likeness(runs: Sequence[Alike]) -> str:
     """Say whether the runs have the same job, weights and outputs: `the same job, the same weights`."""
-    return ", ".join(_likeness(runs))
-
-
-def _likeness(runs: Sequence[Alike]) -> Iterator[str]:
-    differing = differing_keys(runs)
-    counting = {key for key in differing if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT}
-    alike = f"the same job (but for {listed(differing)})" if differing else "the same job"
+    keys = differing_keys(runs)
+    counting = {key for key in keys if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT}
+    alike = f"the same job (but for {listed(keys)})" if keys else "the same job"
     objects = [key.removesuffix(".target") for key, value in dotted(runs[0].job) if _is_object(key, value)]
     if objects:
         alike += f" as far as can be told: {listed(objects)} from Python cannot be compared"
-    yield "different jobs" if counting else alike
+    says = ["different jobs" if counting else alike]
     for what in ("weights", "outputs"):
         hashes = [run.result.get(f"{what}_sha256") for run in runs]
         if all(hashes):
-            yield f"{'the same' if len(set(hashes)) == 1 else 'different'} {what}"
+            says.append(f"{'the same' if len(set(hashes)) == 1 else 'different'} {what}")
     if computed := differing_numerics(runs):
-        yield f"computed on different kinds of workers ({listed(computed)}), so their bits may differ"
+        says.append(f"computed on different kinds of workers ({listed(computed)}), so their bits may differ")
+    return ", ".join(says)
 
 
 def _is_object(key: str, value: Any) -> bool:
     """Return whether a key of a job had a Python object: a file keeps its type alone, `<module:Class>`."""
     if isinstance(value, list):
-        return any(_is_object(key, one) for one in value)
+        return any(_is_object(key, item) for item in value)
     return isinstance(value, str) and OBJECT.fullmatch(value) is not None and not key.startswith("hooks.")
 
 
@@ -167,10 +166,10 @@ def _table(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
     yield ["", *(run.where for run in runs)]
     computed = {f"computed.{name}": row for name, row in values["computed"].items()}
     for key, row in (*values["job"].items(), *values["environment"].items(), *computed.items()):
-        yield [key, *map(as_text, row)]
+        yield [key, *map(setting_text, row)]
     yield ["status", *values["status"]]
     steps = [(run.row.step, run.row.steps) for run in runs]
-    yield ["steps", *(str(total) if done == total else f"{done}/{as_text(total)}" for done, total in steps)]
+    yield ["steps", *(str(total) if done == total else f"{done}/{setting_text(total)}" for done, total in steps)]
     if "time_split.data_wait" in values["time_split"]:  # the share of the waits stands among the parts
         values["time_split"].pop("data_wait_share", None)
     figures = {f"metrics.{name}": (row, ".6g") for name, row in values["metrics"].items()}
@@ -204,17 +203,8 @@ def differing_keys(runs: Sequence[Alike]) -> dict[str, list[Any]]:
     return differing([dict(dotted(run.job)) for run in runs], NO_DIFFERENCE)
 
 
-def differing_environment(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Return the versions, the git commit and the hardware in which the newest drivers of runs differ.
-
-    Nothing differs as far as is known if not all runs tell theirs.
-    """
-    each_run = [run.environment for run in runs]
-    return differing(each_run, OF_EACH_DRIVER) if all(each_run) else {}
-
-
 def differing_numerics(runs: Sequence[Alike]) -> dict[str, list[Any]]:
-    """Return what computed the runs where that differs; nothing, as far as is known, if not all runs tell theirs."""
+    """Return the kinds of workers that computed the runs, if they differ and all runs have recorded theirs."""
     each_run = [run.computed for run in runs]
     return differing(each_run, ()) if all(each_run) else {}
 
@@ -222,10 +212,10 @@ def differing_numerics(runs: Sequence[Alike]) -> dict[str, list[Any]]:
 def differing(each_run: Sequence[Mapping[str, Any]], left_out: Sequence[str]) -> dict[str, list[Any]]:
     """Return the keys whose values differ, with the values of all."""
     rows = side_by_side(each_run).items()
-    return {key: row for key, row in rows if key not in left_out and not all(same(one, row[0]) for one in row)}
+    return {key: row for key, row in rows if key not in left_out and not all(same(number, row[0]) for number in row)}
 
 
 def side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the values of each key that one of the mappings has; None stands for one that is not there."""
-    keys = dict.fromkeys(key for one in columns for key in one)
-    return {key: [one.get(key) for one in columns] for key in keys}
+    keys = dict.fromkeys(key for record in columns for key in record)
+    return {key: [record.get(key) for record in columns] for key in keys}

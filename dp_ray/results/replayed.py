@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from dp_ray.results.text import aligned
+from dp_ray.results.text import in_columns
 from dp_ray.text import counted, relative
 
 ROUNDING = 3e-7  # relative: a few units in the last place of fp32
@@ -13,7 +13,7 @@ SHOWN_ROWS = 20
 EQUAL = "bitwise equal"
 
 
-class Row(NamedTuple):
+class ReplayedRow(NamedTuple):
     """A row of a step: its loss, None if not known, the sample's index, its shard, its position in the epoch.
 
     If the loss is over the batch, it is that of the batch, and `gradient` the norm of its gradient by the row's
@@ -51,7 +51,7 @@ class Replayed:
     loss: float | None
     history_loss: float | None
     row_losses: str
-    rows: tuple[Row, ...]
+    rows: tuple[ReplayedRow, ...]
     weights: str | None
     batch: str | None
     output: dict[str, Any] | None
@@ -72,7 +72,7 @@ class Replayed:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; numbers that JSON does not have are text: "nan", "inf", "-inf"."""
-        values = {**asdict(self), "rows": [one.to_json() for one in self.rows]}
+        values = {**asdict(self), "rows": [row.to_json() for row in self.rows]}
         values |= {"compared": self.compared, "difference": self.relative_difference}
         return {key: _plain(value) for key, value in values.items()}
 
@@ -81,23 +81,15 @@ class Replayed:
         earlier = f", steps {self.start} to {self.step - 1} run again" if self.start < self.step else ""
         began = f"from the state after {counted(self.start, 'step')}{earlier},"
         yield f"step {self.step} (epoch {self.epoch}) of {relative(self.run_dir)}, {began} on {self.device}"
-        yield self._loss_line()
+        if self.loss is None:
+            yield f"shard {self.shard} of {self.shards} alone: its loss is not compared with the history's"
+        else:
+            known = self.history_loss is not None
+            there = f"{self.history_loss!r} in the history" if known else "the history does not have it"
+            apart = "" if not self.relative_difference else f" ({self.relative_difference:.2g} relative)"
+            yield f"loss {self.loss!r} here, {there}: {self.compared}{apart}"
         if self.bitwise and self.loss is not None and self.history_loss is not None and self.compared != EQUAL:
             yield "the run is bitwise: code, data, versions or hardware are not those of the run"
-        yield from self._not_finite_lines()
-        yield from self._row_lines()
-
-    def _loss_line(self) -> str:
-        if self.loss is None:
-            return f"shard {self.shard} of {self.shards} alone: its loss is not compared with the history's"
-        there = "the history does not have it"
-        if self.history_loss is not None:
-            there = f"{self.history_loss!r} in the history"
-        apart = "" if not self.relative_difference else f" ({self.relative_difference:.2g} relative)"
-        return f"loss {self.loss!r} here, {there}: {self.compared}{apart}"
-
-    def _not_finite_lines(self) -> Iterator[str]:
-        """Yield the first of each kind that is not finite; one line if there is none."""
         places = {
             "weights before the step": self.weights,
             "batch": self.batch,
@@ -109,17 +101,15 @@ class Replayed:
                 yield f"not finite, first {kind}: {place}"
         if all(place is None for place in places.values()):
             yield "finite: the weights before the step, its batch, all outputs and gradients"
-
-    def _row_lines(self) -> Iterator[str]:
         is_gradient = bool(self.rows) and self.rows[0].gradient is not None
         what = "gradient" if is_gradient else "loss"
         yield f"{counted(len(self.rows), 'row')}, the largest {what} first: {self.row_losses}"
         table = [(what, "sample", "shard", "position")]
-        for one in self.rows[:SHOWN_ROWS]:
-            number = one.gradient if is_gradient else one.loss
+        for row in self.rows[:SHOWN_ROWS]:
+            number = row.gradient if is_gradient else row.loss
             text = "unknown" if number is None else f"{number:.9g}"
-            table.append((text, str(one.sample), str(one.shard), str(one.position)))
-        yield aligned(table)
+            table.append((text, str(row.sample), str(row.shard), str(row.position)))
+        yield in_columns(table)
         more = len(self.rows) - SHOWN_ROWS
         if more > 0:
             yield f"and {more:,} more, which --json has"
@@ -138,7 +128,7 @@ def compared(here: float | None, there: float | None) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

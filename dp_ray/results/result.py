@@ -109,7 +109,7 @@ class Result:
 
     @property
     def outputs_so_far(self) -> Any:
-        """The outputs of the files that are whole by now, from the first on: of a run that goes on, too.
+        """The outputs in the files that are whole so far, from the first on; the run may go on.
 
         They are nested as `outputs`; None if there is no such file yet.
         """
@@ -146,8 +146,8 @@ class Result:
     def history(self) -> Table[dict[str, Any]]:
         """A row for each step of a training: step, epoch, loss, metrics, learning rate, gradient norm, speed.
 
-        A list of dicts, with `to_pandas()`. Of a training that is not done, the steps so far. Raises StorageError for
-        another task.
+        A list of dicts, with `to_pandas()`. If the training is not done, it has the steps so far. Raises StorageError
+        for another task.
         """
         if self.task != "train":
             raise StorageError(f"{self.run_dir}: the run has no history (task {self.task})")
@@ -156,7 +156,7 @@ class Result:
     def batches(self) -> Iterator[Any]:
         """Yield the merged outputs of each global batch, in order, read one batch at a time.
 
-        A batch lacks the rows that were set aside of it; one of which all were is empty.
+        A batch lacks its rows that were set aside; it is empty if all were.
         """
         return self._merged().batches(self.batch_size, merged_positions(self.storage()))
 
@@ -173,7 +173,7 @@ class Result:
     def shape_lines(self) -> Iterator[str]:
         """Yield the lines of `--shapes`, as the run printed them."""
         for _, reports in groupby(self.iter_shapes(), key=lambda report: report.step):
-            yield from shape_lines([(one.input_size, one.output_size) for one in reports], self.batch_dim)
+            yield from shape_lines([(report.input_size, report.output_size) for report in reports], self.batch_dim)
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of `result.json`."""
@@ -182,7 +182,7 @@ class Result:
         values["outputs"] = values.pop("outputs_path")
         values["weights"] = values.pop("weights_path")
         # Python's writer would write NaN, which is not JSON.
-        values["metrics"] = {name: one if math.isfinite(one) else None for name, one in self.metrics.items()}
+        values["metrics"] = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
         return values
 
     def __repr__(self) -> str:
@@ -216,7 +216,7 @@ class Result:
 
 
 def load(run_dir: str | Path) -> Result:
-    """Load the result from a run directory, a folder or a URL; of a prediction that goes on, what is known by now.
+    """Load the result from a run directory, a folder or a URL; if a prediction goes on, what is known so far.
 
     Raises StorageError if it holds no `result.json`, or a damaged one.
     """
@@ -238,8 +238,8 @@ def load(run_dir: str | Path) -> Result:
         if values.get("ema"):
             values["ema"] = {**values["ema"], "weights": str(storage.child(EMA))}
         metrics = values.get("metrics", {})
-        values["metrics"] = {name: math.nan if one is None else one for name, one in metrics.items()}
-        names = {one.name for one in fields(Result)}  # a later version may have written more
+        values["metrics"] = {name: math.nan if number is None else number for name, number in metrics.items()}
+        names = {known.name for known in fields(Result)}  # a later version may have written more
         known = {key: value for key, value in values.items() if key in names}
         return Result(**{**known, "run_dir": str(storage), "location": storage.location})
 
@@ -290,9 +290,9 @@ def as_text(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _as_text(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict) and "kind" in value[0]:
-        return "; ".join(str(read_interruption(one)) for one in value)
+        return "; ".join(str(read_interruption(interruption)) for interruption in value)
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "; ".join(f"rank {one['rank']} {one['node']} {one.get('device', '-')}" for one in value)
+        return "; ".join(f"rank {worker['rank']} {worker['node']} {worker.get('device', '-')}" for worker in value)
     return "-" if value in (None, [], {}) else str(value)
 
 

@@ -32,7 +32,7 @@ def measured(metrics: Mapping[str, float]) -> dict[str, str]:
     return {name: f"{value:.6g}" for name, value in metrics.items() if not is_inner(name)}
 
 
-def as_text(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """Return a value of a job or of an environment as text."""
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 
@@ -50,7 +50,7 @@ def time_span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
     """Format rows with the same number of cells as text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -66,18 +66,20 @@ def list_text(rows: Sequence[ListedRun], width: int | None = None) -> str:
     cells = [[printable(cell) for cell in _cells(row)] for row in rows]
     if not cells:
         return "no runs"
-    table = aligned([COLUMNS, *cells])
+    table = in_columns([COLUMNS, *cells])
     if width is None or max(map(len, table.splitlines())) <= width:
         return table
-    head, *lines = aligned([one[:DETAILS] for one in (COLUMNS, *cells)]).splitlines()
+    head, *lines = in_columns([row[:DETAILS] for row in (COLUMNS, *cells)]).splitlines()
     if max(map(len, (head, *lines))) > width:
-        head, *lines = (f"  {line}" for line in aligned([one[1:DETAILS] for one in (COLUMNS, *cells)]).splitlines())
+        head, *lines = (
+            f"  {line}" for line in in_columns([row[1:DETAILS] for row in (COLUMNS, *cells)]).splitlines()
+        )
         head, lines = f"name\n{head}", [f"{row[0]}\n{line}" for row, line in zip(cells, lines, strict=True)]
     told = [head]
     for row, line in zip(cells, lines, strict=True):
-        metrics, note = (one if one != "-" else "" for one in row[DETAILS:])
+        metrics, note = (shown if shown != "-" else "" for shown in row[DETAILS:])
         # A metric's name and its value stay together.
-        below = [one.replace("\xa0", " ") for one in _wrapped(re.sub("(?<!,) ", "\xa0", metrics), width)]
+        below = [part.replace("\xa0", " ") for part in _wrapped(re.sub("(?<!,) ", "\xa0", metrics), width)]
         told += [line, *below, *_wrapped(note, width)]
     return "\n".join(told)
 
@@ -104,7 +106,7 @@ def _cells(row: ListedRun) -> list[str]:
 def sparkline(values: Sequence[float | None], width: int, low: float | None = None, high: float | None = None) -> str:
     """Draw a curve in at most `width` characters, each the mean of its values; `!` marks a value that is not finite.
 
-    `low` and `high` are the ends of the scale; by default those of the curve.
+    `low` and `high` are the ends of the scale, by default the curve's.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8)
     '▁▂▃▄▅▆▇█'
@@ -139,7 +141,7 @@ class Table(list[T]):
 
     def __repr__(self) -> str:
         cells = self._cells()
-        return f"{aligned(cells)}\n{len(self)} rows" if cells else "no rows"
+        return f"{in_columns(cells)}\n{len(self)} rows" if cells else "no rows"
 
     def _repr_html_(self) -> str:
         head, *body = [[escape(cell) for cell in row] for row in self._cells() or [["no rows"]]]

@@ -39,7 +39,7 @@ from dp_ray.tensors.files import (
     laid_out,
     local,
     made_dense,
-    rows_of,
+    rows_of_rank,
     write_tensors,
 )
 
@@ -398,7 +398,7 @@ def _rows_of_pieces(pieces: list[Stored], rows: int, start: int, stop: int) -> t
     """Read the rows `start .. stop - 1` of a tensor of so many rows from the pieces that hold them."""
     slices = []
     for rank, piece in enumerate(pieces):
-        first, end = rows_of(rows, len(pieces), rank)
+        first, end = rows_of_rank(rows, len(pieces), rank)
         if max(start, first) < min(stop, end):
             slices.append(piece.rows(max(start, first) - first, min(stop, end) - first))
     if len(slices) == 1:

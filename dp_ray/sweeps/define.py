@@ -46,7 +46,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Range:
+class ValueRange:
     """A key whose values a search draws from `low` to `high`, both included; a trial picks the value itself.
 
     Whole numbers if both ends are whole. `is_log` draws by the logarithm; `step` keeps to low, low + step ...
@@ -76,7 +76,7 @@ class Range:
         return f"log({text})" if self.is_log else text
 
 
-Axis = Choices | Range
+Axis = Choices | ValueRange
 
 
 def parse_axis(text: str) -> Axis:
@@ -106,8 +106,8 @@ def parse_axis(text: str) -> Axis:
         raise JobError(f"--over {text!r}: {error}") from None
 
 
-def _range(key: str, match: re.Match[str]) -> Range:
-    """Return the range that a match of RANGE says; raise ValueError if nothing can be drawn from it."""
+def _range(key: str, match: re.Match[str]) -> ValueRange:
+    """Return the range of a match of RANGE; raise ValueError if nothing can be drawn from it."""
     low, high = _number(match["low"]), _number(match["high"])
     step = None if match["step"] is None else _number(match["step"])
     is_log = match["log"] is not None
@@ -122,7 +122,7 @@ def _range(key: str, match: re.Match[str]) -> Range:
     whole = isinstance(low, int) and isinstance(high, int)
     if not whole or isinstance(step, float):
         low, high = float(low), float(high)
-    return Range(key, low, high, is_log, step)
+    return ValueRange(key, low, high, is_log, step)
 
 
 def _number(text: str) -> Number:
@@ -151,9 +151,9 @@ def _listed(text: str) -> list[Any]:
     if any(value != value for value in values):
         raise ValueError("nan is no value: it is not even itself, so the sweep could not be gone on with")
     texts = [json.dumps(value, default=str) for value in values]
-    for at, one in enumerate(texts):
-        if one in texts[:at]:
-            raise ValueError(f"{one} is given twice")
+    for at, listed in enumerate(texts):
+        if listed in texts[:at]:
+            raise ValueError(f"{listed} is given twice")
     return values
 
 
@@ -167,7 +167,7 @@ def check_axes(axes: Sequence[Axis], set_keys: Iterable[str], is_search: bool) -
         for key in set_keys:
             if _is_inside(key, axis.key):
                 raise JobError(f"--over {axis.key}: {key} is set on the command line too; leave one of them out")
-        if isinstance(axis, Range) and not is_search:
+        if isinstance(axis, ValueRange) and not is_search:
             raise JobError(
                 f"--over {axis.key}={axis}: values are drawn from a range by a search; add --search optuna and "
                 "--trials N, or list the values"
@@ -217,11 +217,11 @@ class Definition:
     def grid(self) -> Iterator[Picked]:
         """Yield the picks of each trial, in their order, if there is no search."""
         picks = [range(len(axis.values)) for axis in self.axes if isinstance(axis, Choices)]
-        for one in itertools.product(*picks):
-            yield dict(zip((axis.key for axis in self.axes), one, strict=True))
+        for picked in itertools.product(*picks):
+            yield dict(zip((axis.key for axis in self.axes), picked, strict=True))
 
     def probes(self) -> Iterator[Picked]:
-        """Yield what is checked before anything runs: all trials; of a search each value, and both ends of ranges."""
+        """Yield the picks to check before anything runs: all trials, or each value and both ends of a search."""
         if self.search is None:
             yield from self.grid()
             return

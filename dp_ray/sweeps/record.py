@@ -16,7 +16,7 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job.files import differences
 from dp_ray.job.job import Job
 from dp_ray.records import damage_told
-from dp_ray.results.text import aligned, short
+from dp_ray.results.text import in_columns, short
 from dp_ray.rundir.files import RUN, SWEEP, SWEEP_JSON, State, Sweep, SweepTrial
 from dp_ray.rundir.lease import LEASE, held, lost, wait_until_free
 from dp_ray.rundir.replaced import check_reads_nothing_of
@@ -38,7 +38,7 @@ class Trial:
 
     def to_json(self, metric: str | None) -> dict[str, Any]:
         """Return the metrics of its run for JSON, which has only finite numbers."""
-        metrics = {name: one if math.isfinite(one) else None for name, one in self.metrics.items()}
+        metrics = {name: number if math.isfinite(number) else None for name, number in self.metrics.items()}
         return {"metric": metrics.get(metric or "") if self.state == "done" else None, "metrics": metrics}
 
     def value(self, metric: str | None) -> float | None:
@@ -74,7 +74,7 @@ class SweepRecord:
         """The trials: the best value of the metric first, at the end those without a value, by their numbers."""
         metric, sign = self.definition.metric, 1 if self.definition.mode == "min" else -1
         values = [(value is None, sign * (value or 0.0)) for value in (trial.value(metric) for trial in self.trials)]
-        return [trial for _, trial in sorted(zip(values, self.trials, strict=True), key=lambda one: one[0])]
+        return [trial for _, trial in sorted(zip(values, self.trials, strict=True), key=lambda pair: pair[0])]
 
     @property
     def has_best(self) -> bool:
@@ -87,7 +87,7 @@ class SweepRecord:
         measured = [] if metric is None else [metric]
         rows = []
         for trial in self.best_first:
-            values = [hide(short(one)) for one in definition.values(trial.picked).values()]
+            values = [hide(short(setting)) for setting in definition.values(trial.picked).values()]
             value = trial.value(metric)
             scores = ["-" if value is None else f"{value:.6g}" for _ in measured]
             place = relative(base.shown(definition.run_name(trial.number)))
@@ -95,7 +95,7 @@ class SweepRecord:
         return ["trial", *(axis.key for axis in definition.axes), *measured, "state", "run"], rows
 
     def put(self, trial: Trial) -> None:
-        """Keep a trial in place of what is known of it.
+        """Replace the record's entry of a trial.
 
         Raises StorageError if another driver has taken the sweep over.
         """
@@ -151,7 +151,7 @@ def open_record(definition: Definition, base: Storage, is_new: bool = False) -> 
         return SweepRecord(folder, definition, _new_trials(definition))
     with damage_told(f"{folder}/{SWEEP}"):
         kept_sweep = SWEEP_JSON.read(folder)
-        if all(one.state == "waiting" for one in kept_sweep.trials):  # nothing has run that could be lost
+        if all(trial.state == "waiting" for trial in kept_sweep.trials):  # nothing has run that could be lost
             return SweepRecord(folder, definition, _new_trials(definition))
         first = kept_sweep.trials[0].run
         if first != definition.run_name(1):
@@ -184,14 +184,14 @@ def _trials(rows: Sequence[SweepTrial], definition: Definition) -> list[Trial]:
     trials = []
     for row in rows:
         definition.values(row.picked)  # raises if the file is damaged
-        trials.append(Trial(row.number, row.picked, row.state, numbers(row.metrics), row.error))
-    of_grid = definition.search is not None or [one.picked for one in trials] == list(definition.grid())
-    if not of_grid or [one.number for one in trials] != list(range(1, len(trials) + 1)):
+        trials.append(Trial(row.number, row.picked, row.state, metrics_of_file(row.metrics), row.error))
+    of_grid = definition.search is not None or [trial.picked for trial in trials] == list(definition.grid())
+    if not of_grid or [trial.number for trial in trials] != list(range(1, len(trials) + 1)):
         raise ValueError("its trials are not those of this sweep")
     return trials
 
 
-def numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+def metrics_of_file(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """Return the metrics of a file, in which a number that is not finite is null; raise if they are damaged."""
     return {name: math.nan if value is None else float(value) for name, value in metrics.items()}
 
@@ -211,7 +211,7 @@ def _changes(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Callable[[str], None]) -> None:
     """Remove the sweep in a directory, whatever it is, with the runs of its trials; nothing if there is none.
 
-    What stands where a trial has not begun is not the sweep's, and stays; neither is a run of another name.
+    A run in the place of a trial that has not begun is not the sweep's, and stays; so does a run of another name.
     Raises JobError, and removes nothing, if the driver of the sweep, or of a run, is active, or if one of the new
     trials' `jobs` reads files of a run.
     """
@@ -219,8 +219,8 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
         return
     wait_until_free(folder, say)
     name = folder.path.rpartition("/")[2]
-    begun = [one for one in SWEEP_JSON.read(folder).trials if one.state != "waiting"]
-    names = [one.run for one in begun if one.run == run_name(name, one.number)]
+    begun = [trial for trial in SWEEP_JSON.read(folder).trials if trial.state != "waiting"]
+    names = [trial.run for trial in begun if trial.run == run_name(name, trial.number)]
     # Nothing is removed before all are checked.
     runs = [run for run in map(base.child, names) if run.exists(RUN)]
     for run in runs:
@@ -238,7 +238,7 @@ NAMED = 40  # characters of a value in a trial's name
 def table(record: SweepRecord, base: Storage) -> str:
     """Return the trials as a table, best first: number, values, metric, state, run."""
     head, rows = record.rows(base)
-    return aligned([[printable(cell) for cell in row] for row in [head, *rows]])
+    return in_columns([[printable(cell) for cell in row] for row in [head, *rows]])
 
 
 def value_name(trial: Trial, definition: Definition) -> str:
@@ -246,13 +246,13 @@ def value_name(trial: Trial, definition: Definition) -> str:
     values = definition.values(trial.picked)
     last = [key.rpartition(".")[2] for key in values]
     keys = last if len(set(last)) == len(last) else list(values)
-    texts = [hide(short(one)) for one in values.values()]
+    texts = [hide(short(value)) for value in values.values()]
     settings = (f"{key} {text[:NAMED]}" for key, text in zip(keys, texts, strict=True))
     return f"{trial.number}: {', '.join(settings)}"
 
 
 def space(definition: Definition) -> list[str]:
-    """Return lines on what a search draws from; none of a grid, whose trials tell it."""
+    """Return lines on the ranges of a search; none for a grid, whose trials show them."""
     if definition.search is None:
         return []
     lines = [f"{definition.count} trials, whose values {definition.search} draws from"]

@@ -8,7 +8,7 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from functools import partial
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import TrialState, create_trial
 
 from dp_ray.driver.checks import check_targets
 from dp_ray.driver.run import Options, execute, name_ray_job
@@ -30,8 +30,8 @@ from dp_ray.results.result import Result
 from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN
 from dp_ray.rundir.settled import finished_run
 from dp_ray.storage import Storage
-from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
-from dp_ray.sweeps.record import SweepRecord, Trial, numbers, remove_sweep, value_name
+from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, ValueRange
+from dp_ray.sweeps.record import SweepRecord, Trial, metrics_of_file, remove_sweep, value_name
 from dp_ray.system.process import environment
 from dp_ray.system.threads import ask_others, planned_stops
 from dp_ray.text import harmless, relative
@@ -72,15 +72,15 @@ def opened(jobs: Sequence[Job], count: int, options: Options, parallel: int | No
             say(f"there is room for {fits} of {wanted} trials at a time")
         sessions += [closing.enter_context(Session(keys, options)) for _ in range(min(fits, count) - 1)]
         try:
-            yield [Lane(partial(one.execute, options=options), one.abort) for one in sessions]
+            yield [Lane(partial(session.execute, options=options), session.abort) for session in sessions]
         finally:
-            for one in sessions:
-                one.abort()  # no job runs now, and the end of the connection frees what they hold
+            for session in sessions:
+                session.abort()  # no job runs now, and the end of the connection frees their resources
 
 
 @dataclass
 class Stop:
-    """A request that the trials that run stop after their step, and no other begins; or that all end at once."""
+    """A request to stop: running trials stop after their step, or at once, and no other one begins."""
 
     is_asked: bool = False
     is_at_once: bool = False
@@ -168,7 +168,7 @@ def check_places(record: SweepRecord, base: Storage) -> None:
             )
 
 
-class Sweep:
+class RunningSweep:
     """A sweep that runs: which trial is next, and what becomes of each; several threads may run trials.
 
     If it is to `fail_fast`, it stops after the first trial that fails.
@@ -235,7 +235,7 @@ class Sweep:
         if (run := finished_run(job)) is None:
             return None
         with damage_told(f"{run}/{RESULT}"):
-            return numbers(RESULT_JSON.read(run)["metrics"])
+            return metrics_of_file(RESULT_JSON.read(run)["metrics"])
 
     def _failed(self, trial: Trial, error: Error) -> None:
         if self.stop.is_at_once:
@@ -251,7 +251,7 @@ class Sweep:
 def run_sweep(
     record: SweepRecord, base: Storage, options: Options, parallel: int | None, fail_fast: bool, overwrite: bool
 ) -> None:
-    """Run the trials of a sweep that are not done; those that fail are told, and the others go on.
+    """Run the trials of a sweep that are not done; a failed trial gets a line, and the others go on.
 
     The options are those of each run: address, quiet, verbose; `parallel` trials run at a time, None: as many as fit.
     At the end, write the page that compares their runs. Raises RunInterrupted if a signal or a request stopped it,
@@ -260,7 +260,7 @@ def run_sweep(
     definition, say = record.definition, Console(record.definition.name, options.quiet).say
     name_ray_job(definition.name)  # before its first trial gives its own
     jobs = [definition.job(1, picked) for picked in definition.probes()]
-    sweep = Sweep(record, base, say, fail_fast, options.verbose)
+    sweep = RunningSweep(record, base, say, fail_fast, options.verbose)
     num_left = sum(trial.state != "done" for trial in record.trials)
     num_left += max(0, definition.count - len(record.trials))  # which a search has not drawn yet
     with contextlib.ExitStack() as until_end:
@@ -291,10 +291,10 @@ def _write_page(record: SweepRecord, base: Storage, say: Say) -> None:
         from dp_ray.report.comparison import Trials, save_comparison
 
         definition = record.definition
-        runs = [(one, base.child(definition.run_name(one.number))) for one in record.best_first]
-        compared = [(one, run) for one, run in runs if run.exists(RUN)][:COMPARED]
+        runs = [(trial, base.child(definition.run_name(trial.number))) for trial in record.best_first]
+        compared = [(trial, run) for trial, run in runs if run.exists(RUN)][:COMPARED]
         if compared:
-            names = [value_name(one, definition) for one, _ in compared]
+            names = [value_name(trial, definition) for trial, _ in compared]
             head, rows = record.rows(base)
             trials = Trials(definition.name, names, head, rows, record.has_best)
             place = save_comparison([run for _, run in compared], record.folder, trials)
@@ -312,33 +312,28 @@ def suggested(definition: Definition, seed: int, number: int, before: Sequence[T
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(seed=derive_seed(seed, "sweep", number) % 2**32, constant_liar=True)
+    known = []
+    for trial in before:  # a trial that failed, or measured no number, counts as failed
+        value = trial.value(definition.metric)
+        ended = TrialState.FAIL if value is None else TrialState.COMPLETE
+        state = ended if trial.state in ("done", "failed") else TrialState.RUNNING
+        known.append(create_trial(state=state, value=value, params=dict(trial.picked), distributions=space))
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         direction = StudyDirection.MINIMIZE if definition.mode == "min" else StudyDirection.MAXIMIZE
         study = optuna.create_study(direction=direction, sampler=sampler)
-        study.add_trials(_as_known(before, definition.metric, space))
+        study.add_trials(known)
         return dict(study.ask(space).params)
     finally:
         optuna.logging.set_verbosity(level)
-
-
-def _as_known(trials: Iterable[Trial], metric: str | None, space: dict[str, BaseDistribution]) -> list[FrozenTrial]:
-    """Return the trials as optuna's own; one that failed, or that measured no number, says nothing."""
-    known = []
-    for trial in trials:
-        value = trial.value(metric)
-        ended = TrialState.FAIL if value is None else TrialState.COMPLETE
-        state = ended if trial.state in ("done", "failed") else TrialState.RUNNING
-        known.append(create_trial(state=state, value=value, params=dict(trial.picked), distributions=space))
-    return known
 
 
 def _distribution(axis: Axis) -> BaseDistribution:
     match axis:
         case Choices():
             return CategoricalDistribution(list(range(len(axis.values))))
-        case Range(is_whole=True):
+        case ValueRange(is_whole=True):
             return IntDistribution(int(axis.low), int(axis.high), log=axis.is_log, step=int(axis.step or 1))
         case _:
             return FloatDistribution(axis.low, axis.high, log=axis.is_log, step=axis.step)

@@ -25,7 +25,7 @@ from dp_ray.system.process import set_environment
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Within the block, nothing is collected; what it has made is not looked through after it either."""
+    """Collect no garbage in the block, nor its objects after it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -43,7 +43,7 @@ def prepare_imports(variables: dict[str, str]) -> None:
 
 
 def end_imports() -> None:
-    """Collect again; what was imported is not looked through any more."""
+    """Collect garbage again, but not what was imported."""
     gc.freeze()
     gc.enable()
 
@@ -79,8 +79,8 @@ class PostponedName:
             raise AttributeError(name)
         return getattr(_imported(self.__module, self.__name), name)
 
-    def __instancecheck__(self, one: object) -> bool:
-        return isinstance(one, _imported(self.__module, self.__name))
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, _imported(self.__module, self.__name))
 
     def __or__(self, other: Any) -> Any:  # in an annotation
         return self
@@ -116,7 +116,7 @@ class _Postponing(MetaPathFinder, Loader):
     def end(self) -> None:
         """Forget the stand-ins: an import finds the modules themselves."""
         self.goes_on = False
-        for name in reversed(self._made):  # a package after what is in it
+        for name in reversed(self._made):  # a package after its modules
             module, (parent, _, child) = sys.modules.pop(name, None), name.rpartition(".")
             if parent and vars(sys.modules[parent]).get(child) is module:
                 delattr(sys.modules[parent], child)
@@ -126,9 +126,9 @@ class _Postponing(MetaPathFinder, Loader):
 def postponed(*names: str) -> Iterator[None]:
     """Within the block, an import of these modules and their submodules imports nothing; after it, all is as ever.
 
-    Modules that were imported within the block import them when they use them, in most cases never. What they
-    have imported from them by name may be called or asked for attributes later, and stand in annotations, but it can
-    be no base class.
+    Modules that were imported within the block import them when they use them, in most cases never. Names that they
+    import from the stand-ins may be called or asked for attributes later, and stand in annotations, but cannot be
+    base classes.
     """
     postponing = _Postponing(names)
     sys.meta_path.insert(0, postponing)
@@ -181,7 +181,7 @@ class Sources:
         return sorted(os.path.relpath(path, self._folder) for path in self._edited())
 
     def forget(self) -> None:
-        """Have this process import the edited modules anew, and those that use them; then no file is noted."""
+        """Have this process import the edited modules again, and those that use them; then no file is noted."""
         stale = {name for path in self._edited() for name in _files_of_modules(self._folder).get(path, ())}
         names = {name for names in _files_of_modules(self._folder).values() for name in names}
         while more := {name for name in names - stale if _uses(sys.modules[name], stale)}:
@@ -197,12 +197,12 @@ class Sources:
 
 
 def imported_files() -> tuple[str, ...]:
-    """Return the source files of the modules that this process has imported, but for ours and installed ones."""
+    """Return the source files of the modules that this process has imported, without ours and installed ones."""
     return tuple(path for path in _files_of_modules(Path("/")) if _is_users(path))
 
 
 def _files_below(folder: Path) -> Iterator[str]:
-    """Yield the source files below a folder, but for installed packages and hidden folders."""
+    """Yield the source files below a folder, without installed packages and hidden folders."""
     for here, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_SOURCES]
         yield from (os.path.join(here, name) for name in files if name.endswith(".py"))
@@ -212,7 +212,8 @@ def _uses(module: ModuleType, others: set[str]) -> bool:
     """Return whether a module holds one of the other modules, or something that is defined there."""
     values = list(vars(module).values())
     return any(
-        (one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", "")) in others for one in values
+        (item.__name__ if isinstance(item, ModuleType) else getattr(item, "__module__", "")) in others
+        for item in values
     )
 
 

@@ -1,4 +1,4 @@
-"""What Linux has and other systems lack, each with what does instead there. No other module names these things.
+"""Functions that need Linux, each with a substitute for other systems. No other module names these things.
 
 So macOS can try dp_ray; nobody has run it there. `threads.py` imports this before it handles Ctrl-C, and workers
 import it before torch, so it imports as little as possible: psutil only on another system.
@@ -25,7 +25,7 @@ ACTION_BYTES = 1024  # more than any system's `struct sigaction` has
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
-# Of each core in /proc/cpuinfo: what tells a processor's kind, on x86 and on Arm.
+# The lines of a core in /proc/cpuinfo that identify a processor's kind, on x86 and on Arm.
 NAMES_OF_PROCESSORS = ("vendor_id", "model name")
 NUMBERS_OF_PROCESSORS = (
     *("cpu family", "model", "stepping"),
@@ -45,7 +45,7 @@ def machine() -> str:
 def start_of(pid: int) -> str | None:
     """Return when a process started, None if it has ended.
 
-    On Linux it is told in kernel ticks, which no clock change affects; elsewhere by the clock.
+    On Linux it is in kernel ticks, which no clock change affects; elsewhere it is the clock's time.
     """
     if os.path.exists(f"{PROC}/self/stat"):
         try:
@@ -82,7 +82,7 @@ def processor() -> str:
 
 
 def gpu_models() -> list[str]:
-    """Return the models of this machine's NVIDIA GPUs, without CUDA; none where their driver does not say."""
+    """Return the models of this machine's NVIDIA GPUs, without CUDA; none if their driver does not say."""
     models = []
     for name in sorted(glob.glob(f"{PROC}/driver/nvidia/gpus/*/information")):
         with suppress(OSError), open(name) as file:
@@ -103,7 +103,7 @@ def full_memory() -> str:
 
 
 def cores() -> set[int]:
-    """Return the cores on which this thread may run; none where the system does not say."""
+    """Return the cores on which this thread may run; none if the system does not say."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
@@ -121,8 +121,8 @@ def forks_after_imports() -> bool:
 def end_with(parent: int) -> None:
     """End this process once process `parent`, which has forked or spawned it, has ended. Call it in the main thread.
 
-    A forked process holds all connections of its parent, so whoever is at their other end hears of no death as long
-    as it lives. Where something else has started it, as a fork server, it lives on; so it does on another system.
+    A forked process holds all connections of its parent: as long as it lives, the other ends see no death. If another
+    process has started it, as a fork server, it lives on; so it does on another system.
 
     The system sends a signal at the end of the thread that forked, though the others of its process may live. So the
     signal only has this process look; it comes again at the end of the next thread that stands in for that one.
@@ -158,7 +158,7 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def signal_actions_kept(numbers: Iterable[int]) -> Iterator[None]:
-    """After the block, restore what the system does on these signals, which C code may change too."""
+    """After the block, restore the system's actions on these signals, which C code may change too."""
     try:
         sigaction = LIBC.sigaction
     except AttributeError:

@@ -59,7 +59,7 @@ def short_folder() -> str | None:
 
 @contextmanager
 def own_folder(parent: str | None = None) -> Iterator[str]:
-    """A temporary folder, removed when the block ends; first remove those of drivers that are certainly dead."""
+    """Make a temporary folder for the block; first remove those of drivers that are certainly dead."""
     has_begun()
     remove_orphans(Path(parent or tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as folder:
@@ -92,7 +92,7 @@ def is_env(setting: str) -> bool:
 
 def without_values(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command line without the values of `--set env.X=VALUE`, which may be secrets."""
-    return [f"{match[0]}(not shown)" if (match := SETTING.match(one)) else one for one in arguments]
+    return [f"{match[0]}(not shown)" if (match := SETTING.match(argument)) else argument for argument in arguments]
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def waits_for() -> str:
-    """Return what the task waits for now; "" if it does not wait for other workers."""
+    """Return what the task waits for; "" if it does not wait for other workers."""
     innermost = _waits[-1:]  # in one read: the task's thread may leave its block meanwhile
     return innermost[0] if innermost else ""
 
@@ -99,7 +99,8 @@ def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[str], object
             _in_forked_process(number)
             return
         _Program.num_signals += 1
-        name = _asker(number)
+        # Another thread may have sent the signal for somebody.
+        name = _askers.pop(0) if _askers else signal.Signals(number).name
         if not ask(name):
             raise KeyboardInterrupt
         _accepted.append(name)
@@ -125,19 +126,14 @@ def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[str], object
             signal.signal(number, before)
 
 
-def _asker(number: int) -> str:
-    """Return who asks by this signal: its own name, unless another thread has sent it for somebody."""
-    return _askers.pop(0) if _askers else signal.Signals(number).name
-
-
 def ask_others(signal_name: str) -> None:
-    """Ask what other threads run to stop, as a signal asks what the main thread runs; it may be asked again."""
+    """Ask the runs of other threads to stop, as a signal asks the main thread's; it may be asked again."""
     for ask in list(_others):
         ask(signal_name)
 
 
 class Terminated(KeyboardInterrupt):
-    """The first signal is a launcher's, SIGTERM or SIGUSR2: whoever sent it is not there to be asked."""
+    """The first signal is a launcher's, SIGTERM or SIGUSR2: nobody is there to be asked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +187,7 @@ def raise_put_off() -> None:
 def ends_at_once(status: int) -> None:
     """From now on the SIGNALS end the process of `dp-ray`: it has undone what there was to undo, and has this status.
 
-    A launcher that ends it is told what has become of the job.
+    So a launcher that ends it learns the job's status.
     """
     _Program.status_if_terminated = status
     _handle(_end)

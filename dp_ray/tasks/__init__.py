@@ -1,7 +1,7 @@
 """The tasks of a job on one worker, without Ray: train, predict, evaluate, and finding the number of shards.
 
 Begin with `task.py`: `run_task` runs a job's task, from its dataset to its committed files. `train.py`, `predict.py`
-and `evaluate.py` are the tasks, `loop.py` the loop that they share, `setup.py` and `checkpoints.py` what they begin
-with and keep. `replay.py` runs a step again, and `isolation.py` restores the process between jobs. The docs begin at
-docs/how-it-works.md.
+and `evaluate.py` are the tasks, `loop.py` the loop that they share; `setup.py` has what they begin with, and
+`checkpoints.py` what they keep. `replay.py` runs a step again, and `isolation.py` restores the process between jobs.
+The docs begin at docs/how-it-works.md.
 """

@@ -94,7 +94,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A training on this worker, as its parts share it: what it was given, how its steps are cut, and its state."""
+    """A training on this worker, as its parts share it: its context, the split of its steps, and its state."""
 
     context: Context
     source: Source
@@ -172,7 +172,7 @@ class Checkpointer(PieceKeeper):
         train_state.best_by = by
         self._periods = checkpoints_of(job).due.periods(split)
         self._all_agree = trainer.placement.sharers is not None
-        # What each checkpoint tells of the job.
+        # What each checkpoint holds of the job.
         self._about = {
             "fingerprint": job.fingerprint(),
             "cut": training.layout,
@@ -211,7 +211,7 @@ class Checkpointer(PieceKeeper):
             rows = self._history.take()
 
             def before_commit() -> None:
-                """Write, in the writer's thread, what has to be there before the checkpoint counts."""
+                """Write, in the writer's thread, the files that must exist before the checkpoint counts."""
                 check_newest(training.context.run, training.context.attempt)
                 write_piece(training.context.run.child(HISTORY), rows)
                 self._before()
@@ -249,7 +249,7 @@ def checkpointing(training: Training, before: Callable[[], None]) -> Iterator[Pi
         yield None
         return
     checkpoints = training.context.run.child(CHECKPOINTS)
-    passed_over = [one for one in steps_of(checkpoints) if one > training.state.step]
+    passed_over = [step for step in steps_of(checkpoints) if step > training.state.step]
     writer = CheckpointWriter(checkpoints, training.context.job.checkpoint.keep, passed_over, sharers)
     kind = PieceKeeper if rank != 0 else Checkpointer
     with closing(kind(training, writer, before)) as keeper:
@@ -259,8 +259,8 @@ def checkpointing(training: Training, before: Callable[[], None]) -> Iterator[Pi
 class CheckpointPace:
     """The pace of checkpoints by the clock, from the cost of earlier ones: the loop's wait and the write.
 
-    Each checkpoint writes a piece of the history too, so the next one waits until the run is 1 % longer.
-    `not_before` is a moment of the clock before which none is due: a step asks for no more than that.
+    Each checkpoint writes a piece of the history too, so the next one waits until the run is 1 % longer. Before
+    `not_before`, by the clock, none is due: most steps need only this comparison.
     """
 
     def __init__(self, when: keys.Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
@@ -283,7 +283,8 @@ class CheckpointPace:
     def is_due(self, written: float, is_writing: bool) -> bool:
         """Return whether to save now.
 
-        `written` is the seconds spent on writes in the background so far; `is_writing` says that one is under way.
+        `written` is the seconds spent on writes in the background so far; `is_writing`: a checkpoint is being
+        written.
         """
         self._plan(written)
         now = self.clock()
@@ -300,7 +301,7 @@ class CheckpointPace:
         self._plan(0.0)
 
     def _plan(self, written: float) -> None:
-        """Plan the next checkpoint by what was spent so far, which may be more by then."""
+        """Plan the next checkpoint by the seconds spent so far; they may be more by then."""
         spent = self._in_loop + written
         next_cost = spent / self._saves if self._saves else self._expected  # the mean so far, or the estimate
         since_last = (self._saved_at - SHARE * self._began) / (1 - SHARE)
@@ -310,7 +311,7 @@ class CheckpointPace:
 
 
 def restored(training: Training, until: int | None = None) -> Training:
-    """Load the training's state: of its newest checkpoint, else of `init_from`, else that of step 0.
+    """Load the training's state: from its newest checkpoint, else from `init_from`, else that of step 0.
 
     With `until`, of the newest checkpoint of so many steps or fewer. Raises JobError if a checkpoint's steps hold
     other samples than this job's, or if the scheduler ends too soon.
@@ -333,7 +334,7 @@ def restored(training: Training, until: int | None = None) -> Training:
 
 
 def start_from(training: Training, location: str) -> TrainState:
-    """Start at step 0 from weights, or continue another run's checkpoint from its step; a note says from which file.
+    """Start at step 0 from weights, or continue another run's checkpoint from its step; log the file.
 
     Without `strict` only the weights of a checkpoint are taken. Raises ModelError if they are not the model's, and
     JobError if the checkpoint's steps or optimizer differ from this job's, or if it leaves no step to run.
@@ -375,8 +376,8 @@ def start_from(training: Training, location: str) -> TrainState:
 def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> TrainState:
     """Load a checkpoint into the trainer; if the training has another length now, send a note on the scheduler.
 
-    A scheduler that is made for the training's length is planned anew for that, if it `plans`: a replay goes the way
-    that the run went. Raises ModelError if the checkpoint has other parameters than the model.
+    A scheduler made for the training's length is built again for it, if it `plans`: a replay goes the way of the run.
+    Raises ModelError if the checkpoint has other parameters than the model.
     """
     about, trainer = checkpoint.about, training.trainer
     if about["parameters"] != trainer.optimizer_step.names:
@@ -398,7 +399,7 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
     return TrainState(**about["running"])
 
 
-def layout_of(job: Job, split: Split, dataset: Any) -> TrainingLayout:
+def sample_layout(job: Job, split: Split, dataset: Any) -> TrainingLayout:
     """Return all that decides which samples a step holds; a checkpoint stores it."""
     layout = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows, "batch_size": split.batch_size}
     layout["drop_last"] = split.drop_last
@@ -423,8 +424,8 @@ def updates_of(job: Job, as_objects: bool = False) -> Updates:
 def check_updates(what: str, there: Updates | None, job: Job, advice: str) -> str | None:
     """Return a sentence on a scheduler that is not the checkpoint's, else None. A checkpoint may have no Updates.
 
-    Raises JobError if the optimizers differ, or one side alone has a scheduler: the checkpoint's state would take
-    the place of what the job says, learning rate and all.
+    Raises JobError if the optimizers differ, or one side alone has a scheduler: the checkpoint's state would replace
+    the job's, learning rate and all.
     """
     if there is None or same(there, updates_of(job, as_objects=True)):  # as an earlier version told them
         return None

@@ -12,7 +12,7 @@ from dp_ray.tasks.checkpoints import TrainState
 
 
 @dataclass(frozen=True)
-class EarlyStopping:
+class Patience:
     """The step after which a training stops early. The counts are in the training's state, so a resume keeps them.
 
     All workers decide by rank 0's numbers, and so stop after the same step.
@@ -22,8 +22,8 @@ class EarlyStopping:
     train_state: TrainState
 
     @staticmethod
-    def of(job: Job, train_state: TrainState) -> "EarlyStopping | None":
-        """Return the job's, or None; counts of another metric, or of an earlier `early_stopping`, begin anew."""
+    def of(job: Job, train_state: TrainState) -> "Patience | None":
+        """Return the job's, or None; counts of another metric, or of an earlier `early_stopping`, start at 0."""
         wanted = job.early_stopping
         by = [] if wanted is None else [wanted.column, wanted.mode, wanted.min_delta]
         if wanted is None:
@@ -31,7 +31,7 @@ class EarlyStopping:
             return None
         if train_state.stopping.get("by") != by:
             train_state.stopping = {"by": by, "best": None, "times": 0}
-        return EarlyStopping(wanted, train_state)
+        return Patience(wanted, train_state)
 
     @property
     def has_stopped(self) -> bool:
@@ -39,7 +39,7 @@ class EarlyStopping:
         return bool(self.train_state.stopping["times"] >= self.wanted.patience)
 
     def take(self, measured: dict[str, float]) -> bool:
-        """Take in what was measured after a step; return whether the training stops. Every rank calls this."""
+        """Count the measurements after a step; return whether the training stops. Every rank calls this."""
         if self.wanted.column not in measured:
             return False
         value = float(json.loads(broadcast(json.dumps(measured[self.wanted.column]))))

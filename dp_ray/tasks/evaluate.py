@@ -7,13 +7,13 @@ from dp_ray.engine.evaluation import Evaluated, Evaluation, build_metrics
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
 from dp_ray.engine.step import StepEnd, build_step
 from dp_ray.engine.weights import synchronise
-from dp_ray.engine.world import check_rows
+from dp_ray.engine.world import check_same_rows
 from dp_ray.errors import JobError
 from dp_ray.job.plan import evaluations_of, split_of
 from dp_ray.messages import Measured
 from dp_ray.plan.split import Work
 from dp_ray.tasks.checkpoints import Training
-from dp_ray.tasks.loop import Run, shards_of, times_of
+from dp_ray.tasks.loop import Run, shards_of_step, times_of
 from dp_ray.tasks.setup import Context, begin_quarantine, check_unchanged, load_dataset, model_to_run, set_aside
 
 
@@ -38,7 +38,7 @@ def evaluate(context: Context) -> None:
         closing(evaluation.run(called, work, loaded)) as evaluated,
     ):
         for number in run.steps():
-            for shard in shards_of(number, evaluated):
+            for shard in shards_of_step(number, evaluated):
                 run.on_shard(*shard)
             run.recorder.on_step(number)
         control.before(split.total_steps)  # the workers wait for each other's sums, and for no step any more
@@ -54,7 +54,7 @@ def evaluate(context: Context) -> None:
 class Evaluator:
     """The evaluations of a training: at the steps that the job sets, and after the last step.
 
-    They evaluate the average of the weights if the job says so, and else what the optimizer evaluates.
+    They evaluate the average of the weights if the job says so, else the optimizer's weights to evaluate.
     """
 
     def __init__(self, training: Training, evaluation: Evaluation) -> None:
@@ -69,7 +69,7 @@ class Evaluator:
         self._told = training.source.told  # the dataset may be that of the training
         self._job = job.over_eval()
         self._dataset = seeded_dataset(self._job, "eval.dataset")
-        check_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
+        check_same_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
         check_unchanged(context, "eval.dataset", self._dataset)
         self._planned = evaluations_of(job, len(self._dataset))
         self._quarantine, self._files = set_aside(replace(context, job=self._job), "eval.dataset", self._dataset)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from dp_ray.engine.loading import Source, seeded_dataset
 from dp_ray.engine.out_of_memory import ShardSize, advice
 from dp_ray.engine.trial import Data, why_not
-from dp_ray.engine.world import check_rows, gathered
+from dp_ray.engine.world import check_same_rows, gathered
 from dp_ray.errors import JobError
 from dp_ray.job.plan import evaluations_of, has_evaluations, split_of
 from dp_ray.messages import ShardsFound
@@ -53,7 +53,7 @@ def _data(context: Context) -> tuple[Data, Data | None]:
         return data, None
     over_eval = job.over_eval()
     evaluated = seeded_dataset(over_eval, "eval.dataset")
-    check_rows("eval.dataset", len(evaluated), context.rows_on_driver)
+    check_same_rows("eval.dataset", len(evaluated), context.rows_on_driver)
     return data, Data(Source(over_eval, evaluated, "eval.dataset", True), evaluations_of(job, len(evaluated)).split)
 
 

@@ -54,7 +54,7 @@ class TrainingView:
 
     @cached_property
     def metrics(self) -> Mapping[str, float]:
-        """The job's metrics in this step, and what was measured after it, like `eval_loss` and `epoch_loss`."""
+        """The job's metrics in this step, and measurements after it, like `eval_loss` and `epoch_loss`."""
         names = self._trainer.measure_names
         own = {name: self._numbers[name] for name in names if name in self._numbers}
         return MappingProxyType({**own, **self._measured})
@@ -74,7 +74,7 @@ class TrainingView:
     def _copied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if any(map(is_sharded, tensors.values())):
             raise ModelError("hooks: with strategy: fsdp rank 0 has only a part of the weights; read a checkpoint")
-        return {name: one.detach().clone() for name, one in tensors.items()}
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     @cached_property
     def _numbers(self) -> dict[str, float]:
@@ -88,7 +88,7 @@ class TrainingView:
         return {**dict(zip(["loss", *self._trainer.measure_names], means, strict=True)), "gradient_norm": norm}
 
 
-class Hooks:
+class HookCalls:
     """The hooks of a job, called on rank 0. Each error names the hook and the step."""
 
     def __init__(self, training: Training) -> None:
@@ -99,7 +99,7 @@ class Hooks:
         self._last: Update | None = None
 
     def after_step(self, step: int, update: Update, measured: Mapping[str, float]) -> None:
-        """Call the hooks of a finished step; `measured` has what was measured after it."""
+        """Call the hooks of a finished step; `measured` has the measurements after it."""
         self._last = update
         view = self._view(step, update, measured)
         if measured.keys() - {"epoch_loss"}:

@@ -1,10 +1,10 @@
 """Restore a worker's process after a job, for the next job: begin at `isolated`.
 
-What can be undone is undone: the environment, the working directory, torch's settings, hooks of all modules,
-processes and memory. What cannot be undone is named: threads and open files. A worker with such remains is started
-anew. `RESTORED` has what user code may change of its process and its libraries, each as a generator that notes it,
-yields while the job runs, and brings it back. `settings_of_torch` lists torch's settings of the whole process;
-`tests/tasks/test_torch_settings.py` enumerates what torch has, so that a setting of a new version is not forgotten.
+It restores the environment, the working directory, torch's settings, hooks of all modules, processes and memory. It
+names what it cannot undo: threads and open files. A worker with such remains is restarted. `RESTORED` has what user
+code may change of its process and its libraries, each as a generator that notes it, yields while the job runs, and
+brings it back. `settings_of_torch` lists torch's settings of the whole process; `tests/tasks/test_torch_settings.py`
+enumerates what torch has, so that a setting of a new version is not forgotten.
 
 Imported modules stay imported, as in one Python process that runs the jobs in turn: a module's globals, the
 attributes of its classes and whatever it patched in other modules are neither undone nor named.
@@ -46,7 +46,7 @@ from dp_ray.system.linux import SYSTEM_FOLDERS, cores, run_on
 
 _C: Any = torch._C
 _overrides: Any = torch.overrides
-# This torch has no such setting, or does not tell, as user code has mixed its two interfaces; or a folder is gone.
+# This torch has no such setting, or refuses to read it after user code mixed its two interfaces; or a folder is gone.
 UNKNOWN = "(unknown)"
 # Settings X of torch._C, with _get_X or _is_X, and _set_X.
 PAIRS = (
@@ -60,8 +60,8 @@ PAIRS = (
     *("sm_carveout_experimental", "view_replay_enabled", "warnAlways"),
 )
 ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "fa3", "overrideable")
-# A precision of none is that of the backend, and then of all; so they are set in this order.
-FP32 = (("generic", "all"), *((one, op) for one in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")))
+# A precision of none means the backend's, and then the one of all; so they are set in this order.
+FP32 = (("generic", "all"), *((lib, op) for lib in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")))
 CONFIGS = (
     "torch._dynamo.config",
     "torch._functorch.config",
@@ -104,9 +104,9 @@ def isolated() -> Iterator[list[str]]:
                 remains.append(name)
         _end_processes([child for child in _children() if child not in children])
         if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()  # what was compiled holds the models
+            torch._dynamo.reset()  # compiled code holds the models
         free_memory()
-        remains += _remains([one for one in threading.enumerate() if one not in threads], files)
+        remains += _remains([thread for thread in threading.enumerate() if thread not in threads], files)
 
 
 def _end_processes(started: list[psutil.Process]) -> None:
@@ -123,25 +123,25 @@ def _end_processes(started: list[psutil.Process]) -> None:
     for child in started:
         with suppress(psutil.NoSuchProcess):
             child.terminate()
-    for child in psutil.wait_procs(started, timeout=END_SECONDS)[1]:  # those that do not end when they are asked
+    for child in psutil.wait_procs(started, timeout=END_SECONDS)[1]:  # processes that do not end when asked
         with suppress(psutil.NoSuchProcess):
             child.kill()
 
 
 def _children() -> list[psutil.Process]:
-    """Return the child processes, but for Python's own that frees the shared memory of all others."""
+    """Return the child processes, without Python's own that frees the shared memory of all others."""
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     return [child for child in psutil.Process().children() if child.pid != tracker]
 
 
 def _remains(started: list[threading.Thread], files_before: set[str]) -> list[str]:
-    """Name what there is now and was not before: threads that do not end soon, and open files."""
-    threads = [one for one in started if not _is_foreign(one)]
+    """Name new threads that do not end soon, and new open files."""
+    threads = [thread for thread in started if not _is_foreign(thread)]
     until = time.monotonic() + END_SECONDS
-    for one in threads:
-        one.join(max(0.0, until - time.monotonic()))
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
     return [
-        *(f"the thread {one.name!r}" for one in threads if one.is_alive()),
+        *(f"the thread {thread.name!r}" for thread in threads if thread.is_alive()),
         *(f"the open file {name}" for name in sorted(_open_files() - files_before)),
     ]
 
@@ -158,10 +158,10 @@ def _is_foreign(thread: threading.Thread) -> bool:
 def _open_files() -> set[str]:
     """Return the regular files that this process holds open, without logs of Ray and libraries."""
     with suppress(psutil.Error, OSError):
-        paths = {one.path for one in psutil.Process().open_files()}
-        libraries = (".so", ".py", ".pyc")
+        paths = {file.path for file in psutil.Process().open_files()}
+        code = (".so", ".py", ".pyc")
         return {
-            one for one in paths if not (one.endswith(libraries) or "/ray/" in one or one.startswith(SYSTEM_FOLDERS))
+            path for path in paths if not (path.endswith(code) or "/ray/" in path or path.startswith(SYSTEM_FOLDERS))
         }
     return set()
 
@@ -177,10 +177,10 @@ def _environment() -> Iterator[None]:
 def _lists() -> Iterator[None]:
     """Restore the lists of the interpreter and of torch that user code may add to."""
     lists: tuple[list[Any], ...] = (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)
-    kept = [(one, list(one)) for one in lists]
+    kept = [(values, list(values)) for values in lists]
     yield
-    for one, before in kept:
-        one[:] = before
+    for values, before in kept:
+        values[:] = before
 
 
 def _warnings() -> Iterator[None]:
@@ -191,12 +191,12 @@ def _warnings() -> Iterator[None]:
 def _hooks() -> Iterator[None]:
     """Restore the hooks of all modules and of all optimizers."""
     owners = (nn.modules.module, sys.modules[torch.optim.Optimizer.__module__])
-    hooks = [one for owner in owners for name, one in vars(owner).items() if name.startswith("_global_")]
-    kept = [(one, dict(one)) for one in hooks if isinstance(one, dict)]
+    hooks = [value for owner in owners for name, value in vars(owner).items() if name.startswith("_global_")]
+    kept = [(registry, dict(registry)) for registry in hooks if isinstance(registry, dict)]
     yield
-    for one, before in kept:
-        one.clear()
-        one.update(before)
+    for registry, before in kept:
+        registry.clear()
+        registry.update(before)
 
 
 class Setting(NamedTuple):
@@ -207,7 +207,7 @@ class Setting(NamedTuple):
     set: Callable[[Any], object] | None
 
     def read(self) -> Any:
-        """Read its value; UNKNOWN if there is none, as of a setting that this torch does not have."""
+        """Read its value; UNKNOWN if there is none, as for a setting that this torch does not have."""
         try:
             return self.get()
         except (RuntimeError, AttributeError, OSError):
@@ -226,12 +226,12 @@ def torch_settings() -> Iterator[None]:
 
 
 def _restored(settings: Callable[[], Iterator[Setting]]) -> Iterator[None]:
-    """Restore settings, in their order; raises NotRestored, which names those that stay otherwise."""
+    """Restore settings, in their order; raises NotRestored, which names settings that could not be restored."""
     before = [(setting, setting.read()) for setting in settings()]
     yield
     for setting, value in before:
         if value != UNKNOWN and setting.set is not None and setting.read() != value:
-            with suppress(Exception):  # what it leaves is named below
+            with suppress(Exception):  # a setting that stays changed is named below
                 setting.set(value)
     left = [setting.name for setting, value in before if setting.read() != value]
     if left:
@@ -239,16 +239,16 @@ def _restored(settings: Callable[[], Iterator[Setting]]) -> Iterator[None]:
 
 
 def settings_of_process() -> Iterator[Setting]:
-    """Yield what the system, Python and numpy keep of a process."""
+    """Yield the settings of a process that the system, Python and numpy keep."""
     root, distribution = logging.getLogger(), torch.distributions.Distribution
     yield Setting("working directory", os.getcwd, os.chdir)
     yield Setting("log level", lambda: root.level, root.setLevel)
     yield Setting("disabled logs", lambda: root.manager.disable, logging.disable)
-    yield Setting("numpy's errors", np.geterr, lambda one: np.seterr(**one))
+    yield Setting("numpy's errors", np.geterr, lambda settings: np.seterr(**settings))
     get, put = partial(getattr, distribution, "_validate_args"), distribution.set_default_validate_args
     yield Setting("checks of distributions", get, put)
-    yield Setting("garbage collection", gc.isenabled, lambda one: (gc.enable if one else gc.disable)())
-    yield Setting("its thresholds", gc.get_threshold, lambda one: gc.set_threshold(*one))
+    yield Setting("garbage collection", gc.isenabled, lambda on: (gc.enable if on else gc.disable)())
+    yield Setting("its thresholds", gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds))
     yield Setting("recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
     yield Setting("switch interval", sys.getswitchinterval, sys.setswitchinterval)
     yield Setting("timeout of sockets", socket.getdefaulttimeout, socket.setdefaulttimeout)
@@ -270,7 +270,7 @@ def _umask() -> int:
 
 
 def _run_all_on(had: Any) -> None:
-    for thread in psutil.Process().threads():  # those that the job has started have the process's cores too
+    for thread in psutil.Process().threads():  # threads that the job has started have the process's cores too
         run_on(thread.id, had)
 
 
@@ -286,7 +286,7 @@ def settings_of_torch() -> Iterator[Setting]:
     yield Setting("default_dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield Setting("num_threads", torch.get_num_threads, torch.set_num_threads)
     yield Setting("num_interop_threads", torch.get_num_interop_threads, None)
-    # torch can set this but does not tell: whether numbers too small for fp32's full precision become 0.
+    # torch can set but not read this: whether numbers too small for fp32's full precision become 0.
     yield Setting(
         "flush_denormal",
         lambda: bool((torch.tensor([1e-40], device="cpu", dtype=torch.float32) * 1).item() == 0),
@@ -308,7 +308,7 @@ def settings_of_torch() -> Iterator[Setting]:
     yield Setting(
         "anomaly",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda one: _C.set_anomaly_enabled(*one),
+        lambda settings: _C.set_anomaly_enabled(*settings),
     )
     yield Setting("autocast_cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
     for kind in ("cpu", "cuda"):
@@ -317,7 +317,7 @@ def settings_of_torch() -> Iterator[Setting]:
         get, put = partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
         yield Setting(f"autocast dtype on {kind}", get, put)
     sparse: Any = torch.sparse.check_sparse_tensor_invariants
-    yield Setting("sparse invariants", sparse.is_enabled, lambda one: (sparse.enable if one else sparse.disable)())
+    yield Setting("sparse invariants", sparse.is_enabled, lambda on: (sparse.enable if on else sparse.disable)())
     for name in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
         yield Setting(name, getattr(torch.__future__, f"get_{name}"), getattr(torch.__future__, f"set_{name}"))
     for name in ("crc32_options", "default_load_endianness", "default_mmap_options"):
@@ -329,7 +329,7 @@ def settings_of_torch() -> Iterator[Setting]:
     for owner, name in FIELDS:
         yield Setting(name, partial(getattr, owner, name), partial(setattr, owner, name))
     yield Setting(
-        "deterministic_algorithms", deterministic_algorithms, lambda one: use_deterministic_algorithms(*one)
+        "deterministic_algorithms", deterministic_algorithms, lambda settings: use_deterministic_algorithms(*settings)
     )
 
 
@@ -363,31 +363,31 @@ def _saved_tensors_hooks() -> list[Any]:
         hooks.append(top)
         _C._autograd._pop_saved_tensors_default_hooks()
     hooks.reverse()
-    for one in hooks:
-        _C._autograd._push_saved_tensors_default_hooks(*one)
+    for hook in hooks:
+        _C._autograd._push_saved_tensors_default_hooks(*hook)
     return hooks
 
 
 def _set_saved_tensors_hooks(hooks: list[Any]) -> None:
     for _ in _saved_tensors_hooks():
         _C._autograd._pop_saved_tensors_default_hooks()
-    for one in hooks:
-        _C._autograd._push_saved_tensors_default_hooks(*one)
+    for hook in hooks:
+        _C._autograd._push_saved_tensors_default_hooks(*hook)
 
 
 def _function_modes() -> list[Any]:
     """Return the modes that user code has entered; the default device is one of torch's own."""
     stack = _overrides._get_current_function_mode_stack()
-    return [one for one in stack if not isinstance(one, torch.utils._device.DeviceContext)]
+    return [mode for mode in stack if not isinstance(mode, torch.utils._device.DeviceContext)]
 
 
 def _set_function_modes(modes: list[Any]) -> None:
     stack = _overrides._get_current_function_mode_stack()
     for _ in stack:
         _overrides._pop_mode()
-    for one in stack:
-        if isinstance(one, torch.utils._device.DeviceContext) or one in modes:
-            _overrides._push_mode(one)
+    for mode in stack:
+        if isinstance(mode, torch.utils._device.DeviceContext) or mode in modes:
+            _overrides._push_mode(mode)
 
 
 def _dispatch_modes() -> list[Any]:
@@ -395,10 +395,10 @@ def _dispatch_modes() -> list[Any]:
 
 
 def _set_dispatch_modes(modes: list[Any]) -> None:
-    for one in reversed(_dispatch_modes()):
-        if one in modes:
+    for mode in reversed(_dispatch_modes()):
+        if mode in modes:
             break
-        one.__exit__(None, None, None)
+        mode.__exit__(None, None, None)
 
 
 def _restore_configs(before: dict[str, dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from dp_ray.tensors.tree import sizes
 
 
 def times_of(context: Context) -> StepTimes:
-    """Return the times of the worker's steps; a late step is told with how far their clock has seen the GPU come."""
+    """Return the times of the worker's steps; their clock also knows how far the GPU is in a late step."""
     times = StepTimes(clock_on(context.world.device))
     context.control.runs_on(times.clock)
     return times
@@ -41,7 +41,7 @@ class Run:
         self._times, self._clock = times, times.clock
         self.stops = False
         with ExitStack() as parts:
-            # The recorder ends last: it sends what the others have left.
+            # The recorder ends last: it sends what the others leave to it.
             self.recorder = parts.enter_context(Recorder(world, context.send, attempt=self._control.attempt))
             self.probe = parts.enter_context(Probe(called, job.batch_dim))
             if self._control.slows:
@@ -61,8 +61,8 @@ class Run:
     def steps(self, start: int = 0, goes_on: Callable[[int], bool] | None = None) -> Iterator[int]:
         """Yield the steps from `start` on, to the last one or the one that `stops`; time each, and report that.
 
-        `goes_on` is for a task of which this worker may have nothing left to run in a step. It is asked before each
-        step, and notes and profiles it if there is; False ends the steps. A step without rows is not timed then.
+        `goes_on` is for a task in which this worker may have no shard left in a step. It is asked before each step,
+        and notes and profiles it if there is; False ends the steps. A step without rows is not timed then.
         """
         control, clock, recorder, profiler = self._control, self._clock, self.recorder, self.profiler
         self._times.begin()
@@ -99,7 +99,7 @@ class Run:
         self.recorder.on_times(self._clock.rest())
 
     def send_times(self) -> None:
-        """Send how long the steps took, and what they waited for."""
+        """Send the times of the steps, and of their waits."""
         self._send(WorkerTimes(self._rank, self._times.to_json()))
 
     def _slow(self, *_: object) -> None:
@@ -107,6 +107,6 @@ class Run:
         time.sleep(self._control.take_delay(self._rank))
 
 
-def shards_of(step: int, ran: Iterator[Any]) -> Iterator[Any]:
-    """Return the shards that `ran` gives up to the end of the step; it holds none of them while the next one runs."""
+def shards_of_step(step: int, ran: Iterator[Any]) -> Iterator[Any]:
+    """Return the shards that `ran` yields up to the end of the step; it holds none while the next one runs."""
     return iter(ran.__next__, StepEnd(step))

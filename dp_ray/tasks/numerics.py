@@ -25,7 +25,7 @@ from dp_ray.text import listed
 if TYPE_CHECKING:
     from dp_ray.engine.votes import StepControl
 
-# With these a user lowers what the libraries of torch use of a processor; ATEN_CPU_CAPABILITY shows in torch itself.
+# A user sets these to lower the instructions that torch's libraries use; ATEN_CPU_CAPABILITY shows in torch itself.
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 LIBRARIES = {"MKL": r"Math Kernel Library Version (\S+)", "oneDNN": r"MKL-DNN (v\S+)", "BLAS": r"BLAS_INFO=(\w+)"}
 
@@ -72,7 +72,7 @@ def computes_on(device: str) -> dict[str, str]:
 
 def numerics_of(devices: Sequence[torch.device]) -> Numerics:
     """Return what computes on a worker with these devices; the processor of one with GPUs alone is beside it."""
-    gpus = [one for one in devices if is_gpu(one)]
+    gpus = [device for device in devices if is_gpu(device)]
     here = {"processor": processor(), "capability": torch.backends.cpu.get_cpu_capability()}
     computes = {"torch": str(torch.__version__)}
     if gpus:
@@ -87,8 +87,8 @@ def numerics_of(devices: Sequence[torch.device]) -> Numerics:
 
 def _of_gpus(gpus: Sequence[torch.device]) -> dict[str, str]:
     models = []
-    for one in gpus:
-        card = torch.cuda.get_device_properties(one)
+    for gpu in gpus:
+        card = torch.cuda.get_device_properties(gpu)
         models.append(f"{card.name}, compute capability {card.major}.{card.minor}")
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else None  # type: ignore[no-untyped-call]
     versions = {
@@ -103,7 +103,7 @@ def _of_gpus(gpus: Sequence[torch.device]) -> dict[str, str]:
 
 
 def _cublas(cuda: str | None) -> str | None:
-    """Return the version of the cuBLAS that torch has loaded, which torch does not tell; None if it is not found."""
+    """Return the version of the loaded cuBLAS, for which torch has no function; None if it is not found."""
     if cuda is None:
         return None
     library = loaded_library(f"libcublas.so.{cuda.partition('.')[0]}")

@@ -5,7 +5,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.clock import Part
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.out_of_memory import ShardSize, advised
@@ -16,17 +15,17 @@ from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.plan import split_of
 from dp_ray.messages import FlopsCounted, Note
-from dp_ray.outputs.files import OUTPUTS, Outputs, forget_lost
+from dp_ray.outputs.files import OUTPUTS, AttemptOutputs, drop_lost
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.outputs.previews import ROWS, Previews
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Done, Shard, Split, Work
+from dp_ray.plan.split import Done, Shard, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
 from dp_ray.rundir.quarantine import QUARANTINE, RecordFiles
 from dp_ray.storage import Storage
-from dp_ray.tasks.loop import Run, shards_of, times_of
+from dp_ray.tasks.loop import Run, shards_of_step, times_of
 from dp_ray.tasks.setup import Context, begin_quarantine, load_dataset, model_to_run
 
 
@@ -40,7 +39,10 @@ def predict_outputs(context: Context) -> None:
     split = split_of(job, len(dataset))
     work = Work(split, world.world_size, world.rank, Done(ledger.done_ranges(begun.parts)))
     quarantine = begin_quarantine(context, dataset, lambda step, shard: Shard(step, int(shard), 0, 0) in work.done)
-    outputs = _outputs_of(context, begun, split, quarantine)
+    aside = RecordFiles(context.run.child(QUARANTINE))
+    missing = partial(list, aside.positions()) if quarantine is None else aside.positions
+    order = Order(split.rows, job.seed, 0, job.is_shuffled)
+    outputs = AttemptOutputs(context.run, begun, split, order, missing)
     plan = AgreedFilePlan(outputs, job.outputs.file_bytes, world, lambda: control.wants_stop)
     parts = WorkerParts(context.run.child(PARTS), work.shards, begun.attempt, world.world_size, job.batch_dim)
     times, previews = times_of(context), Previews(context.run, split.rows_kept, job.batch_dim)
@@ -59,15 +61,15 @@ def predict_outputs(context: Context) -> None:
                 closing(predict(prediction, placement.called, _previewed(steps, previews))) as ran,
             ):
                 for step in run.steps(goes_on=keeper.goes_on):
-                    for shard in shards_of(step, ran):
+                    for shard in shards_of_step(step, ran):
                         keeper.take(shard)
                         del shard  # its outputs: a name would keep their memory while the next shard runs
                     keeper.end(step)
                 if not run.stops:
-                    next(ran, None)  # past the last step, what the workers gathered for it is freed
+                    next(ran, None)  # past the last step, the parameters gathered for it are freed
             keeper.send_notes(wait=True)
             run.close()  # before the writer commits its last part: its times are kept with it
-            control.through()  # what is left to write has no limit of time
+            control.through()  # writing the rest has no time limit
             if quarantine is not None and not run.stops:
                 plan.agree(0.0)  # by rank 0, if all its rows were set aside
         is_whole = not run.stops and merger.finish(control)  # after the writer's end, which commits its last part
@@ -80,10 +82,10 @@ def predict_outputs(context: Context) -> None:
 def _previewed(steps: Iterator[LoadedStep], previews: Previews) -> Iterator[LoadedStep]:
     """Yield the same steps; inputs to preview are looked at when they are loaded, since the model may change them."""
 
-    def seen(one: LoadedShard) -> LoadedShard:
-        if one.shard.rows:
-            previews.on_inputs(one.shard, one.indices, one.batch)
-        return one
+    def seen(loaded: LoadedShard) -> LoadedShard:
+        if loaded.shard.rows:
+            previews.on_inputs(loaded.shard, loaded.indices, loaded.batch)
+        return loaded
 
     for step in steps:
         is_shown = step.whole.start < ROWS or step.whole.stop > previews.total_rows - ROWS
@@ -95,16 +97,8 @@ def _begin(run: Storage, world: World) -> ledger.Ledger:
     for folder in (PARTS, FILES, OUTPUTS):
         run.child(folder).create()
     if world.rank == 0:
-        forget_lost(run)
+        drop_lost(run)
     return begin_attempt(run)
-
-
-def _outputs_of(context: Context, begun: ledger.Ledger, split: Split, quarantine: Quarantine | None) -> Outputs:
-    """Return the outputs that the workers merge; they lack the samples that are set aside, now or by then."""
-    job, run = context.job, context.run
-    aside = RecordFiles(run.child(QUARANTINE))
-    missing = partial(list, aside.positions()) if quarantine is None else aside.positions
-    return Outputs(run, begun, split, Order(split.rows, job.seed, 0, job.is_shuffled), missing)
 
 
 @dataclass(frozen=True)
@@ -118,7 +112,7 @@ class OutputKeeper:
     merger: Merger
 
     def goes_on(self, step: int) -> bool:
-        """Return whether to run `step`, of which this worker may have no shards left; False ends all workers."""
+        """Return whether to run `step`; this worker may have no shards left in it. False ends all workers."""
         return self.prediction.forwards.agree(not self.prediction.work.has(step) or self._begin(step))
 
     def _begin(self, step: int) -> bool:
@@ -138,7 +132,7 @@ class OutputKeeper:
         return True
 
     def take(self, done: PredictedShard) -> None:
-        """Report a shard's shapes, and write its outputs, with what is carried beside them."""
+        """Report a shard's shapes, and write its outputs and carried values."""
         shard = done.shard
         if done.flops is not None:
             self.context.send(FlopsCounted(done.flops))
@@ -156,11 +150,11 @@ class OutputKeeper:
     def end(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""
         self.send_notes()
-        self.run.recorder.on_step(step)  # first: the writer keeps what is recorded when it commits the step
+        self.run.recorder.on_step(step)  # first: when it commits the step, the writer keeps the recorded reports
         self.writer.on_step(step)
         self.merger.on_step(step)
 
     def send_notes(self, wait: bool = False) -> None:
-        """Send the lines on outputs of shards that have run; with `wait`, those of all of them."""
+        """Send the lines on outputs of shards that have run; with `wait`, of all of them."""
         for note in self.prediction.notes.take(wait):
             self.context.send(Note(note))

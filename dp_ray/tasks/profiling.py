@@ -68,13 +68,13 @@ class StepProfiler:
 
     def after(self, step: int, timed: Sequence[TimedStep] = ()) -> None:
         """Take in how long the parts of earlier steps took; end the trace, if `step` is the last one to trace."""
-        self._own += sum(sum(one.seconds) - sum(one.seconds[part] for part in NOT_OWN) for one in timed)
+        self._own += sum(sum(step.seconds) - sum(step.seconds[part] for part in NOT_OWN) for step in timed)
         self._unmark()
         if step >= self._wanted.last:
             self.close()
 
     def close(self) -> None:
-        """Write what was traced, if that is not done."""
+        """Write the trace, unless it is written."""
         if self._running is None:
             return
         traced, self._running = self._running, None

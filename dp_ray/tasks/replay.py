@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.inspect_step import Findings, Place, StepInspection
+from dp_ray.engine.inspect_step import Findings, ModulePlace, StepInspection
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
@@ -21,11 +21,11 @@ from dp_ray.engine.trainer import Trainer
 from dp_ray.errors import JobError
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.plan.split import Split, Work
-from dp_ray.results.replayed import Replayed, Row
+from dp_ray.results.replayed import Replayed, ReplayedRow
 from dp_ray.rundir.history import StepRows
-from dp_ray.tasks.checkpoints import Training, layout_of, restored
+from dp_ray.tasks.checkpoints import Training, restored, sample_layout
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
-from dp_ray.tasks.train import Progress
+from dp_ray.tasks.train import AfterStep
 from dp_ray.tensors.tree import copied
 from dp_ray.text import counted
 
@@ -40,7 +40,7 @@ class StepChoice(NamedTuple):
 
 
 class Rerun(NamedTuple):
-    """A step that was run again: its values, the findings in its shards, and the look at the model."""
+    """A step that was run again: its values, and the findings in its shards and in the model."""
 
     replayed: Replayed
     findings: Findings
@@ -49,7 +49,7 @@ class Rerun(NamedTuple):
 
 @contextmanager
 def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterator[Rerun]:
-    """Run the steps of a training up to the chosen one again, and look at that; the process has the job's settings.
+    """Run the steps of a training up to the chosen one again, and inspect it; the process has the job's settings.
 
     `history` is the run's. Within the block, the model has the state before the step. Raises JobError if the training
     has no such step or shard.
@@ -62,7 +62,7 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
     context = dataclasses.replace(context, world=placement.world)
     step, (measures, _) = build_step(job, context.world), build_metrics(job)
     with closing(Trainer(placement, step, measures, split)) as trainer:
-        layout = layout_of(job, split, dataset)
+        layout = sample_layout(job, split, dataset)
         training = Training(context, Source(job, dataset), split, layout, trainer, StepTimes())
         training = restored(training, until=choice.step)
         trainer.synchronise()
@@ -74,10 +74,10 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
         loss = None
         if choice.shard is None:
             with look.unchanged():
-                copies = [LoadedShard(one.shard, one.indices, copied(one.batch)) for one in loaded.loaded]
+                copies = [LoadedShard(part.shard, part.indices, copied(part.batch)) for part in loaded.loaded]
                 total, weight, *_ = trainer.sums_of(loaded._replace(loaded=iter(copies)))
                 loss = total / weight if weight else float("nan")
-        filled = [one for one in loaded.loaded if one.shard.rows]
+        filled = [part for part in loaded.loaded if part.shard.rows]
         findings = look.find(filled, split, choice.shard)
         replayed = _replayed(training, choice, begun, loss, findings, history.row(choice.step).get("loss"))
         yield Rerun(replayed, findings, look)
@@ -89,7 +89,7 @@ def check(choice: StepChoice, split: Split) -> None:
         raise JobError(f"--step {choice.step}: the training has {split.total_steps} steps, counted from 0")
     if choice.shard is None:
         return
-    filled = [one.shard for one in split.worker(1, 0, choice.step)]
+    filled = [part.shard for part in split.worker(1, 0, choice.step)]
     if choice.shard not in filled:
         raise JobError(
             f"--shard {choice.shard}: step {choice.step} has {counted(len(filled), 'shard')}, counted from 0"
@@ -130,7 +130,7 @@ def _run_steps_before(training: Training, history: StepRows, wanted: int) -> Loa
     _check_watched(trainer, begun, wanted, history)
     quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
     context.notify(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
-    progress, said = Progress(training, RecordedEvaluations(history)), time.monotonic()
+    progress, said = AfterStep(training, RecordedEvaluations(history)), time.monotonic()
     until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
     with closing(load_steps(source, until, context.world.device, quarantine)) as steps:
         for step in range(begun, wanted):  # nothing is reported or kept of them
@@ -152,11 +152,14 @@ def _replayed(
 ) -> Replayed:
     context, split = training.context, training.split
     rows = []
-    for one, losses in findings.rows:
-        for at, (sample, position) in enumerate(zip(one.indices.tolist(), one.shard.positions, strict=True)):
+    for row, losses in findings.rows:
+        for at, (sample, position) in enumerate(zip(row.indices.tolist(), row.shard.positions, strict=True)):
             number = losses.values[at] if losses.values else None
-            place = sample, one.shard.shard, position
-            rows.append(Row(number, *place) if losses.of_batch is None else Row(losses.of_batch, *place, number))
+            place = sample, row.shard.shard, position
+            if losses.of_batch is None:
+                rows.append(ReplayedRow(number, *place))
+            else:
+                rows.append(ReplayedRow(losses.of_batch, *place, number))
     rows.sort(key=_largest_first)
     return Replayed(
         run_dir=str(context.run),
@@ -178,13 +181,13 @@ def _replayed(
     )
 
 
-def _largest_first(row: Row) -> tuple[int, float]:
-    """Order rows: NaN first, then infinities and numbers downwards, then what is not known."""
+def _largest_first(row: ReplayedRow) -> tuple[int, float]:
+    """Order rows: NaN first, then infinities and numbers downwards, then unknown values."""
     number = row.loss if row.gradient is None else row.gradient
     if number is None:
         return 2, 0.0
     return (0, 0.0) if math.isnan(number) else (1, -number)
 
 
-def _described(place: Place | None) -> dict[str, Any] | None:
+def _described(place: ModulePlace | None) -> dict[str, Any] | None:
     return None if place is None else {**place._asdict(), "text": str(place)}

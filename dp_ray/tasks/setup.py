@@ -1,4 +1,4 @@
-"""Set up what a task begins with: its dataset, the model with the weights to run, and the quarantine of bad samples.
+"""Set up a task: its dataset, the model with the weights to run, and the quarantine of bad samples.
 
 A run reads the same files of a dataset to its end, however often it is resumed: `check_unchanged` raises if not.
 """
@@ -15,7 +15,7 @@ from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.random import has_drawn
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.weights import synchronise
-from dp_ray.engine.world import World, broadcast, check_rows, gathered, is_rank_0
+from dp_ray.engine.world import World, broadcast, check_same_rows, gathered, is_rank_0
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -63,7 +63,7 @@ def load_dataset(context: Context) -> Any:
     with which the run began.
     """
     dataset = seeded_dataset(context.job, context.job.dataset_key)
-    check_rows("dataset", len(dataset), context.rows_on_driver)
+    check_same_rows("dataset", len(dataset), context.rows_on_driver)
     check_unchanged(context, "dataset", dataset)
     check_blocks(context.job, dataset)
     return dataset
@@ -72,8 +72,8 @@ def load_dataset(context: Context) -> Any:
 def check_unchanged(context: Context, key: str, dataset: Any) -> None:
     """Raise DataError, which names the files, if the dataset of `key` reads others than when the run began.
 
-    Every rank calls this. Rank 0 writes what the run began with, and of a retry what the files are now. Datasets
-    without `pins` are not checked.
+    Every rank calls this. Rank 0 writes the files' state at the run's start, and for a retry their state now.
+    Datasets without `pins` are not checked.
     """
     pins = getattr(dataset, "pins", None)
     if not isinstance(pins, dict):
@@ -112,7 +112,7 @@ def _changes(there: dict[str, str | None], here: dict[str, str]) -> list[str]:
 
 
 def let_files_change(run: Storage, key: str) -> None:
-    """Have the next attempt take the files of a dataset as they are now: they were mended. Their names stay."""
+    """Have the next attempt accept the files of a dataset as they are now: they were mended. Their names stay."""
     name = PINS.format(key)
     if pins := PINS_JSON.read(run, name):
         PINS_JSON.write(run, dict.fromkeys(pins), name)
@@ -121,7 +121,7 @@ def let_files_change(run: Storage, key: str) -> None:
 def check_blocks(job: Job, dataset: Any) -> None:
     """Raise DataError, on every rank, unless all ranks have the blocks that the job shuffles in the same sizes.
 
-    Every rank calls this. That a resumed training has the same ones is checked with its checkpoint.
+    Every rank calls this. Its checkpoint shows whether a resumed training has the same ones.
     """
     if job.block_shuffle is None:
         return
@@ -149,9 +149,9 @@ def model_to_run(context: Context) -> Placement:
 def begin_quarantine(context: Context, dataset: Any, is_kept: Callable[[int, str], bool]) -> Quarantine | None:
     """Return the quarantine of the task's dataset, None if the job has none. Every rank calls this.
 
-    Of what earlier attempts had set aside, that of the steps and shards (by name) which this one runs again goes.
+    Remove the samples that earlier attempts set aside in steps and shards (by name) that this one runs again.
     """
-    forget_from(context.run, is_kept)  # first: from here on the workers set aside anew
+    drop_set_aside(context.run, is_kept)  # first: from here on the workers set samples aside
     return set_aside(context, "dataset", dataset)[0]
 
 
@@ -171,7 +171,7 @@ def set_aside(context: Context, key: str, dataset: Any) -> tuple[Quarantine | No
 
 
 def unkept_quarantine(job: Job, key: str, dataset: Any, run: Storage) -> Quarantine | None:
-    """Return the quarantine for steps that are replayed: nothing of what it sets aside is kept."""
+    """Return the quarantine for steps that are replayed: it writes nothing."""
     if job.on_error is None:
         return None
     return Quarantine(_reference(job, key, dataset, run), lambda *_: None)
@@ -191,8 +191,8 @@ def _reference(job: Job, key: str, dataset: Any, run: Storage) -> Reference:
     return reference
 
 
-def forget_from(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
-    """On rank 0, remove what was set aside in steps that are run again, or that are not run after all.
+def drop_set_aside(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
+    """On rank 0, remove the samples that were set aside in steps that run again, or that do not run after all.
 
     Other ranks may set samples aside only after a broadcast of rank 0.
     """

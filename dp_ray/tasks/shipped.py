@@ -19,7 +19,7 @@ from torch import nn
 
 from dp_ray.engine.objects import part_that_fails, reduced
 from dp_ray.errors import DataError, ModelError
-from dp_ray.tensors.tree import TreeSpec, leaf_keys, nodes
+from dp_ray.tensors.tree import TreeSpec, all_nodes, leaf_keys
 
 USUAL_CONTAINERS = {None, tuple, list, dict}
 USUAL_VALUES = {type(None), bool, int, float, str}
@@ -217,7 +217,7 @@ def _is_usual(spec: TreeSpec) -> bool:
     """Return whether a tree holds no object and no class but Python's own."""
     return all(
         node.container in USUAL_CONTAINERS and {type(node.value), *map(type, node.keys)} <= USUAL_VALUES
-        for _, node in nodes(spec)
+        for _, node in all_nodes(spec)
     )
 
 
@@ -234,7 +234,7 @@ def _dumped_tree(spec: TreeSpec, base: Any, with_graph: bool, above: int = 0) ->
     try:
         return dumped(spec, base, _refuse_wanting)
     except Refused as refused:
-        for keys, node in nodes(spec):
+        for keys, node in all_nodes(spec):
             if node.kind == "constant" and (inner := _wanting(node.value, base)) is not None:
                 path = ".".join(map(str, keys[above:])) + inner
                 raise Refused(path.removeprefix("."), type(node.value).__qualname__) from None
@@ -243,7 +243,7 @@ def _dumped_tree(spec: TreeSpec, base: Any, with_graph: bool, above: int = 0) ->
 
 def _unpicklable(spec: TreeSpec, base: Any) -> str:
     """Return where in (args, kwargs) an object stands that cannot be pickled."""
-    for keys, node in nodes(spec):
+    for keys, node in all_nodes(spec):
         if node.kind == "constant":
             try:
                 dumped(node.value, base)

@@ -12,7 +12,7 @@ from dp_ray.engine.determinism import deterministic, of_cublas
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import Trouble, World, alone, error_of, failed_in_group, text_of, trouble_of
+from dp_ray.engine.world import Trouble, World, alone, failed_in_group, group_error, text_of, trouble_of
 from dp_ray.errors import Error, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note, Send
@@ -56,16 +56,16 @@ def run_task(
             failed = failed_in_group(error)
             if failed is None:
                 raise
-            raise error_of(failed) from error
+            raise group_error(failed) from error
 
 
 @contextmanager
 def broken_gpu_named(world: World) -> Iterator[None]:
-    """Name the worker's GPUs in an error of a broken one; CUDA does not say which of several it is."""
+    """Name the worker's GPUs in an error of a broken one; CUDA does not name the one of several."""
     try:
         yield
     except Exception as error:
-        gpus = [one for one in world.devices if one.type == "cuda"]
+        gpus = [gpu for gpu in world.devices if gpu.type == "cuda"]
         if not gpus or trouble_of(error) is not Trouble.BROKEN_GPU:
             raise
         kind = type(error) if isinstance(error, Error) else ModelError
@@ -89,16 +89,16 @@ def retries_told(job: Job, world: World, send: Send) -> Iterator[None]:
 
     It asks for the workspace of one algorithm after another until it gets one, and each adds in an order of its own.
     """
-    gpus = [one for one in world.devices if one.type == "cuda"] if job.bitwise and not job.finds_shards else []
+    gpus = [gpu for gpu in world.devices if gpu.type == "cuda"] if job.bitwise and not job.finds_shards else []
 
     def retried() -> list[int]:
-        return [torch.cuda.memory_stats(one).get("num_alloc_retries", 0) for one in gpus]
+        return [torch.cuda.memory_stats(gpu).get("num_alloc_retries", 0) for gpu in gpus]
 
     before = retried()
     try:
         yield
     finally:
-        tight = [str(one) for one, earlier, now in zip(gpus, before, retried(), strict=True) if now > earlier]
+        tight = [str(gpu) for gpu, earlier, now in zip(gpus, before, retried(), strict=True) if now > earlier]
         if tight:
             what = f"bitwise: {world}: {listed(tight)} had too little memory for an allocation at first"
             send(Note(f"{what}; if cuDNN took another algorithm for that, the bits are others: set more shards"))
@@ -106,8 +106,8 @@ def retries_told(job: Job, world: World, send: Send) -> Iterator[None]:
 
 @contextmanager
 def settings_of(job: Job, world: World) -> Iterator[None]:
-    """Set what a job needs of its process while it runs: generators, GPUs, and what makes torch deterministic."""
-    gpus = [one for one in world.devices if one.type == "cuda"]
+    """Set up the process for a job while it runs: generators, GPUs, and deterministic algorithms."""
+    gpus = [gpu for gpu in world.devices if gpu.type == "cuda"]
     grouped = alone(needs_group=shards_over(job, world))
     threads = max(1, int(job.cpus_per_worker))
     with (
@@ -136,8 +136,8 @@ def compiling(job: Job) -> Iterator[None]:
 
     By default torch stops compiling after a few, and runs the rest uncompiled. Workers that saw more shapes would
     compute differently, so a bitwise job then raises an error. Its model is one graph: torch cuts a graph where DDP's
-    buckets end, but a single worker has no DDP, and other graphs round otherwise. Of a sharded model, the blocks of a
-    class share one limit.
+    buckets end, but a single worker has no DDP, and other graphs round otherwise. The blocks of a class of a sharded
+    model share one limit.
     """
     if not job.compile or not (job.bitwise or job.is_sharded):
         yield

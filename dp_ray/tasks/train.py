@@ -24,12 +24,12 @@ from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.messages import FlopsCounted
 from dp_ray.plan.split import Shard, Work
 from dp_ray.rundir.ledger import begin_attempt
-from dp_ray.tasks.checkpoints import PieceKeeper, Training, checkpointing, keep_weights, layout_of, restored
-from dp_ray.tasks.early_stopping import EarlyStopping
+from dp_ray.tasks.checkpoints import PieceKeeper, Training, checkpointing, keep_weights, restored, sample_layout
+from dp_ray.tasks.early_stopping import Patience
 from dp_ray.tasks.evaluate import Evaluator
-from dp_ray.tasks.hooks import Hooks
+from dp_ray.tasks.hooks import HookCalls
 from dp_ray.tasks.loop import Run, times_of
-from dp_ray.tasks.setup import Context, begin_quarantine, forget_from, load_dataset
+from dp_ray.tasks.setup import Context, begin_quarantine, drop_set_aside, load_dataset
 
 
 def train(context: Context) -> None:
@@ -38,13 +38,13 @@ def train(context: Context) -> None:
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
     ahead = OverlappedRead()
-    with begun(context, ahead) as (training, evaluation):
+    with begun_training(context, ahead) as (training, evaluation):
         context, trainer, state, split = training.context, training.trainer, training.state, training.split
         job, world, control, watch = context.job, context.world, context.control, trainer.watch
-        hooks = Hooks(training) if world.rank == 0 and job.hooks.given else None
-        # Before any sample is set aside, also of an evaluation: it forgets those of all later steps.
+        hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
+        # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
         quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
-        stopping = EarlyStopping.of(job, state)
+        stopping = Patience.of(job, state)
         start = split.total_steps if stopping is not None and stopping.has_stopped else state.step
         work, times = Work(split, world.world_size, world.rank, start=start), training.times
         with (
@@ -53,28 +53,29 @@ def train(context: Context) -> None:
             # Within the run: the writer's thread has the recorder send, also after an error.
             checkpointing(training, run.recorder.keep) as checkpointer,
         ):
-            progress = Progress(training, Evaluator(training, evaluation) if job.eval is not None else None, stopping)
+            after = AfterStep(training, Evaluator(training, evaluation) if job.eval is not None else None, stopping)
             on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
             for step in run.steps(start):
                 update = trainer.step(step, loaded, on_shard, control.wants_stop)
-                # Before the step is kept, with which its reports are; and before an evaluation, which may take long.
+                # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
+                # take long.
                 run.recorder.on_step(step)
                 if watch is not None and watch.not_finite is not None:
                     if checkpointer is not None:
                         checkpointer.after_step(step, update, {})  # logs it; no state is kept any more
                     end_at_loss(watch.check, checkpointer)
-                measured = progress.take(step, update)
+                measured = after.take(step, update)
                 if hooks is not None:
                     hooks.after_step(step, update, measured)
-                # A worker that is alone stops as soon as it is asked to; several agree on a step.
-                stops = update.stops or progress.stops or (world.world_size == 1 and control.wants_stop)
+                # A single worker stops as soon as it is asked; several agree on a step.
+                stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
                 run.stops = stops and step + 1 < split.total_steps
                 if checkpointer is not None:
                     checkpointer.after_step(step, update, measured, run.stops or control.take_save())
             if watch is not None:
                 end_at_loss(watch.check_all, checkpointer)
             run.close()  # before the last step is kept: its times are kept with it
-            control.through()  # what is left to write has no limit of time
+            control.through()  # writing the rest has no time limit
             if checkpointer is not None:
                 checkpointer.finish()
             run.send_times()
@@ -84,15 +85,15 @@ def train(context: Context) -> None:
 
 
 def end(
-    training: Training, stopping: EarlyStopping | None, hooks: Hooks | None, quarantine: Quarantine | None
+    training: Training, stopping: Patience | None, hooks: HookCalls | None, quarantine: Quarantine | None
 ) -> None:
     """End a training whose steps and writer have ended: keep its weights, or leave it if it was stopped."""
     context, state, split = training.context, training.state, training.split
     has_stopped = stopping is not None and stopping.has_stopped
     if state.step < split.total_steps:
         if quarantine is not None:  # of batches that were read ahead, nothing was set aside after all
-            gathered(None)  # all have read what they read ahead
-            forget_from(context.run, lambda step, _: step < state.step)
+            gathered(None)  # all workers have read what they had begun to read ahead
+            drop_set_aside(context.run, lambda step, _: step < state.step)
         if not has_stopped:
             # Raises StopRequested, once all have kept their work: a training that goes on later has no weights yet.
             context.control.leave()
@@ -105,7 +106,7 @@ def end(
 
 
 @contextmanager
-def begun(context: Context, ahead: OverlappedRead) -> Iterator[tuple[Training, Evaluation]]:
+def begun_training(context: Context, ahead: OverlappedRead) -> Iterator[tuple[Training, Evaluation]]:
     """Give a training at the state where it begins or goes on, and its evaluation. Every rank calls this."""
     job, dataset = context.job, load_dataset(context)
     split = split_of(job, len(dataset))
@@ -121,15 +122,15 @@ def begun(context: Context, ahead: OverlappedRead) -> Iterator[tuple[Training, E
             context.notify(trainer.optimizer_step.says_left_out)
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
         context = replace(context, attempt=begin_attempt(context.run).attempt)
-        layout = layout_of(job, split, dataset)
+        layout = sample_layout(job, split, dataset)
         training = restored(Training(context, Source(job, dataset), split, layout, trainer, times))
-        trainer.synchronise()  # of what was restored; the average of the weights begins with it
+        trainer.synchronise()  # with the restored state: the average of the weights begins with it
         device, forwards, trial = context.world.device, placement.forwards(), placement.row_trial()
         yield training, Evaluation(job, step, measures, states, device, forwards, trainer.over_batch, trial=trial)
 
 
 def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> None:
-    """Let a `check` raise NotFinite only once all workers have written what they keep: the first to end ends all.
+    """Raise a `check`'s NotFinite only once all workers have written their files: the first to end ends all.
 
     Every rank calls this after the same step.
     """
@@ -152,15 +153,13 @@ class Evaluates(Protocol):
         """Return the metrics after a step, by their names in the history."""
 
 
-class Progress:
-    """What follows each step of a training: its state counts it, and evaluations and schedules take their turns.
+class AfterStep:
+    """The work after each step of a training: count it, evaluate if it is due, and step schedules.
 
     `stops` is set once the training is to stop early.
     """
 
-    def __init__(
-        self, training: Training, evaluator: Evaluates | None, stopping: EarlyStopping | None = None
-    ) -> None:
+    def __init__(self, training: Training, evaluator: Evaluates | None, stopping: Patience | None = None) -> None:
         self._state, self._split, self._schedule = training.state, training.split, training.trainer.schedule
         self._clock = training.times.clock
         self._evaluator = evaluator
@@ -168,7 +167,7 @@ class Progress:
         self.stops = False
 
     def take(self, step: int, update: Update) -> dict[str, float]:
-        """Count a step; return what is measured after it: by an evaluation, and an epoch's loss at its end."""
+        """Count a step; return the measurements after it: of an evaluation, and an epoch's loss at its end."""
         state = self._state
         state.step = step + 1
         state.add(update.sums)

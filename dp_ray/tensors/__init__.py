@@ -1,4 +1,4 @@
-"""Tensors in nestings and in files: everything about them that needs neither a model nor a process group.
+"""Nested tensors, and tensors in files: all that needs neither a model nor a process group.
 
 `tree.py` takes a nesting apart and rebuilds it; begin there, with `flatten` and `unflatten`. `scatter.py` cuts
 batches into shards and gathers outputs. `files.py` reads and writes safetensors files.

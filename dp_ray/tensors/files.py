@@ -117,7 +117,7 @@ def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], 
     Raises StorageError if it is not safetensors, is truncated, or its checksum is wrong.
     """
     file = TensorFile(storage, name, storage.read_bytes(name))
-    return {key: one.whole() for key, one in file.tensors().items()}, file.text
+    return {key: stored.whole() for key, stored in file.tensors().items()}, file.text
 
 
 def sha256_of(storage: Storage, name: str) -> str:
@@ -153,7 +153,7 @@ class Stored:
         """Read the part that a worker holds of `tensor`: its rows if that is sharded, else the whole."""
         if not is_sharded(tensor):
             return self.whole()
-        return self.rows(*rows_of(self.shape[0], world_size, rank))
+        return self.rows(*rows_of_rank(self.shape[0], world_size, rank))
 
     @torch.no_grad()
     def copy_to(self, tensor: torch.Tensor, world_size: int, rank: int) -> None:
@@ -167,7 +167,7 @@ def in_memory(tensor: torch.Tensor) -> Stored:
 
 
 def made_dense(indices: Stored, values: Stored, shape: list[int]) -> Stored:
-    """A sparse tensor as a dense one, of which no more than the rows that are asked for is in memory."""
+    """A sparse tensor as a dense one; only the rows that are asked for are in memory."""
 
     def read(start: int, stop: int) -> torch.Tensor:
         where, what = indices.whole(), values.whole()
@@ -181,7 +181,7 @@ def made_dense(indices: Stored, values: Stored, shape: list[int]) -> Stored:
 
 
 class TensorFile:
-    """A safetensors file of which only the header is read, and then the rows that are asked for.
+    """A safetensors file. It reads the header first, and later only the rows that are asked for.
 
     If its bytes have been read already, as `data`, they are checked at once, and rows come from them: on an object
     store each other read is a request. Raises StorageError if the file is not safetensors, or is truncated.
@@ -198,9 +198,9 @@ class TensorFile:
             metadata = self._table.pop("__metadata__", {})
             self.text, self.digest = str(metadata.get(TEXT, "")), metadata.get(DIGEST)
             self._is_ours = TEXT in metadata or DIGEST in metadata  # `write_tensors` writes both
-            for one in self._table.values():
-                (start, stop), shape = one["data_offsets"], one["shape"]
-                num_bytes = torch.empty(shape, dtype=DTYPES[one["dtype"]], device="meta").nbytes
+            for location in self._table.values():
+                (start, stop), shape = location["data_offsets"], location["shape"]
+                num_bytes = torch.empty(shape, dtype=DTYPES[location["dtype"]], device="meta").nbytes
                 if stop - start != num_bytes or not 0 <= start <= stop <= room:
                     raise ValueError(f"bytes {start} to {stop} of {room} are not a tensor of size {shape}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -212,14 +212,14 @@ class TensorFile:
         """Return all its tensors, none of which is read yet."""
         return {  # not kept: they hold this file, and with it its bytes
             key: Stored(
-                tuple(one["shape"]),
-                partial(self._rows, DTYPES[one["dtype"]], one["shape"], one["data_offsets"][0]),
+                tuple(entry["shape"]),
+                partial(self._rows, DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"][0]),
             )
-            for key, one in self._table.items()
+            for key, entry in self._table.items()
         }
 
     def check(self) -> None:
-        """Raise StorageError if its bytes are not those that were written; it is read in pieces."""
+        """Raise StorageError if its bytes have changed since they were written. It is read in pieces."""
         if not self._is_ours:
             return
         digest = hashlib.sha256(frame(self._table, self.text))
@@ -253,7 +253,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def rows_of(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+def rows_of_rank(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the first row of a rank, and its end: the last ranks may hold fewer rows, or none.
 
     >>> [rows_of(5, 4, rank) for rank in range(4)]
@@ -284,8 +284,8 @@ def on_rank_0(tensor: torch.Tensor) -> torch.Tensor:
 def attend_writing(tensors: Mapping[str, torch.Tensor]) -> None:
     """Send this worker's rows of each tensor to rank 0, which reads each twice in `write_tensors`."""
     for _ in range(2):
-        for one in filter(is_sharded, tensors.values()):
-            on_rank_0(one)
+        for tensor in filter(is_sharded, tensors.values()):
+            on_rank_0(tensor)
 
 
 def moved(leaf: Any, device: torch.device | None) -> Any:
@@ -302,9 +302,9 @@ def moved_batch(batch: Any, device: torch.device) -> Any:
     """Return a batch on the device: each tensor, and each object that has a method `to`, by that."""
     bare = bare_tensors(batch)
     if bare is None:
-        return map_batch(lambda leaf: moved(leaf, device), lambda one: one.to(device), batch)
+        return map_batch(lambda leaf: moved(leaf, device), lambda tensor: tensor.to(device), batch)
     beside = device.type != "cpu"
-    return with_tensors(batch, [one.to(device, non_blocking=beside) for one in bare])
+    return with_tensors(batch, [tensor.to(device, non_blocking=beside) for tensor in bare])
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -314,7 +314,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether elements share memory, as those of an expanded tensor do."""
+    """Return whether elements of a tensor share memory, as in an expanded one."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 

@@ -14,7 +14,7 @@ ALIGNED = 64  # bytes: each tensor in a buffer begins at a multiple of it, as to
 
 
 class HasForm(Protocol):
-    """A tensor, or what is known of one: its size and its dtype."""
+    """A tensor, or a description of one: its size and its dtype."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -61,8 +61,8 @@ def room(form: HasForm) -> int:
 def flat(tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
     """Return the tensors' bytes one after another, uint8, in new memory of the device; by default on the CPU."""
     buffer = torch.empty(sum(map(room, tensors)), dtype=torch.uint8, device=device)
-    for view, one in zip(views(buffer, tensors), tensors, strict=True):
-        view.copy_(one.detach())
+    for view, tensor in zip(views(buffer, tensors), tensors, strict=True):
+        view.copy_(tensor.detach())
     return buffer
 
 

@@ -1,6 +1,6 @@
 """Turn lists with an entry for each row, like the boxes found in each image, into leaves, and into lists again.
 
-Of a list of texts a leaf is made too, without `outputs.ragged`.
+A list of texts becomes a leaf too, even without `outputs.ragged`.
 
 >>> outputs = [{"boxes": torch.zeros(2, 4)}, {"boxes": torch.zeros(0, 4)}]
 >>> leaves = without_lists(outputs, rows=2)
@@ -36,7 +36,7 @@ from dp_ray.tensors.tree import (
 
 
 def without_lists(tree: Any, rows: int | None) -> Any:
-    """Put what the entries are like in place of each outermost list: its leaves are Ragged, and hold all rows.
+    """Replace each outermost list by a tree like its entries, whose leaves are Ragged and hold all rows.
 
     `with_lists` is the inverse. With `rows` None, a list may have any number of entries. Raises ModelError, which
     names the path and the entry, unless each list has an entry for each row. All entries must be nested alike, with
@@ -44,7 +44,7 @@ def without_lists(tree: Any, rows: int | None) -> Any:
     """
     parts, spec = flatten(tree, is_whole=lambda node: isinstance(node, list))
     pairs = zip(leaf_keys(spec), parts, strict=True)
-    return unflatten(spec, [_joined(keys, one, rows) if isinstance(one, list) else one for keys, one in pairs])
+    return unflatten(spec, [_joined(keys, part, rows) if isinstance(part, list) else part for keys, part in pairs])
 
 
 def without_texts(tree: Any, is_column: Callable[[str, int], bool] = lambda path, length: True) -> Any:
@@ -58,10 +58,10 @@ def without_texts(tree: Any, is_column: Callable[[str, int], bool] = lambda path
     return unflatten(
         spec,
         [
-            Ragged.of_values(list(map(str, one)), len(keys))
-            if is_texts(one) and is_column(".".join(map(str, keys)), len(one))
-            else one
-            for keys, one in pairs
+            Ragged.of_values(list(map(str, value)), len(keys))
+            if is_texts(value) and is_column(".".join(map(str, keys)), len(value))
+            else value
+            for keys, value in pairs
         ],
     )
 
@@ -69,7 +69,7 @@ def without_texts(tree: Any, is_column: Callable[[str, int], bool] = lambda path
 def paths_of_texts(tree: Any) -> list[str]:
     """Return the paths of the lists of texts."""
     parts, spec = flatten(tree, is_whole=is_texts)
-    return [path for path, one in zip(spec.paths, parts, strict=True) if is_texts(one)]
+    return [path for path, part in zip(spec.paths, parts, strict=True) if is_texts(part)]
 
 
 def _joined(keys: Keys, entries: list[Any], rows: int | None) -> Any:
@@ -104,7 +104,7 @@ def _is_value(node: Any) -> bool:
 
 
 def _one_leaf(keys: Keys, pieces: Sequence[Any], depth: int) -> Ragged:
-    pieces = [one.item() if isinstance(one, np.generic) else one for one in pieces]
+    pieces = [item.item() if isinstance(item, np.generic) else item for item in pieces]
     for row, piece in enumerate(pieces):
         if _type_of(piece) != _type_of(pieces[0]):
             advice = "give all rows the same type and dtype, also those without any numbers"
@@ -121,7 +121,7 @@ def _one_leaf(keys: Keys, pieces: Sequence[Any], depth: int) -> Ragged:
 
 def _type_of(piece: Any) -> str:
     if _is_value(piece):
-        return next(one.__name__ for one in (str, bool, int, float) if isinstance(piece, one))
+        return next(kind.__name__ for kind in (str, bool, int, float) if isinstance(piece, kind))
     return f"an array of {piece.dtype}" if isinstance(piece, np.ndarray) else str(piece.dtype)
 
 

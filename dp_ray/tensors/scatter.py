@@ -19,11 +19,11 @@ from dp_ray.tensors.tree import (
     Leaf,
     Ragged,
     TreeSpec,
+    all_nodes,
     difference,
     flatten,
     holds_objects,
     leaf_keys,
-    nodes,
     quoted,
     unflatten,
 )
@@ -153,12 +153,12 @@ def num_rows(tree: Any, dim: int = 0) -> int | None:
 def may_have_lists_of_rows(tree: Any, rows: int) -> bool:
     """Return whether a list in a tree may have an entry for each row, as a detector's boxes: then `cut` is wrong.
 
-    A list of as many tensors that each hold all rows looks the same. Of tuples, only those of mappings count.
+    A list of as many tensors that each hold all rows looks the same. A tuple counts only if it holds mappings.
     """
     return any(
         len(node.children) == rows
-        and (node.kind == "list" or (node.kind == "tuple" and all(one.kind == "mapping" for one in node.children)))
-        for _, node in nodes(flatten(tree)[1])
+        and (node.kind == "list" or (node.kind == "tuple" and all(item.kind == "mapping" for item in node.children)))
+        for _, node in all_nodes(flatten(tree)[1])
     )
 
 

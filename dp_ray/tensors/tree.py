@@ -46,7 +46,7 @@ class TreeSpec:
     children: tuple["TreeSpec", ...] = ()
     # The constant; a defaultdict's factory or a pytree's context, which comparisons ignore.
     value: Any = None
-    # What JSON said of a class that this process has not loaded: written again, it is that class elsewhere.
+    # The JSON of a class that this process has not loaded: written again, it names the class for others.
     written: Any = None
 
     def __eq__(self, other: object) -> bool:
@@ -134,7 +134,7 @@ class Ragged:
 def flatten(tree: Any, is_whole: IsWhole | None = None) -> tuple[list[Any], TreeSpec]:
     """Take a tree apart into its leaves, depth first, and the TreeSpec from which `unflatten` rebuilds it.
 
-    What `is_whole` says to be whole counts as a leaf, whatever it is.
+    A value for which `is_whole` returns True is a leaf.
     """
     leaves: list[Any] = []
     return leaves, _describe(tree, leaves, is_whole)
@@ -162,14 +162,14 @@ def bare_tensors(tree: Any) -> Sequence[torch.Tensor] | None:
         tree = tuple(tree.values())
     elif cls is not tuple and cls is not list:
         return None
-    for one in tree:
-        if type(one) is not torch.Tensor:
+    for value in tree:
+        if type(value) is not torch.Tensor:
             return None
     return tree  # type: ignore[no-any-return]
 
 
 def with_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return a tree like this one, of which `bare_tensors` gave the tensors, with others in their places."""
+    """Return a tree like this one with other tensors in the places of those that `bare_tensors` returned."""
     cls = type(tree)
     if cls is torch.Tensor:
         return tensors[0]
@@ -189,7 +189,7 @@ def map_batch(on_leaf: Callable[[Leaf], Any], on_object: Callable[[Any], Any], t
     PackedSequence counts as one: wherever its numbers are moved, its lengths stay on the CPU.
     """
     parts, spec = flatten(tree, _is_object)
-    return unflatten(spec, [on_object(one) if _is_object(one) else on_leaf(one) for one in parts])
+    return unflatten(spec, [on_object(part) if _is_object(part) else on_leaf(part) for part in parts])
 
 
 def copied(tree: Any) -> Any:
@@ -199,7 +199,7 @@ def copied(tree: Any) -> Any:
     )
 
 
-def apart(tree: Any) -> Any:
+def in_own_memory(tree: Any) -> Any:
     """Return outputs in memory of their own: a model may write what it has returned in its next forward.
 
     Raises what `unflatten` raises.
@@ -216,7 +216,7 @@ def _apart(leaf: Leaf | Ragged) -> Any:
 def holds_objects(tree: Any) -> bool:
     """Return whether a batch holds objects that move by a method `to` of their own, beside its leaves."""
     return bare_tensors(tree) is None and any(
-        node.kind == "constant" and _is_object(node.value) for _, node in nodes(flatten(tree)[1])
+        node.kind == "constant" and _is_object(node.value) for _, node in all_nodes(flatten(tree)[1])
     )
 
 
@@ -261,7 +261,7 @@ def subtree(tree: Any, wanted: Set[Keys]) -> Any:
 
 
 def _part(spec: TreeSpec, above: Keys, wanted: Set[Keys]) -> TreeSpec | None:
-    """Return the spec of what is wanted below a node; None if nothing is."""
+    """Return the spec of the wanted part below a node; None if nothing is."""
     if not spec.children:
         return spec if above in wanted else None
     parts = {key: _part(child, (*above, key), wanted) for key, child in zip(spec.keys, spec.children, strict=True)}
@@ -287,19 +287,19 @@ def _can_lack(spec: TreeSpec, lost: Set[Any]) -> bool:
 
 def leaf_keys(spec: TreeSpec) -> list[Keys]:
     """Return the keys from the root to each leaf, in leaf order."""
-    return [keys for keys, node in nodes(spec) if node.kind == "leaf"]
+    return [keys for keys, node in all_nodes(spec) if node.kind == "leaf"]
 
 
 def ends(spec: TreeSpec) -> list[Keys]:
     """Return the keys from the root to each leaf, constant and empty container."""
-    return [keys for keys, node in nodes(spec) if not node.children]
+    return [keys for keys, node in all_nodes(spec) if not node.children]
 
 
-def nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
+def all_nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
     """Yield all nodes of a tree, each with the keys that lead to it, before those below it."""
     yield above, spec
     for key, child in zip(spec.keys, spec.children, strict=True):
-        yield from nodes(child, (*above, key))
+        yield from all_nodes(child, (*above, key))
 
 
 def quoted(keys: Keys) -> str:
@@ -312,7 +312,7 @@ def difference(first: TreeSpec, other: TreeSpec, of: str = "shard 0") -> str | N
 
     The order of keys does not count.
     """
-    here, there = dict(nodes(first)), dict(nodes(other))
+    here, there = dict(all_nodes(first)), dict(all_nodes(other))
     for keys in here | there:
         one, two = here.get(keys), there.get(keys)
         if one is None or two is None or not _alike(one, two):
@@ -320,20 +320,20 @@ def difference(first: TreeSpec, other: TreeSpec, of: str = "shard 0") -> str | N
     return None
 
 
-def _alike(one: TreeSpec, two: TreeSpec) -> bool:
+def _alike(here: TreeSpec, there: TreeSpec) -> bool:
     """Return whether two nodes are alike.
 
-    Of two constants, NaN equals NaN, and an == that returns no bool means unequal.
+    For constants, NaN equals NaN, and an == that returns no bool means unequal.
     """
-    if one.kind == two.kind == "constant":
-        a, b = one.value, two.value
+    if here.kind == there.kind == "constant":
+        a, b = here.value, there.value
         try:
             equal = a is b or a == b or (a != a and b != b)
         except Exception:  # the == of a user's object may raise anything
             return False
         return isinstance(equal, bool | np.bool_) and bool(equal)
-    same_length = one.kind not in ("tuple", "list") or one.keys == two.keys
-    return one.kind == two.kind and one.container is two.container and same_length
+    same_length = here.kind not in ("tuple", "list") or here.keys == there.keys
+    return here.kind == there.kind and here.container is there.container and same_length
 
 
 def _noun(spec: TreeSpec | None) -> str:
@@ -391,7 +391,7 @@ def is_plain(value: Any) -> bool:
 
 
 def why_no_rows(leaf: Any) -> str | None:
-    """Return what a leaf is that holds no rows of numbers, and what to return in its place; None if it holds them."""
+    """Describe a leaf that holds no rows of numbers, and what to return in its place; None if it holds them."""
     if not isinstance(leaf, torch.Tensor):
         return None
     if leaf.is_nested:
@@ -409,7 +409,7 @@ def why_no_rows(leaf: Any) -> str | None:
 def is_texts(node: Any) -> bool:
     """Return whether a node is a list of texts, or an array of them as objects, and of at least one."""
     is_array = isinstance(node, np.ndarray) and node.dtype.kind == "O" and node.ndim == 1
-    return (is_array or isinstance(node, list)) and len(node) > 0 and all(isinstance(one, str) for one in node)
+    return (is_array or isinstance(node, list)) and len(node) > 0 and all(isinstance(part, str) for part in node)
 
 
 def _is_namedtuple(cls: type[Any]) -> bool:

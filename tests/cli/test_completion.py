@@ -175,7 +175,9 @@ def test_the_script_asks_by_the_name_that_the_program_answers_to(
 
 def test_every_argument_that_is_a_run_or_a_job_is_completed() -> None:
     named = {"run_dir", "run_dirs", "run", "job_file", "job_files", "storage"}
-    found = [one for command in main.cli.commands.values() for one in command.params if one.name in named]
+    found = [
+        parameter for command in main.cli.commands.values() for parameter in command.params if parameter.name in named
+    ]
     assert {one.name for one in found} == named
     for one in found:
         is_on_cluster = getattr(one, "help", None) == "Folder or URL of the run directories, as the cluster sees it."

@@ -139,7 +139,7 @@ def test_of_several_jobs_one_that_is_done_is_not_run_again(
     capfd.readouterr()
     assert status_of(monkeypatch, *line) == 0
     printed, said = capfd.readouterr()
-    assert [json.loads(one)["name"] for one in printed.splitlines()] == ["first", "run"]
+    assert [json.loads(line)["name"] for line in printed.splitlines()] == ["first", "run"]
     assert f"first: is done: {tmp_path / 'first'}\n" in said
     assert (tmp_path / "first" / "result.json").read_bytes() == done
     assert as_undisturbed(keys, tmp_path)

@@ -53,7 +53,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def test_the_templates_are_those_that_can_be_chosen() -> None:
-    (option,) = [one for one in main.cli.commands["init"].params if one.name == "template"]
+    (option,) = [parameter for parameter in main.cli.commands["init"].params if parameter.name == "template"]
     assert isinstance(option.type, click.Choice) and sorted(option.type.choices) == list(NAMES)
     assert sorted(path.name for path in TEMPLATES.iterdir()) == list(NAMES)
 
@@ -113,7 +113,7 @@ def check_outputs(folder: Path) -> None:
         ids, *columns = zip(*list(csv.reader(file))[1:], strict=True)
     weights = load_file(folder / "weights.safetensors")
     mean, spread = torch.tensor([[5.8, 3.1, 3.8, 1.2], [0.8, 0.4, 1.8, 0.8]])[:, None]
-    hidden = (torch.tensor([list(map(float, one)) for one in columns]).T - mean) / spread
+    hidden = (torch.tensor([list(map(float, column)) for column in columns]).T - mean) / spread
     hidden = torch.relu(hidden @ weights["layers.0.weight"].T + weights["layers.0.bias"])
     scores = (hidden @ weights["layers.2.weight"].T + weights["layers.2.bias"]).softmax(1)
     assert list(result.carried["id"]) == list(ids) and result.sample_index.tolist() == list(range(150))

@@ -85,7 +85,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_signal_within_its_first_imports_ends_it(
     arguments: list[str], module: str, number: int, status: int, tmp_path: Path
 ) -> None:
-    given = [one.format(folder=tmp_path) for one in arguments]
+    given = [argument.format(folder=tmp_path) for argument in arguments]
     ended = python(SIGNALLED.format(module=module, number=int(number)), *given)
     assert ended.returncode == status, ended.stderr
     assert ended.stderr.splitlines()[-1] == "interrupted"
@@ -102,7 +102,7 @@ def test_a_signal_in_its_first_half_second_shows_no_traceback(
     arguments: list[str], number: signal.Signals, tmp_path: Path
 ) -> None:
     """Until Python has started and runs a line of dp_ray, a signal is Python's own matter."""
-    line = [sys.executable, "-m", "dp_ray", *(one.format(folder=tmp_path) for one in arguments)]
+    line = [sys.executable, "-m", "dp_ray", *(argument.format(folder=tmp_path) for argument in arguments)]
     ended: list[int] = []
     wanted = 75 if arguments[0] == "run" and number == signal.SIGTERM else 130
     for milliseconds in (0, 20, 50, 100, 200, 400, 1000, 3000):

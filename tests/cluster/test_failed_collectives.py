@@ -31,11 +31,11 @@ from dp_ray.engine.world import (
     Trouble,
     World,
     bound_gpu,
-    error_of,
     everyone,
     failed_collective,
     failed_in_group,
     form_group,
+    group_error,
     leave_group,
     new_group,
     passes,
@@ -169,7 +169,7 @@ NOT_DEVICE = "Attempt to perform collective on tensor not on device passed to in
 def test_the_cause_of_a_failed_collective_is_read_from_its_text(error: RuntimeError, cause: Cause, line: str) -> None:
     failed = failed_collective(error)
     assert failed == (cause, line)
-    said = str(error_of(failed))
+    said = str(group_error(failed))
     assert line in said and "\n" not in said
 
 
@@ -221,7 +221,7 @@ ENDS = {
 @pytest.mark.parametrize("cause", Cause)
 def test_only_what_may_be_a_lost_worker_is_retried_as_one(cause: Cause) -> None:
     kind, do, holds = ENDS[cause]
-    error = error_of(FailedCollective(cause, "it"))
+    error = group_error(FailedCollective(cause, "it"))
     assert type(error) is kind and holds in str(error)
     exits = {0: WorkerExit(_ending_of(error), str(error), has_progressed=False)}
     memory = Memory(3, lost_peer_since=0.0)

@@ -62,7 +62,7 @@ def everything(job: Job, folder: Path) -> tuple[Any, ...]:
     """All that a training leaves, with the samples that it set aside."""
     run_group(job, folder)
     merge_quarantine(Storage(str(folder)))
-    weights = {name: one.numpy().tobytes() for name, one in weights_of(folder).items()}
+    weights = {name: tensor.numpy().tobytes() for name, tensor in weights_of(folder).items()}
     return weights, repr(history_of(folder)), quarantined(folder)
 
 
@@ -109,7 +109,7 @@ def predicted(folder: Path, **keys: Any) -> torch.Tensor:
     run = Storage(str(folder))
     prove_outputs(run, 23, positions_set_aside(run))
     merge_quarantine(run)
-    assert Merged.of(run).sample_index().tolist() == [one for one in range(23) if one not in set_aside(folder)]
+    assert Merged.of(run).sample_index().tolist() == [index for index in range(23) if index not in set_aside(folder)]
     outputs: torch.Tensor = Merged.of(run).read()
     return outputs
 
@@ -135,7 +135,7 @@ def test_reads_that_hang_are_ended_and_set_aside(tmp_path: Path, dataset: str, w
     loader = {"processes": processes, "context": "fork"}
     outputs = predicted(tmp_path, dataset=dataset, workers=workers, bad=bad, on_error=on_error, loader=loader)
     assert set_aside(tmp_path) == {3: "ReadTimeout", 15: "ReadTimeout", 16: "ValueError"}
-    assert torch.allclose(outputs, outputs_of([one for one in range(23) if one not in (3, 15, 16)]))
+    assert torch.allclose(outputs, outputs_of([index for index in range(23) if index not in (3, 15, 16)]))
 
 
 def test_one_more_than_the_limit_ends_the_job_with_the_list(tmp_path: Path) -> None:
@@ -170,10 +170,10 @@ def test_what_was_bad_in_one_evaluation_may_be_good_in_the_next() -> None:
     dataset, kept = Broken(23, raises=[11]), list[list[int]]()
     quarantine = Quarantine(Reference(0, form_of(dataset[0])), lambda shard, bad: kept.append(list(bad)))
     made = prediction({}, workers=1, order="dataset")
-    before = [one for indices, _ in loader_of(made, dataset, quarantine=quarantine) for one in indices.tolist()]
-    assert before == [one for one in range(23) if one != 11]
+    before = [index for indices, _ in loader_of(made, dataset, quarantine=quarantine) for index in indices.tolist()]
+    assert before == [index for index in range(23) if index != 11]
     dataset.raises = set()
-    after = [one for indices, _ in loader_of(made, dataset, quarantine=quarantine) for one in indices.tolist()]
+    after = [index for indices, _ in loader_of(made, dataset, quarantine=quarantine) for index in indices.tolist()]
     assert after == list(range(23)) and kept == [[11]]
 
 
@@ -186,7 +186,7 @@ def test_an_evaluation_is_over_the_good_rows_and_says_how_many(tmp_path: Path) -
         run_group(job(workers=workers, eval=evaluated, on_error={"quarantine": len(BAD) + 4, "finite": True}), folder)
         merge_quarantine(Storage(str(folder)))
         last = history_of(folder)[-1]
-        good = [one for one in range(20) if one not in (0, 1, 2, 7)]
+        good = [index for index in range(20) if index not in (0, 1, 2, 7)]
         model, pairs = training.mlp().eval(), training.Pairs(20)
         model.load_state_dict(weights_of(folder))
         expected = cross_entropy(model(pairs.inputs[good]), pairs.targets[good]).item()
@@ -201,7 +201,7 @@ def test_a_task_evaluate_measures_the_good_rows(tmp_path: Path) -> None:
     told = measured(run_group(job(workers=2, task="evaluate", batch_size=9, shards=4), tmp_path))
     torch.manual_seed(0)
     model, pairs = training.mlp().eval(), training.Pairs()
-    good = [one for one in range(101) if one not in BAD]
+    good = [index for index in range(101) if index not in BAD]
     assert told["loss"] == pytest.approx(cross_entropy(model(pairs.inputs[good]), pairs.targets[good]).item())
 
 
@@ -217,8 +217,8 @@ def test_what_a_users_collate_cannot_collate_is_set_aside(tmp_path: Path, scatte
         13: "ValueError",
         **dict.fromkeys([6, 11, 22], "RuntimeError"),
     }
-    good = [one for one in range(23) if one not in (0, 4, 6, 11, 12, 13, 22)]
-    kept = [one for one in range(23) if one in {*good, 4}]
+    good = [index for index in range(23) if index not in (0, 4, 6, 11, 12, 13, 22)]
+    kept = [index for index in range(23) if index in {*good, 4}]
     assert torch.allclose(outputs[[kept.index(one) for one in good]], outputs_of(good), atol=1e-6)
 
 
@@ -269,7 +269,7 @@ def verdicts(items: list[Any], size: int, collate: Any = None) -> set[int]:
     bad: set[int] = set()
     for start in range(0, len(items), size):
         indices = list(range(len(items)))[start : start + size]
-        read = Read(ReadRequest(0, 0, 0, indices), [items[one] for one in indices], 0.0)
+        read = Read(ReadRequest(0, 0, 0, indices), [items[index] for index in indices], 0.0)
         _, (_, screened) = Collate(collate or default_collate, None, screen, picks=False)(read)
         bad |= {found.sample for found in screened.bad.values()}
     return bad
@@ -302,7 +302,7 @@ def test_outputs_of_steps_without_rows_are_whole(tmp_path: Path, workers: int) -
     """Each step is a file of its own: the second one has no rows, and rank 0 none of the first."""
     bad = [0, 1, *range(6, 12), 22]
     outputs = predicted(tmp_path, bad={"raises": bad}, workers=workers, outputs={"file_bytes": 1})
-    good = [one for one in range(23) if one not in bad]
+    good = [index for index in range(23) if index not in bad]
     assert torch.allclose(outputs, outputs_of(good), atol=1e-6)
     assert len(list((tmp_path / "outputs").glob("*.parquet"))) == 3
 
@@ -432,7 +432,7 @@ def test_samples_are_set_aside_whatever_their_errors_say(
     raised = {sample: kind(f"{text * times} {secret}") for sample, (kind, (text, times, secret)) in errors.items()}
     with tempfile.TemporaryDirectory() as folder:
         used, rows, said = kept_of(raised, names, Path(folder))
-    assert used == [one for one in range(15) if one not in raised]
+    assert used == [index for index in range(15) if index not in raised]
     assert [row["sample_index"] for row in rows] == sorted(raised)
     assert len(said) == len(rows)
     assert HUSH[:6] not in str(rows) + str(said)

@@ -321,7 +321,7 @@ def good(number: int) -> int:
 def test_bad_records_of_data_and_of_runs_on_a_store(server: "Server") -> None:
     """They are set aside with what they carry, and what is mended takes its place."""
     numbers = range(ROWS)
-    table = pa.table({"x": rows()[0].tolist(), "number": numbers, "id": [f"row {one}" for one in numbers]})
+    table = pa.table({"x": rows()[0].tolist(), "number": numbers, "id": [f"row {number}" for number in numbers]})
     with Storage(server.url("bad-data")).writing("a.parquet") as stream:
         pq.write_table(table, stream, row_group_size=5)
     args = {"paths": server.url("bad-data"), "decode": {"number": f"{__name__}:good"}}
@@ -329,7 +329,7 @@ def test_bad_records_of_data_and_of_runs_on_a_store(server: "Server") -> None:
     keys |= {"model": "torch.nn:Identity", "batch_size": 9, "workers": 0, "order": "shuffled", "quiet": True}
     keys |= {"outputs": {"carry": ["id"]}, "on_error": {"quarantine": 2}, "storage": server.url("bad-runs")}
     first = dp_ray.run(**keys, name="run")
-    assert sorted(first.sample_index.tolist()) == [one for one in numbers if one not in ROTTEN]
+    assert sorted(first.sample_index.tolist()) == [number for number in numbers if number not in ROTTEN]
     run = Storage(server.url("bad-runs/run"))
     with run.open("quarantine.parquet") as stream:
         found = pq.read_table(stream).to_pylist()
@@ -338,7 +338,7 @@ def test_bad_records_of_data_and_of_runs_on_a_store(server: "Server") -> None:
         patch.setitem(globals(), "ROTTEN", {4})
         second = execute(retried(run.location, {}), Options(quiet=True), reopen=reopened)
     there = second.sample_index.tolist()
-    assert second.quarantined == 1 and sorted(there) == [one for one in numbers if one != 4]
+    assert second.quarantined == 1 and sorted(there) == [number for number in numbers if number != 4]
     assert second.carried["id"] == [f"row {one}" for one in there]
     assert torch.equal(second.outputs.float(), rows()[0][there])
 

@@ -79,7 +79,7 @@ def feed(dataset: Any, times: StepTimes | None = None, workers: int = 1, **keys:
 
 
 def readers() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == READER]
+    return [thread for thread in threading.enumerate() if thread.name == READER]
 
 
 ORDERS: list[dict[str, Any]] = [
@@ -149,8 +149,8 @@ def test_a_loop_that_ends_early_leaves_no_thread_and_nothing_in_memory(table: st
     next(batches)
     assert readers()
     batches.close()
-    for one in readers():
-        one.join(60)
+    for reader in readers():
+        reader.join(60)
     assert not readers()
     before = sum(dataset.reads.values())
     assert before < GROUPS / 2

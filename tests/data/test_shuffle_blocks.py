@@ -111,7 +111,7 @@ def test_workers_on_ray_end_at_the_bits_of_one_process(tmp_path: Path, run_in_se
     job = job_of("mlp", data, **keys)
     alone, together = (run_in_session(job, workers=workers, name=f"on-{workers}") for workers in (0, 2))
     assert together.weights_sha256 == alone.weights_sha256
-    assert [0 < one["data_wait_seconds"] < one["loop_seconds"] for one in together.workers] == [True, True]
+    assert [0 < worker["data_wait_seconds"] < worker["loop_seconds"] for worker in together.workers] == [True, True]
 
 
 @pytest.mark.slow

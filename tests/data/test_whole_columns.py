@@ -40,9 +40,9 @@ def test_a_batch_is_what_collate_makes_of_the_items(dataset: Parquet, indices: l
     found, wanted = dataset.read_columns(indices, None), default_collate(dataset.__getitems__(indices))
     assert found is not None
     assert found.keys() == wanted.keys()
-    for name, one in found.items():
-        assert one.dtype == wanted[name].dtype, name
-        assert torch.equal(one, wanted[name]), name
+    for name, value in found.items():
+        assert value.dtype == wanted[name].dtype, name
+        assert torch.equal(value, wanted[name]), name
 
 
 def test_a_batch_is_the_callers_own(dataset: Parquet) -> None:
@@ -105,8 +105,8 @@ def test_what_is_carried_beside_columns_is_what_items_carry(tables: Parquet, ind
     wanted = {key: [passthrough_of(tables[index], [key])[0] for index in indices] for key in KEYS}
     found = cut.batch.carried.columns(indices)
     assert found == wanted
-    assert [[type(one) for one in values] for values in found.values()] == [
-        [type(one) for one in values] for values in wanted.values()
+    assert [[type(value) for value in values] for values in found.values()] == [
+        [type(value) for value in values] for values in wanted.values()
     ]
 
 

@@ -95,7 +95,7 @@ def messy(**keys: Any) -> Job:
 def run_alone(job: Job, folder: Path) -> None:
     run = Storage(str(folder))
     run.child("parts").create()
-    devices = tuple(torch.device(one) for one in job.devices or ["cpu"])
+    devices = tuple(torch.device(device) for device in job.devices or ["cpu"])
     run_task(job, World(device=devices[0], all_devices=devices), run, lambda _: None)
 
 
@@ -126,9 +126,9 @@ def test_weights_losses_and_buffers_are_the_same_bits(tmp_path: Path, what: str)
     weights, history = end_of(messy(**keys), tmp_path / "with")
     expected, losses = end_of(messy(**{**keys, "activation_checkpointing": False}), tmp_path / "without")
     assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], one) for name, one in expected.items())
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
     assert repr(history) == repr(losses)  # fp16 has steps whose gradients are not finite
-    assert any("calls" in name and int(one) == 8 for name, one in weights.items()), "one for each step"
+    assert any("calls" in name and int(tensor) == 8 for name, tensor in weights.items()), "one for each step"
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def saved_bytes(model: nn.Module, inputs: torch.Tensor) -> int:
                 del held[self.key]
 
     sizes: dict[int, int] = {}
-    parameters = {one.data_ptr() for one in model.parameters()}
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> Any:
         return tensor if tensor.untyped_storage().data_ptr() in parameters else Packed(tensor)
@@ -207,7 +207,7 @@ class Twice(nn.Module):
 
 def test_a_block_that_runs_twice(tmp_path: Path) -> None:
     ends = [end_of(messy(model="Twice", activation_checkpointing=on), tmp_path / str(on)) for on in (True, False)]
-    assert all(torch.equal(ends[0][0][name], one) for name, one in ends[1][0].items())
+    assert all(torch.equal(ends[0][0][name], value) for name, value in ends[1][0].items())
 
 
 def traced() -> nn.Module:

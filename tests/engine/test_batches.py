@@ -64,7 +64,7 @@ class Graph:
         self.graph = graph
 
     def to(self, device: torch.device) -> "Graph":
-        return Graph(*(one.to(device) for one in vars(self).values()))
+        return Graph(*(value.to(device) for value in vars(self).values()))
 
 
 @dataclasses.dataclass
@@ -92,7 +92,7 @@ class Net(nn.Module):
             around = around / batch.graph.bincount()[batch.graph][:, None]
             return self.of(batch.nodes, around)
         rows = unpack_sequence(batch) if isinstance(batch, PackedSequence) else batch
-        return self.of(torch.cat(list(rows)), torch.cat([one.mean(0).expand_as(one) for one in rows]))
+        return self.of(torch.cat(list(rows)), torch.cat([row.mean(0).expand_as(row) for row in rows]))
 
     def of(self, numbers: torch.Tensor, around: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.layers(torch.cat([numbers, around], 1))[:, 0]
@@ -151,7 +151,7 @@ def plainly(skipped: tuple[int, ...] = ()) -> tuple[dict[str, torch.Tensor], lis
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    return {name: one.detach() for name, one in model.state_dict().items()}, losses
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}, losses
 
 
 def keys(form: str, **more: Any) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def job(form: str, **more: Any) -> Job:
 
 def assert_plain(weights: dict[str, torch.Tensor], history: Any, skipped: tuple[int, ...] = ()) -> None:
     wanted, losses = plainly(skipped)
-    assert all(torch.allclose(weights[name], one, rtol=1e-12, atol=1e-14) for name, one in wanted.items())
+    assert all(torch.allclose(weights[name], value, rtol=1e-12, atol=1e-14) for name, value in wanted.items())
     assert [row["loss"] for row in history] == pytest.approx(losses, rel=1e-12)
 
 
@@ -183,7 +183,7 @@ def test_a_training_of_any_form_is_that_of_whole_batches_on_any_number_of_worker
     for workers in (1, 2, 3):
         folder = tmp_path / str(workers)
         run_group(job(form, workers=workers, loader=loader if workers == 2 else {}), folder)
-        assert all(torch.equal(weights_of(folder)[name], one) for name, one in result.weights.items())
+        assert all(torch.equal(weights_of(folder)[name], tensor) for name, tensor in result.weights.items())
         assert [row["loss"] for row in history_of(folder)] == [row["loss"] for row in result.history]
     assert {report.rows for report in result.shapes} == {1, 2}
     assert sum(report.rows for report in result.shapes) == 2 * ROWS
@@ -209,8 +209,8 @@ def test_bad_and_skipped_samples_are_left_out_and_a_killed_training_goes_on(tmp_
     assert_plain(weights_of(tmp_path / "whole"), history_of(tmp_path / "whole"), skipped=(3, 5, 12))
     run_group(whole, tmp_path / "killed", StopsBefore(3))
     run_group(job("lists", workers=3, checkpoint={"every_steps": 2}, **more), tmp_path / "killed")
-    for name, one in weights_of(tmp_path / "whole").items():
-        assert torch.equal(weights_of(tmp_path / "killed")[name], one)
+    for name, tensor in weights_of(tmp_path / "whole").items():
+        assert torch.equal(weights_of(tmp_path / "killed")[name], tensor)
 
 
 def own_loss(outputs: torch.Tensor, target: list[Any]) -> Any:
@@ -348,7 +348,7 @@ def test_a_batch_is_moved_through_containers_and_by_the_objects_own_method() -> 
     for form, collate in zip(FORMS, (as_lists, as_packed, as_graph, as_padded), strict=True):
         assert holds_objects(collate(items)) == (form == "graph")
     images, targets = moved_batch(as_lists(items), META)
-    assert {one.device for one in images} == {one["target"].device for one in targets} == {META}
+    assert {image.device for image in images} == {target["target"].device for target in targets} == {META}
     assert targets[0]["name"] == "of 5"
     packed = moved_batch(as_packed(items), META)["numbers"]
     assert isinstance(packed, PackedSequence) and packed.data.device == META
@@ -420,12 +420,16 @@ nested = st.recursive(
 def test_moving_and_copying_change_no_form(tree: Any) -> None:
     def filled(node: Any) -> Any:
         if isinstance(node, list | dict):
-            return [*map(filled, node)] if isinstance(node, list) else {key: filled(one) for key, one in node.items()}
+            return (
+                [*map(filled, node)]
+                if isinstance(node, list)
+                else {key: filled(value) for key, value in node.items()}
+            )
         return as_graph([Sequences()[1]]) if isinstance(node, str) and node == "a graph" else node
 
     def told(node: Any) -> Any:
         if isinstance(node, list | dict):
-            return [*map(told, node)] if isinstance(node, list) else {key: told(one) for key, one in node.items()}
+            return [*map(told, node)] if isinstance(node, list) else {key: told(value) for key, value in node.items()}
         if isinstance(node, Graph):
             return told([*vars(node).values()])
         return (node.dtype, node.shape, node.tolist()) if isinstance(node, torch.Tensor) else node

@@ -15,7 +15,7 @@ from torch import nn
 from dp_ray.engine.optimizer import runs_users_code
 from dp_ray.engine.reduce import Reducer
 from dp_ray.engine.step import Weighted, as_tensor, row_of
-from dp_ray.engine.votes import MISSING, VOTES, Stats, StepControl
+from dp_ray.engine.votes import MISSING, VOTES, StepControl, StepSums
 from dp_ray.engine.world import CPU, World, own_rank
 from tests.support import training
 from tests.support.builders import optimizer_step_of
@@ -120,15 +120,15 @@ def test_a_norm_known_early_counts_unless_the_gradients_are_weighed() -> None:
         model = training.mlp()
         step = optimizer_step_of(job_of("mlp"), model)
         parameters = list(model.parameters())
-        for one in parameters:
-            one.grad = torch.ones_like(one)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
         step.take_norms(parameters[:2])
-        for one in parameters[:2]:
-            assert one.grad is not None
-            one.grad.zero_()
+        for parameter in parameters[:2]:
+            assert parameter.grad is not None
+            parameter.grad.zero_()
         return step.apply(weight, rows, 0).item()
 
-    numbers = [one.numel() for one in training.mlp().parameters()]
+    numbers = [parameter.numel() for parameter in training.mlp().parameters()]
     everything, without = sum(numbers) ** 0.5, sum(numbers[2:]) ** 0.5
     assert norm(4.0, 4) == pytest.approx(everything)
     assert norm(2.0, 4) == pytest.approx(2 * without), "the early norms are of gradients that were weighed since"
@@ -141,7 +141,7 @@ def test_a_norm_known_early_counts_unless_the_gradients_are_weighed() -> None:
 )
 def test_stats_sum_as_a_table_of_torch_does(shards: int, measures: int, rows: list[tuple[int, float, float]]) -> None:
     """The bits are those of the sums alone, whose table has neither votes nor counts."""
-    stats, table = Stats(shards, measures, World()), torch.zeros(shards, 2 * measures, dtype=torch.float64)
+    stats, table = StepSums(shards, measures, World()), torch.zeros(shards, 2 * measures, dtype=torch.float64)
     for number, total, weight in rows:
         shard = number % shards
         measured = [Weighted(torch.tensor(total * (1 + at)), weight) for at in range(measures)]
@@ -160,7 +160,7 @@ def test_each_worker_votes_and_counts_in_a_row_of_its_own(shards: int, data: st.
     size = data.draw(st.integers(1, shards))
     told = []
     for rank in range(size):
-        stats = Stats(shards, 1, World(rank, size))
+        stats = StepSums(shards, 1, World(rank, size))
         stats.vote()
         stats.set_aside(rank + 1)
         told.append(stats.numbers)

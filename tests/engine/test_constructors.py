@@ -23,7 +23,7 @@ Steps = Sequence[tuple[str, int]]
 
 
 def job_that_takes(steps: Steps, **keys: Any) -> Any:
-    model = {"target": "tests.support.constructors:Constructed", "args": {"steps": [list(one) for one in steps]}}
+    model = {"target": "tests.support.constructors:Constructed", "args": {"steps": [list(step) for step in steps]}}
     return job_of(model, workers=2, strategy="fsdp", **keys)
 
 
@@ -37,7 +37,7 @@ def sharded_alone(steps: Steps) -> tuple[nn.Module, list[str]]:
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers; of shards, those of this worker, which has all."""
     found: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: local(one).detach() for name, one in found.items()}
+    return {name: local(value).detach() for name, value in found.items()}
 
 
 def built_alike(steps: Steps) -> str:
@@ -48,8 +48,8 @@ def built_alike(steps: Steps) -> str:
     plain = Constructed(steps)
     expected = tensors_of(plain)
     assert got.keys() == expected.keys()
-    for name, one in expected.items():
-        assert got[name].dtype == one.dtype and torch.equal(got[name], one), name
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype and torch.equal(got[name], value), name
     assert torch.equal(torch.get_rng_state(), state), "as many numbers are drawn"
     weight = "body.0.weight"
     assert hasattr(sharded.get_parameter(weight), "no_decay") == hasattr(plain.get_parameter(weight), "no_decay")
@@ -97,4 +97,4 @@ def test_two_workers_begin_with_the_weights_of_a_plain_constructor(tmp_path: Pat
     seed_all(0)
     expected, weights = Constructed(steps).state_dict(), weights_of(tmp_path)
     assert weights.keys() == expected.keys()
-    assert [name for name, one in expected.items() if not torch.equal(weights[name], one)] == []
+    assert [name for name, value in expected.items() if not torch.equal(weights[name], value)] == []

@@ -438,7 +438,7 @@ def test_a_checkpoint_waits_once_for_all_its_copies(tmp_path: Path, monkeypatch:
     tensors: dict[str, Any] = {name: torch.ones(3).as_subclass(OnTheGpu) for name in "abc"}
     writer._stage(tensors)
     assert log == ["copy True"] * 3 + ["wait"]
-    assert {name: one.tolist() for name, one in writer._staged.items()} == dict.fromkeys("abc", [1.0] * 3)
+    assert {name: value.tolist() for name, value in writer._staged.items()} == dict.fromkeys("abc", [1.0] * 3)
     (pinned,) = Runtime.pinned.items()
     assert pinned[1] == 3 * 64, "12 bytes each, at multiples of 64; torch's own would take 256 for the whole"
     writer._stage(tensors)
@@ -480,7 +480,7 @@ def test_a_checkpoints_memory_is_pinned_in_pieces_by_the_writers_thread(
     )
     writer._stage(tensors)
     assert pinned == before, "the loop pins nothing"
-    assert {name: one.tolist() for name, one in writer._staged.items()} == {
+    assert {name: value.tolist() for name, value in writer._staged.items()} == {
         name: [float(size)] * size for name, size in sizes.items()
     }
     writer.close()

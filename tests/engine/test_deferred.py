@@ -32,9 +32,9 @@ class Pieces(nn.Module):
         self.apply(self._initialise)
         nn.init.orthogonal_(self.turn.weight)
         nn.init.trunc_normal_(self.places, std=0.02)
-        for name, one in self.named_parameters():
+        for name, parameter in self.named_parameters():
             if name.endswith("linear2.weight"):
-                nn.init.normal_(one, 0.0, 0.02 / math.sqrt(4))
+                nn.init.normal_(parameter, 0.0, 0.02 / math.sqrt(4))
 
     def _initialise(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -53,10 +53,10 @@ def replayed(build: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tensor], l
     torch.manual_seed(0)
     model, recording = record(build)
     names: dict[int, list[Any]] = {}
-    made = {name: one for name, one in tensors_of(model).items() if not one.is_meta}
-    for name, one in tensors_of(model).items():
-        if one.is_meta:
-            names.setdefault(recording.memory_of(one), []).append((name, recording.ref(one)))
+    made = {name: tensor for name, tensor in tensors_of(model).items() if not tensor.is_meta}
+    for name, tensor in tensors_of(model).items():
+        if tensor.is_meta:
+            names.setdefault(recording.memory_of(tensor), []).append((name, recording.ref(tensor)))
     sizes = []
     for memory, storage in replay(recording, list(names)):
         sizes.append(storage.nbytes())
@@ -78,8 +78,8 @@ def test_a_recorded_constructor_gives_the_same_bits(what: str) -> None:
     expected, after = tensors_of(BUILT[what]()), torch.get_rng_state()
     made, _ = replayed(BUILT[what])
     assert made.keys() == expected.keys()
-    for name, one in expected.items():
-        assert torch.equal(made[name], one) and made[name].dtype == one.dtype, name
+    for name, value in expected.items():
+        assert torch.equal(made[name], value) and made[name].dtype == value.dtype, name
     assert torch.equal(torch.get_rng_state(), after), "as many numbers are drawn"
 
 

@@ -365,7 +365,7 @@ class Counts(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
-        self.total = sum(float(one.sum()) for one in self.parameters())
+        self.total = sum(float(parameter.sum()) for parameter in self.parameters())
 
 
 def test_a_model_that_needs_its_numbers_to_be_built_is_planned_too() -> None:
@@ -383,6 +383,6 @@ def test_the_plan_says_which_block_goes_where(tmp_path: Path, in_project: Path, 
     assert [(block["name"], block["device"]) for block in blocks] == [
         (str(number), "cuda:0" if number < 3 else "cuda:1") for number in range(6)
     ]
-    assert sum(block["bytes"] for block in blocks) == sum(one.nbytes for one in Stack(64).parameters())
+    assert sum(block["bytes"] for block in blocks) == sum(parameter.nbytes for parameter in Stack(64).parameters())
     cli(["plan", str(path)], standalone_mode=False)
     assert f"{64 * 65 * 4:,} bytes on cuda:1" in capsys.readouterr().out

@@ -30,8 +30,8 @@ def averaged(model: nn.Module, decay: float = 0.9) -> AveragedModel:
 def assert_near(found: dict[str, torch.Tensor], module: nn.Module, tolerance: float = 2e-6) -> None:
     expected = module.state_dict()
     assert found.keys() == expected.keys()
-    for name, one in expected.items():
-        assert torch.allclose(found[name].double(), one.double(), rtol=tolerance, atol=tolerance), name
+    for name, value in expected.items():
+        assert torch.allclose(found[name].double(), value.double(), rtol=tolerance, atol=tolerance), name
 
 
 def test_parameters_are_averaged_and_buffers_are_the_models_own(tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_each_update_gives_the_bits_of_torchs_own() -> None:
     average, expected = Average(job_of("mlp", ema={"decay": 0.9}), model), averaged(model)
     for _ in range(4):
         with torch.no_grad():
-            for one in (*model.parameters(), *model.buffers()):
-                one.add_(torch.randn(one.shape).to(one.dtype))
+            for parameter in (*model.parameters(), *model.buffers()):
+                parameter.add_(torch.randn(parameter.shape).to(parameter.dtype))
         average.update()
         expected.update_parameters(model)
     found = average.state_dict()
     assert found.keys() == expected.state_dict().keys() and int(found["n_averaged"]) == 4
-    assert all(torch.equal(found[name], one) for name, one in expected.state_dict().items())
-    assert not any(one.requires_grad for one in average.tensors().values())
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.state_dict().items())
+    assert not any(tensor.requires_grad for tensor in average.tensors().values())
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
@@ -158,7 +158,7 @@ def test_before_its_first_update_the_average_is_the_model(tmp_path: Path) -> Non
     run_group(job_of("mlp", workers=2, ema={"decay": 0.5}, metrics={"right": "tests.support.training:right"}, **keys),
               tmp_path)  # fmt: skip
     found = load_file(tmp_path / "ema.safetensors")
-    assert all(torch.equal(found[name], one) for name, one in initial(training.mlp).state_dict().items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in initial(training.mlp).state_dict().items())
 
 
 def infinite(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,9 @@ def test_another_runs_checkpoint_without_an_average_begins_one(tmp_path: Path) -
     goes_on = {"workers": 2, "init_from": str(tmp_path / "first")}
     run_group(job_of("mlp", ema={"decay": 0.5}, max_steps=6, **goes_on), tmp_path / "one")
     ema, last = load_file(tmp_path / "one" / "ema.safetensors"), weights_of(tmp_path / "one")
-    assert all(torch.equal(ema[name], one) for name, one in last.items()), "the first update is the average's start"
+    assert all(torch.equal(ema[name], value) for name, value in last.items()), (
+        "the first update is the average's start"
+    )
     run_group(job_of("mlp", max_steps=7, **{**goes_on, "init_from": str(tmp_path / "one")}), tmp_path / "without")
     assert not (tmp_path / "without" / "ema.safetensors").exists()
 
@@ -211,7 +213,7 @@ def test_the_result_gives_it_and_evaluate_takes_what_was_evaluated(tmp_path: Pat
     loaded = dp_ray.load(result.run_dir)
     file = Path(result.run_dir) / "ema.safetensors"
     assert loaded.ema is not None and loaded.ema["weights"] == str(file) and loaded.ema["decay"] == 0.8
-    assert all(torch.equal(loaded.ema_weights[name], one) for name, one in load_file(file).items())
+    assert all(torch.equal(loaded.ema_weights[name], value) for name, value in load_file(file).items())
     assert eval_loss(loaded.ema_weights) == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
     told = {weights: follow_up("evaluate", result.run_dir, weights, {}) for weights in (None, "ema", "last")}
     assert told[None].job.init_from == told["ema"].job.init_from == str(file)
@@ -237,7 +239,7 @@ BLOCKS: dict[str, Any] = {
 
 def left(folder: Path) -> tuple[dict[str, bytes], ...]:
     files = [load_file(folder / f"{name}.safetensors") for name in ("weights", "ema", "best")]
-    return tuple({name: one.numpy().tobytes() for name, one in file.items()} for file in files)
+    return tuple({name: value.numpy().tobytes() for name, value in file.items()} for file in files)
 
 
 @pytest.mark.slow
@@ -270,7 +272,7 @@ def test_sharded_averages_are_evaluated_and_the_training_goes_on_with_its_own_we
     for name in ("weights.safetensors", "ema.safetensors", "best.safetensors"):
         ddp, fsdp = load_file(tmp_path / "ddp" / name), load_file(tmp_path / "fsdp" / name)
         assert ddp.keys() == fsdp.keys()
-        assert all(torch.allclose(fsdp[key], one, rtol=1e-3, atol=1e-5) for key, one in ddp.items()), name
+        assert all(torch.allclose(fsdp[key], value, rtol=1e-3, atol=1e-5) for key, value in ddp.items()), name
     ends = [[row["eval_loss"] for row in history_of(tmp_path / name)] for name in ("ddp", "fsdp")]
     assert ends[0][1::2] == pytest.approx(ends[1][1::2], rel=1e-5)
     model = training.Blocks()

@@ -48,9 +48,9 @@ class Hooked(nn.Module):
         super().__init__()
         self.layer = nn.Linear(6, 3)
         self.steps = 0
-        for one in self.parameters():
-            one.register_post_accumulate_grad_hook(self.count)  # type: ignore[no-untyped-call]
-            one.register_hook(self.count)  # type: ignore[no-untyped-call]
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.count)  # type: ignore[no-untyped-call]
+            parameter.register_hook(self.count)  # type: ignore[no-untyped-call]
 
     def count(self, _: torch.Tensor) -> None:
         self.steps += 1

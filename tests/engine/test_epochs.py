@@ -149,7 +149,7 @@ def test_what_it_draws_is_the_same_in_every_process(tmp_path: Path) -> None:
         folder = tmp_path / f"{workers}"
         run_group(job(data(draws=True), workers=workers, bitwise=True, loader={"processes": processes}), folder)
         weights.append(weights_of(folder))
-    assert all(torch.equal(one, weights[1][name]) for name, one in weights[0].items())
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 def test_bad_records_are_read_in_their_epoch() -> None:

@@ -89,7 +89,7 @@ def test_the_trial_leaves_the_random_numbers_and_shapes_as_they_are(tmp_path: Pa
     result = dp_ray.run(**keys(), name="forces", **given)
     plain = dp_ray.run(**keys(model=f"{HERE}:Noise"), name="noise", **given)
     assert torch.equal(result.outputs["noise"], plain.outputs)
-    assert [one.input_size for one in result.shapes] == [one.input_size for one in plain.shapes]
+    assert [shape.input_size for shape in result.shapes] == [shape.input_size for shape in plain.shapes]
 
 
 class Noise(Forces):

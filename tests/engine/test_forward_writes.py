@@ -31,6 +31,7 @@ from tests.support.builders import predictions_of, run_dir_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.large import peak_of
 from tests.support.merging import merged
+from tests.support.patchwork import plain_losses
 from tests.support.trainings import ADAMW, assert_close, initial, job_of
 from tests.support.writing import (
     ChangesForms,
@@ -39,7 +40,6 @@ from tests.support.writing import (
     WritesInEval,
     WritesItsInputs,
     Writing,
-    plain_training,
 )
 
 pytestmark = pytest.mark.usefixtures("in_project")
@@ -70,7 +70,7 @@ def assert_as_in_plain_torch(
     run_group(made, folder)
     model = initial(Writing, ways, width)
     optimizer = torch.optim.SGD(model.parameters(), rate, 0.9)
-    losses = plain_training(model, training.Pairs(30), optimizer, made.batch_size, made.num_shards, made.epochs)
+    losses = plain_losses(model, training.Pairs(30), optimizer, made.batch_size, made.num_shards, made.epochs)
     assert_close(folder, model, losses, 3e-6)
 
 
@@ -241,7 +241,7 @@ def test_the_bits_are_the_same_on_any_workers_and_after_any_kill(tmp_path: Path,
         assert ends(job(*ALL, width=width, workers=workers, **keys), tmp_path / f"k{before}") == first
         found = load_file(tmp_path / f"k{before}" / "ema.safetensors")
         assert found.keys() == averages.keys()
-        assert all(torch.equal(one, averages[name]) for name, one in found.items())
+        assert all(torch.equal(value, averages[name]) for name, value in found.items())
     assert "hidden" not in weights_of(tmp_path / "1")
 
 
@@ -269,7 +269,7 @@ def test_a_model_that_writes_its_inputs_gets_each_batch_once(tmp_path: Path, key
     run_group(job_of(writes("WritesItsInputs"), DATA, epochs=1, **keys), tmp_path)
     model = initial(WritesItsInputs)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-    losses = plain_training(model, training.Pairs(30), optimizer, 7, keys.get("shards", 1), 1)
+    losses = plain_losses(model, training.Pairs(30), optimizer, 7, keys.get("shards", 1), 1)
     assert_close(tmp_path, model, losses)
 
 
@@ -283,7 +283,7 @@ def test_a_late_write_is_an_error_that_names_it_unless_nobody_needs_what_was_bef
             run_group(job("momentum", width=LARGE, late=4, workers=workers, epochs=2), tmp_path / str(workers))
     run_group(job("momentum", width=LARGE, late=4, workers=1, shards=1, epochs=2), tmp_path / "alone")
     model = initial(Writing, ("momentum",), LARGE, 4)
-    losses = plain_training(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, 1, 2)
+    losses = plain_losses(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, 1, 2)
     assert_close(tmp_path / "alone", model, losses, 3e-6)
 
 
@@ -356,7 +356,7 @@ def test_a_prediction_leaves_the_model_as_it_was() -> None:
         found = predictions_of(made, model, work, batches).values()
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("width", [8, LARGE])
@@ -407,7 +407,7 @@ def test_buffers_that_begin_as_one_tensor_follow_shard_0(tmp_path: Path, way: st
         run_group(sharing(way, late, workers=workers), tmp_path / str(workers))
         model = initial(SharesMemory, way, late)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-        losses = plain_training(model, training.Pairs(30), optimizer, 28, 4, 3)
+        losses = plain_losses(model, training.Pairs(30), optimizer, 28, 4, 3)
         assert_close(tmp_path / str(workers), model, losses, 3e-6)
 
 
@@ -428,7 +428,7 @@ def test_buffers_that_part_late_are_an_error_that_names_them_on_several_workers(
         run_group(sharing(way, 4, workers=2), tmp_path / "2")
     run_group(sharing(way, 4, workers=1), tmp_path / "1")
     model = initial(SharesMemory, way, 4)
-    losses = plain_training(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 28, 4, 3)
+    losses = plain_losses(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 28, 4, 3)
     assert_close(tmp_path / "1", model, losses, 3e-6)
 
 
@@ -451,15 +451,15 @@ def test_the_weights_of_parted_buffers_are_those_of_their_names(tmp_path: Path) 
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: None if one is None else one.detach().clone() for name, one in model._buffers.items()}
+    return {name: None if value is None else value.detach().clone() for name, value in model._buffers.items()}
 
 
 def assert_same(found: dict[str, torch.Tensor | None], wanted: dict[str, torch.Tensor | None]) -> None:
     assert found.keys() == wanted.keys()
-    for name, one in wanted.items():
-        assert (found[name] is None) == (one is None)
-        if one is not None:
-            torch.testing.assert_close(found[name], one, rtol=0, atol=0)
+    for name, value in wanted.items():
+        assert (found[name] is None) == (value is None)
+        if value is not None:
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -495,9 +495,9 @@ def test_a_forward_that_runs_again_in_the_backward_writes_once(
     made = job_of(trained, DATA, batch_size=10, shards=shards, epochs=3, workers=0, storage=str(tmp_path))
     weights = dp_ray.run(made, name="run", quiet=True).weights
     model = initial(Recomputes, 99, counts)
-    plain_training(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, shards, 3)
-    for name, one in model.state_dict().items():
-        torch.testing.assert_close(weights[name], one, rtol=1e-5, atol=1e-6)
+    plain_losses(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, shards, 3)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 class FollowsItself(nn.Module):

@@ -37,7 +37,7 @@ BLOCKS: dict[str, Any] = {
 
 
 def notes(messages: list[Any]) -> list[str]:
-    return [one.text for one in messages if isinstance(one, Note)]
+    return [message.text for message in messages if isinstance(message, Note)]
 
 
 def check(case: dict[str, Any], folder: Path, first: str = "fsdp", second: str = "fsdp") -> None:
@@ -105,11 +105,13 @@ def test_blocks_and_tied_weights_and_the_parts_of_each_worker(tmp_path: Path) ->
 
     losses = plain_loop(model, training.Sentences(), 14, 1, mean_loss, optimizer, after_backward=clip)
     assert_close(tmp_path, model, losses, 1e-5)
-    size = 2 * sum(one.nbytes for one in model.parameters())  # the parameter and its momentum
+    size = 2 * sum(parameter.nbytes for parameter in model.parameters())  # the parameter and its momentum
     pieces = sorted((tmp_path / "checkpoints" / "pieces").glob("step-4.*"))
     assert len(pieces) == 4
     for piece in pieces:
-        held = {key: one for key, one in load_file(piece).items() if not key.endswith("head.weight")}  # the embedding
+        held = {
+            key: value for key, value in load_file(piece).items() if not key.endswith("head.weight")
+        }  # the embedding
         assert sum(one.nbytes for one in held.values()) <= 1.1 * size / 4
 
 
@@ -120,8 +122,10 @@ def test_experts_tied_gates_and_frozen_parts(tmp_path: Path, bitwise: bool) -> N
     decays = {"target": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
     run_group(job_of("Experts", workers=3, shards=5, optimizer=decays, bitwise=bitwise, **SHARDED), tmp_path)
     model = initial(training.Experts)
-    start = {name: one.clone() for name, one in model.state_dict().items()}
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1, 0.9, weight_decay=0.1)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], 0.1, 0.9, weight_decay=0.1
+    )
     losses = plain_loop(model, training.Pairs(), 7, 2, mean_loss, optimizer)
     assert_close(tmp_path, model, losses, 1e-5)
     unused = [name for name in start if "experts.2" in name or name.startswith("layers.1.")]
@@ -146,7 +150,7 @@ def test_initial_weights_are_the_bits_of_one_process(tmp_path: Path) -> None:
     weights = weights_of(tmp_path)
     expected = initial(training.Blocks).state_dict()
     assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], one) for name, one in expected.items())
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 @pytest.mark.slow
@@ -170,8 +174,8 @@ def test_a_start_from_pieces_from_weights_and_evaluations(tmp_path: Path) -> Non
         run_group(job_of("mlp", workers=workers, epochs=2, init_from=str(location), **SHARDED), folder)
     straight = tmp_path / "straight"
     run_group(job_of("mlp", workers=1, epochs=2), straight)
-    for name, one in weights_of(straight).items():
-        assert torch.allclose(weights_of(tmp_path / "2")[name], one, rtol=1e-5, atol=1e-6)
+    for name, tensor in weights_of(straight).items():
+        assert torch.allclose(weights_of(tmp_path / "2")[name], tensor, rtol=1e-5, atol=1e-6)
     assert len(history_of(tmp_path / "3")) == 30, "weights alone begin at step 0"
     losses = []
     for strategy in ("ddp", "fsdp"):
@@ -236,7 +240,7 @@ def test_a_damaged_piece_is_told_and_the_checkpoint_before_it_goes_on(tmp_path: 
     keys = {"shards": 3, "checkpoint": {"every_steps": 4, "keep": 2}, **SHARDED}
     run_group(job_of("mlp", workers=3, **keys), tmp_path, StopsBefore(10))
     pieces = tmp_path / "checkpoints" / "pieces"
-    assert sorted(one.name for one in pieces.iterdir()) == [
+    assert sorted(path.name for path in pieces.iterdir()) == [
         f"step-{step}.{rank}-of-3.safetensors" for step in (4, 8) for rank in range(3)
     ]
     damaged = pieces / "step-8.2-of-3.safetensors"
@@ -248,7 +252,7 @@ def test_a_damaged_piece_is_told_and_the_checkpoint_before_it_goes_on(tmp_path: 
     model = initial(training.mlp)
     losses = plain_loop(model, training.Pairs(), 7, 2, mean_loss, torch.optim.SGD(model.parameters(), 0.1, 0.9))
     assert_close(tmp_path, model, losses)
-    assert {one.name.split(".")[0] for one in pieces.iterdir()} == {"step-28", "step-30"}, "others are removed"
+    assert {path.name.split(".")[0] for path in pieces.iterdir()} == {"step-28", "step-30"}, "others are removed"
 
 
 @pytest.mark.slow
@@ -330,13 +334,13 @@ def test_an_optimizer_that_takes_no_shards_is_refused_by_name(tmp_path: Path, na
 def penalised(model: nn.Module, batch: Any) -> torch.Tensor:
     """A step whose loss adds a penalty on all parameters, after the model has run."""
     losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    return losses + 0.01 * torch.stack([one.square().sum() for one in model.parameters()]).sum()
+    return losses + 0.01 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
 
 
 def penalised_sum(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
     """The same, of which torch makes a tensor of shards without an error."""
     losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    return losses.sum() + sum(one.square().sum() for one in model.parameters()), len(losses)
+    return losses.sum() + sum(parameter.square().sum() for parameter in model.parameters()), len(losses)
 
 
 class InnerWeights(training.Blocks):
@@ -380,11 +384,11 @@ def test_workers_of_ray_train_it(run_in_session: Run, bitwise: bool) -> None:
     for epochs, workers, at in ((1, 3, 12), (2, 2, 33), (3, 3, None)):  # 26 steps an epoch
         inject = "" if at is None else f"kill worker 1 at step {at}"
         result = run_in_session(**{**keys, "workers": workers, "epochs": epochs, "inject": inject, **SHARDED})
-    assert [one["ranks"] for one in result.interruptions] == [[1], [1]]
+    assert [interruption["ranks"] for interruption in result.interruptions] == [[1], [1]]
     model = initial(training.mlp)
     plain_loop(model, training.Pairs(), 4, 3, mean_loss, torch.optim.SGD(model.parameters(), 0.1))
-    for name, one in model.state_dict().items():
-        assert torch.allclose(result.weights[name], one, rtol=1e-5, atol=1e-6), name
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(result.weights[name], tensor, rtol=1e-5, atol=1e-6), name
     if bitwise:
         undisturbed = run_in_session(**{**keys, "workers": 0, "epochs": 3, "name": "undisturbed"})
         assert result.weights_sha256 == undisturbed.weights_sha256
@@ -562,11 +566,13 @@ def test_casting_anew_gives_the_same_numbers(dtype: torch.dtype) -> None:
         with context(), torch.autocast("cpu", dtype):
             loss = model(inputs).square().sum()
         loss.backward()
-        return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        return {
+            name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+        }
 
     kept, anew = gradients(nullcontext), gradients(casting_anew)
     assert len(kept) == len(anew) == len(list(model.parameters()))
-    assert [name for name, one in anew.items() if not torch.equal(one, kept[name])] == ["head.weight"]
+    assert [name for name, value in anew.items() if not torch.equal(value, kept[name])] == ["head.weight"]
     assert (anew["head.weight"] - kept["head.weight"]).norm() <= 0.01 * kept["head.weight"].norm()
 
 

@@ -34,7 +34,7 @@ def ends(job: Job, folder: Path, stops: int | None = None) -> tuple[dict[str, by
     run_group(job, folder, None if stops is None else StopsBefore(stops))
     if stops is not None:
         return {}, ""
-    weights = {name: one.contiguous().numpy().tobytes() for name, one in weights_of(folder).items()}
+    weights = {name: tensor.contiguous().numpy().tobytes() for name, tensor in weights_of(folder).items()}
     return weights, repr(history_of(folder))
 
 

@@ -69,8 +69,8 @@ def is_for(scheduler: str, optimizer: str) -> bool:
 
 
 def ends_of(folder: Path) -> tuple[dict[str, bytes], str]:
-    weights = {name: one.contiguous().view(-1).view(torch.uint8) for name, one in weights_of(folder).items()}
-    return {name: one.numpy().tobytes() for name, one in weights.items()}, repr(history_of(folder))
+    weights = {name: tensor.contiguous().view(-1).view(torch.uint8) for name, tensor in weights_of(folder).items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in weights.items()}, repr(history_of(folder))
 
 
 def check(case: dict[str, Any]) -> None:
@@ -94,8 +94,8 @@ def writes_shards(has: list[str]) -> bool:
     """Whether a forward writes a parameter that fsdp shards: one that is not of a second dtype."""
     parameters = dict(Patchwork(has).named_parameters())
     sizes: Counter[torch.dtype] = Counter()
-    for one in parameters.values():
-        sizes[one.dtype] += one.nbytes if one.requires_grad and not one.is_complex() else 0
+    for parameter in parameters.values():
+        sizes[parameter.dtype] += parameter.nbytes if parameter.requires_grad and not parameter.is_complex() else 0
     main = max(sizes, key=lambda dtype: sizes[dtype])
     written = [parameters[name] for way, name in WRITTEN.items() if way in has]
     return any(not one.requires_grad or one.dtype == main for one in written)

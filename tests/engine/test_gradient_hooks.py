@@ -134,7 +134,7 @@ def test_they_see_the_mean_gradient_of_the_batch_once(tmp_path: Path, keys: dict
         assert_close(folder, *expected, tolerance=2e-5)
     if keys:
         alone, together = (weights_of(tmp_path / name) for name in ("3 1", "3 2"))
-        assert all(torch.equal(one, together[name]) for name, one in alone.items())
+        assert all(torch.equal(value, together[name]) for name, value in alone.items())
         assert history_of(tmp_path / "3 1") == history_of(tmp_path / "3 2")
 
 
@@ -169,7 +169,7 @@ class Noting(Hooked):
 def test_their_order_is_that_of_their_registration_and_later_ones_are_seen(tmp_path: Path) -> None:
     Noting.calls.clear()
     run_here(hooked_job("Noting", shards=3, max_steps=2), tmp_path)
-    names = [one if one == "late" else one[0] for one in Noting.calls]
+    names = [call if call == "late" else call[0] for call in Noting.calls]
     assert names == ["head.bias", "body.bias", "head.weight", "body.weight", "late"] * 2
 
 
@@ -181,8 +181,8 @@ class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
-        for one in self.layer.parameters():
-            one.register_hook(lambda gradient: self.squares.append(gradient.double().square().sum().item()))  # type: ignore[no-untyped-call]
+        for parameter in self.layer.parameters():
+            parameter.register_hook(lambda gradient: self.squares.append(gradient.double().square().sum().item()))  # type: ignore[no-untyped-call]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
@@ -213,7 +213,7 @@ def test_one_that_the_optimizer_does_not_hold_has_its_hook_called_too(tmp_path: 
 
 
 def of_weights(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([one for one in parameters if one.ndim > 1], 0.1)
+    return torch.optim.SGD([parameter for parameter in parameters if parameter.ndim > 1], 0.1)
 
 
 @contextmanager

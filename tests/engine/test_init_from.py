@@ -38,7 +38,7 @@ def keep(folder: Path, step: int, value: float, keeps: int = 1) -> None:
     checkpoints = Storage(str(folder / "trained" / "checkpoints"))
     checkpoints.create()
     torch.manual_seed(0)
-    model = {name: torch.full_like(one, value) for name, one in training.mlp().state_dict().items()}
+    model = {name: torch.full_like(tensor, value) for name, tensor in training.mlp().state_dict().items()}
     writer = CheckpointWriter(checkpoints, keeps)
     writer.save(step, {"fingerprint": "another job's"}, {"model": model})
     writer.wait()
@@ -83,7 +83,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def expected(value: float) -> torch.Tensor:
     """What the model of a checkpoint gives, by plain torch."""
     model = training.mlp().eval()
-    model.load_state_dict({name: torch.full_like(one, value) for name, one in model.state_dict().items()})
+    model.load_state_dict({name: torch.full_like(tensor, value) for name, tensor in model.state_dict().items()})
     with torch.no_grad():
         return model(training.Pairs().inputs)  # type: ignore[no-any-return]
 
@@ -195,7 +195,7 @@ def check_goes_on(run: Callable[..., dp_ray.Result], folder: Path) -> None:
         assert result.status == "done"
         assert result.weights_sha256 == long.weights_sha256
         assert told(result) == told(long, 6)
-        assert {one.step for one in result.shapes} == set(range(6, 15))
+        assert {shape.step for shape in result.shapes} == set(range(6, 15))
         assert result.metrics == long.metrics
 
 
@@ -293,7 +293,7 @@ def test_a_new_head_starts_as_it_is_built_on_the_weights_that_fit(
     torch.manual_seed(0)
     wanted = Headed(5, extra=True)
     wanted.load_state_dict({k: v for k, v in first.weights.items() if k.startswith("body")}, strict=False)
-    assert all(torch.equal(one, result.weights[name]) for name, one in wanted.state_dict().items())
+    assert all(torch.equal(tensor, result.weights[name]) for name, tensor in wanted.state_dict().items())
     assert follow_up("predict", result.run_dir, None, {}).job.strict, "these weights are the model's own"
 
 
@@ -329,7 +329,7 @@ def said(location: Path, capsys: pytest.CaptureFixture[str], **others: Any) -> s
 def test_what_a_wrapper_puts_before_all_names_is_stripped_and_told(
     tmp_path: Path, before: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = {before + name: torch.full_like(one, 0.25) for name, one in training.mlp().state_dict().items()}
+    weights = {before + name: torch.full_like(tensor, 0.25) for name, tensor in training.mlp().state_dict().items()}
     write_tensors(Storage(str(tmp_path)), "w.safetensors", weights)
     says = f"; without {before!r} before all names"
     assert said(tmp_path / "w.safetensors", capsys) == says
@@ -342,7 +342,7 @@ def test_what_a_wrapper_puts_before_all_names_is_stripped_and_told(
 def test_what_fits_is_never_stripped(
     tmp_path: Path, before: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = {before + name: torch.full_like(one, 0.25) for name, one in Wrapper().state_dict().items()}
+    weights = {before + name: torch.full_like(tensor, 0.25) for name, tensor in Wrapper().state_dict().items()}
     torch.save(weights, tmp_path / "w.pt")
     assert said(tmp_path / "w.pt", capsys, model="tests.engine.test_init_from:Wrapper") == says
 
@@ -352,9 +352,9 @@ def test_what_is_stripped_is_so_of_a_part_of_the_tensors_too(kind: type[Placemen
     """As with `strategy: fsdp`, here with one worker, which holds all rows."""
     model = Headed(5)
     sharded: dict[str, Any] = {"sharded": None} if kind is ShardedPlacement else {}
-    job = Job.make({key: one for key, one in keys(Path()).items() if key != "quiet"}, "run")
+    job = Job.make({key: value for key, value in keys(Path()).items() if key != "quiet"}, "run")
     placement = kind(job, model, model, World(), **sharded)
-    weights = {f"module.{name}": torch.full_like(one, 0.5) for name, one in Headed(3).state_dict().items()}
+    weights = {f"module.{name}": torch.full_like(tensor, 0.5) for name, tensor in Headed(3).state_dict().items()}
     with pytest.raises(ModelError, match=r"(?s)of w, without 'module.' before all names, are .*head.bias.*; set it$"):
         placement.load_weights(weights, "w", advice="; set it")
     says = placement.load_weights(weights, "w", is_strict=False)
@@ -385,7 +385,7 @@ def test_strict_false_is_not_advised_where_nothing_fits(
 
 def test_what_is_loaded_row_by_row_is_the_same() -> None:
     """As with `strategy: fsdp`, here with one worker, which holds all rows."""
-    weights = {name: in_memory(torch.full_like(one, 0.5)) for name, one in Headed(3).state_dict().items()}
+    weights = {name: in_memory(torch.full_like(tensor, 0.5)) for name, tensor in Headed(3).state_dict().items()}
     model = Headed(5, extra=True)
     with pytest.raises(ModelError, match=r"missing: scale; of another size: head.weight .*; set strict"):
         load_rows(model, weights, "w", World(), advice="; set strict")

@@ -119,7 +119,7 @@ def test_one_that_is_killed_within_a_forward_is_told_at_the_next_batch(
     assert signal.getsignal(signal.SIGCHLD) is handler
     assert bool(came) == (knows == "the user's handler")
     assert not set(multiprocessing.active_children()) - model.others
-    assert "end of the loader's processes" not in {one.name for one in threading.enumerate()}
+    assert "end of the loader's processes" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_what_ended_by_its_own_code_is_not_told_as_a_lack_of_memory(tmp_path: Path) -> None:
@@ -206,8 +206,8 @@ def test_one_that_is_killed_in_the_midst_of_a_batch_keeps_nobody_waiting(process
 
         assert within(SECONDS, waits)
         began = time.monotonic()
-        for one in batches._workers:
-            os.kill(one.pid, signal.SIGKILL)
+        for worker in batches._workers:
+            os.kill(worker.pid, signal.SIGKILL)
             break
         awaited = threads.submit(lambda: [next(loader) for _ in range(100)])
         with pytest.raises(DataError, match=r"ended in the midst of its work \(pid \d+, SIGKILL\)"):
@@ -277,7 +277,7 @@ def outlive_their_thread() -> None:
         threads.submit(next, loader).result(SECONDS)  # they have begun
     with loader:
         time.sleep(0.5)  # the thread has ended; no sign comes of what does not happen
-        assert all(one.is_alive() for one in batches._workers)
+        assert all(worker.is_alive() for worker in batches._workers)
         assert list(loader) == [*range(1, 8)]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import dp_ray
 from dp_ray.engine.items import SampleReader
 from dp_ray.engine.loader import Collate, Samples
-from dp_ray.engine.timed_loader import StepTimes, TimedLoader, share_of_wait, started
+from dp_ray.engine.timed_loader import StepTimes, TimedLoader, share_of_wait, started_loader
 from dp_ray.job.samples import ReadRequest
 from tests.support.training import Pairs, mlp
 
@@ -112,7 +112,7 @@ class Masked(list[Any]):
 def test_signals_are_held_back_while_processes_start_and_not_after() -> None:
     """Else one that still imports torch would end by a Ctrl-C, and the run by an error."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    assert next(started(Masked())) >= {signal.SIGINT, signal.SIGTERM}  # type: ignore[arg-type]
+    assert next(started_loader(Masked())) >= {signal.SIGINT, signal.SIGTERM}  # type: ignore[arg-type]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 import dp_ray
 from dp_ray.cluster.workers import check_can_be_shipped
-from dp_ray.engine.objects import copied, pack
+from dp_ray.engine.objects import copied_object, pack_object
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from tests.support import training
@@ -30,7 +30,7 @@ PICKLER = ray.cloudpickle.CloudPickler
 
 def shipped(value: Any) -> Any:
     """Return what a worker on Ray gets of an object."""
-    packed = pickle.dumps(pack(value, PICKLER), protocol=5)
+    packed = pickle.dumps(pack_object(value, PICKLER), protocol=5)
     tracker = ray.cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     known = dict(tracker)
     tracker.clear()  # another process knows none of the classes that a function has made
@@ -41,13 +41,13 @@ def shipped(value: Any) -> Any:
         tracker.update(known)
 
 
-WAYS = {"workers: 0": copied, "a worker on Ray": shipped}
+WAYS = {"workers: 0": copied_object, "a worker on Ray": shipped}
 
 
 def gradients(net: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
     net.zero_grad()
     net(inputs).square().sum().backward()
-    found = [one.grad.clone() for one in net.parameters() if one.grad is not None]
+    found = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
     net.zero_grad()
     return found
 
@@ -197,30 +197,35 @@ def told(net: nn.Module) -> Any:
     modules = [] if is_script else list(net.named_modules())
     tensors = [*net.named_parameters(remove_duplicate=False), *net.named_buffers()]
     return (
-        [(name, type(one).__name__, one.training, len(one._forward_hooks)) for name, one in modules],
-        [list(one.state_dict()) for _, one in modules],
-        [(name, None if is_script else type(one), attributes(one), content(one)) for name, one in tensors],
-        [(one.requires_grad, one.is_leaf, one.dtype, one.layout) for _, one in tensors],
+        [(name, type(module).__name__, module.training, len(module._forward_hooks)) for name, module in modules],
+        [list(module.state_dict()) for _, module in modules],
+        [
+            (name, None if is_script else type(tensor), attributes(tensor), content(tensor))
+            for name, tensor in tensors
+        ],
+        [(tensor.requires_grad, tensor.is_leaf, tensor.dtype, tensor.layout) for _, tensor in tensors],
     )
 
 
-def content(one: torch.Tensor) -> Any:
-    if nn.parameter.is_lazy(one):
+def content(tensor: torch.Tensor) -> Any:
+    if nn.parameter.is_lazy(tensor):
         return "lazy"
-    return one.shape, strides(one), one.is_conj(), one.detach().resolve_conj().to_dense().tolist()
+    return tensor.shape, strides(tensor), tensor.is_conj(), tensor.detach().resolve_conj().to_dense().tolist()
 
 
 def memory(net: nn.Module) -> set[int]:
-    tensors = [one for one in (*net.parameters(), *net.buffers()) if not nn.parameter.is_lazy(one)]
-    return {one.untyped_storage().data_ptr() for one in tensors if one.layout is torch.strided and one.numel()}
+    tensors = [parameter for parameter in (*net.parameters(), *net.buffers()) if not nn.parameter.is_lazy(parameter)]
+    return {
+        tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout is torch.strided and tensor.numel()
+    }
 
 
-def strides(one: torch.Tensor) -> Any:
-    return one.stride() if one.layout is torch.strided else None
+def strides(tensor: torch.Tensor) -> Any:
+    return tensor.stride() if tensor.layout is torch.strided else None
 
 
-def attributes(one: torch.Tensor) -> Any:
-    return {name: value if isinstance(value, bool) else type(value) for name, value in vars(one).items()}
+def attributes(tensor: torch.Tensor) -> Any:
+    return {name: value if isinstance(value, bool) else type(value) for name, value in vars(tensor).items()}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -241,7 +246,7 @@ def test_a_copy_is_what_the_object_is(kind: Callable[[], nn.Module], way: str) -
     ours = gradients(copy, inputs)
     assert told(net) == before
     torch.set_rng_state(state)
-    assert [one.tolist() for one in ours] == [one.tolist() for one in gradients(net, inputs)]
+    assert [one.tolist() for one in ours] == [gradient.tolist() for gradient in gradients(net, inputs)]
     assert ours
 
 
@@ -274,10 +279,10 @@ def test_a_handle_removes_the_copys_hook_and_a_new_hook_takes_no_ones_place(way:
     net.handle = net.weight.register_hook(torch.zeros_like)
     net.register_forward_hook(lambda _, __, outputs: outputs * 2)
     before = RemovableHandle.next_id
-    packed = pickle.dumps(pack(net, PICKLER))
+    packed = pickle.dumps(pack_object(net, PICKLER))
     try:
         RemovableHandle.next_id = min(net._forward_hooks)  # as in a worker, which has set fewer hooks
-        copy = pickle.loads(packed).load() if way != "workers: 0" else copied(net)
+        copy = pickle.loads(packed).load() if way != "workers: 0" else copied_object(net)
         copy.register_forward_hook(lambda _, __, outputs: outputs * 3)
     finally:
         RemovableHandle.next_id = max(before, RemovableHandle.next_id)
@@ -291,7 +296,7 @@ def test_tensors_take_no_memory_but_the_copys_own(way: str) -> None:
     net = nn.Linear(1000, 20_000, bias=False)  # 80 MB
     tracemalloc.start()  # it sees Python's bytes and numpy's arrays, not the memory of tensors
     try:
-        made: Any = copied(net) if way == "copied" else pack(net, PICKLER)
+        made: Any = copied_object(net) if way == "copied" else pack_object(net, PICKLER)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
@@ -300,8 +305,8 @@ def test_tensors_take_no_memory_but_the_copys_own(way: str) -> None:
         return
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(made, 5, buffer_callback=buffers.append)  # as Ray does
-    arrays = [np.frombuffer(one.raw(), np.uint8) for one in buffers]
-    assert len(head) < 2**14 and [one.nbytes for one in arrays] == [net.weight.nbytes]
+    arrays = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
+    assert len(head) < 2**14 and [array.nbytes for array in arrays] == [net.weight.nbytes]
     assert np.shares_memory(arrays[0], net.weight.detach().numpy())
     arrays[0].flags.writeable = False  # as what Ray hands out
     copy = pickle.loads(head, buffers=arrays).load()

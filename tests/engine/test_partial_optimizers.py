@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_ray.engine.optimizer import build_optimizer, norms_of
-from dp_ray.engine.update import apart
+from dp_ray.engine.update import updating_apart
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note
@@ -49,9 +49,9 @@ def assert_as_in_plain_torch(job: Job, picked: list[int], folder: Path) -> list[
 
     def clip() -> None:
         norms.append(nn.utils.clip_grad_norm_(mine, CLIP).item())
-        for one in parameters:
-            if not any(one is other for other in mine):
-                one.grad = None
+        for parameter in parameters:
+            if not any(parameter is other for other in mine):
+                parameter.grad = None
 
     losses = training.plain_loop(
         model, training.Pairs(), 7, 1, mean_loss, torch.optim.SGD(mine, 0.1, 0.9), after_backward=clip
@@ -112,7 +112,7 @@ def test_a_scalar_beside_sharded_parameters_has_a_group_of_its_own(kind: type[to
     given: list[dict[str, Any]] = [{"params": [scalar, matrix], "lr": 0.5}, {"params": [bias]}]
     optimizer = kind(given, foreach=True)
     groups = optimizer.param_groups
-    with apart(optimizer):
+    with updating_apart(optimizer):
         seen = [
             ([id(one) for one in group["params"]], group["lr"], group["foreach"]) for group in optimizer.param_groups
         ]

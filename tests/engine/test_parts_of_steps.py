@@ -81,7 +81,7 @@ def ran(folder: Path, task: str, **keys: Any) -> dp_ray.Result:
 
 
 def seconds_of(table: pa.Table, part: str) -> list[float]:
-    return [round(one, 6) for one in table.column(part).to_pylist()]
+    return [round(row, 6) for row in table.column(part).to_pylist()]
 
 
 @pytest.mark.parametrize("task", ["predict", "evaluate", "train"])
@@ -106,8 +106,8 @@ def test_checkpoints_and_evaluations_have_parts_of_their_own(tmp_path: Path) -> 
     evaluation = {"dataset": SlowReads, "every_steps": 2, "batch_size": 4}
     result = ran(tmp_path, "train", checkpoint={"every_steps": 3}, eval=evaluation)
     table = read_step_times(result.storage())
-    assert [one >= STEPS * SECONDS for one in seconds_of(table, "evaluation")] == [False, True] * 3
-    assert [one > 0 for one in seconds_of(table, "checkpoint")] == [False, False, True] * 2
+    assert [seconds >= STEPS * SECONDS for seconds in seconds_of(table, "evaluation")] == [False, True] * 3
+    assert [seconds > 0 for seconds in seconds_of(table, "checkpoint")] == [False, False, True] * 2
     most = sorted(seconds_of(table, "data_wait"))[-2]  # on a busy machine one may be long
     assert most < STEPS * 3 * SECONDS, "that of an evaluation is a part of it"
 
@@ -214,7 +214,7 @@ def test_on_a_device_the_times_are_read_once_it_has_passed_them() -> None:
     timed = clock.rest()
     assert [(one.step, one.rows) for one in timed] == [(1, 7), (2, 7)]
     seconds = dict(zip(PARTS, timed[0].seconds, strict=True))
-    assert {part: one for part, one in seconds.items() if one} == dict.fromkeys(
+    assert {part: value for part, value in seconds.items() if value} == dict.fromkeys(
         ("data_wait", "forward", "backward", "other"), 1.0
     )
     assert clock.rest() == []

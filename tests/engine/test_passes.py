@@ -17,7 +17,7 @@ from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.step import Step
 from dp_ray.engine.trainer import Pass
 from dp_ray.engine.update import OptimizerStep
-from dp_ray.engine.votes import Stats, StepControl
+from dp_ray.engine.votes import StepControl, StepSums
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
 from dp_ray.plan.split import Work
@@ -99,7 +99,7 @@ class TrainsGan(StepControl):
 
         real, made = a_pass(critic, of_critic, model.of_real), a_pass(critic, of_critic, model.of_made)
         fooling = a_pass(generator, of_generator, model.of_fooling)
-        stats = Stats(split.shards, 1, context.world)
+        stats = StepSums(split.shards, 1, context.world)
         work = Work(split, context.world.world_size, context.world.rank)
         for loaded in steps_of(job, dataset, work):
             shards = list(loaded.loaded)  # each pass goes over them
@@ -166,14 +166,14 @@ def test_a_gan_of_three_passes_trains_as_in_plain_torch_on_any_number_of_workers
     expected, found = by_hand(), [trained(tmp_path / str(workers), workers, **keys) for workers in (1, 2, 3)]
     for weights in found:
         assert weights.keys() == expected.keys()
-        for name, one in weights.items():
-            torch.testing.assert_close(one, expected[name], rtol=2e-5, atol=1e-6)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=2e-5, atol=1e-6)
             if keys:
-                assert torch.equal(one, found[0][name]), name
+                assert torch.equal(tensor, found[0][name]), name
 
 
 def test_a_hook_on_a_gradient_sees_the_sum_of_the_passes_before_an_update(tmp_path: Path) -> None:
     expected, plain, found = by_hand(HookedGan), by_hand(), trained(tmp_path, 2, model="HookedGan")
-    for name, one in found.items():
-        torch.testing.assert_close(one, expected[name], rtol=2e-5, atol=1e-6)
-    assert any((one - plain[name]).abs().max() > 0.01 for name, one in found.items())
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=2e-5, atol=1e-6)
+    assert any((value - plain[name]).abs().max() > 0.01 for name, value in found.items())

@@ -34,7 +34,9 @@ def test_each_piece_gets_the_samples_at_its_positions(
     work = Work(split, workers, rank, start=start)
     pieces = [piece for _, mine in work for piece in mine]
     requests = list(IndexLists(Order(rows, 3, 0, shuffle), lambda: iter(pieces)))
-    assert [(one.epoch, one.step, one.shard) for one in requests] == [(p.epoch, p.step, p.shard) for p in pieces]
+    assert [(request.epoch, request.step, request.shard) for request in requests] == [
+        (p.epoch, p.step, p.shard) for p in pieces
+    ]
     for piece, request in zip(pieces, requests, strict=True):
         order = Order(rows, 3, piece.epoch, shuffle)
         assert request.indices == [order[position] for position in range(piece.start, piece.stop)]
@@ -77,7 +79,7 @@ def test_a_steps_first_shard_is_read_before_it_is_given_and_the_others_as_they_a
     steps = steps_of(Job.make({**PREDICTION, "dataset": dataset}, "job"), dataset)
     assert dataset.read == []
     for number, step in enumerate(steps):
-        shards = [one.shard for one in step.shards]
+        shards = [shard.shard for shard in step.shards]
         assert (step.step, shards, step.whole.rows) == (number, [0, 1, 2], 6)
         for place, one in enumerate(step.loaded):
             assert dataset.read == list(range(number * 6 + place * 2 + 2))

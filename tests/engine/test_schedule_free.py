@@ -52,13 +52,13 @@ def expected() -> list[dict[str, torch.Tensor]]:
 
 
 def as_floats(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: one.float() for name, one in weights.items()}
+    return {name: tensor.float() for name, tensor in weights.items()}
 
 
 def assert_near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert found.keys() == wanted.keys()
-    for name, one in wanted.items():
-        assert torch.allclose(found[name].double(), one, rtol=1e-5, atol=2e-6), name
+    for name, value in wanted.items():
+        assert torch.allclose(found[name].double(), value, rtol=1e-5, atol=2e-6), name
 
 
 def evaluated(folder: Path) -> dict[int, float]:
@@ -97,9 +97,9 @@ def test_the_bits_depend_neither_on_workers_nor_on_evaluations_nor_on_a_kill(tmp
         run_group(job_of("mlp", **{**KEYS, **keys}), tmp_path / name)
     run_group(job_of("mlp", **KEYS, workers=2), tmp_path / "killed", StopsBefore(6))
     run_group(job_of("mlp", **KEYS, workers=1), tmp_path / "killed")
-    whole = {name: one.tolist() for name, one in weights_of(tmp_path / "one").items()}
+    whole = {name: tensor.tolist() for name, tensor in weights_of(tmp_path / "one").items()}
     for name in ("two", "none", "killed"):
-        assert {key: one.tolist() for key, one in weights_of(tmp_path / name).items()} == whole, name
+        assert {key: tensor.tolist() for key, tensor in weights_of(tmp_path / name).items()} == whole, name
     assert history_of(tmp_path / "killed") == history_of(tmp_path / "two") == history_of(tmp_path / "one")
 
 
@@ -108,8 +108,8 @@ def test_a_run_goes_on_from_its_checkpoint_and_others_begin_with_what_it_evaluat
     checkpoint = str(tmp_path / "whole/checkpoints/step-8.safetensors")
     run_group(job_of("mlp", **KEYS, workers=1, init_from=checkpoint), tmp_path / "on")
     assert weights_of(tmp_path / "on").keys() == weights_of(tmp_path / "whole").keys()
-    for name, one in weights_of(tmp_path / "whole").items():
-        assert torch.equal(weights_of(tmp_path / "on")[name], one), name
+    for name, tensor in weights_of(tmp_path / "whole").items():
+        assert torch.equal(weights_of(tmp_path / "on")[name], tensor), name
     keys: dict[str, Any] = {
         "task": "evaluate",
         "optimizer": None,

@@ -174,8 +174,8 @@ def expected(shape: str, warmup: int) -> list[float]:
     rises = [0.1 * (k + 1) / (warmup + 1) for k in range(warmup)]
     shares = [k / (STEPS - warmup) for k in range(STEPS - warmup)]
     falls = {
-        "cosine": [0.1 * (1 + math.cos(math.pi * one)) / 2 for one in shares],
-        "linear": [0.1 * (1 - one) for one in shares],
+        "cosine": [0.1 * (1 + math.cos(math.pi * share)) / 2 for share in shares],
+        "linear": [0.1 * (1 - share) for share in shares],
         "constant": [0.1 for _ in shares],
     }
     return [*rises, *falls[shape]]
@@ -190,18 +190,18 @@ def test_the_short_form_is_torchs_own_classes(shape: str, warmup: float, updates
     def make(optimizer: torch.optim.Optimizer) -> Any:
         return Schedule(job.scheduler, optimizer).scheduler
 
-    def plain(one: torch.optim.Optimizer) -> Any:
+    def plain(optimizer: torch.optim.Optimizer) -> Any:
         lr, left = torch.optim.lr_scheduler, STEPS - updates
         if shape == "cosine":
-            rest: Any = lr.CosineAnnealingLR(one, T_max=left)
+            rest: Any = lr.CosineAnnealingLR(optimizer, T_max=left)
         elif shape == "linear":
-            rest = lr.LinearLR(one, start_factor=1.0, end_factor=0.0, total_iters=left)
+            rest = lr.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=left)
         else:
-            rest = lr.ConstantLR(one, factor=1.0)
+            rest = lr.ConstantLR(optimizer, factor=1.0)
         if not updates:
             return rest
-        warm = lr.LinearLR(one, start_factor=1 / (updates + 1), total_iters=updates)
-        return lr.SequentialLR(one, [warm, rest], milestones=[updates])
+        warm = lr.LinearLR(optimizer, start_factor=1 / (updates + 1), total_iters=updates)
+        return lr.SequentialLR(optimizer, [warm, rest], milestones=[updates])
 
     found = of_plain_loop(make, STEPS)
     assert found == of_plain_loop(plain, STEPS)

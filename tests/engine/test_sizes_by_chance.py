@@ -281,8 +281,8 @@ def seeded(model: type[nn.Module]) -> nn.Module:
 def check(folder: Path, expected: tuple[list[float], dict[str, torch.Tensor]]) -> None:
     losses, weights = expected
     assert [row["loss"] for row in history_of(folder)] == pytest.approx(losses, rel=1e-5)
-    for name, one in weights_of(folder).items():
-        assert torch.allclose(one, weights[name], rtol=1e-5, atol=1e-6), name
+    for name, tensor in weights_of(folder).items():
+        assert torch.allclose(tensor, weights[name], rtol=1e-5, atol=1e-6), name
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 6])
@@ -302,7 +302,7 @@ def test_prototypes_are_the_same_bits_on_any_number_of_workers(tmp_path: Path) -
     check(tmp_path / "3", plain(seeded(Prototypes), to_prototypes))
     for weights, rows in found[1:]:
         assert [row["loss"] for row in rows] == [row["loss"] for row in found[0][1]]
-        assert all(torch.equal(one, found[0][0][name]) for name, one in weights.items())
+        assert all(torch.equal(tensor, found[0][0][name]) for name, tensor in weights.items())
 
 
 def test_evaluations_and_replay_know_prototypes_too(tmp_path: Path) -> None:
@@ -488,7 +488,7 @@ def test_a_list_with_a_name_for_each_row_is_joined(tmp_path: Path, shards: int) 
         optimizer.step()
         losses.append(value.item())
     check(tmp_path, (losses, expected.state_dict()))
-    assert not [one for one in notes(told) if "only sizes tell" in one]
+    assert not [note for note in notes(told) if "only sizes tell" in note]
 
 
 def writing(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

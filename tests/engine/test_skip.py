@@ -51,7 +51,7 @@ def test_what_cannot_be_skipped_is_refused() -> None:
         job(sync_batchnorm=True, bitwise=False, shards=1)
     with pytest.raises(JobError, match=r"skip"):
         job(skip=[-1])
-    (told,) = [one for one in plan_of(job(), {"dataset": 101}).remarks if one.startswith("skip")]
+    (told,) = [remark for remark in plan_of(job(), {"dataset": 101}).remarks if remark.startswith("skip")]
     assert told == "skip: 12 samples of the dataset left out, in each epoch"
     assert not plan_of(job(task="predict"), {"dataset": 101}).remarks, "a prediction gives each sample's output"
 
@@ -63,8 +63,8 @@ def test_shards_without_what_is_skipped() -> None:
         for step in range(epoch * 15, epoch * 15 + 15):
             whole = skipping(split.whole(step))
             shards = [skipping(one) for one in split.worker(1, 0, step)]
-            assert [order[at] for at in whole.missing] == [order[at] for one in shards for at in one.missing]
-            kept = [order[at] for one in shards for at in one.positions]
+            assert [order[at] for at in whole.missing] == [order[at] for shard in shards for at in shard.missing]
+            kept = [order[at] for shard in shards for at in shard.positions]
             assert kept == [order[at] for at in range(whole.start, whole.stop) if order[at] not in SKIP]
 
 
@@ -101,7 +101,7 @@ def test_its_bits_do_not_depend_on_workers_loaders_or_bad_samples(tmp_path: Path
     found = {}
     for name, keys in ways.items():
         run_group(job("conv", optimizer=decays, **keys), tmp_path / name)
-        weights = {key: one.numpy().tobytes() for key, one in weights_of(tmp_path / name).items()}
+        weights = {key: tensor.numpy().tobytes() for key, tensor in weights_of(tmp_path / name).items()}
         found[name] = weights, repr(history_of(tmp_path / name))
     assert all(one == found["1"] for one in found.values()), [one == found["1"] for one in found.values()]
     torch.manual_seed(0)
@@ -119,7 +119,7 @@ def test_with_a_loss_over_the_batch_a_step_without_shard_0_leaves_buffers_as_the
     found = []
     for workers in (1, 2):
         run_group(job_of("conv", "Images", workers=workers, **keys), tmp_path / str(workers))
-        found.append({key: one.numpy().tobytes() for key, one in weights_of(tmp_path / str(workers)).items()})
+        found.append({key: tensor.numpy().tobytes() for key, tensor in weights_of(tmp_path / str(workers)).items()})
     assert int(weights_of(tmp_path / "1")["1.num_batches_tracked"]) == 2
     assert found[0] == found[1]
 

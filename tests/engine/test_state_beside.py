@@ -49,7 +49,7 @@ def state_in(folder: Path) -> dict[str, torch.Tensor]:
 def ends(made: Job, folder: Path) -> tuple[dict[str, bytes], dict[str, bytes], str]:
     run_group(made, folder)
     weights, state = (
-        {name: one.contiguous().numpy().tobytes() for name, one in tensors.items()}
+        {name: tensor.contiguous().numpy().tobytes() for name, tensor in tensors.items()}
         for tensors in (weights_of(folder), state_in(folder))
     )
     return weights, state, repr(history_of(folder))
@@ -59,10 +59,10 @@ def assert_state(folder: Path, key: str, module: nn.Module) -> None:
     """The last checkpoint has all that the module has and that changes."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     found = state_in(folder)
-    wanted = {f".{key}.{name}": one for name, one in tensors.items() if "classes" not in name}
+    wanted = {f".{key}.{name}": tensor for name, tensor in tensors.items() if "classes" not in name}
     assert found.keys() == wanted.keys()
-    for name, one in wanted.items():
-        torch.testing.assert_close(found[name], one.detach(), rtol=3e-6, atol=1e-6)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value.detach(), rtol=3e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("over_batch", "width"), [(False, 300), (True, 8), (True, 300)])
@@ -117,8 +117,8 @@ def test_the_state_that_a_step_reaches_is_followed(tmp_path: Path, kind: str) ->
 
 
 def assert_weights(weights: Any, model: nn.Module) -> None:
-    for name, one in model.state_dict().items():
-        torch.testing.assert_close(weights[name], one, rtol=1e-5, atol=1e-6)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 def test_trials_leave_the_state_as_it_was(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_replayed_step_has_the_historys_loss(tmp_path: Path, over_batch: bool)
         found: list[Replayed] = []
         found += replay(run.location, StepChoice(step, None), lambda line: None)
         assert found[0].loss == row["loss"]
-        values = [one.gradient if over_batch else one.loss for one in found[0].rows]
+        values = [row.gradient if over_batch else row.loss for row in found[0].rows]
         assert len(values) == (2 if step % 3 == 2 else 14) and None not in values
         if not over_batch:
             assert sum(value for value in values if value is not None) / len(values) == pytest.approx(row["loss"])

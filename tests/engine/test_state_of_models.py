@@ -139,7 +139,7 @@ class HoldsFew(nn.Linear):
         super().__init__(6, 6)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.alive.append(sum(one() is not None for one in self.outputs))
+        self.alive.append(sum(output() is not None for output in self.outputs))
         outputs: torch.Tensor = super().forward(inputs)
         self.outputs.append(weakref.ref(outputs))
         return outputs

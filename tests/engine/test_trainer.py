@@ -146,7 +146,10 @@ def test_unused_frozen_and_grouped_parameters_are_as_in_plain_torch(tmp_path: Pa
     model = initial(training.partly_used)
     named = dict(model.named_parameters())
     decayed: list[Any] = [
-        {"params": [one for name, one in named.items() if "bias" in name and one.requires_grad], "weight_decay": 0.0},
+        {
+            "params": [value for name, value in named.items() if "bias" in name and value.requires_grad],
+            "weight_decay": 0.0,
+        },
         {"params": [named["1.weight"]], "lr": 0.02},
         {"params": [named["0.weight"], named["unused.weight"]]},
     ]

@@ -66,8 +66,8 @@ def test_a_criterion_that_sums_over_all_ranks_does_so_over_one(tmp_path: Path, k
     keys |= {"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}}}
     run_group(job_of("mlp", workers=workers, shards=3, **keys), tmp_path / "run")
     weights = weights_of(tmp_path / "run")
-    for name, one in plainly().items():
-        torch.testing.assert_close(weights[name], one, rtol=1e-5, atol=1e-6)
+    for name, value in plainly().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
 
 
 class SplitByRank(IterableDataset[torch.Tensor]):
@@ -156,7 +156,7 @@ def test_a_syncbatchnorm_of_the_models_own_follows_the_shard(tmp_path: Path) -> 
     plain, _ = trained("Plain", 1)
     for workers in (1, 2):
         synced, says = trained("Synced", workers)
-        assert all(torch.equal(synced[name], one) for name, one in plain.items())
+        assert all(torch.equal(synced[name], value) for name, value in plain.items())
         assert ["set sync_batchnorm: true" in text for text in says if "SyncBatchNorm" in text] == [True] * (
             workers > 1
         )
@@ -196,7 +196,9 @@ def test_each_collective_names_its_group() -> None:
         and ast.unparse(node.func).rpartition(".")[2] not in makes | plain
     ]
     unnamed = [
-        f"{path.name}:{node.lineno}" for path, node in calls if "group" not in {one.arg for one in node.keywords}
+        f"{path.name}:{node.lineno}"
+        for path, node in calls
+        if "group" not in {keyword.arg for keyword in node.keywords}
     ]
     assert len(calls) > 20
     assert unnamed == []

@@ -121,8 +121,8 @@ def plain(job: Job, loss: Any = contrastive, steps: int = 3) -> tuple[dict[str, 
 
 def check(job: Job, folder: Path, tolerance: float, **keys: Any) -> None:
     weights, losses = plain(job, **keys)
-    for name, one in weights_of(folder).items():
-        assert torch.allclose(one, weights[name], rtol=tolerance, atol=tolerance), name
+    for name, tensor in weights_of(folder).items():
+        assert torch.allclose(tensor, weights[name], rtol=tolerance, atol=tolerance), name
     assert [row["loss"] for row in history_of(folder)] == pytest.approx(losses, rel=tolerance)
 
 
@@ -151,8 +151,8 @@ def test_the_same_bits_on_any_number_of_workers(tmp_path: Path, strategy: str) -
             found.append((weights_of(folder), [row["loss"] for row in history_of(folder)]))
         for weights, losses in found[1:]:
             assert losses == found[0][1]
-            for key, one in weights.items():
-                assert torch.equal(one, found[0][0][key]), (name, key)
+            for key, tensor in weights.items():
+                assert torch.equal(tensor, found[0][0][key]), (name, key)
 
 
 @pytest.mark.slow
@@ -176,8 +176,8 @@ def test_it_goes_on_after_a_kill_on_other_workers(tmp_path: Path, strategy: str)
     assert [row["loss"] for row in history_of(tmp_path / "cut")] == [
         row["loss"] for row in history_of(tmp_path / "whole")
     ]
-    for name, one in weights_of(tmp_path / "whole").items():
-        assert torch.equal(one, weights_of(tmp_path / "cut")[name])
+    for name, tensor in weights_of(tmp_path / "whole").items():
+        assert torch.equal(tensor, weights_of(tmp_path / "cut")[name])
 
 
 class Counting(Twins):
@@ -224,8 +224,8 @@ def test_with_autocast(tmp_path: Path, precision: str) -> None:
         run_group(job_of(dtype="float32", precision=precision, workers=workers), folder)
         found.append(weights_of(folder))
     expected, _ = plain(job_of(dtype="float32"))
-    for name, one in expected.items():
-        assert torch.allclose(found[0][name], one, atol=0.05), name
+    for name, value in expected.items():
+        assert torch.allclose(found[0][name], value, atol=0.05), name
         assert torch.allclose(found[0][name], found[1][name], atol=2e-2), name
 
 
@@ -368,7 +368,7 @@ TREES = st.recursive(
 
 def made(kind: Any, rows: int) -> Any:
     if isinstance(kind, dict):
-        return {key: made(one, rows) for key, one in kind.items()}
+        return {key: made(value, rows) for key, value in kind.items()}
     if isinstance(kind, list | tuple):
         return type(kind)(made(one, rows) for one in kind)
     if kind == "none":
@@ -524,8 +524,8 @@ def test_any_model_cut_in_any_way_is_plain_torchs(
             losses.append(value.item())
     tolerance = 1e-12 if dtype == "float64" else 1e-5
     assert [row["loss"] for row in history_of(folder)] == pytest.approx(losses, rel=tolerance)
-    for name, one in weights_of(folder).items():
-        assert torch.allclose(one, model.state_dict()[name], rtol=tolerance, atol=tolerance), name
+    for name, tensor in weights_of(folder).items():
+        assert torch.allclose(tensor, model.state_dict()[name], rtol=tolerance, atol=tolerance), name
 
 
 @pytest.mark.slow
@@ -546,8 +546,8 @@ def test_a_worker_without_rows(tmp_path: Path, strategy: str, bitwise: bool) -> 
         folder = tmp_path / str(workers)
         run_group(job_of(batch_size=22, workers=workers, strategy=strategy, bitwise=bitwise, epochs=1), folder)
         assert [row["loss"] for row in history_of(folder)] == pytest.approx(expected, rel=1e-12)
-        for name, one in weights_of(folder).items():
-            assert torch.allclose(one, model.state_dict()[name], rtol=1e-12, atol=1e-12), name
+        for name, tensor in weights_of(folder).items():
+            assert torch.allclose(tensor, model.state_dict()[name], rtol=1e-12, atol=1e-12), name
 
 
 def test_a_metric_that_nothing_measures_is_told() -> None:

@@ -110,8 +110,8 @@ def test_a_batch_without_any_label_changes_nothing_and_has_no_loss(tmp_path: Pat
     (*_, last), before = history_of(tmp_path / "three"), weights_of(tmp_path / "two")
     assert last["loss"] is None or last["loss"] != last["loss"]
     assert last["gradient_norm"] == 0.0
-    assert {name: one.tolist() for name, one in weights_of(tmp_path / "three").items()} == {
-        name: one.tolist() for name, one in before.items()
+    assert {name: tensor.tolist() for name, tensor in weights_of(tmp_path / "three").items()} == {
+        name: value.tolist() for name, value in before.items()
     }
 
 

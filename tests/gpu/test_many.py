@@ -55,9 +55,9 @@ def run(folder: Path, name: str, workers: int, *more: str, **settings: Any) -> d
 def test_the_bits_are_the_same_on_any_number_of_gpus(tmp_path: Path, many: int) -> None:
     """Ten classes have gradients of ten numbers, which end at no multiple of 16 bytes; a norm clips all of them."""
     results = [run(tmp_path, f"on-{count}", count, grad_clip=0.5) for count in (1, 2, 4, 8) if count <= many]
-    assert len({one["weights_sha256"] for one in results}) == 1
-    for one in results:
-        devices = [(worker["node"], tuple(worker["gpu_ids"])) for worker in one["workers"]]
+    assert len({result["weights_sha256"] for result in results}) == 1
+    for result in results:
+        devices = [(worker["node"], tuple(worker["gpu_ids"])) for worker in result["workers"]]
         assert torch.cuda.is_available() is False or len(set(devices)) == len(devices), "a GPU for each worker"
 
 
@@ -88,7 +88,7 @@ def compare_sums() -> None:
     dist.init_process_group(backend)
     for dtype, as_bits in ((torch.float32, torch.int32), (torch.float64, torch.int64)):
         for size in SIZES:
-            both = [one.to(device) for one in numbers(size, dtype)]
+            both = [number.to(device) for number in numbers(size, dtype)]
             summed = both[rank].clone()
             dist.all_reduce(summed)
             expected = torch.add(*both)

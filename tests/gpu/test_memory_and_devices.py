@@ -59,7 +59,7 @@ class DrawnThere(nn.Module):
     def __init__(self, devices: list[torch.device]) -> None:
         super().__init__()
         self.devices = devices
-        self.parts = nn.ModuleList(nn.Linear(6, 6, device=one) for one in devices)
+        self.parts = nn.ModuleList(nn.Linear(6, 6, device=device) for device in devices)
         self.last = nn.Linear(6, 3, device=devices[-1])
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -216,8 +216,8 @@ def test_a_run_from_python_finds_the_gpu(tmp_path: Path, device: torch.device) -
     keys = {"task": "train", "loss": "torch.nn:CrossEntropyLoss", **GPT, "batch_size": 12, "max_steps": 3}
     result = dp_ray.run(**keys, workers=0, storage=str(tmp_path), name="run", quiet=True)
     assert result.status == "done"
-    assert {one.device for one in result.shapes} == {str(device)}
-    assert result.weights and all(one.device.type == "cpu" for one in result.weights.values())
+    assert {shape.device for shape in result.shapes} == {str(device)}
+    assert result.weights and all(weight.device.type == "cpu" for weight in result.weights.values())
 
 
 @pytest.mark.ray
@@ -245,7 +245,7 @@ def test_the_line_computes_on_the_gpu_as_the_plain_module_does(cuda: torch.devic
     with dp_ray.DataParallel(module, workers=1, quiet=True) as replicated:
         outputs = replicated(inputs)
         outputs.square().mean().backward()
-        assert {one.device for one in replicated.shapes} == {str(cuda)}
+        assert {shape.device for shape in replicated.shapes} == {str(cuda)}
     expected = plain(inputs.to(cuda))
     expected.square().mean().backward()
     torch.testing.assert_close(outputs.cpu(), expected.cpu(), atol=5e-3, rtol=5e-3)
@@ -264,7 +264,7 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if isinstance(made, torch.Tensor) and made.device.type == "cpu":
-            given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self.sizes += [tuple(one.shape) for one in given if one.device.type != "cpu" and one.ndim]
         return made
 

@@ -353,7 +353,7 @@ def test_the_flight_recorder_has_a_groups_last_collective(device: torch.device, 
     group = f"{'nccl' if device.type == 'cuda' else 'gloo'} dp_ray-1 all"
     end = time.monotonic() + 30
     while time.monotonic() < end:  # NCCL's own thread looks now and then at what is over
-        found = next(one for one in recorded_collectives()[1] if one.group == group)
+        found = next(collective for collective in recorded_collectives()[1] if collective.group == group)
         if found.state == "over":
             break
         time.sleep(0.1)

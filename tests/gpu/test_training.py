@@ -149,7 +149,7 @@ def test_a_run_ends_at_a_loss_that_is_nan_with_the_state_before_it(
     keys = {"shards": 2, "workers": processes, "stop_on_nan": True, "checkpoint": {"every_steps": 1}}
     with pytest.raises(ProcessExit, match="step 5: the loss is nan"):
         run_group(job_on(device, dataset=data, **keys), tmp_path)
-    kept = sorted(one.name for one in (tmp_path / "checkpoints").iterdir())
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step-4.safetensors", "step-5.safetensors"]
 
 

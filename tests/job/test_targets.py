@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from dp_ray.engine.timed_loader import Watch, started
+from dp_ray.engine.timed_loader import Watch, started_loader
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -102,7 +102,7 @@ def test_a_loader_process_that_is_not_forked_finds_what_stands_where_the_user_st
     """As of the program `dp-ray`, whose own path begins with the folder that it is installed in."""
     dataset = build("dataset", Target(target="dp_ray_user:Squares"))
     before = list(sys.path)
-    batches = started(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=context))
+    batches = started_loader(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=context))
     watch = Watch(batches)  # type: ignore[arg-type]
     try:
         assert list(batches) == [0, 1, 4]

@@ -9,6 +9,7 @@ from dp_ray.engine.world import Collective, World
 from dp_ray.messages import Beat, WorkerReady
 from dp_ray.monitor.watchdog import (
     SILENT_BEATS,
+    Hang,
     Watchdog,
     collectives_behind,
     describe_collectives,
@@ -49,6 +50,18 @@ def beats(dog: Watchdog, seconds: float, stacks: list[str], steps: list[int | No
         dog.take(beat(rank, step, seconds, stack))
 
 
+def hang_without_rank_1(dog: Watchdog, clock: list[float]) -> Hang:
+    """The hang that is found when the workers but rank 1 go on answering: it is rank 1's."""
+    for seconds in range(10, 120, 10):
+        clock[0] = 1000.0 + seconds
+        for rank in (0, 2):
+            dog.take(beat(rank, 7, float(seconds), WAITS))
+    hang = dog.hang()
+    assert hang is not None
+    assert hang.ranks == (1,)
+    return hang
+
+
 def test_the_one_that_does_not_wait_is_blamed_once_with_its_stack(clock: list[float]) -> None:
     dog = watchdog()
     for seconds in (50.0, 99.0, 101.0):
@@ -67,13 +80,7 @@ def test_the_one_that_does_not_wait_is_blamed_once_with_its_stack(clock: list[fl
 def test_a_worker_that_does_not_answer_is_blamed_first(clock: list[float]) -> None:
     dog = watchdog()
     beats(dog, 0.0, [WAITS, READS, WAITS])
-    for seconds in range(10, 120, 10):
-        clock[0] = 1000.0 + seconds
-        for rank in (0, 2):
-            dog.take(beat(rank, 7, float(seconds), WAITS))
-    hang = dog.hang()
-    assert hang is not None
-    assert hang.ranks == (1,)
+    hang = hang_without_rank_1(dog, clock)
     assert "it does not answer" in str(hang)
     assert SILENT_BEATS * 0.5 < 110
 
@@ -129,13 +136,7 @@ def test_a_worker_that_is_stopped_right_after_its_start_is_found(clock: list[flo
     dog = watchdog()
     for rank in range(3):
         dog.start(rank, 7)
-    for seconds in range(10, 120, 10):
-        clock[0] = 1000.0 + seconds
-        for rank in (0, 2):
-            dog.take(beat(rank, 7, float(seconds), WAITS))
-    hang = dog.hang()
-    assert hang is not None
-    assert hang.ranks == (1,)
+    hang_without_rank_1(dog, clock)
 
 
 FORWARD, EXCHANGE, UPDATE = Part.FORWARD, Part.EXCHANGE, Part.UPDATE

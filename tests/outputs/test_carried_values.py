@@ -159,7 +159,11 @@ class Bare(Items):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         item = {"x": DATA[index], "id": index}
-        return item if index != self.at else {key: one for key, one in (item | self.values).items() if one is not ...}
+        return (
+            item
+            if index != self.at
+            else {key: value for key, value in (item | self.values).items() if value is not ...}
+        )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_ray.errors import Error, ModelError, StorageError
-from dp_ray.outputs.columns import Column, Layout, form_of, from_arrow, raw_bytes, rebuild, rows_of, to_arrow
+from dp_ray.outputs.columns import Column, Layout, from_arrow, layout_key, raw_bytes, rebuild, rows_of, to_arrow
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -79,7 +79,7 @@ def round_trip(outputs: Any, rows: int, batch_dim: int = 0, cuts: int = 1) -> An
     layout, table = tables(outputs, rows, batch_dim, cuts)
     read = Layout.from_metadata(table.schema.metadata)
     assert read == layout
-    return rebuild(read, [from_arrow(one, table.column(one.name).combine_chunks()) for one in read.columns])
+    return rebuild(read, [from_arrow(column, table.column(column.name).combine_chunks()) for column in read.columns])
 
 
 def assert_same(one: Any, two: Any) -> None:
@@ -336,4 +336,4 @@ def test_an_unknown_dtype_is_an_error(dtype: str) -> None:
 def test_dicts_of_other_keys_that_are_equal_have_other_forms() -> None:
     tensor = torch.ones(2, 3)
     one, other = ({key: tensor} for key in (1, True))
-    assert form_of(one, [tensor], 2, {}) != form_of(other, [tensor], 2, {})
+    assert layout_key(one, [tensor], 2, {}) != layout_key(other, [tensor], 2, {})

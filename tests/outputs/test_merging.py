@@ -41,7 +41,7 @@ from dp_ray.outputs.files import (
     OUTPUTS,
     FileMerge,
     RowProof,
-    forget_lost,
+    drop_lost,
     outputs_sha256,
     prove_outputs,
 )
@@ -187,7 +187,7 @@ def attempt(
     run, superseded, workers = Storage(where), list(every), list[Worker]()
     with suppress(Died):
         rank_0 = run if is_last else mortal(data, where)
-        forget_lost(rank_0)
+        drop_lost(rank_0)
         begun = ledger.begin(rank_0, name)
         if ledger.files_in(begun.parts) is None:
             ledger.note_files(ledger.fenced(rank_0, name), name, files)
@@ -646,7 +646,7 @@ def attempt_in_threads(
     run: Storage, size: int, before: Callable[[int, int], None] = lambda rank, step: None
 ) -> list[WorkerThread]:
     """Run an attempt in threads; once a worker has failed, the others are asked to stop, as Ray ends them."""
-    forget_lost(run)
+    drop_lost(run)
     begun = ledger.begin(run, f"{time.monotonic_ns():032x}")
     workers = [WorkerThread(run, begun, World(rank, size), before) for rank in range(size)]
     for worker in workers:

@@ -31,8 +31,8 @@ from dp_ray.outputs.files import (
     MANIFEST,
     OUTPUTS,
     OpenFile,
+    drop_lost,
     file_names,
-    forget_lost,
     names_so_far,
     outputs_path,
     outputs_sha256,
@@ -503,11 +503,11 @@ def test_a_file_that_was_cut_short_counts_no_more(tmp_path: Path) -> None:
     run = Storage(str(tmp_path))
     run_workers(run, Split(30, 10, 4), SHUFFLED, 2, files=3)
     merge_six(run)
-    forget_lost(run)
+    drop_lost(run)
     assert len(done_ranges(ledger.committed(run))) == 3
     path = tmp_path / OUTPUTS / "00001-of-00003.parquet"
     os.truncate(path, path.stat().st_size - 1)
-    forget_lost(run)
+    drop_lost(run)
     assert [one.first_step for one in sorted(done_ranges(ledger.committed(run)))] == [0, 2]
 
 

@@ -49,7 +49,7 @@ def test_the_first_rows_and_the_last_are_kept(tmp_path: Path) -> None:
     previews = Previews(run, 40)
     for number in range(4):
         shard = Shard(number, 0, 10 * number, 10 * number + 10, missing=(1,) if number == 0 else ())
-        indices = torch.tensor([one for one in range(shard.start, shard.stop) if one not in shard.missing])
+        indices = torch.tensor([index for index in range(shard.start, shard.stop) if index not in shard.missing])
         previews.on_inputs(shard, indices, {"x": indices[:, None].float()})
     found = sorted(read_previews(run), key=lambda one: one.sample_index)
     assert [one.sample_index for one in found] == [0, *range(2, 8), *range(32, 40)]
@@ -90,7 +90,7 @@ def test_an_unnamed_input_is_told_by_its_numbers(tmp_path: Path) -> None:
     ):
         run = Storage(str(tmp_path / str(number)))
         Previews(run, 1).on_inputs(Shard(0, 0, 0, 1), torch.arange(1), inputs)
-        assert [one.text for one in read_previews(run)] == [text]
+        assert [preview.text for preview in read_previews(run)] == [text]
 
 
 def test_of_a_list_of_images_each_is_kept(tmp_path: Path) -> None:

@@ -178,13 +178,13 @@ def expected() -> list[dict[str, torch.Tensor]]:
     model = Detector()
     with torch.inference_mode():
         return [
-            {name: one.clone() for name, one in model.of(image).items()}
+            {name: value.clone() for name, value in model.of(image).items()}
             for image, _ in map(Images().__getitem__, range(ROWS))
         ]
 
 
 def files_of(run: Path) -> dict[str, bytes]:
-    return {one.name: one.read_bytes() for one in sorted((run / "outputs").iterdir())}
+    return {path.name: path.read_bytes() for path in sorted((run / "outputs").iterdir())}
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_a_detectors_boxes_are_lists_in_the_files_of_any_number_of_workers(tmp_p
         "large_list<element: int64>",
         "large_list<element: halffloat>",
     ]
-    assert first["boxes"].to_pylist() == [one["boxes"].tolist() for one in result.outputs]
+    assert first["boxes"].to_pylist() == [output["boxes"].tolist() for output in result.outputs]
     assert [len(one) for one in pd.read_parquet(folder)["labels"]] == [len(one["labels"]) for one in wanted]
     assert pl.read_parquet(folder)["boxes"].to_list() == first["boxes"].to_pylist()
     loaded = datasets.load_dataset("parquet", data_files=str(folder / "*.parquet"), cache_dir=str(tmp_path / "cache"))
@@ -234,7 +234,7 @@ def test_boxes_are_kept_by_path_in_another_dtype_beside_what_is_carried(tmp_path
     whole = dp_ray.run(**keys(workers=0), storage=str(tmp_path), name="all", quiet=True).outputs
     wanted = [{name: one[name].bfloat16().float() for name in ("boxes", "scores")} for one in whole]
     assert {one.dtype for row in result.outputs for one in row.values()} == {torch.bfloat16}
-    assert same([{name: one.float() for name, one in row.items()} for row in result.outputs], wanted)
+    assert same([{name: value.float() for name, value in row.items()} for row in result.outputs], wanted)
 
 
 def refused(outputs: Any, rows: int = 2) -> str:

@@ -64,7 +64,7 @@ class BareTexts(Numbers):
 
 class Lengths(nn.Module):
     def forward(self, texts: Any) -> Any:
-        return torch.tensor([len(one) for one in texts])
+        return torch.tensor([len(text) for text in texts])
 
 
 class Generator(nn.Module):
@@ -77,7 +77,7 @@ class Generator(nn.Module):
             "text": texts,
             "names": ["cat", "dog"],
             "version": ["v1"],
-            "beams": [texts, [one.upper() for one in texts]],
+            "beams": [texts, [text.upper() for text in texts]],
             "objects": np.array(texts, dtype=object),
             "label": np.array(["cat", "a long name"])[[int(number) % 2 for number in numbers]],
         }
@@ -120,7 +120,7 @@ def joined(pieces: Iterable[Any]) -> Any:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {one.name: one.read_bytes() for one in sorted((folder / "outputs").iterdir())}
+    return {path.name: path.read_bytes() for path in sorted((folder / "outputs").iterdir())}
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def test_texts_come_back_as_they_were(tmp_path: Path, more: dict[str, Any]) -> N
     assert found.pop("objects") == expected.pop("objects").tolist()
     assert label.dtype.kind == "U" and label.tolist() == expected.pop("label").tolist()
     assert found == expected
-    assert joined(one["text"] for one in result.batches()) == expected["text"]
-    assert [len(one["label"]) for one in result.batches()] == [7, 7, 5]
+    assert joined(batch["text"] for batch in result.batches()) == expected["text"]
+    assert [len(batch["label"]) for batch in result.batches()] == [7, 7, 5]
     folder = tmp_path / "run" / "outputs"
     assert pd.read_parquet(folder)["text"].tolist() == expected["text"]
     assert pl.read_parquet(folder)["beams.1"].to_list() == expected["beams"][1]
     assert output_samples(Storage(str(tmp_path / "run")))[1]["outputs"]["label"] == "a long name"
-    assert len({str(one.output_size) for one in result.shapes}) == 2  # of the rows of a shard alone
+    assert len({str(shape.output_size) for shape in result.shapes}) == 2  # of the rows of a shard alone
     assert dp_ray.load(tmp_path / "run").outputs["text"] == expected["text"]
 
 
@@ -253,7 +253,7 @@ def test_where_nothing_can_be_tried_lengths_tell(tmp_path: Path) -> None:
         def forward(self, numbers: torch.Tensor) -> Any:
             if len(numbers) != 2:
                 raise ValueError("takes 2 rows")
-            return {"texts": [str(int(one)) for one in numbers], "names": ["a", "b", "c"]}
+            return {"texts": [str(int(number)) for number in numbers], "names": ["a", "b", "c"]}
 
     told: list[Any] = predict_parts(
         Job.make({"model": OfTwo(), "dataset": range(8), "batch_size": 4, "shards": 2, "workers": 1}, "job"), tmp_path

@@ -28,8 +28,8 @@ def order(sizes: Sequence[int], window: int, batch: int, shards: int, seed: int 
     return BlockOrder(np.array(sizes, np.int64), window, batch, shards, seed, epoch)
 
 
-def whole(one: BlockOrder) -> list[int]:
-    samples: list[int] = one.indices(0, len(one)).tolist()
+def whole(block_order: BlockOrder) -> list[int]:
+    samples: list[int] = block_order.indices(0, len(block_order)).tolist()
     return samples
 
 
@@ -66,20 +66,20 @@ def shards_of(rows: int, batch: int, shards: int) -> list[int]:
     return found
 
 
-def reference(one: BlockOrder) -> list[int]:
+def reference(block_order: BlockOrder) -> list[int]:
     """The definition once more, with lists of all samples and Python's unbounded integers."""
-    sizes, seed, epoch = one.block_rows.tolist(), one.seed, one.epoch
+    sizes, seed, epoch = block_order.block_rows.tolist(), block_order.seed, block_order.epoch
     starts = [0, *accumulate(sizes)]
     blocks = Order(len(sizes), seed, epoch).indices(0, len(sizes)).tolist()
-    shards, found = shards_of(sum(sizes), one.batch_size, one.shards), [-1] * sum(sizes)
+    shards, found = shards_of(sum(sizes), block_order.batch_size, block_order.shards), [-1] * sum(sizes)
     at = 0
-    for window, first in enumerate(range(0, len(sizes), one.window_blocks)):
-        mine = blocks[first : first + one.window_blocks]
+    for window, first in enumerate(range(0, len(sizes), block_order.window_blocks)):
+        mine = blocks[first : first + block_order.window_blocks]
         rows = [sample for block in mine for sample in range(starts[block], starts[block + 1])]
         offset = splitmix64(stream(seed, epoch, 2**62 + 1), window) % len(rows)
         rows = rows[offset:] + rows[:offset]
         positions = range(at, at + len(rows))
-        for shard in range(one.shards):
+        for shard in range(block_order.shards):
             own = [position for position in positions if shards[position] == shard]
             stretch, rows = rows[: len(own)], rows[len(own) :]
             key = splitmix64(stream(seed, epoch, 2**62, window), shard)
@@ -130,10 +130,10 @@ def test_slices_agree_with_single_indexes(sizes: list[int], window: int, shards:
         (order([10**9] * 7, 3, 1000, 8, seed=2**63 - 1, epoch=12), [1881977860, 1800599104, 1805940115]),
     ],
 )
-def test_the_bits_never_change(one: BlockOrder, expected: list[int]) -> None:
+def test_the_bits_never_change(block_order: BlockOrder, expected: list[int]) -> None:
     """Whoever changes these values breaks every training that is to be resumed or repeated."""
-    start = len(one) * 3 // 7 if len(one) > 10**6 else 0
-    assert one.indices(start, start + len(expected)).tolist() == expected
+    start = len(block_order) * 3 // 7 if len(block_order) > 10**6 else 0
+    assert block_order.indices(start, start + len(expected)).tolist() == expected
 
 
 def test_a_window_is_finished_before_the_next_one_begins() -> None:
@@ -234,13 +234,13 @@ def test_windows_and_shards_of_an_epoch_are_shuffled_independently() -> None:
     assert abs(agreements - 300) < SIGMAS * math.sqrt(300)
 
 
-def blocks_in(one: BlockOrder, rows: int) -> Ints:
+def blocks_in(block_order: BlockOrder, rows: int) -> Ints:
     """How many samples each stretch of so many positions has of each block, over one window of equal blocks."""
-    per_block = int(one.block_rows[0])
-    window = one.indices(0, one.window_blocks * per_block) // per_block
+    per_block = int(block_order.block_rows[0])
+    window = block_order.indices(0, block_order.window_blocks * per_block) // per_block
     _, window = np.unique(window, return_inverse=True)
     batches = window[: len(window) // rows * rows].reshape(-1, rows)
-    return np.stack([np.bincount(batch, minlength=one.window_blocks) for batch in batches])
+    return np.stack([np.bincount(batch, minlength=block_order.window_blocks) for batch in batches])
 
 
 @pytest.mark.parametrize("shards", [1, 4, 16])

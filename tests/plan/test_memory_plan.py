@@ -30,7 +30,7 @@ def planned(keys: dict[str, Any], gpu_gib: float | None = None) -> MemoryPlan:
 
 
 def of(plan: MemoryPlan, strategy: str, workers: int) -> DeviceMemory:
-    (found,) = [one for one in plan.workers if (one.strategy, one.workers) == (strategy, workers)]
+    (found,) = [worker for worker in plan.workers if (worker.strategy, worker.workers) == (strategy, workers)]
     return found.devices[0]
 
 
@@ -85,7 +85,7 @@ def test_kinds_add_up_to_what_the_model_has() -> None:
     job = job_of("Blocks", "Sentences", loss="tests.support.training:token_loss", workers=4, shards=4)
     plan = plan_memory_of(job, None)
     model = training.Blocks()
-    size = sum(one.nbytes for one in model.parameters())
+    size = sum(parameter.nbytes for parameter in model.parameters())
     for workers in (1, 2, 3, 4):
         ddp, fsdp = of(plan, "ddp", workers), of(plan, "fsdp", workers)
         assert (ddp.parameters, ddp.optimizer, ddp.buffers) == (size, size, 0)  # the optimizer keeps a momentum
@@ -152,21 +152,21 @@ class OfTwo(nn.Sequential):
 def test_each_device_has_its_own_bytes() -> None:
     job = job_of({"target": "tests.plan.test_memory_plan:OfTwo"}, devices=["cuda:0", "cuda:1"], workers=2)
     plan = plan_memory_of(job, 80)
-    assert {one.strategy for one in plan.workers} == {"ddp"}, "fsdp takes one device a worker"
+    assert {worker.strategy for worker in plan.workers} == {"ddp"}, "fsdp takes one device a worker"
     first, last = plan.workers[0].devices
     assert (first.device, first.parameters) == ("cuda:0", 7000 * 4)
     assert (last.device, last.parameters) == ("cuda:1", 3003 * 4)
     assert first.activations and last.activations
     placed = job_of("mlp", devices=["cuda:0", "cuda:1"], device_map="auto")
-    sizes = [one.parameters for one in plan_memory_of(placed, None).workers[0].devices]
-    assert sum(sizes) == sum(one.nbytes for one in training.mlp().parameters()) and all(sizes)
+    sizes = [device.parameters for device in plan_memory_of(placed, None).workers[0].devices]
+    assert sum(sizes) == sum(parameter.nbytes for parameter in training.mlp().parameters()) and all(sizes)
 
 
 @pytest.mark.parametrize("task", ["predict", "evaluate"])
 def test_other_tasks_have_no_gradients(task: str) -> None:
     job = job_of("mlp", task=task, optimizer=None, workers=2)
-    for one in plan_memory_of(job, None).workers:
-        (device,) = one.devices
+    for worker in plan_memory_of(job, None).workers:
+        (device,) = worker.devices
         assert device.gradients == device.optimizer == 0
         assert device.parameters < device.total
 

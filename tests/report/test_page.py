@@ -16,7 +16,7 @@ import dp_ray
 from dp_ray.errors import DataError, StorageError
 from dp_ray.report import page
 from dp_ray.report.comparison import comparison_of, save_page, shown_differences
-from dp_ray.report.page import REPORT, duration, facts_of, metrics_of, page_of
+from dp_ray.report.page import REPORT, duration, metrics_of, page_facts, page_of
 from dp_ray.report.run_data import read_run, worker_grid
 from dp_ray.rundir.history import METRICS
 from dp_ray.storage import Storage
@@ -90,14 +90,14 @@ def test_each_run_leaves_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_value_of_one_batch_says_so(tmp_path: Path) -> None:
     result = train(tmp_path, eval={"dataset": "tests.support.training:Pairs"})
-    shown = {one.label: one.detail for one in metrics_of(read_run(Storage(str(tmp_path / "run"))))}
+    shown = {metric.label: metric.detail for metric in metrics_of(read_run(Storage(str(tmp_path / "run"))))}
     assert shown.keys() == result.metrics.keys()
     assert {name: detail for name, detail in shown.items() if detail} == {"loss": "of the last batch"}
 
 
 def test_without_workers_none_are_counted(tmp_path: Path) -> None:
     train(tmp_path)
-    (told,) = [one for one in facts_of(read_run(Storage(str(tmp_path / "run")))) if one.label == "workers"]
+    (told,) = [fact for fact in page_facts(read_run(Storage(str(tmp_path / "run")))) if fact.label == "workers"]
     assert (told.value, told.detail) == ("0", "in the driver's process")
     assert "Workers (1)" not in (tmp_path / "run" / REPORT).read_text()
 
@@ -295,7 +295,7 @@ def test_runs_are_compared_key_by_key() -> None:
 def test_the_first_screen_in_words(run: Storage) -> None:
     write_run(run, 10, seconds=75.0, world_sizes=[2], quarantined=3)
     write_history(run, history(10))
-    told = {one.label: one.value for one in facts_of(read_run(run))}
+    told = {fact.label: fact.value for fact in page_facts(read_run(run))}
     assert told == {
         "steps": "10",
         "rows per second": "100",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dp_ray.report.page import facts_of, metrics_of, time_split
+from dp_ray.report.page import metrics_of, page_facts, time_shares
 from dp_ray.report.run_data import read_run
 from dp_ray.results.compare import comparison_text, read_compared_run
 from dp_ray.results.result import lines
@@ -59,7 +59,7 @@ def test_the_steps_of_a_run_are_those_that_its_files_plan_and_page_have(
     assert (str(kept["steps"]), str(kept["epochs"])) == (says["steps"].split()[0], says["epochs"])
     whole = kept["total_steps"]
     assert f"{kept['epochs']} epochs, {whole} steps in all" in plan or f": {whole} step" in plan
-    (steps, *_) = facts_of(read_run(Storage(str(here / "one"))))
+    (steps, *_) = page_facts(read_run(Storage(str(here / "one"))))
     assert steps.value == str(whole)
     (row,) = listed_runs(Storage(str(here)))
     assert (row.step, row.steps) == (whole, whole)
@@ -68,8 +68,8 @@ def test_the_steps_of_a_run_are_those_that_its_files_plan_and_page_have(
 def test_the_bar_of_a_page_has_the_numbers_of_its_verdict(here: Path) -> None:
     train(here, "one", epochs=3)
     data = read_run(Storage(str(here / "one")))
-    shares = {part.name: 100 * part.share for part in time_split(data)}
-    shown = {f"{one:.0f}" for one in [*shares.values(), shares["forward"] + shares["backward"]]}
+    shares = {part.name: 100 * part.share for part in time_shares(data)}
+    shown = {f"{share:.0f}" for share in [*shares.values(), shares["forward"] + shares["backward"]]}
     assert data.verdict is not None
     assert set(re.findall(r"(\d+) %", data.verdict)) <= shown, data.verdict
 
@@ -107,7 +107,9 @@ def test_a_step_has_one_number_on_the_console_in_the_history_and_on_the_page(
     (step,) = [row["step"] for row in result.history if row["eval_loss"] == best]
     assert f"step {step}: eval_loss {best:.6g}" in capsys.readouterr().err
     assert f"eval_loss {best:.6g} after step {step}" in "\n".join(lines(result))
-    (told,) = [one.detail for one in metrics_of(read_run(Storage(str(here / "one")))) if one.label == "eval_loss"]
+    (told,) = [
+        metric.detail for metric in metrics_of(read_run(Storage(str(here / "one")))) if metric.label == "eval_loss"
+    ]
     assert told == f"best {best:.6g} after step {step}"
     page = (here / "one" / "report.html").read_text().partition('id="evaluations"')[2]
     assert re.findall(r"<tr><td>(\d+)</td>", page.partition("</section>")[0]) == [

@@ -63,7 +63,7 @@ def test_two_runs_are_compared_side_by_side(
     assert values["rows_per_second"][0] == pytest.approx(rate_of(first))
     assert values["job"]["optimizer.args.lr"] == [0.1, 0.3]
     assert values["metrics"]["loss"] == [first.metrics["loss"], second.metrics["loss"]]
-    assert [one["name"] for one in values["runs"]] == ["one", "two"]
+    assert [value["name"] for value in values["runs"]] == ["one", "two"]
 
 
 def test_runs_of_one_job_differ_in_nothing(here: Path) -> None:

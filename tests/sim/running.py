@@ -193,8 +193,8 @@ def call_a_module(plan: Plan, rank: int, where: str, device: torch.device) -> No
                 model.zero_grad()
                 model(torch.randn(11, 4, generator=data)).square().sum().backward()
                 with torch.no_grad():
-                    for one in module.parameters():
-                        one.sub_(0.01 * one.grad if one.grad is not None else 0.0)
+                    for parameter in module.parameters():
+                        parameter.sub_(0.01 * parameter.grad if parameter.grad is not None else 0.0)
     races = simgpu.races() if where == "gpu" else []
     simgpu.watch(False)
     values = [one.double().tolist() for one in module.state_dict().values()]

@@ -244,7 +244,9 @@ def plainly(case: dict[str, Any]) -> tuple[nn.Module, list[dict[str, float]], fl
             model.body.weight.grad = clamped(model.body.weight.grad)  # type: ignore[union-attr, arg-type]
         if "after" in has:
             halve(model.head.bias)  # type: ignore[union-attr, arg-type]
-        norm = torch.nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None]).item()
+        norm = torch.nn.utils.get_total_norm(
+            [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        ).item()
         if case["grad_clip"] is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case["grad_clip"])
         rows.append({"loss": total.item() / weight, "gradient_norm": norm, "weighed": weighed})

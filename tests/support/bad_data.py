@@ -127,7 +127,7 @@ def _good_step(
     if not rows:
         return 0, None
     optimizer.zero_grad()
-    before = {name: one.clone() for name, one in model.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     after, total = before, 0.0
     for number, chunk in enumerate(chunks):
         if not chunk:
@@ -138,15 +138,15 @@ def _good_step(
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
         if number == 0:
-            after = {name: one.clone() for name, one in model.named_buffers()}
+            after = {name: buffer.clone() for name, buffer in model.named_buffers()}
     _set(model, after)
     optimizer.step()
     return rows, total
 
 
 def _set(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    for name, one in model.named_buffers():
-        one.data.copy_(values[name])
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(values[name])
 
 
 def quarantined(folder: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from dp_ray.messages import Message
 from dp_ray.monitor.attempts import Attempts, NodeControl
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.outputs.files import FileMerge, Outputs
+from dp_ray.outputs.files import AttemptOutputs, FileMerge
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.plan.order import Order
@@ -64,7 +64,7 @@ CONSTRUCTORS = {
     "dp_ray.monitor.monitor.Monitor",
     "dp_ray.outputs.files.FileMerge",
     "dp_ray.outputs.files.OpenFile",
-    "dp_ray.outputs.files.Outputs",
+    "dp_ray.outputs.files.AttemptOutputs",
     "dp_ray.outputs.merging.AgreedFilePlan",
     "dp_ray.outputs.merging.Merger",
     "dp_ray.outputs.parts.PartFile",
@@ -232,13 +232,13 @@ def file_merge_of(
 ) -> FileMerge:
     """Build the merging of one file: by default of the only one, by the run's newest attempt."""
     plan = plan or FilePlan(1, split.total_steps)
-    return FileMerge(Outputs(run, begun or ledger.read(run), split, order), plan, number)
+    return FileMerge(AttemptOutputs(run, begun or ledger.read(run), split, order), plan, number)
 
 
 def merger_of(
     run: Storage, begun: Ledger, split: Split, order: Order, world: World, is_stopped: Callable[[], bool]
 ) -> tuple[AgreedFilePlan, Merger]:
     """Build the merging of a worker's share of the files, and the plan on which the workers agree."""
-    outputs = Outputs(run, begun, split, order)
+    outputs = AttemptOutputs(run, begun, split, order)
     plan = AgreedFilePlan(outputs, 1, world, is_stopped)
     return plan, Merger(outputs, plan, world)

@@ -34,14 +34,14 @@ class Card(nn.Module):
         most = int(os.environ[ROWS]) if most is None else most
         self.most = most_on_1 if most_on_1 is not None and own_rank() == 1 else most
         self.counts = counts
-        self.first = [one.detach().clone() for one in self.parameters()]
+        self.first = [parameter.detach().clone() for parameter in self.parameters()]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         size = len(inputs)
         if self.counts and torch.is_grad_enabled():
-            size += any(one.grad is not None for one in self.parameters())
+            size += any(parameter.grad is not None for parameter in self.parameters())
             pairs = zip(self.parameters(), self.first, strict=True)
-            size += any(not torch.equal(one.detach(), before) for one, before in pairs)
+            size += any(not torch.equal(pair.detach(), before) for pair, before in pairs)
         if size > self.most:
             raise torch.OutOfMemoryError(FULL)
         outputs: torch.Tensor = self.layers(self.dropout(inputs))

@@ -106,7 +106,7 @@ def plainly(case: dict[str, Any]) -> tuple[nn.Module, list[dict[str, float]]]:
     """What one process of plain torch comes to."""
     model = initial(Patchwork, case["has"])
     cls, args = OPTIMIZERS[case["optimizer"]]
-    given = [one for one in model.parameters() if one.requires_grad]
+    given = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = cls(SOME[case["some"]](given) if case["some"] else given, **args)
     scheduler = scheduler_of(case["scheduler"], optimizer, -(-case["rows"] // case["batch_size"]) * EPOCHS)
     sizes = case["batch_size"], case["shards"], EPOCHS

@@ -44,7 +44,7 @@ def job_of(given: dict[str, Any], **keys: Any) -> Job:
 
 def trained(folder: Path, given: dict[str, Any], **keys: Any) -> dict[str, Any]:
     run_group(job_of(given, task="train", **keys), folder)
-    return {name: one.tolist() for name, one in weights_of(folder).items()}
+    return {name: tensor.tolist() for name, tensor in weights_of(folder).items()}
 
 
 def predicted(folder: Path, given: dict[str, Any], **keys: Any) -> str:

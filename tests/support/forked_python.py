@@ -20,13 +20,13 @@ NAMES = ("_forkserver_address", "_forkserver_authkey")  # the second one since P
 def address() -> str:
     """What `use_server` needs in another process."""
     found = {name: getattr(SERVER, name) for name in NAMES if hasattr(SERVER, name)}
-    return json.dumps({name: one.hex() if isinstance(one, bytes) else one for name, one in found.items()})
+    return json.dumps({name: value.hex() if isinstance(value, bytes) else value for name, value in found.items()})
 
 
 def use_server(address: str) -> None:
     """Have this process's processes forked from another one's server, which lives as long as that one does."""
-    for name, one in json.loads(address).items():
-        setattr(SERVER, name, bytes.fromhex(one) if name == NAMES[1] else one)
+    for name, value in json.loads(address).items():
+        setattr(SERVER, name, bytes.fromhex(value) if name == NAMES[1] else value)
     _, SERVER._forkserver_alive_fd = os.pipe()  # a process that is forked holds it, as it holds the other one's
     SERVER.ensure_running = lambda: None
 

@@ -116,7 +116,7 @@ def history_of(folder: Path) -> list[dict[str, Any]]:
 
 def measured(messages: list[Any]) -> dict[str, float]:
     """What an evaluation told."""
-    (found,) = (one.metrics for one in messages if isinstance(one, Measured))
+    (found,) = (message.metrics for message in messages if isinstance(message, Measured))
     return dict(found)
 
 

@@ -75,7 +75,7 @@ def peak_of(run: Callable[[], object]) -> int:
 
 
 def _status(name: str) -> int:
-    (line,) = [one for one in STATUS.read_text().splitlines() if one.startswith(name)]
+    (line,) = [line for line in STATUS.read_text().splitlines() if line.startswith(name)]
     return int(line.split()[1]) * 1024
 
 
@@ -203,7 +203,7 @@ def planned_very_large() -> tuple[int, float, int]:
     args = {"width": 2560, "depth": 26, "words": 50000}
     keys = {**job_keys(case), "model": {"target": "tests.support.large:Gpt", "args": args}, "workers": 2}
     plan = plan_memory_of(Job.make(keys, "planned"), 80)
-    assert [(one.strategy, one.workers) for one in plan.workers][-1] == ("fsdp", 2)
+    assert [(worker.strategy, worker.workers) for worker in plan.workers][-1] == ("fsdp", 2)
     size = plan.workers[0].devices[0].parameters // 4
     # Not `ru_maxrss`: Linux begins it with the size of the process that started this one.
     return size, time.process_time(), _status("VmHWM")

@@ -54,7 +54,7 @@ def trees(more: Sequence[str] = ()) -> st.SearchStrategy[list[str]]:
     """Files by their path in a folder; no path is a folder of another one."""
 
     def are_apart(names: list[str]) -> bool:
-        return not any(one.startswith(f"{other}/") for one in names for other in names)
+        return not any(name.startswith(f"{other}/") for name in names for other in names)
 
     paths = st.lists(parts(more), min_size=1, max_size=3).map("/".join)
     return st.lists(paths, min_size=1, max_size=6, unique=True).map(sorted).filter(are_apart)
@@ -103,7 +103,7 @@ class Way:
             return sorted(name for name in visible if name.lower().endswith(SUFFIXES))
         assert self.is_glob
         patterns = _without_deep(self.pattern.split("/"), max(name.count("/") + 1 for name in names))
-        return sorted(name for name in names if any(_matches(name.split("/"), one) for one in patterns))
+        return sorted(name for name in names if any(_matches(name.split("/"), pattern) for pattern in patterns))
 
 
 def _without_deep(pattern: list[str], deepest: int) -> list[list[str]]:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dp_ray.plan.order import Order, derive_seed
+from dp_ray.plan.order import derive_seed
+from tests.support.training import plain_batches
 from tests.support.writing import set_state, state_of
 
 CLASSES = 3
@@ -230,45 +231,52 @@ def train_plainly(
 
     Each chunk starts from what the model held before the step, and what the first one's forward writes stays.
     """
-    rows, step = [], 0
+    rows: list[dict[str, float]] = []
     trained = [one for group in optimizer.param_groups for one in group["params"]]
-    for epoch in range(epochs):
-        order = Order(len(dataset), 0, epoch, shuffle=True)
-        for start in range(0, len(dataset), batch_size):
-            picked = [dataset[order[at]] for at in range(start, min(start + batch_size, len(dataset)))]
-            inputs, targets = (torch.stack(list(column)) for column in zip(*picked, strict=True))
-            before, kept, total = state_of(model), None, 0.0
-            model.zero_grad()
-            for shard, (x, y) in enumerate(zip(inputs.chunk(shards), targets.chunk(shards), strict=True)):
-                set_state(model, before)
-                number = derive_seed(0, "forward", epoch, step, shard)
-                seed_all(number)
-                seed_own(model, number)
-                loss = functional.cross_entropy(model(x.clone()), y, reduction="sum") / len(targets)
-                kept = kept or state_of(model)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.item()
-            set_state(model, kept)
-            norm = norm_of(trained)
-            if grad_clip is not None:
-                clip(trained, norm, grad_clip)
-            seed_all(derive_seed(0, "update", epoch, step))
-            rows.append({"loss": total, "gradient_norm": norm, "learning_rate": optimizer.param_groups[0]["lr"]})
-            optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
-            step += 1
+    for step, (epoch, inputs, targets) in enumerate(plain_batches(dataset, batch_size, epochs)):
+        before, kept, total = state_of(model), None, 0.0
+        model.zero_grad()
+        for shard, (x, y) in enumerate(zip(inputs.chunk(shards), targets.chunk(shards), strict=True)):
+            set_state(model, before)
+            number = derive_seed(0, "forward", epoch, step, shard)
+            seed_all(number)
+            seed_own(model, number)
+            loss = functional.cross_entropy(model(x.clone()), y, reduction="sum") / len(targets)
+            kept = kept or state_of(model)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        set_state(model, kept)
+        norm = norm_of(trained)
+        if grad_clip is not None:
+            clip(trained, norm, grad_clip)
+        seed_all(derive_seed(0, "update", epoch, step))
+        rows.append({"loss": total, "gradient_norm": norm, "learning_rate": optimizer.param_groups[0]["lr"]})
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
     return rows
+
+
+def plain_losses(
+    model: nn.Module, dataset: Any, optimizer: torch.optim.Optimizer, batch_size: int, shards: int, epochs: int
+) -> list[float]:
+    """The losses of the steps of `train_plainly`."""
+    model.train()
+    return [row["loss"] for row in train_plainly(model, dataset, optimizer, None, batch_size, shards, epochs)]
 
 
 def norm_of(parameters: list[nn.Parameter]) -> float:
     """torch's get_total_norm, which does not know sparse gradients."""
-    squares = [one.grad.to_dense().abs().double().square().sum() for one in parameters if one.grad is not None]
+    squares = [
+        parameter.grad.to_dense().abs().double().square().sum()
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
     return torch.stack(squares).sum().sqrt().item() if squares else 0.0
 
 
 def clip(parameters: list[nn.Parameter], norm: float, largest: float) -> None:
     factor = min(1.0, largest / (norm + 1e-6))
-    for one in parameters:
-        if one.grad is not None:
-            one.grad = one.grad * factor
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * factor

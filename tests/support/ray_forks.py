@@ -66,7 +66,7 @@ def served(path: Path, cluster: str, program: str = fork_server.__file__) -> Ite
 
 def gcs_address(arguments: list[str]) -> str:
     """The argument of a raylet that names its cluster."""
-    (port,) = (one.removeprefix("--port=") for one in arguments if one.startswith("--port="))
+    (port,) = (argument.removeprefix("--port=") for argument in arguments if argument.startswith("--port="))
     return f"--gcs-address=127.0.0.1:{port}"
 
 

@@ -51,14 +51,14 @@ def plain_schedule_free(
     model: nn.Module, batches: Iterator[Any], loss_of: Callable[[nn.Module, Any], torch.Tensor], lr: float
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The oracle: x, y and z each on its own, in fp64; yields x after each step."""
-    x = {name: one.detach().double().clone() for name, one in model.named_parameters()}
-    z = {name: one.clone() for name, one in x.items()}
+    x = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
+    z = {name: value.clone() for name, value in x.items()}
     for step, batch in enumerate(batches):
         with torch.no_grad():
-            for name, one in model.named_parameters():
-                one.copy_((1 - BETA) * z[name] + BETA * x[name])
+            for name, parameter in model.named_parameters():
+                parameter.copy_((1 - BETA) * z[name] + BETA * x[name])
         gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
         for name, gradient in zip(x, gradients, strict=True):
             z[name] = z[name] - lr * gradient
             x[name] = x[name] + (z[name] - x[name]) / (step + 1)
-        yield {name: one.clone() for name, one in x.items()}
+        yield {name: value.clone() for name, value in x.items()}

@@ -124,8 +124,8 @@ class GlooServing:
 
     def close(self) -> None:
         """End the processes."""
-        for one in self.members:
-            one.end()
+        for member in self.members:
+            member.end()
         self.members = []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.plan.order import Order
+from tests.support.training import plain_batches
 from tests.support.writing import set_state, state_of
 
 
@@ -41,8 +41,8 @@ class Centred(nn.Module):
             self.centre = self.centre * 0.8 + mean * 0.2
             self.seen += len(outputs)
             self.hidden = mean if self.hidden is None else self.hidden * 0.5 + mean
-            for one in self.teacher.parameters():
-                one.mul_(0.95).add_(0.1 * mean.mean())
+            for parameter in self.teacher.parameters():
+                parameter.mul_(0.95).add_(0.1 * mean.mean())
         rows = outputs.repeat(2, 1)  # BatchNorm wants two
         taught = self.teacher(rows).mean(1).tanh()[: len(outputs)] / self.seen
         losses: torch.Tensor = self.classes(outputs - self.centre * 0.5 + self.hidden, target) + taught
@@ -151,32 +151,28 @@ def plain_training(
     """
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     losses, means = [], []
-    for epoch in range(epochs):
-        order = Order(len(dataset), 0, epoch, shuffle=True)
-        for start in range(0, len(dataset), batch_size):
-            picked = [dataset[order[at]] for at in range(start, min(start + batch_size, len(dataset)))]
-            inputs, targets = (torch.stack(list(column)) for column in zip(*picked, strict=True))
-            beside = [one for one in (loss, metric) if one is not None]
-            before, kept, total, measured = [state_of(one) for one in beside], None, 0.0, 0.0
-            optimizer.zero_grad()
-            if over_batch:
-                value = loss(model(inputs), targets)
-                value.backward()
-                total, kept = value.item(), [state_of(one) for one in beside]
-            for chunk, target in () if over_batch else zip(inputs.chunk(shards), targets.chunk(shards), strict=True):
-                for one, state in zip(beside, copy.deepcopy(before), strict=True):
-                    set_state(one, state)
-                outputs = model(chunk)
-                value = loss(outputs, target).sum() / len(targets)
-                if metric is not None:
-                    measured += metric(outputs.detach(), target).sum().item() / len(targets)
-                kept = kept or [state_of(one) for one in beside]
-                value.backward()
-                total += value.item()
-            assert kept is not None
-            for one, state in zip(beside, kept, strict=True):
+    for _, inputs, targets in plain_batches(dataset, batch_size, epochs):
+        beside = [one for one in (loss, metric) if one is not None]
+        before, kept, total, measured = [state_of(one) for one in beside], None, 0.0, 0.0
+        optimizer.zero_grad()
+        if over_batch:
+            value = loss(model(inputs), targets)
+            value.backward()
+            total, kept = value.item(), [state_of(one) for one in beside]
+        for chunk, target in () if over_batch else zip(inputs.chunk(shards), targets.chunk(shards), strict=True):
+            for one, state in zip(beside, copy.deepcopy(before), strict=True):
                 set_state(one, state)
-            optimizer.step()
-            losses.append(total)
-            means.append(measured)
+            outputs = model(chunk)
+            value = loss(outputs, target).sum() / len(targets)
+            if metric is not None:
+                measured += metric(outputs.detach(), target).sum().item() / len(targets)
+            kept = kept or [state_of(one) for one in beside]
+            value.backward()
+            total += value.item()
+        assert kept is not None
+        for one, state in zip(beside, kept, strict=True):
+            set_state(one, state)
+        optimizer.step()
+        losses.append(total)
+        means.append(measured)
     return losses, means

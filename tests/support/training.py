@@ -1,7 +1,7 @@
 """Models, datasets and losses of the training tests, and the plain torch loop that they are compared with."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,18 @@ def warm_up(optimizer: torch.optim.Optimizer, steps: int = 10) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / steps))
 
 
+def plain_batches(
+    dataset: Any, batch_size: int, epochs: int, seed: int = 0, order_of: Callable[[int], Any] | None = None
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """The global batches of a training in its order, stacked in one process: the epoch, inputs and targets."""
+    for epoch in range(epochs):
+        order = order_of(epoch) if order_of else Order(len(dataset), seed, epoch, shuffle=True)
+        for start in range(0, len(dataset), batch_size):
+            picked = [dataset[order[at]] for at in range(start, min(start + batch_size, len(dataset)))]
+            inputs, targets = (torch.stack(list(column)) for column in zip(*picked, strict=True))
+            yield epoch, inputs, targets
+
+
 def plain_loop(
     model: nn.Module,
     dataset: Any,
@@ -139,19 +151,15 @@ def plain_loop(
     """The oracle: one process, whole batches of the same order; the losses of its steps."""
     losses = []
     model.train()
-    for epoch in range(epochs):
-        order = order_of(epoch) if order_of else Order(len(dataset), seed, epoch, shuffle=True)
-        for start in range(0, len(dataset), batch_size):
-            picked = [dataset[order[at]] for at in range(start, min(start + batch_size, len(dataset)))]
-            inputs, targets = (torch.stack(list(column)) for column in zip(*picked, strict=True))
-            chunks = list(zip(inputs.chunk(shards), targets.chunk(shards), strict=True))
-            optimizer.zero_grad()
-            loss = loss_of_chunks(model, chunks)
-            loss.backward()  # type: ignore[no-untyped-call]
-            after_backward()
-            optimizer.step()
-            after_step()
-            losses.append(loss.item())
+    for _, inputs, targets in plain_batches(dataset, batch_size, epochs, seed, order_of):
+        chunks = list(zip(inputs.chunk(shards), targets.chunk(shards), strict=True))
+        optimizer.zero_grad()
+        loss = loss_of_chunks(model, chunks)
+        loss.backward()  # type: ignore[no-untyped-call]
+        after_backward()
+        optimizer.step()
+        after_step()
+        losses.append(loss.item())
     return losses
 
 

@@ -1,14 +1,12 @@
 """A model whose forwards write buffers and parameters, each in its own way, and the plain loop of its training."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from dp_ray.plan.order import Order
 
 
 class Writing(nn.Module):
@@ -136,48 +134,16 @@ class WritesItsInputs(nn.Sequential):
 
 def state_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor | None]]]:
     """Copies of all parameters, and of all buffers of each module."""
-    parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
+    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return parameters, [copy.deepcopy(module._buffers) for module in model.modules()]
 
 
 def set_state(model: nn.Module, state: Any) -> None:
-    for name, one in model.named_parameters():
-        one.data.copy_(state[0][name])
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(state[0][name])
     for module, buffers in zip(model.modules(), state[1], strict=True):
         module._buffers.clear()
         module._buffers.update(copy.deepcopy(buffers))
-
-
-def plain_training(
-    model: nn.Module,
-    dataset: Any,
-    optimizer: torch.optim.Optimizer,
-    batch_size: int,
-    shards: int,
-    epochs: int,
-    after_step: Callable[[], None] = lambda: None,
-) -> list[float]:
-    """The oracle: one process runs chunk after chunk, each from the state before the step; the first one's stays."""
-    losses = []
-    model.train()
-    for epoch in range(epochs):
-        order = Order(len(dataset), 0, epoch, shuffle=True)
-        for start in range(0, len(dataset), batch_size):
-            picked = [dataset[order[at]] for at in range(start, min(start + batch_size, len(dataset)))]
-            inputs, targets = (torch.stack(list(column)) for column in zip(*picked, strict=True))
-            before, kept, total = state_of(model), None, 0.0
-            optimizer.zero_grad()
-            for chunk, target in zip(inputs.chunk(shards), targets.chunk(shards), strict=True):
-                set_state(model, before)
-                loss = nn.functional.cross_entropy(model(chunk.clone()), target, reduction="sum") / len(targets)
-                kept = kept or state_of(model)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.item()
-            set_state(model, kept)
-            optimizer.step()
-            after_step()
-            losses.append(total)
-    return losses
 
 
 class WritesInEval(nn.Module):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dp_ray.errors import JobError
 from dp_ray.job.files import job_maker
 from dp_ray.job.job import Job
-from dp_ray.sweeps.define import Choices, Definition, Range, chosen_metric, combinations, parse_axis
+from dp_ray.sweeps.define import Choices, Definition, ValueRange, chosen_metric, combinations, parse_axis
 from tests.support.cli import status_of
 from tests.support.sweeps import evaluation_job, training_job
 
@@ -48,7 +48,7 @@ def test_values_are_yaml_with_commas_between_them(values: list[Any]) -> None:
 )
 def test_a_range(text: str, expected: tuple[Any, ...]) -> None:
     axis = parse_axis(f"batch_size={text}")
-    assert isinstance(axis, Range)
+    assert isinstance(axis, ValueRange)
     got = (axis.low, axis.high, axis.is_log, axis.step)
     assert got == expected and list(map(type, got)) == list(map(type, expected))
     assert parse_axis(f"batch_size={axis}") == axis

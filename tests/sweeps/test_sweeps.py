@@ -456,7 +456,7 @@ def test_a_search_leaves_optunas_own_settings_as_they_are(tmp_path: Path, monkey
     assert status_of(monkeypatch, *line, "--over", "model.args.x=1..8") == 0
     assert optuna.logging.get_verbosity() == before
     values = picked(Storage(str(tmp_path / "runs")), "job-sweep")
-    assert all(type(one["model.args.x"]) is int for one in values)
+    assert all(type(value["model.args.x"]) is int for value in values)
 
 
 def lane(begun: threading.Barrier, ends: list[str], is_stubborn: bool) -> Lane:

@@ -84,7 +84,7 @@ def test_off_the_main_thread_a_run_is_as_ever(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: results.append(dp_ray.run(**training(tmp_path))))
     thread.start()
     thread.join()
-    assert [one.status for one in results] == ["done"]
+    assert [result.status for result in results] == ["done"]
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:

@@ -17,7 +17,7 @@ from dp_ray.results.text import list_text
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
 from dp_ray.tasks.checkpoints import TrainState
-from dp_ray.tasks.early_stopping import EarlyStopping
+from dp_ray.tasks.early_stopping import Patience
 from tests.support.cli import status_of
 from tests.support.group import history_of, run_group
 from tests.support.trainings import job_of, keys_of
@@ -35,9 +35,9 @@ KEYS: dict[str, Any] = {
 }
 
 
-def stopping_of(train_state: TrainState, **keys: Any) -> EarlyStopping:
+def stopping_of(train_state: TrainState, **keys: Any) -> Patience:
     job = job_of("mlp", eval=EVAL, early_stopping={"metric": "eval_loss", **keys})
-    stopping = EarlyStopping.of(job, train_state)
+    stopping = Patience.of(job, train_state)
     assert stopping is not None
     return stopping
 
@@ -90,7 +90,7 @@ def test_another_metric_mode_or_delta_begins_to_count_anew() -> None:
     for keys in ({"mode": "max"}, {"min_delta": 0.5}):
         again = TrainState(**json.loads(json.dumps(train_state.to_json())))
         assert not stopping_of(again, patience=1, **keys).has_stopped
-    assert EarlyStopping.of(job_of("mlp"), train_state) is None and "stopping" not in train_state.to_json()
+    assert Patience.of(job_of("mlp"), train_state) is None and "stopping" not in train_state.to_json()
 
 
 @pytest.mark.parametrize("metric", ["loss", "epoch_loss"])

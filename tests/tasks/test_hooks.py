@@ -74,8 +74,8 @@ def test_each_hook_sees_what_the_history_says(tmp_path: Path, workers: int) -> N
 
 def meddle(view: TrainingView) -> None:
     """Try all that a hook could do to the training."""
-    for one in (*view.weights.values(), *(view.ema_weights or {}).values()):
-        one.zero_()
+    for weight in (*view.weights.values(), *(view.ema_weights or {}).values()):
+        weight.zero_()
     with pytest.raises(TypeError):
         view.metrics["loss"] = 3.0  # type: ignore[index]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -91,7 +91,7 @@ def test_a_hook_cannot_change_the_training(tmp_path: Path) -> None:
     run_group(job_of(DROPOUT, hooks=meddling, **keys), tmp_path / "meddled")
     for name in ("weights.safetensors", "ema.safetensors"):
         alone, meddled = load_file(tmp_path / "alone" / name), load_file(tmp_path / "meddled" / name)
-        assert all(torch.equal(alone[key], one) for key, one in meddled.items())
+        assert all(torch.equal(alone[key], value) for key, value in meddled.items())
     assert repr(history_of(tmp_path / "alone")) == repr(history_of(tmp_path / "meddled"))
 
 
@@ -119,7 +119,7 @@ def test_a_class_keeps_a_state_and_the_weights_are_those_of_the_step(tmp_path: P
         ("ema", load_file(tmp_path / "six" / "ema.safetensors")),
     ):
         assert kept[name].keys() == expected.keys()
-        assert all(torch.equal(kept[name][key], one) for key, one in expected.items())
+        assert all(torch.equal(kept[name][key], value) for key, value in expected.items())
 
 
 def fails(view: TrainingView, step: int) -> None:

@@ -171,8 +171,8 @@ def test_a_run_that_is_resumed_on_another_kind_says_so(tmp_path: Path, own: dict
     (line,) = [line for line in says.splitlines() if "other bits" in line]
     assert "MKL_CBWR is COMPATIBLE before and not there now" in line
     about = ABOUT_JSON.read(Storage(str(tmp_path / "bits")))
-    assert [one.step for one in about.attempts] == [0, 2]
-    assert [one.kinds[0].computes["capability"] for one in about.attempts] == ["DEFAULT", own["own"]]
+    assert [attempt.step for attempt in about.attempts] == [0, 2]
+    assert [attempt.kinds[0].computes["capability"] for attempt in about.attempts] == ["DEFAULT", own["own"]]
     assert about.attempts[1].kinds[0].computes == own["kind"]
     with lowest_kind(False):
         again = ended(run_job, {**given, "max_steps": 6, "quiet": False})

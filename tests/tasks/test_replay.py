@@ -197,12 +197,12 @@ def test_a_poisoned_row_in_10000_is_named_first(tmp_path: Path, kind: str, sampl
     run = in_process(tmp_path, dataset=data, batch_size=10_000, shards=4)
     found = again(run, 0)
     assert found.rows[0].sample == sample and len(found.rows) == 10_000
-    assert [one.shard for one in found.rows].count(3) == 2500
+    assert [row.shard for row in found.rows].count(3) == 2500
     if kind == "Broken":
         assert found.rows[0].loss is not None and math.isnan(found.rows[0].loss)
         assert found.output is not None and (found.output["module"], found.output["kind"]) == ("0", "Linear")
         assert found.output["shard"] == found.rows[0].shard and found.batch is not None
-        assert all(one.loss is not None and math.isfinite(one.loss) for one in found.rows[1:])
+        assert all(row.loss is not None and math.isfinite(row.loss) for row in found.rows[1:])
     else:
         torch.manual_seed(0)
         item = Outliers(10_000)[sample]
@@ -215,8 +215,8 @@ def test_only_a_shard(tmp_path: Path) -> None:
     run = in_process(tmp_path, shards=3, bitwise=True, model="tests.tasks.test_replay:Counted")
     whole, Counted.rows = again(run, 2), []
     found = again(run, 2, shard=1)
-    assert {one.shard for one in found.rows} == {1} and found.loss is None
-    assert set(found.rows) == {one for one in whole.rows if one.shard == 1}
+    assert {row.shard for row in found.rows} == {1} and found.loss is None
+    assert set(found.rows) == {row for row in whole.rows if row.shard == 1}
     assert Counted.rows == [2] * 5, "both shards of steps 0 and 1, and that one of step 2"
     with pytest.raises(JobError, match="--shard 2: step 2 has 2 shards, counted from 0"):
         again(run, 2, shard=2)
@@ -288,10 +288,10 @@ def test_the_losses_of_rows_are_plain_torchs(tmp_path: Path, keys: dict[str, Any
     forward = model.encode if isinstance(model, training.Headed) else model
     data = training.Pairs()
     losses = per_row(forward(data.inputs), data.targets)
-    assert {one.sample: one.loss for one in found.rows} == pytest.approx(
-        {one.sample: losses[one.sample].item() for one in found.rows}, rel=1e-5
+    assert {row.sample: row.loss for row in found.rows} == pytest.approx(
+        {row.sample: losses[row.sample].item() for row in found.rows}, rel=1e-5
     )
-    order = [one.loss for one in found.rows]
+    order = [row.loss for row in found.rows]
     assert order == sorted(order, key=lambda one: -(one or 0.0)) and len(order) == 4
     assert found.row_losses == says and found.compared == "bitwise equal"
 
@@ -302,10 +302,10 @@ def test_a_loss_of_tokens_gives_means_of_rows(tmp_path: Path) -> None:
     run = in_process(tmp_path, shards=2, model=model, dataset=sentences, shuffle=False)
     torch.manual_seed(0)
     plain, data = training.Transformer(0.0), training.Sentences(8)
-    for one in again(run, 0).rows:
-        tokens, target = data[one.sample]
+    for row in again(run, 0).rows:
+        tokens, target = data[row.sample]
         expected = nn.functional.cross_entropy(plain(tokens[None]), target[None]).item()
-        assert one.loss == pytest.approx(expected, rel=1e-5), "without what is ignored"
+        assert row.loss == pytest.approx(expected, rel=1e-5), "without what is ignored"
 
 
 def test_rows_that_are_left_out_are_none(tmp_path: Path) -> None:
@@ -332,7 +332,9 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         ("norm", {"sync_batchnorm": True, "shards": 2, "workers": 2}, "sync_batchnorm takes its statistics from all"),
         ("mixed", {"strategy": "fsdp", "fsdp": {"mixed_precision": {"param": "bf16"}}}, "fsdp.mixed_precision"),
     ):
-        job = Job.make({key: one for key, one in {**keys_of(**keys), "name": name}.items() if key != "quiet"}, name)
+        job = Job.make(
+            {key: value for key, value in {**keys_of(**keys), "name": name}.items() if key != "quiet"}, name
+        )
         run_dir_of(tmp_path, job)
         with pytest.raises(JobError, match=says):
             again(tmp_path / name, 0)

@@ -96,12 +96,14 @@ class Oracle:
     def gradients(self, run: Run, given: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """The sums over the shards of the gradients of what was trained, by the tree."""
         of_shards = []
-        pieces = torch.split(given, [len(one) for one in run.outputs])
-        names = [name for name, one in run.copies[0].named_parameters() if one.requires_grad]
+        pieces = torch.split(given, [len(output) for output in run.outputs])
+        names = [name for name, parameter in run.copies[0].named_parameters() if parameter.requires_grad]
         for output, piece, one in zip(run.outputs, pieces, run.copies, strict=True):
             trained = [each for each in one.parameters() if each.requires_grad]
             of_shards.append(torch.autograd.grad(output, trained, piece, retain_graph=True, allow_unused=True))
-        return {name: self._sum([one[at] for one in of_shards], (0, self.shards)) for at, name in enumerate(names)}
+        return {
+            name: self._sum([shard[at] for shard in of_shards], (0, self.shards)) for at, name in enumerate(names)
+        }
 
     def _sum(self, of_shards: list[torch.Tensor], node: tuple[int, int]) -> torch.Tensor | None:
         start, stop = node
@@ -115,9 +117,9 @@ class Oracle:
 
 @torch.no_grad()
 def descend(module: nn.Module) -> None:
-    for one in module.parameters():
-        if one.grad is not None:
-            one.sub_(0.1 * (one.grad.to_dense() if one.grad.is_sparse else one.grad))
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.sub_(0.1 * (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad))
 
 
 def assert_same_modules(got: nn.Module, wanted: nn.Module) -> None:
@@ -180,8 +182,8 @@ def test_steps_are_the_bare_modules_shard_by_shard(name: str, workers: int) -> N
             model.zero_grad()
             output.square().sum().backward()
             sums = oracle.gradients(run, 2 * run.output)
-            for key, one in oracle.bare.named_parameters():
-                one.grad = sums.get(key)
+            for key, parameter in oracle.bare.named_parameters():
+                parameter.grad = sums.get(key)
             assert_same_modules(bare, oracle.bare)
             descend(bare)
             descend(oracle.bare)
@@ -242,10 +244,10 @@ def check_program(draw: random.Random, workers: int, actions: list[str]) -> None
                     given = torch.randn(output.shape, generator=data)
                     output.backward(given, retain_graph=keeps)  # type: ignore[no-untyped-call]
                     parameters = dict(oracle.bare.named_parameters())
-                    for name, one in oracle.gradients(run, given).items():
+                    for name, tensor in oracle.gradients(run, given).items():
                         own = parameters[name]
-                        if one is not None and own.requires_grad:
-                            own.grad = one if own.grad is None else own.grad + one
+                        if tensor is not None and own.requires_grad:
+                            own.grad = tensor if own.grad is None else own.grad + tensor
                 case "drop" if waiting:
                     waiting.pop(draw.randrange(len(waiting)))
                 case "descend":
@@ -273,7 +275,7 @@ def test_a_module_frozen_or_changed_while_its_graph_waits_gets_its_gradients(wor
     bare = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     plain, inputs = copy.deepcopy(bare), torch.randn(6, 4)
     plain(inputs).square().sum().backward()
-    wanted = [one.grad for one in plain.parameters()]
+    wanted = [parameter.grad for parameter in plain.parameters()]
     for change in ("frozen", "stepped", "replaced", "evaluated"):
         model = DataParallel(copy.deepcopy(bare), workers, shards=2, quiet=True)
         trained = list(model.parameters())
@@ -307,16 +309,16 @@ def test_a_generator_trains_through_a_frozen_judge() -> None:
         for _ in range(3):
             fake = makes(torch.randn(6, 2, generator=generator))
             judged = judges(fake)
-            for one in judges.parameters():
-                one.requires_grad_(False)
+            for parameter in judges.parameters():
+                parameter.requires_grad_(False)
             judges(torch.randn(6, 3, generator=generator))
             judged.mean().backward()
-            losses += [judged.detach(), *(one.grad.clone() for one in makes.parameters())]
-            for one in judges.parameters():
-                one.requires_grad_(True)
+            losses += [judged.detach(), *(parameter.grad.clone() for parameter in makes.parameters())]
+            for parameter in judges.parameters():
+                parameter.requires_grad_(True)
         return losses
 
-    torch.testing.assert_close(trained(*(DataParallel(one, 2, quiet=True) for one in nets)), trained(*plain))
+    torch.testing.assert_close(trained(*(DataParallel(net, 2, quiet=True) for net in nets)), trained(*plain))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -382,7 +384,7 @@ def test_a_backward_that_raises_leaves_the_group_and_names_the_shard() -> None:
     members = list(workers.members)
     model(torch.zeros(6, 1)).sum().backward()
     assert workers.members == members and not workers._has_changed
-    assert all(one.grad is not None for one in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -416,22 +418,22 @@ def test_fewer_workers_are_honoured_and_more_start_anew() -> None:
     waits = first(inputs)
     few = DataParallel(first.module, 1, shards=4, quiet=True)
     output = few(inputs)
-    assert {one.rank for one in few.shapes} == {0} and len(few.shapes) == 3
+    assert {shape.rank for shape in few.shapes} == {0} and len(few.shapes) == 3
     output.sum().backward()
-    assert {one.rank for one in first.shapes} == {0, 1}
+    assert {shape.rank for shape in first.shapes} == {0, 1}
     old = served()
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
         more = DataParallel(nn.Identity(), 3)
     assert "3 workers start in place of 2" in text.getvalue()
     assert not old.members and len(served().ready()) == 3
-    before = [copy.deepcopy(one.grad) for one in first.parameters()]
+    before = [copy.deepcopy(parameter.grad) for parameter in first.parameters()]
     waits.sum().backward()  # its shards run again
     for one, wanted in zip(first.parameters(), before, strict=True):
         assert wanted is not None and one.grad is not None
         torch.testing.assert_close(one.grad, 2 * wanted)
     more(inputs)
-    assert {one.rank for one in more.shapes} == {0, 1, 2}
+    assert {shape.rank for shape in more.shapes} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("when", ["before", "forward", "backward"])
@@ -470,7 +472,7 @@ def test_a_worker_may_be_lost_once_it_has_run_its_shard_of_a_call(monkeypatch: p
 
         monkeypatch.setattr(served(), "call", call)
         output = model(inputs)
-        assert [one.rank for one in model.shapes] == [0, 1]
+        assert [shape.rank for shape in model.shapes] == [0, 1]
         assert not {first, second} & set(served().members)
         output.sum().backward()
         torch.testing.assert_close(output, module(inputs))
@@ -593,7 +595,7 @@ def test_here_hooks_on_what_graphs_save_are_the_callers_alone() -> None:
         with DataParallel(module, 0, shards=2, seed=1, quiet=True) as model:
             output = around(model, inputs, use_reentrant=False)
             output.square().sum().backward()
-        found.append([output, *(one.grad for one in module.parameters())])
+        found.append([output, *(parameter.grad for parameter in module.parameters())])
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
     seen: list[torch.Tensor] = []

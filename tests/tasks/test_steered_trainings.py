@@ -84,7 +84,7 @@ class ByHand:
 
 
 def stop_of(messages: list[Any]) -> StoppedEarly:
-    (found,) = (one for one in messages if isinstance(one, StoppedEarly))
+    (found,) = (message for message in messages if isinstance(message, StoppedEarly))
     return found
 
 
@@ -117,7 +117,7 @@ def ending(folder: Path) -> tuple[Any, ...]:
     last = max(int(path.stem[5:]) for path in (folder / "checkpoints").glob("step-*.safetensors"))
     kept = load_checkpoint(Storage(str(folder / "checkpoints")), f"step-{last}.safetensors")
     files = [weights_of(folder), load_file(folder / "ema.safetensors"), load_file(folder / "best.safetensors")]
-    bits = [{name: one.numpy().tobytes() for name, one in file.items()} for file in files]
+    bits = [{name: value.numpy().tobytes() for name, value in file.items()} for file in files]
     return bits, repr(history_of(folder)), repr((kept.about, kept.state))
 
 
@@ -142,7 +142,7 @@ def test_killed_at_each_border_it_ends_as_the_undisturbed_one(tmp_path: Path, mo
 
 
 def told_end(messages: list[Any]) -> bool:
-    return any(isinstance(one, StoppedEarly) for one in messages)
+    return any(isinstance(message, StoppedEarly) for message in messages)
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_the_average_is_the_same_bits_on_any_number_of_workers(tmp_path: Path) -
             tmp_path / str(workers),
         )
         ema = load_file(tmp_path / str(workers) / "ema.safetensors")
-        endings.append({name: one.numpy().tobytes() for name, one in ema.items()})
+        endings.append({name: value.numpy().tobytes() for name, value in ema.items()})
     assert endings[0] == endings[1] == endings[2]
 
 
@@ -191,7 +191,7 @@ def test_on_an_object_store_it_fails_goes_on_and_ends_as_on_a_disk(server: "Serv
     assert (there.weights_sha256, there.ema["sha256"]) == (here.weights_sha256, here.ema["sha256"])
     averages, expected = there.ema_weights, here.ema_weights
     assert averages.keys() == expected.keys()
-    assert all(torch.equal(averages[name], one) for name, one in expected.items())
+    assert all(torch.equal(averages[name], value) for name, value in expected.items())
     assert there.metrics == here.metrics and len(there.history) == there.stopped_early["step"]
 
 

@@ -100,8 +100,8 @@ def test_a_recurrent_net_with_the_batch_in_dimension_1(tmp_path: Path) -> None:
     merged, _ = run_alone(job, tmp_path)
     chunks = plain_loop(job, list(range(17)), lambda items: torch.stack(items, 1), dim=1)
     outputs, state = merged.read()
-    assert torch.equal(outputs, torch.cat([one[0] for one in chunks], 1))
-    assert torch.equal(state, torch.cat([one[1] for one in chunks], 1))
+    assert torch.equal(outputs, torch.cat([chunk[0] for chunk in chunks], 1))
+    assert torch.equal(state, torch.cat([chunk[1] for chunk in chunks], 1))
     sizes = [batch[0].shape for batch in merged.batches(7)]
     assert sizes == [torch.Size([4, 7, 6]), torch.Size([4, 7, 6]), torch.Size([4, 3, 6])]
 

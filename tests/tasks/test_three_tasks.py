@@ -22,7 +22,7 @@ def keys(folder: Path, **others: Any) -> dict[str, Any]:
 
 
 def notes(messages: list[Any]) -> list[str]:
-    return [one.text for one in messages if isinstance(one, Note)]
+    return [message.text for message in messages if isinstance(message, Note)]
 
 
 def test_evaluate_measures_the_dataset_of_eval(tmp_path: Path) -> None:
@@ -92,5 +92,5 @@ def test_other_weights_are_not(tmp_path: Path, given: dict[str, Any]) -> None:
     if "init_from" in given:
         given = {**given, "init_from": str(tmp_path / "linear.pt")}
     job = Job.make({"dataset": models.Rows(20), "batch_size": 7, **given}, "job")
-    assert not any("untrained" in one for one in notes(run_group(job, tmp_path)))
+    assert not any("untrained" in note for note in notes(run_group(job, tmp_path)))
     assert (tmp_path / PARTS).exists()

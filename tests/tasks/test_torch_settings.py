@@ -50,7 +50,7 @@ NAMED = {
         for kind in ("cudnn", "fa3", "flash", "math", "mem_efficient", "overrideable")
     },
 }
-NAMES = [one.name for one in settings_of_torch()]
+NAMES = [setting.name for setting in settings_of_torch()]
 
 
 def of_torch() -> Iterator[str]:
@@ -125,7 +125,7 @@ def entered(*contexts: Any) -> None:
 
 def other_engine() -> str:
     quantized: Any = torch.backends.quantized
-    return str(next(one for one in quantized.supported_engines if one not in (quantized.engine, "none")))
+    return str(next(engine for engine in quantized.supported_engines if engine not in (quantized.engine, "none")))
 
 
 def enter_both() -> None:
@@ -162,10 +162,12 @@ CHANGES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_is_as_before(name: str) -> None:
-    before, ours = read(), {one.name: one.read() for one in settings_of_torch()}
+    before, ours = read(), {setting.name: setting.read() for setting in settings_of_torch()}
     with isolated() as remains:
         CHANGES[name]()
-        assert {one.name: one.read() for one in settings_of_torch()} != ours or name == "hooks of optimizers"
+        assert {
+            setting.name: setting.read() for setting in settings_of_torch()
+        } != ours or name == "hooks of optimizers"
     assert read() == before
     assert remains == []
     value = torch.ones(1, requires_grad=True)
@@ -177,9 +179,9 @@ def flips(setting: Any) -> bool:
     return isinstance(setting.read(), bool) and setting.set is not None
 
 
-@pytest.mark.parametrize("name", [one.name for one in settings_of_torch() if flips(one)])
+@pytest.mark.parametrize("name", [setting.name for setting in settings_of_torch() if flips(setting)])
 def test_each_that_is_on_or_off_is_as_before(name: str) -> None:
-    (setting,) = (one for one in settings_of_torch() if one.name == name)
+    (setting,) = (setting for setting in settings_of_torch() if setting.name == name)
     before = read()
     with isolated() as remains:
         try:

@@ -65,7 +65,7 @@ def test_views_and_large_tensors_are_written_by_their_numbers(tmp_path: Path) ->
         "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     }
     write_tensors(Storage(str(tmp_path)), "file", tensors)
-    assert all(torch.equal(one, tensors[name]) for name, one in load_file(tmp_path / "file").items())
+    assert all(torch.equal(value, tensors[name]) for name, value in load_file(tmp_path / "file").items())
 
 
 def test_every_changed_byte_and_every_cut_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ def test_views_of_a_flat_buffer_are_the_tensors(data: st.DataObject) -> None:
         tensors.append(one.transpose(0, -1) if data.draw(st.booleans()) and one.ndim else one)
     buffer = flat(tensors)
     assert len(buffer) == sum(map(room, tensors))
-    for view, one in zip(views(buffer, [Form(one.shape, one.dtype) for one in tensors]), tensors, strict=True):
+    for view, one in zip(
+        views(buffer, [Form(tensor.shape, tensor.dtype) for tensor in tensors]), tensors, strict=True
+    ):
         assert view.dtype == one.dtype and view.shape == one.shape
         assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
         assert (view.data_ptr() - buffer.data_ptr()) % ALIGNED == 0 or not view.numel()
@@ -36,8 +38,8 @@ def test_the_bytes_of_a_lazy_conjugate_or_negative_are_those_of_its_numbers() ->
     assert as_bytes(negative).numpy().tobytes() == negative.numpy(force=True).tobytes()
 
 
-def _saved(one: torch.Tensor) -> bytes:
+def _saved(tensor: torch.Tensor) -> bytes:
     """What torch saves of its elements."""
     file = io.BytesIO()
-    torch.save(one.contiguous().clone().untyped_storage(), file)
+    torch.save(tensor.contiguous().clone().untyped_storage(), file)
     return file.getvalue()

@@ -31,7 +31,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import build, resolve
 from dp_ray.system.process import patched
-from dp_ray.tensors.files import local, rows_of
+from dp_ray.tensors.files import local, rows_of_rank
 from dp_ray.text import listed
 
 DDP = "take strategy: ddp, or change the model"
@@ -48,22 +48,22 @@ def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharde
     """
     model, values, replaced = _on_meta(job, note)
     places = _places(model)
-    # What the model's code has written into its parameters: an optimizer may go by it.
-    attributes = {name: dict(vars(one)) for name, one in model.named_parameters()}
+    # Attributes that the model's code set on its parameters: an optimizer may read them.
+    attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     root, current, replicated = shard_in_place(job, world, model)
     if replicated:
-        sizes = [f"{name} ({one.nbytes} bytes)" for name, one in replicated.items()]
+        sizes = [f"{name} ({parameter.nbytes} bytes)" for name, parameter in replicated.items()]
         note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
     names = list(replicated)
-    del replicated  # else `replaced.check` would find it among those that keep the old tensors
+    del replicated  # else `replaced.check` would find that this name keeps an old tensor
     tensors = _materialise(places, world.device, job.fsdp.offload)
     for module in model.modules():
         if type(module).__setattr__ is not nn.Module.__setattr__:  # it notes its parameters, as an LSTM does
-            for name, one in list(module._parameters.items()):
-                setattr(module, name, one)
+            for name, parameter in list(module._parameters.items()):
+                setattr(module, name, parameter)
     replaced.check(model)
-    for name, one in model.named_parameters():
-        vars(one).update(attributes[name])
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(attributes[name])
     for number, whole in values:
         _copy_rows(tensors[number], whole, world)
         del whole  # before the next one is made: so one whole tensor is in memory at a time
@@ -80,7 +80,7 @@ def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[FSDPModule
 
 
 def recasts(job: Job) -> bool:
-    """Return whether a training casts its weights anew for each operation, and for its backward.
+    """Return whether a training casts its weights again for each operation, and for its backward.
 
     With `bitwise` it does not: torch adds the gradients of a weight that is used twice before their cast if it keeps
     the copy, as one process does, and after it else.
@@ -92,7 +92,7 @@ class Replaced:
     """A model's tensors before they are replaced, to find out who else keeps them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._before = {name: weakref.ref(one) for name, one in _named(model)}
+        self._before = {name: weakref.ref(tensor) for name, tensor in _named(model)}
 
     def check(self, model: nn.Module) -> None:
         """Raise JobError if a list, a function or the like keeps a tensor that is no longer the model's."""
@@ -101,18 +101,18 @@ class Replaced:
         gc.collect()
         stale = self._stale(model)
         # One without a Python object that refers to it is only part of autograd's graph, from the constructor.
-        keepers = [one for one in gc.get_referrers(*stale.values()) if not isinstance(one, FrameType)]
-        kept = {id(held) for one in keepers if one is not stale for held in gc.get_referents(one)}
-        if names := [name for name, one in stale.items() if id(one) in kept]:
+        keepers = [referrer for referrer in gc.get_referrers(*stale.values()) if not isinstance(referrer, FrameType)]
+        kept = {id(held) for keeper in keepers if keeper is not stale for held in gc.get_referents(keeper)}
+        if names := [name for name, reference in stale.items() if id(reference) in kept]:
             raise JobError(
                 "strategy: fsdp puts shards in the place of the model's tensors, but something else keeps these: "
                 f"{listed(names)}; {DDP}: a list, dict or function must take them from the module when it runs"
             )
 
     def _stale(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        now = {id(one) for _, one in _named(model)}
-        alive = {name: one for name, ref in self._before.items() if (one := ref()) is not None}
-        return {name: one for name, one in alive.items() if id(one) not in now}
+        now = {id(tensor) for _, tensor in _named(model)}
+        alive = {name: tensor for name, ref in self._before.items() if (tensor := ref()) is not None}
+        return {name: tensor for name, tensor in alive.items() if id(tensor) not in now}
 
 
 def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Values, Replaced]:
@@ -127,10 +127,10 @@ def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Values, 
             _check_no_others(model, recording)
             replaced = _checked(model)
             refs: dict[int, list[tuple[int, Ref]]] = defaultdict(list)  # now: its tensors are about to be replaced
-            for _, one in _named(model):
-                if one.is_meta:
-                    ref = recording.ref(one)
-                    refs[ref.memory].append((id(one), ref))
+            for _, tensor in _named(model):
+                if tensor.is_meta:
+                    ref = recording.ref(tensor)
+                    refs[ref.memory].append((id(tensor), ref))
             return model, _replayed(recording, refs), replaced
         except CannotDefer as error:
             reason = str(error).splitlines()[0]
@@ -138,7 +138,7 @@ def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Values, 
         reason = "it is an object that is made already"
     model = build_model(job, [CPU])
     replaced = _checked(model)
-    size = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
+    size = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     what = job.model.label if isinstance(job.model, Target) else type(model).__qualname__
     note(f"fsdp: {what} cannot be built shard by shard, so each worker builds it whole, in {size} bytes: {reason}")
     return model, _emptied(model), replaced
@@ -160,8 +160,8 @@ def check_shardable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise JobError(f"strategy: fsdp cannot shard {name or 'the model'}, a TorchScript module; {DDP}")
-    for name, one in model.named_parameters():
-        if one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None):
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise JobError(
                 f"strategy: fsdp: the parameter {name} has a hook, which its shards would not have; {DDP}, like with "
                 "a hook of the module"
@@ -176,9 +176,9 @@ def check_shardable(model: nn.Module) -> None:
 def _sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the names of two tensors that have elements in common."""
     beside: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-    for name, one in _named(model):
-        if one.layout is torch.strided and one.numel() and not torch.nn.parameter.is_lazy(one):
-            beside[one.untyped_storage()._cdata].append((name, one))
+    for name, tensor in _named(model):
+        if tensor.layout is torch.strided and tensor.numel() and not torch.nn.parameter.is_lazy(tensor):
+            beside[tensor.untyped_storage()._cdata].append((name, tensor))
     for group in beside.values():
         for (name, first), (other, second) in itertools.combinations(group, 2):
             if _overlap([first, second]):
@@ -187,17 +187,17 @@ def _sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _overlap(pair: Sequence[torch.Tensor]) -> bool:
     spans = []
-    for one in pair:
-        last = sum((size - 1) * stride for size, stride in zip(one.size(), one.stride(), strict=True))
-        begin = int(one.storage_offset())
-        spans.append((begin * one.itemsize, (begin + last + 1) * one.itemsize))
+    for tensor in pair:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        begin = int(tensor.storage_offset())
+        spans.append((begin * tensor.itemsize, (begin + last + 1) * tensor.itemsize))
     (begin, end), (start, stop) = spans
     if end <= start or stop <= begin:
         return False
     if pair[0].itemsize != pair[1].itemsize:
         return True
     used = torch.zeros(max(end, stop) // pair[0].itemsize, dtype=torch.bool)  # they may be columns of a matrix
-    first, second = (used.as_strided(one.size(), one.stride(), one.storage_offset()) for one in pair)
+    first, second = (used.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()) for tensor in pair)
     first.copy_(torch.tensor(True).expand(first.shape))
     return bool(second.any())
 
@@ -212,13 +212,13 @@ def _check_no_others(model: nn.Module, recording: Recording) -> None:
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise CannotDefer(f"{name}.{key} is a tensor that is neither a parameter nor a buffer")
-    mine = {id(one) for _, tensor in _named(model) for one in (tensor, tensor._base)}
-    if any(id(one) not in mine for one in recording.alive()):
+    mine = {id(memory) for _, tensor in _named(model) for memory in (tensor, tensor._base)}
+    if any(id(tensor) not in mine for tensor in recording.alive()):
         gc.collect()
-    for one in recording.alive():
-        if id(one) not in mine:
+    for tensor in recording.alive():
+        if id(tensor) not in mine:
             raise CannotDefer(
-                f"something keeps a tensor of shape {list(one.shape)} that is no parameter and no buffer"
+                f"something keeps a tensor of shape {list(tensor.shape)} that is no parameter and no buffer"
             )
 
 
@@ -235,14 +235,14 @@ def _emptied(model: nn.Module) -> Values:
     values: list[tuple[int, torch.Tensor]] = []
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, one in module._parameters.items():
-            if one is None:
+        for name, parameter in module._parameters.items():
+            if parameter is None:
                 continue
-            if id(one) not in made:
-                made[id(one)] = nn.Parameter(one.detach().to("meta"), one.requires_grad)
-                vars(made[id(one)]).update(vars(one))
-                values.append((id(made[id(one)]), one.detach()))
-            module._parameters[name] = made[id(one)]
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                vars(made[id(parameter)]).update(vars(parameter))
+                values.append((id(made[id(parameter)]), parameter.detach()))
+            module._parameters[name] = made[id(parameter)]
     return (values.pop() for _ in range(len(values)))
 
 
@@ -251,27 +251,27 @@ def _places(model: nn.Module) -> Places:
     places: Places = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
-            for name, one in held.items():
-                if one is not None:
-                    places.setdefault(id(one), []).append((held, name))
+            for name, tensor in held.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((held, name))
     return places
 
 
 def _kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that FSDP cannot shard: scalars, other layouts, complex ones, a second dtype's."""
     bytes_of: dict[torch.dtype, int] = {}
-    for one in model.parameters():
-        if one.requires_grad and not one.is_complex():
-            bytes_of[one.dtype] = bytes_of.get(one.dtype, 0) + one.nbytes
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.is_complex():
+            bytes_of[parameter.dtype] = bytes_of.get(parameter.dtype, 0) + parameter.nbytes
     main = max(bytes_of, key=lambda dtype: bytes_of[dtype], default=torch.float32)
     return {
-        name: one
-        for name, one in model.named_parameters()
-        if one.ndim == 0
-        or not one.numel()
-        or one.is_complex()
-        or not one.is_contiguous()
-        or (one.requires_grad and one.dtype != main)
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 0
+        or not parameter.numel()
+        or parameter.is_complex()
+        or not parameter.is_contiguous()
+        or (parameter.requires_grad and parameter.dtype != main)
     }
 
 
@@ -291,12 +291,12 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
         if job.compile:  # what FSDP does before and after the forward stays outside
             block.forward = torch.compile(block.forward)
         fully_shard(block, reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy(*dtypes), **keys)
-    policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # what the root gets holds targets too
+    policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # the root's inputs hold targets too
     root = fully_shard(Root(model), mp_policy=policy, **keys)
     if dtypes[0] is not None:
         # The model's own inputs: its parameters are gathered in this dtype.
         model.register_forward_pre_hook(functools.partial(_cast_floats, dtypes[0]), with_kwargs=True)
-    # Of the CPUs: to ask over GPUs would wait for the whole forward.
+    # A group on the CPUs: to ask over GPUs would wait for the whole forward.
     current = FsdpRound(group=new_group("gloo") if is_gpu(world.device) else group)
     for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
@@ -326,7 +326,7 @@ def _set_collectives(module: FSDPModule, job: Job, current: FsdpRound, name: str
     if not job.bitwise or group is None:
         module.set_custom_reduce_scatter(SumScatter(current, name))  # type: ignore[arg-type]
         return
-    trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
+    trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
     scatter = TreeScatter(current, name, trained, job.num_shards)
     module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
     if current.group is not None and current.group.size() == 1:
@@ -339,7 +339,7 @@ def _note_block(current: FsdpRound, number: int, *_: Any) -> None:
 
 def _cast_floats(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
     return torch.utils._pytree.tree_map(
-        lambda one: one.to(dtype) if isinstance(one, torch.Tensor) and one.is_floating_point() else one,
+        lambda value: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value,
         (args, kwargs),
     )
 
@@ -349,10 +349,10 @@ def _materialise(places: Places, device: torch.device, is_offloaded: bool) -> di
     made: dict[int, torch.Tensor] = {}
     for number, where in places.items():
         held, name = where[0]
-        one = held[name]
-        at = CPU if is_offloaded and hasattr(one, "to_local") else device
-        fresh = torch.empty_like(one, device=at) if one.is_meta else one.to(at)
-        made[number] = nn.Parameter(fresh, one.requires_grad) if isinstance(one, nn.Parameter) else fresh
+        tensor = held[name]
+        at = CPU if is_offloaded and hasattr(tensor, "to_local") else device
+        fresh = torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(at)
+        made[number] = nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
         for held, name in where:
             held[name] = made[number]
     return made
@@ -365,5 +365,5 @@ def _copy_rows(tensor: torch.Tensor, whole: torch.Tensor, world: World) -> None:
     if mine is tensor:
         tensor.copy_(whole)
     elif mine.numel():
-        first, end = rows_of(whole.shape[0], world.world_size, world.rank)
+        first, end = rows_of_rank(whole.shape[0], world.world_size, world.rank)
         mine.copy_(whole[first:end])

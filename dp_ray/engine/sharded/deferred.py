@@ -66,7 +66,7 @@ class Operation:
     @property
     def touched(self) -> frozenset[int]:
         """Return all memory that it reads, writes or makes."""
-        return self.reads | self.writes | {one.memory for _, one in self.made}
+        return self.reads | self.writes | {ref.memory for _, ref in self.made}
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Recording:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what the block raises."""
+        """Note the block's error."""
         try:
             yield
         except Exception as error:
@@ -134,8 +134,8 @@ class Recording:
 
     def alive(self) -> list[torch.Tensor]:
         """Return the recorded tensors that anything in this process keeps."""
-        tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
-        return [one for one in tensors if one.device == META and self.knows(one)]
+        tensors = (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor))
+        return [tensor for tensor in tensors if tensor.device == META and self.knows(tensor)]
 
     def add(self, operation: Operation) -> None:
         """Note an operation that ran."""
@@ -150,14 +150,14 @@ class Recording:
 def record(build: Callable[[], Any], exact: bool = True) -> tuple[Any, Recording]:
     """Return what `build` returns, its tensors on the meta device, and how they are made.
 
-    Raises CannotDefer if a constructor reads numbers of its tensors, or does something else that needs them, also
-    if it, or torch, caught the error. The random state is afterwards as before. Without `exact`, the tensors alone
-    are asked for, which have the right sizes and types, and what a constructor does with numbers is no error.
+    Raises CannotDefer if a constructor reads numbers of its tensors, or otherwise needs them, even if it, or torch,
+    caught the error. The random state is afterwards as before. Without `exact`, only the sizes and types of the
+    tensors are wanted, and a constructor that needs numbers is no error.
     """
     recording = Recording(exact=exact)
     built = None
     try:
-        with Recorder(recording), AsIfReal(recording), _replaced(recording):
+        with OperationRecorder(recording), AsIfReal(recording), _replaced(recording):
             built = build()
         recording.check_random()
         failed = recording.first_error if exact else None
@@ -178,13 +178,13 @@ class Memories(dict[int, torch.UntypedStorage]):
 def replay(recording: Recording, wanted: Sequence[int]) -> Iterator[tuple[int, torch.UntypedStorage]]:
     """Make the tensors; yield each `wanted` memory, by its number, when it is made. It is not kept after that."""
     needed = _needed(recording, set(wanted))
-    last = {memory: at for at, one in enumerate(recording.operations) if needed[at] for memory in one.touched}
+    last = {memory: at for at, op in enumerate(recording.operations) if needed[at] for memory in op.touched}
     storages, missing = Memories(), set(wanted)
-    for at, one in enumerate(recording.operations):
-        if not needed[at] and not one.is_random:
+    for at, op in enumerate(recording.operations):
+        if not needed[at] and not op.is_random:
             continue
-        _run(one, recording, storages if needed[at] else Memories())
-        for memory in [memory for memory in one.touched if last.get(memory) == at and needed[at]]:
+        _run(op, recording, storages if needed[at] else Memories())
+        for memory in [memory for memory in op.touched if last.get(memory) == at and needed[at]]:
             storage = storages.pop(memory, None)
             if memory in missing and storage is not None:
                 missing.remove(memory)
@@ -199,20 +199,20 @@ def replay(recording: Recording, wanted: Sequence[int]) -> Iterator[tuple[int, t
 def _needed(recording: Recording, live: set[int]) -> list[bool]:
     """Return which operations matter to the memory that is wanted in the end; the others' results are overwritten."""
     needed = []
-    for one in reversed(recording.operations):
-        made = {result.memory for _, result in one.made}
-        # What it draws may depend on what it reads, as with a rejection: then it must run on the right numbers.
-        draws_by_reading = one.is_random and one.overwrites is None and bool(one.reads)
-        matters = bool((one.writes | made) & live) or draws_by_reading
+    for op in reversed(recording.operations):
+        made = {result.memory for _, result in op.made}
+        # Its draws may depend on numbers that it reads, as with a rejection: then it must run on the right ones.
+        draws_by_reading = op.is_random and op.overwrites is None and bool(op.reads)
+        matters = bool((op.writes | made) & live) or draws_by_reading
         if matters:
             live -= made
-            live -= {one.overwrites} if one.overwrites is not None else set()
-            live |= one.reads
+            live -= {op.overwrites} if op.overwrites is not None else set()
+            live |= op.reads
         needed.append(matters)
     return needed[::-1]
 
 
-def _run(one: Operation, recording: Recording, storages: dict[int, torch.UntypedStorage]) -> None:
+def _run(op: Operation, recording: Recording, storages: dict[int, torch.UntypedStorage]) -> None:
     def made(value: Any) -> Any:
         if not isinstance(value, Ref):
             return value
@@ -223,23 +223,23 @@ def _run(one: Operation, recording: Recording, storages: dict[int, torch.Untyped
 
     before = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(one.default)
+        torch.set_default_dtype(op.default)
         with torch.no_grad():
-            results = tree_flatten(one.function(*tree_map(made, one.args), **tree_map(made, one.kwargs)))[0]
+            results = tree_flatten(op.function(*tree_map(made, op.args), **tree_map(made, op.kwargs)))[0]
     finally:
         torch.set_default_dtype(before)
-    for place, ref in one.made:
-        storages[ref.memory] = _laid_out(results[place], ref, one, recording)
+    for place, ref in op.made:
+        storages[ref.memory] = _laid_out(results[place], ref, op, recording)
 
 
-def _laid_out(result: torch.Tensor, ref: Ref, one: Operation, recording: Recording) -> torch.UntypedStorage:
+def _laid_out(result: torch.Tensor, ref: Ref, op: Operation, recording: Recording) -> torch.UntypedStorage:
     """Return the memory of a result, which lies there as it did on the meta device."""
     geometry = tuple(result.size()), tuple(result.stride()), int(result.storage_offset())
     if (result.dtype, *geometry) == (ref.dtype, ref.size, ref.stride, ref.offset):
         return result.untyped_storage()
     if result.dtype != ref.dtype or geometry[0] != ref.size:
         raise ModelError(
-            f"{one.function} in the model's constructor gave {result.dtype} of shape {list(result.shape)}, and "
+            f"{op.function} in the model's constructor gave {result.dtype} of shape {list(result.shape)}, and "
             f"{ref.dtype} of shape {list(ref.size)} on the meta device"
         )
     storage = torch.UntypedStorage(recording.storages[ref.memory].nbytes())  # type: ignore[no-untyped-call]
@@ -253,7 +253,7 @@ WRITES_UNTOLD = {"native_batch_norm": ("running_mean", "running_var")}  # by the
 OVERWRITES = {"uniform_", "normal_", "zero_", "fill_", "copy_", "random_", "exponential_", "cauchy_", "log_normal_"}
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that runs each operation on the meta device, and notes it."""
 
     def __init__(self, recording: Recording) -> None:
@@ -267,7 +267,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._dispatched(function, args, dict(kwargs or {}))
 
     def _dispatched(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+        tensors = [argument for argument in tree_flatten((args, kwargs))[0] if isinstance(argument, torch.Tensor)]
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         _check_moves(function, tensors, kwargs, self._recording)
         if not any(map(is_meta, tensors)) and (tensors or _name(function) in AT_ONCE):
@@ -276,14 +276,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if kwargs.get("device") == META:  # that of a tensor it goes with
                 kwargs["device"] = CPU
             return function(*args, **kwargs)
-        if any(isinstance(one, torch.Generator) for one in tree_flatten((args, kwargs))[0]):
+        if any(isinstance(argument, torch.Generator) for argument in tree_flatten((args, kwargs))[0]):
             raise CannotDefer(f"{function} draws from a generator of its own")
         if not all(map(is_meta, _written(function, args, kwargs, torch.Tensor))):
             self._recording.refuse(f"{function} writes into a tensor of plain values what is known later")
         if _name(function) == "set_" and not all(map(is_meta, tensors)):
             self._recording.refuse(f"{function} gives a recorded tensor the memory of plain values")
         noted = tree_map(self._noted, (args, kwargs))
-        takes_device = any(one.name == "device" for one in function._schema.arguments)
+        takes_device = any(argument.name == "device" for argument in function._schema.arguments)
         on_meta = {**kwargs, "device": META} if takes_device else kwargs
         results = function(*tree_map(_as_meta, args), **tree_map(_as_meta, on_meta))
         self._note(function, noted, results, is_random)
@@ -305,10 +305,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._recording.memory_of(result)
                 made.append((place, self._recording.ref(result)))
         args, kwargs = noted
-        written = frozenset(one.memory for one in _written(function, args, kwargs, Ref))
+        written = frozenset(ref.memory for ref in _written(function, args, kwargs, Ref))
         if not made and not written:
-            return  # a view, of which a Ref says all
-        known = frozenset(one.memory for one in tree_flatten(noted)[0] if isinstance(one, Ref))
+            return  # a view: a Ref describes it completely
+        known = frozenset(ref.memory for ref in tree_flatten(noted)[0] if isinstance(ref, Ref))
         overwritten = self._overwritten(function, args)
         reads = known - ({overwritten} if overwritten is not None else set())
         default = torch.get_default_dtype()
@@ -317,15 +317,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _overwritten(self, function: Any, args: Any) -> int | None:
-        """Return the memory of which the operation replaces every byte."""
+        """Return the memory whose bytes the operation replaces, all of them."""
         if _name(function) not in OVERWRITES or not isinstance(args[0], Ref):
             return None
         first = args[0]
         with plainly():
             shape = torch.empty_strided(first.size, first.stride, dtype=first.dtype, device=META)
             is_whole = is_dense(shape) and shape.nbytes == self._recording.storages[first.memory].nbytes()
-        others = [one for one in tree_flatten(list(args[1:]))[0] if isinstance(one, Ref)]
-        return first.memory if is_whole and all(one.memory != first.memory for one in others) else None
+        others = [ref for ref in tree_flatten(list(args[1:]))[0] if isinstance(ref, Ref)]
+        return first.memory if is_whole and all(ref.memory != first.memory for ref in others) else None
 
 
 def _check_moves(function: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any], recording: Recording) -> None:
@@ -341,12 +341,12 @@ def _check_moves(function: Any, tensors: list[torch.Tensor], kwargs: dict[str, A
 
 
 def _written(function: Any, args: Any, kwargs: Any, kind: type) -> Iterator[Any]:
-    """Yield the arguments that an operation changes, of those of a kind."""
+    """Yield the arguments of this `kind` that an operation changes."""
     untold = WRITES_UNTOLD.get(_name(function), ())
     for place, argument in enumerate(function._schema.arguments):
         if argument.name in untold or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (one for one in tree_flatten(value)[0] if isinstance(one, kind))
+            yield from (found for found in tree_flatten(value)[0] if isinstance(found, kind))
 
 
 def _kept(plain: torch.Tensor) -> torch.Tensor:
@@ -371,7 +371,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
         return tensor.untyped_storage()
 
 
-# What does not raise an error for a meta tensor, and does something else than for a real one.
+# Functions that raise no error for a meta tensor, but do something else than for a real one.
 READS = {
     Tensor.__repr__: "the text",
     Tensor.__format__: "the text",
@@ -411,8 +411,8 @@ class AsIfReal(TorchFunctionMode):
             return self._answer(function, args, kwargs or {})
 
     def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        named = [one for one in (*args, kwargs.get("device")) if isinstance(one, str | torch.device)]
-        if any(one in (META, "meta") for one in named):
+        named = [argument for argument in (*args, kwargs.get("device")) if isinstance(argument, str | torch.device)]
+        if any(device in (META, "meta") for device in named):
             self._recording.refuse("it makes tensors on the meta device itself")
         if torch.is_autocast_enabled("cpu"):
             self._recording.refuse("it computes under autocast")
@@ -441,12 +441,12 @@ def _move(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if function is Tensor.type_as:
         return first.to(others[0].dtype)
     if not is_meta(first):
-        return function(first, *[one.dtype if isinstance(one, Tensor) else one for one in others], **kwargs)
+        return function(first, *[arg.dtype if isinstance(arg, Tensor) else arg for arg in others], **kwargs)
     if function is Tensor.cpu:
         function, kwargs = Tensor.to, {"device": CPU, **kwargs}
     if isinstance(other := kwargs.pop("other", None), Tensor):
         others.insert(0, other)
-    return function(first, *map(_staying, others), **{name: _staying(one) for name, one in kwargs.items()})
+    return function(first, *map(_staying, others), **{name: _staying(value) for name, value in kwargs.items()})
 
 
 def _staying(value: Any) -> Any:
@@ -483,7 +483,7 @@ BY_REJECTION = ("_no_grad_trunc_normal_",)
 
 @contextmanager
 def _replaced(recording: Recording) -> Iterator[None]:
-    """Replace, while the block runs, functions of torch of which neither mode sees what they do."""
+    """Replace, while the block runs, functions of torch that neither mode can see into."""
     state = _refusing(torch.get_rng_state, recording, "it reads the state of torch's random numbers")
     kind = _refusing(torch.Tensor.type, recording, "it asks for the type of a tensor that is made later")
     replacements: list[tuple[Any, str, Any]] = [
@@ -520,12 +520,12 @@ def _note_rejections(function: Callable[..., Any], recording: Recording) -> Call
 
 
 def _refusing(function: Callable[..., Any], recording: Recording, reason: str) -> Callable[..., Any]:
-    """Refuse a function in this thread's recording, but for plain tensors."""
+    """Refuse a function in this thread's recording, except for plain tensors."""
     mine = threading.get_ident()
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == mine and not any(
-            isinstance(one, torch.Tensor) and not is_meta(one) for one in args
+            isinstance(arg, torch.Tensor) and not is_meta(arg) for arg in args
         ):
             with recording.noting():
                 recording.refuse(reason)
@@ -536,7 +536,7 @@ def _refusing(function: Callable[..., Any], recording: Recording, reason: str) -
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Run the block's operations as those of torch alone: nothing is recorded."""
+    """Run the block's operations as plain torch does: nothing is recorded."""
     with ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(_disable_current_modes())

@@ -67,7 +67,7 @@ class CollectiveForwards(Forwards):
             return []
         size = self._world.world_size
         everybodys = (Work(work.split, size, rank, work.done, step) for rank in range(size))
-        return [self._dummy] * (max(len(next(iter(one))[1]) for one in everybodys) - ran)
+        return [self._dummy] * (max(len(next(iter(batches))[1]) for batches in everybodys) - ran)
 
     def agree(self, goes_on: bool) -> bool:
         """Return whether all workers go on; every rank calls this before each step."""
@@ -77,10 +77,10 @@ class CollectiveForwards(Forwards):
         return bool(votes)
 
     def end(self) -> bool:
-        """Free what the last forward has left gathered, and say that it ran to its end: True."""
+        """Free the parameters that the last forward has left gathered; return True."""
         self._sharded.root.reshard()  # a forward without a backward leaves parameters gathered
         return True
 
 
-def _moved(one: DummyBatch | None, device: torch.device) -> DummyBatch | None:
-    return None if one is None else DummyBatch(moved_batch(one.batch, device), one.rows)
+def _moved(batch: DummyBatch | None, device: torch.device) -> DummyBatch | None:
+    return None if batch is None else DummyBatch(moved_batch(batch.batch, device), batch.rows)

@@ -27,7 +27,7 @@ class ShardedReduction(Reduction):
     """The reduction with `strategy: fsdp`: gradients add up whole on each worker, and the last round sums slices.
 
     FSDP fills in zeros where a worker left a parameter unused. If no worker used it, it gets no gradient, as in one
-    process. `looks_for_unused` says whether the workers ask each other in each step: True and "auto" do.
+    process. With `looks_for_unused` True or "auto", the workers ask each other in each step.
     """
 
     def __init__(self, trained: Trained, sharded: Sharded, looks_for_unused: bool | str) -> None:
@@ -41,8 +41,8 @@ class ShardedReduction(Reduction):
         self._exchanges = True
         self._work: Work = None
         self.called = self._forward
-        for one in sharded.replicated.values():
-            self._watch(one, one)
+        for parameter in sharded.replicated.values():
+            self._watch(parameter, parameter)
 
     def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
         """Begin a step; without shards with rows, this worker's gradients count nothing."""
@@ -53,7 +53,7 @@ class ShardedReduction(Reduction):
 
     @contextmanager
     def shard(self, shard: int | None, is_last: bool) -> Iterator[None]:
-        """Run a round, of which only the last one's backward exchanges gradients; FSDP keeps those before it."""
+        """Run a round; only the last round's backward exchanges gradients. FSDP keeps those before it."""
         if is_last != self._exchanges:  # both walk through all modules
             self._sharded.root.set_requires_gradient_sync(is_last)
             self._sharded.root.set_is_last_backward(is_last)
@@ -80,14 +80,14 @@ class ShardedReduction(Reduction):
             self._work.wait()
         unused = self._unused()
         self._sum_replicated(
-            [one for one in self._sharded.replicated.values() if one.requires_grad and id(one) not in unused]
+            [param for param in self._sharded.replicated.values() if param.requires_grad and id(param) not in unused]
         )
         for unit in self._units:
             if id(unit.sharded_param) in unused:
                 unit.sharded_param.grad = None
-        for one in self._sharded.replicated.values():
-            if id(one) in unused:
-                one.grad = None
+        for parameter in self._sharded.replicated.values():
+            if id(parameter) in unused:
+                parameter.grad = None
         return iter(())
 
     def _forward(self, *shard: Any) -> torch.Tensor:
@@ -103,9 +103,8 @@ class ShardedReduction(Reduction):
 
     def _reached(self) -> list[torch.Tensor]:
         gathered = [getattr(unit, "_unsharded_param", None) for unit in self._units]
-        return [
-            one for one in [*gathered, *self._sharded.replicated.values()] if one is not None and one.requires_grad
-        ]
+        parameters = [*gathered, *self._sharded.replicated.values()]
+        return [param for param in parameters if param is not None and param.requires_grad]
 
     def _watch(self, gathered: torch.Tensor, parameter: nn.Parameter) -> None:
         """Note when a backward gives a parameter a gradient.
@@ -121,36 +120,36 @@ class ShardedReduction(Reduction):
         if not self._looks:
             return set()
         every = [*(unit.sharded_param for unit in self._units), *self._sharded.replicated.values()]
-        trained = [one for one in every if one.requires_grad]
-        counts = torch.tensor([id(one) in self._used for one in trained], dtype=torch.int32)
+        trained = [parameter for parameter in every if parameter.requires_grad]
+        counts = torch.tensor([id(parameter) in self._used for parameter in trained], dtype=torch.int32)
         with waiting("the other workers' unused parameters"):
             dist.all_reduce(counts, group=self._sharded.round.group)
             users = counts.tolist()
-        return {id(one) for one, count in zip(trained, users, strict=True) if not count}
+        return {id(parameter) for parameter, count in zip(trained, users, strict=True) if not count}
 
     def _sum_replicated(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of parameters that each worker holds whole; every rank calls this."""
-        for one in parameters:
-            if one.grad is None or self._sharded.round.is_silent:
-                one.grad = torch.zeros_like(one)
-            numbers = one.grad.detach().contiguous()  # all workers add them in one order, whatever the strides
+        for parameter in parameters:
+            if parameter.grad is None or self._sharded.round.is_silent:
+                parameter.grad = torch.zeros_like(parameter)
+            numbers = parameter.grad.detach().contiguous()  # all workers add them in one order, whatever the strides
             with waiting("the other workers' gradients"):
                 dist.all_reduce(_viewed(numbers), group=everyone())
-            one.grad.copy_(numbers)
+            parameter.grad.copy_(numbers)
 
 
 def _note(reduction: "weakref.ref[ShardedReduction]", number: int, _: torch.Tensor) -> None:
     """Note that the parameter of this id got a gradient."""
-    one = reduction()
-    if one is not None and not one._is_dummy:
-        one._used.add(number)
-        one._sharded.round.used.add(number)
+    live = reduction()
+    if live is not None and not live._is_dummy:
+        live._used.add(number)
+        live._sharded.round.used.add(number)
 
 
 class TreeShardedReduction(ShardedReduction):
     """The reduction with `strategy: fsdp` and `bitwise`: each round's slices are exchanged and added by the tree.
 
-    `may_lose` says whether samples are set aside: then the workers tell each other which shards have rows left.
+    If samples are set aside (`may_lose`), the workers send each other which shards have rows left.
     """
 
     def __init__(self, trained: Trained, sharded: Sharded, looks: bool | str, may_lose: bool) -> None:
@@ -170,7 +169,7 @@ class TreeShardedReduction(ShardedReduction):
         self._by_rank = (
             gathered(list(shards))
             if self._may_lose
-            else [[one for one in worker_shards(self._shards, size, rank) if one < filled] for rank in range(size)]
+            else [[leaf for leaf in worker_shards(self._shards, size, rank) if leaf < filled] for rank in range(size)]
         )
 
     @contextmanager
@@ -187,8 +186,8 @@ class TreeShardedReduction(ShardedReduction):
         if shard is not None:
             self._take(shard)  # of the parameters that each worker holds whole
         else:
-            for one in self._sharded.replicated.values():
-                one.grad = None
+            for parameter in self._sharded.replicated.values():
+                parameter.grad = None
         if not is_last:
             for unit in self._units:
                 unit.sharded_param.grad = None
@@ -198,11 +197,11 @@ class TreeShardedReduction(ShardedReduction):
         held, self.sums.held = self.sums.held, {}
         by_rank = nodes_by_rank(self._shards, self._sharded.world.world_size, self._filled)
         for number, parameter in enumerate(self.sums.parameters):
-            if any(parameter is one for one in parameters):
-                sums = {node: [one[number]] for node, one in held.items()}
+            if any(parameter is summed for summed in parameters):
+                sums = {node: [tensors[number]] for node, tensors in held.items()}
                 mine = [fold(sums, node, add) for node in by_rank[self._sharded.world.rank]]
                 parameter.grad = self._over_workers(
-                    parameter, [None if one is None else one[0] for one in mine], by_rank
+                    parameter, [None if tensors is None else tensors[0] for tensors in mine], by_rank
                 )
 
     def _over_workers(
@@ -210,7 +209,7 @@ class TreeShardedReduction(ShardedReduction):
     ) -> torch.Tensor:
         """Return a parameter's gradient, from this worker's sums for its nodes and all others'."""
         nothing = zeros_that_add_nothing(_numbers(parameter.detach()))
-        rows = [nothing if one is None else _numbers(one) for one in mine]
+        rows = [nothing if tensor is None else _numbers(tensor) for tensor in mine]
         gradient = torch.empty_like(parameter)
         with waiting(GRADIENTS):
             whole = tree_sum(torch.empty_like(nothing), rows, by_rank, (0, self._shards), everyone())

@@ -21,7 +21,7 @@ from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import Stored, in_memory, is_sharded, laid_out, local, rows_of
+from dp_ray.tensors.files import Stored, in_memory, is_sharded, laid_out, local, rows_of_rank
 
 # torch 2.13 renames it, and deprecates the old name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -59,7 +59,7 @@ class FsdpRound:
         self._path = 0
 
     def check(self) -> None:
-        """Raise ModelError if they have not; a gradient of one block must not be added to that of another."""
+        """Raise ModelError if they have not: a gradient of one block must not be added to another block's."""
         if self._asked is None:
             return
         (work, largest), self._asked = self._asked, None
@@ -72,7 +72,7 @@ class FsdpRound:
             )
 
 
-class Collective:
+class FsdpCollective:
     """A collective of FSDP's; it names what this worker waits for."""
 
     def __init__(self, current: FsdpRound, block: str) -> None:
@@ -84,7 +84,7 @@ class Collective:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(Collective):
+class Gather(FsdpCollective):
     """The all-gather of a block: if a worker does not run the block, the others wait here."""
 
     def __call__(
@@ -105,7 +105,7 @@ class Gather(Collective):
         return work
 
 
-class SumScatter(Collective):
+class SumScatter(FsdpCollective):
     """The reduce-scatter, which sums: losses are divided by the rows of the whole batch already."""
 
     def __call__(
@@ -157,7 +157,7 @@ class TreeScatter(SumScatter):
         leaves = self._leaves()
         if self._round.is_alone:
             own = slices.clone()
-            self._take({leaf: one for theirs, one in zip(leaves, own, strict=True) for leaf in theirs}, output)
+            self._take({leaf: part for theirs, part in zip(leaves, own, strict=True) for leaf in theirs}, output)
         else:
             mine = slices[None] if leaves[group.rank()] else slices.new_empty(0, *slices.shape)
             self._take(exchanged(mine, leaves, group), output)
@@ -187,17 +187,18 @@ class TreeScatter(SumScatter):
         return [[] if shard is None else [(shard, shard + 1)] for shard in self._round.shards]
 
     def _take(self, slices: Mapping[Node, torch.Tensor], output: torch.Tensor) -> None:
-        for leaf, one in slices.items():
-            climb(self._held, leaf, one, self._above, add_to)
+        for leaf, tensor in slices.items():
+            climb(self._held, leaf, tensor, self._above, add_to)
         if self._round.is_last:
             held, self._held = self._held, {}
             whole = fold(held, self._root, add_to)
             output.zero_() if whole is None else output.copy_(whole)
             return
-        received = {one.untyped_storage().data_ptr() for one in slices.values()}
-        for node, one in self._held.items():  # so that what was received is freed, keep copies of what is held of it
-            if one.untyped_storage().data_ptr() in received:
-                self._held[node] = one.clone()
+        received = {tensor.untyped_storage().data_ptr() for tensor in slices.values()}
+        for node, tensor in self._held.items():
+            # Keep a copy of what is held of a received tensor, so that the whole of it is freed.
+            if tensor.untyped_storage().data_ptr() in received:
+                self._held[node] = tensor.clone()
 
 
 def load_rows(
@@ -210,19 +211,19 @@ def load_rows(
     """
     make_room(model, weights)
     state = model.state_dict()
-    own = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+    own = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     stored = {
-        name: in_memory(one) if isinstance(one, torch.Tensor) else one
-        for name, one in weights.items()
-        if isinstance(one, torch.Tensor | Stored)
+        name: in_memory(value) if isinstance(value, torch.Tensor) else value
+        for name, value in weights.items()
+        if isinstance(value, torch.Tensor | Stored)
     }
     missing, unexpected = sorted(own.keys() - stored.keys()), sorted(weights.keys() - state.keys())
     sizes = other_sizes(own, stored)
     if is_strict and (mistakes := misfits(missing, unexpected, sizes)):
         raise ModelError(f"the weights of {where} are not this model's{mistakes}{advice_on(own, weights, advice)}")
-    for name, one in own.items():
+    for name, tensor in own.items():
         if name in stored and name not in sizes:
-            stored[name].copy_to(one, world.world_size, world.rank)
+            stored[name].copy_to(tensor, world.world_size, world.rank)
     return "" if is_strict else loaded_of(where, own.keys(), weights, missing, unexpected, sizes)
 
 
@@ -231,7 +232,7 @@ class Sharded:
     """A sharded model. `root` is torch's FSDPModule, and `round` is what its gradients' sums go by.
 
     `replicated` are the parameters that each worker holds whole, by name. With `recasts`, a training under autocast
-    casts its weights anew for each operation and for its backward.
+    casts its weights again for each operation and for its backward.
     """
 
     model: nn.Module
@@ -262,12 +263,12 @@ class Sharded:
 
     def total_norm(self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the norm of the whole gradient; `gradients` are this worker's parts. Every rank calls this."""
-        whole = {id(one) for one in self.replicated.values()}
+        whole = {id(parameter) for parameter in self.replicated.values()}
         is_first = self.world.rank == 0
         mine = [
             gradient
-            for gradient, one in zip(gradients, parameters, strict=True)
-            if gradient.numel() and (is_first or id(one) not in whole)
+            for gradient, parameter in zip(gradients, parameters, strict=True)
+            if gradient.numel() and (is_first or id(parameter) not in whole)
         ]
         device = gradients[0].device if gradients else CPU
         total = _stacked(norms_of(mine), device).square().sum()
@@ -277,7 +278,7 @@ class Sharded:
 
     def infinite_if_any(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return infinity if any worker's `gradients` are not all finite, else 0: a scalar; every rank calls this."""
-        largest = norms_of([one for one in gradients if one.numel()], torch.inf)
+        largest = norms_of([gradient for gradient in gradients if gradient.numel()], torch.inf)
         is_any = _stacked(largest, self.world.device).isfinite().logical_not().any().float()
         with waiting("the other workers' gradients"):
             dist.all_reduce(is_any, dist.ReduceOp.MAX, group=everyone())
@@ -288,8 +289,8 @@ def _stacked(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
     """Return norms as one tensor on the device, float64 [norms]."""
     if not norms:
         return torch.zeros(0, dtype=torch.float64, device=device)
-    if len({(one.device, one.dtype) for one in norms}) > 1:
-        norms = [one.to(device, torch.float64) for one in norms]
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = [norm.to(device, torch.float64) for norm in norms]
     return torch.stack(list(norms)).to(device, torch.float64)
 
 
@@ -298,8 +299,8 @@ def casting_anew() -> Iterator[None]:
     """Free autocast's copies of the gathered weights with their operations, while a sharded model runs.
 
     Else torch keeps a copy of each weight until the forward's end, in case it is cast again, and one until the
-    backward, which may need it: in the end, the whole model. What is computed are the same numbers, but for a weight
-    that is used twice: its gradients are added after their cast to its own dtype, and no longer before it.
+    backward, which may need it: in the end, the whole model. The numbers are the same, except for a weight that is
+    used twice: its gradients are added after their cast to its own dtype, no longer before.
     """
     before = torch.is_autocast_cache_enabled()
     saving = torch.autograd.graph.saved_tensors_hooks(_without_cast, _cast_again)
@@ -312,7 +313,7 @@ def casting_anew() -> Iterator[None]:
 
 
 class _Cast(NamedTuple):
-    """A tensor that a backward needs, as a view of a parameter's cast; and the parameter's version by then."""
+    """A tensor that a backward needs, as a view of a parameter's cast; and the parameter's version at the forward."""
 
     parameter: nn.Parameter
     version: int
@@ -326,12 +327,12 @@ def _without_cast(saved: torch.Tensor) -> Any:
     node = cast.grad_fn
     if node is None or node.name() != "ToCopyBackward0" or cast._version:
         return saved
-    one = getattr(node.next_functions[0][0], "variable", None)  # a leaf's
-    if not isinstance(one, nn.Parameter) or one.dtype == cast.dtype:
+    param = getattr(node.next_functions[0][0], "variable", None)  # a leaf's
+    if not isinstance(param, nn.Parameter) or param.dtype == cast.dtype:
         return saved
-    if one.device != cast.device or one.stride() != cast.stride():
+    if param.device != cast.device or param.stride() != cast.stride():
         return saved
-    return _Cast(one, one._version, cast.dtype, (saved.size(), saved.stride(), int(saved.storage_offset())))
+    return _Cast(param, param._version, cast.dtype, (saved.size(), saved.stride(), int(saved.storage_offset())))
 
 
 def _cast_again(kept: Any) -> torch.Tensor:
@@ -347,17 +348,17 @@ def _cast_again(kept: Any) -> torch.Tensor:
 
 
 def rows_of_optimizer(state: Any, parameters: list[nn.Parameter], world: World) -> Any:
-    """Return an optimizer's state_dict in which each tensor is what this worker holds of it.
+    """Return an optimizer's state_dict with this worker's rows of each tensor.
 
     A tensor of its parameter's size is sharded as the parameter; any other is whole.
     """
     if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
         return state
     by_number = {
-        number: {key: _of_parameter(one, parameters[number], world) for key, one in kept.items()}
+        number: {key: _of_parameter(value, parameters[number], world) for key, value in kept.items()}
         for number, kept in state["state"].items()
     }
-    rest = {key: whole_tensors(one) for key, one in state.items() if key != "state"}
+    rest = {key: whole_tensors(value) for key, value in state.items() if key != "state"}
     return {**rest, "state": by_number}
 
 
@@ -373,12 +374,12 @@ def whole_tensors(value: Any) -> Any:
         whole = value.whole()
         return whole if value.strides is None else laid_out(whole, value.strides)
     if isinstance(value, dict):
-        return {key: whole_tensors(one) for key, one in value.items()}
+        return {key: whole_tensors(inner) for key, inner in value.items()}
     return type(value)(map(whole_tensors, value)) if isinstance(value, list | tuple) else value
 
 
 def sharded_as(parameter: nn.Parameter, rows: torch.Tensor) -> Any:
-    """Return a tensor that is sharded as a parameter is, of which this worker holds `rows`."""
+    """Return a tensor sharded as a parameter is; this worker holds its `rows`."""
     sharded: Any = parameter
     return type(sharded).from_local(
         rows,
@@ -409,14 +410,14 @@ def span_of(start: int, stop: int, size: int) -> tuple[int, int]:
     return start - start % VECTOR, min(size, -(-stop // VECTOR) * VECTOR)
 
 
-class Part:
-    """A worker's part of a sharded parameter; `flat` is what the optimizer gets in its place."""
+class ParameterPart:
+    """A worker's part of a sharded parameter; the optimizer gets `flat` in its place."""
 
     def __init__(self, parameter: nn.Parameter, world: World) -> None:
         self.parameter = parameter
         mine = local(parameter.detach())
         width = parameter.numel() // parameter.shape[0]
-        start, stop = (row * width for row in rows_of(parameter.shape[0], world.world_size, world.rank))
+        start, stop = (row * width for row in rows_of_rank(parameter.shape[0], world.world_size, world.rank))
         first, end = span_of(start, stop, parameter.numel())
         self._inner = slice(start - first, stop - first)
         self._is_whole = (first, end) == (start, stop)
@@ -453,8 +454,8 @@ class Part:
         return self._filled_up(local(value), self.flat.numel()) if is_sharded(value) else value
 
     def _filled_up(self, mine: torch.Tensor, size: int) -> torch.Tensor:
-        # FSDP's gradients are views that may begin anywhere (`engine/alignment.py`). What reads these parts is
-        # ELEMENTWISE, and a norm gets whole gradients, in memory of their own (`_exchanged`).
+        # FSDP's gradients are views that may begin anywhere (`engine/alignment.py`). Only ELEMENTWISE optimizers read
+        # these parts; a norm gets whole gradients in memory of their own (`_exchanged`).
         if self._is_whole:
             return mine.reshape(-1)
         made = mine.new_zeros(size)
@@ -472,7 +473,9 @@ class AlignedParts:
 
     def __init__(self, job: Job, sharded: Sharded) -> None:
         model, self._world = sharded.model, sharded.world
-        self.parts = [Part(one, self._world) for one in model.parameters() if one.requires_grad and is_sharded(one)]
+        self.parts = [
+            ParameterPart(one, self._world) for one in model.parameters() if one.requires_grad and is_sharded(one)
+        ]
         self._by_flat = {id(one.flat): one for one in self.parts}
         # What the optimizer gets for each parameter, by the parameter's id.
         self.flats = {id(one.parameter): one.flat for one in self.parts}
@@ -481,14 +484,14 @@ class AlignedParts:
     @torch.no_grad()
     def take(self) -> None:
         """Take all gradients, before an update."""
-        for one in self.parts:
-            one.take()
+        for part in self.parts:
+            part.take()
 
     @torch.no_grad()
     def give(self) -> None:
         """Give back what the update has changed."""
-        for one in self.parts:
-            one.give()
+        for part in self.parts:
+            part.give()
 
     def total_norm(
         self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter], device: torch.device
@@ -497,38 +500,38 @@ class AlignedParts:
 
         `device` is that of collectives.
         """
-        parts = [self._by_flat.get(id(one)) for one in parameters]
+        parts = [self._by_flat.get(id(parameter)) for parameter in parameters]
         slices = [
             Slice(part.inner(gradient), part.parameter.shape)
             for part, gradient in zip(parts, gradients, strict=True)
             if part is not None
         ]
-        whole = [one for part, one in zip(parts, gradients, strict=True) if part is None]
+        whole = [gradient for part, gradient in zip(parts, gradients, strict=True) if part is None]
         of_slices = iter(norms_of_slices(slices, self._world, device))
         of_whole = iter(norms_of(whole) if whole else [])
         return norm_of_norms([next(of_whole if part is None else of_slices) for part in parts], gradients)
 
     def originals(self) -> list[nn.Parameter]:
         """Return the model's parameters, in the order of the optimizer's groups."""
-        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
-        return [self._by_flat[id(one)].parameter if id(one) in self._by_flat else one for one in parameters]
+        parameters = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return [self._by_flat[id(param)].parameter if id(param) in self._by_flat else param for param in parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with sharded tensors for the parts."""
         state: dict[str, Any] = self.optimizer.state_dict()
-        return {**state, "state": self._of_parts(state["state"], Part.sharded)}
+        return {**state, "state": self._of_parts(state["state"], ParameterPart.sharded)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of whole tensors that are stored, or of plain values."""
         rows = rows_of_optimizer(state, self.originals(), self._world)
-        load_optimizer(self.optimizer, {**rows, "state": self._of_parts(rows["state"], Part.flattened)})
+        load_optimizer(self.optimizer, {**rows, "state": self._of_parts(rows["state"], ParameterPart.flattened)})
 
     def _of_parts(self, state: dict[int, Any], convert: Any) -> dict[int, Any]:
-        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        parameters = [param for group in self.optimizer.param_groups for param in group["params"]]
         converted = {}
         for number, kept in state.items():
             part = self._by_flat.get(id(parameters[number]))
-            converted[number] = kept if part is None else {key: convert(part, one) for key, one in kept.items()}
+            converted[number] = kept if part is None else {key: convert(part, value) for key, value in kept.items()}
         return converted
 
 
@@ -558,12 +561,12 @@ class Slice:
 
     def count(self, world_size: int, rank: int) -> int:
         """Return how many numbers a rank's slice has."""
-        first, end = rows_of(self.shape[0], world_size, rank)
+        first, end = rows_of_rank(self.shape[0], world_size, rank)
         return (end - first) * torch.Size(self.shape[1:]).numel()
 
 
 def norms_of_slices(slices: Sequence[Slice], world: World, device: torch.device) -> list[torch.Tensor]:
-    """Return the norm of each whole gradient, of which `slices` are this worker's; every rank calls this.
+    """Return the norm of each whole gradient from this worker's `slices`; every rank calls this.
 
     They have the bits that one worker with the whole gradients computes. A norm's bits depend on the order of its
     additions. So for each parameter one worker gets the whole gradient, and computes its norm: the first goes to rank
@@ -588,8 +591,8 @@ def norms_of_slices(slices: Sequence[Slice], world: World, device: torch.device)
 def _chunks(slices: Sequence[Slice]) -> Iterator[tuple[int, int]]:
     """Yield ranges of gradients to exchange at once, the same on all workers."""
     cuts, size = [0], 0
-    for number, one in enumerate(slices):
-        size += torch.Size(one.shape).numel() * one.numbers.itemsize
+    for number, piece in enumerate(slices):
+        size += torch.Size(piece.shape).numel() * piece.numbers.itemsize
         if size >= CHUNK_BYTES:
             cuts.append(number + 1)
             size = 0
@@ -602,12 +605,12 @@ def _exchanged(
     """Return the whole gradients that this worker gets, of those from `start` to `stop`."""
     size, rank = world.world_size, world.rank
     by_owner = [
-        [one for at, one in enumerate(slices[start:stop], start) if at % size == owner] for owner in range(size)
+        [piece for at, piece in enumerate(slices[start:stop], start) if at % size == owner] for owner in range(size)
     ]
-    sent = torch.cat([one.numbers for theirs in by_owner for one in theirs]).to(device)
-    counts = [sum(one.numbers.numel() for one in theirs) for theirs in by_owner]
+    sent = torch.cat([piece.numbers for theirs in by_owner for piece in theirs]).to(device)
+    counts = [sum(piece.numbers.numel() for piece in theirs) for theirs in by_owner]
     mine = by_owner[rank]
-    from_each = [sum(one.count(size, sender) for one in mine) for sender in range(size)]
+    from_each = [sum(piece.count(size, sender) for piece in mine) for sender in range(size)]
     received = sent.new_empty(sum(from_each))
     with waiting("the other workers' gradients"):
         dist.all_to_all_single(received, sent, from_each, counts, group=everyone())
@@ -615,4 +618,4 @@ def _exchanged(
         torch.split(one, [each.count(size, at) for each in mine])
         for at, one in enumerate(torch.split(received, from_each))
     ]
-    return [torch.cat([theirs[at] for theirs in parts]).view(one.shape) for at, one in enumerate(mine)]
+    return [torch.cat([theirs[at] for theirs in parts]).view(piece.shape) for at, piece in enumerate(mine)]
