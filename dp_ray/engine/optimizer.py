@@ -162,7 +162,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 class Schedule:
     """The job's scheduler, or none, stepped as the job says."""
 
-    def __init__(self, spec: Any, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, spec: Any, optimizer: Any) -> None:
         self._spec = spec
         self._optimizer = optimizer
         self._per = spec.per if isinstance(spec, Scheduler) else "step"

@@ -127,9 +127,10 @@ class RecordedEvaluations:
 def _run_steps_before(training: Training, history: StepRows, wanted: int) -> LoadedStep:
     """Run the steps from the restored one up to the wanted one again; return that one, loaded."""
     context, begun, trainer, source = training.context, training.state.step, training.trainer, training.source
-    _check_watched(trainer, begun, wanted, history)
     quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
     context.notify(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
+    assert isinstance(trainer, Trainer)
+    _check_watched(trainer, begun, wanted, history)
     progress, said = Progress(training, RecordedEvaluations(history)), time.monotonic()
     until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
     with closing(load_steps(source, until, context.world.device, quarantine)) as steps:

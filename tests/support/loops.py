@@ -1,0 +1,163 @@
+"""Loops of a user's, as `dp_ray.Loop` runs them, and the same trainings in plain torch on whole batches."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss, softplus
+from torch.utils.data import Dataset
+
+ROWS, BATCH, EPOCHS, LR = 23, 10, 3, 0.1  # the last batch is short, and its shards uneven
+
+
+class Points(Dataset[Any]):
+    """Real points, and the noise of which a generator makes others."""
+
+    def __init__(self) -> None:
+        draws = torch.Generator().manual_seed(7)
+        self.real = torch.randn(ROWS, 2, generator=draws) * 0.3 + 1
+        self.noise = torch.randn(ROWS, 3, generator=draws)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        return self.real[index], self.noise[index]
+
+
+class Gan(nn.Module):
+    """A generator of points, and a critic that tells them from real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        """Make points."""
+        made: torch.Tensor = self.generator(noise)
+        return made
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum, whose state a checkpoint must keep."""
+    return torch.optim.SGD(module.parameters(), lr=LR, momentum=0.5)
+
+
+def gan(run: Any) -> None:
+    """Train critic and generator in turns; the critic's loss is the sum of two passes."""
+    critic, generator = run.model.critic, run.model.generator
+    of_critic, of_generator = run.optimizer(sgd(critic)), run.optimizer(sgd(generator))
+    for step in run.steps():
+        real = step.backward(lambda batch: softplus(-critic(batch[0]))[:, 0], critic)
+        made = step.backward(lambda batch: softplus(critic(generator(batch[1])))[:, 0], critic)
+        of_critic.step(clip=1.0)
+        fooling = step.backward(lambda batch: softplus(-critic(generator(batch[1])))[:, 0], generator)
+        of_generator.step()
+        step.log(critic=real + made, generator=fooling)
+
+
+def gan_by_hand(model: Any, batch: Any, updates: dict[str, torch.optim.Optimizer]) -> dict[str, float]:
+    """A step of the same in plain torch."""
+    critic, generator, (points, noise) = model.critic, model.generator, batch
+    updates["critic"].zero_grad()
+    of_critic = softplus(-critic(points)).mean() + softplus(critic(generator(noise).detach())).mean()
+    of_critic.backward()
+    nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+    updates["critic"].step()
+    updates["generator"].zero_grad()
+    fooling = softplus(-critic(generator(noise))).mean()
+    fooling.backward()
+    updates["generator"].step()
+    return {"critic": of_critic.item(), "generator": fooling.item()}
+
+
+def penalty(critic: nn.Module, real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """The gradient penalty of WGAN-GP for each row, between real points and made ones."""
+    between = (real + made).detach() / 2
+    between.requires_grad_()
+    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+    return (slope.norm(dim=1) - 1).square()
+
+
+def wgan(run: Any) -> None:
+    """WGAN-GP: a second derivative in the critic's pass, and a generator that is updated each second step."""
+    critic, generator = run.model.critic, run.model.generator
+    of_critic, of_generator = run.optimizer(sgd(critic)), run.optimizer(sgd(generator))
+
+    def tells_apart(batch: Any) -> torch.Tensor:
+        made = generator(batch[1])
+        rows: torch.Tensor = (critic(made) - critic(batch[0]))[:, 0] + 10 * penalty(critic, batch[0], made)
+        return rows
+
+    for step in run.steps():
+        step.backward(tells_apart, critic)
+        of_critic.step()
+        if step.number % 2:
+            step.backward(lambda batch: -critic(generator(batch[1]))[:, 0], generator)
+            of_generator.step()
+
+
+def wgan_by_hand(model: Any, batch: Any, updates: dict[str, torch.optim.Optimizer], number: int) -> None:
+    """A step of the same in plain torch."""
+    critic, generator, (real, noise) = model.critic, model.generator, batch
+    updates["critic"].zero_grad()
+    made = generator(noise).detach()
+    ((critic(made) - critic(real)).mean() + 10 * penalty(critic, real, made).mean()).backward()
+    updates["critic"].step()
+    if number % 2:
+        updates["generator"].zero_grad()
+        (-critic(generator(noise)).mean()).backward()
+        updates["generator"].step()
+
+
+def lbfgs(run: Any) -> None:
+    """LBFGS, which computes the loss several times in an update."""
+    update = run.optimizer(torch.optim.LBFGS(run.model.generator.parameters(), lr=0.5, max_iter=4))
+    for step in run.steps():
+
+        def closure(step: Any = step) -> torch.Tensor:
+            loss: torch.Tensor = step.backward(fits, run.model.generator)
+            return loss
+
+        def fits(batch: Any) -> torch.Tensor:
+            return (run.model.generator(batch[1]) - batch[0]).square().mean(1)
+
+        update.step(closure=closure)
+
+
+def contrastive(run: Any) -> None:
+    """A loss over the whole batch, added to one of rows."""
+    update = run.optimizer(sgd(run.model))
+    for step in run.steps():
+        step.backward(lambda batch: (run.model(batch[1]) - batch[0]).square().mean(1), run.model.generator)
+        step.backward(
+            lambda batch: {"outputs": run.model(batch[1]), "target": batch[0]}, run.model.generator, over=spread
+        )
+        update.step()
+
+
+def spread(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss of all pairs of rows."""
+    return mse_loss(outputs @ outputs.T, target @ target.T)
+
+
+def batches(points: Points, epochs: int = EPOCHS, size: int = BATCH) -> Iterator[Any]:
+    """The global batches of a training that does not shuffle."""
+    for _ in range(epochs):
+        for start in range(0, ROWS, size):
+            yield points.real[start : start + size], points.noise[start : start + size]
+
+
+def by_hand(step: Callable[..., Any], epochs: int = EPOCHS) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """Train a GAN in plain torch, on whole batches; return its weights and what each step returned."""
+    torch.manual_seed(0)
+    model = Gan()
+    updates = {"critic": sgd(model.critic), "generator": sgd(model.generator)}
+    takes_number = step.__code__.co_argcount == 4
+    found = [
+        step(model, batch, updates, *([number] if takes_number else []))
+        for number, batch in enumerate(batches(Points(), epochs))
+    ]
+    return dict(model.state_dict()), found
