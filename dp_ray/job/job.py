@@ -48,6 +48,11 @@ class MeasuringKeys(JobKeys):
         return tuple(f"eval_{name}" for name in (["loss", *self.metrics] if has_loss else self.metrics))
 
     @property
+    def takes_batches(self) -> bool:
+        """Whether a function of the user's gets a shard's batch as it is, in any form."""
+        return self.step is not None or (self.loop is not None and self.task == "train")
+
+    @property
     def loss_over_batch(self) -> bool:
         """Whether the loss sees the outputs of the whole batch at once."""
         return is_over_batch(self.loss)
@@ -162,7 +167,7 @@ class Job(MeasuringKeys):
         by_keys = isinstance(self.inputs, list)
         if self.target is not None and not by_keys:
             yield f"target: needs inputs to be a list of keys, like [image]; got inputs: {self.inputs}"
-        if by_keys and self.target is None and self.task != "predict" and self.step is None:
+        if by_keys and self.target is None and self.task != "predict" and not self.takes_batches:
             yield f"target: is missing; task {self.task} with inputs: {self.inputs} needs the key of its target"
         if self.skipped and self.sync_batchnorm:
             yield "skip: sync_batchnorm would wait for a shard without samples; leave one of them out"
@@ -290,7 +295,7 @@ class Job(MeasuringKeys):
         assert self.eval is not None
         size = self.eval.batch_size or self.batch_size
         changed = {"dataset": self.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
-        return self.model_copy(update={**changed, "order": "dataset", "skip": None})
+        return self.model_copy(update={**changed, "order": "dataset", "skip": None, "loop": None})
 
     @property
     def num_devices(self) -> int:

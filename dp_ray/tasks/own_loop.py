@@ -10,7 +10,7 @@ before each pass all compare what they are about to run (`SameCalls`).
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from dp_ray.engine.replica import Replica
 from dp_ray.engine.step import Metrics, Step, StepOutput
 from dp_ray.engine.trainer import Pass, TrainedModel, Update
 from dp_ray.engine.update import GivenOptimizerStep, PassGradients, Updates
-from dp_ray.engine.user_code import reraise_as
+from dp_ray.engine.user_code import raise_as
 from dp_ray.engine.votes import VOTES, Lagged, LossWatch, Stats
 from dp_ray.engine.whole_batch import BatchLoss, ShardOutput, WholeBatches, merge
 from dp_ray.engine.world import World, all_gather, everyone, gathered, has_peers, is_gpu, new_group
@@ -60,11 +60,12 @@ def train_by_loop(context: Context) -> None:
     loop = Loop(placed(context))
     with loop._watched():
         try:
-            with reraise_as("loop", kind=ModelError):
-                bound("loop", context.job.loop)(loop)
+            bound("loop", context.job.loop)(loop)
         except BaseException as error:
             loop._throw(error)
-            raise
+            if error is loop._error or not isinstance(error, Exception | SystemExit):
+                raise  # no mistake of the function's
+            raise_as(error, "loop")
         loop._end()
 
 
@@ -161,7 +162,9 @@ class Loop:
         """Have what stands around the steps end as after an error of the body's."""
         running: Any = self._running
         if running is not None and not self._is_through and self._error is None:
-            running.throw(error)
+            with suppress(type(error)):
+                running.throw(error)
+            self._error = None  # it is the body's own
 
     def _end(self) -> None:
         """Check that the steps are through, once the job's function has returned."""

@@ -161,3 +161,60 @@ def by_hand(step: Callable[..., Any], epochs: int = EPOCHS) -> tuple[dict[str, t
         for number, batch in enumerate(batches(Points(), epochs))
     ]
     return dict(model.state_dict()), found
+
+
+class Rows(Dataset[Any]):
+    """Rows without data, of which a loop makes its own."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Policy(nn.Module):
+    """A policy of two moves, and the value of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.value = nn.Linear(3, 1)
+
+
+def ppo(run: Any) -> None:
+    """PPO on a world of its own: rollouts of the whole batch, and four updates by them, cut into shards."""
+    policy, value = run.model.policy, run.model.value
+    update = run.optimizer(torch.optim.SGD(run.model.parameters(), lr=LR))
+    counts = run.state("counts", {"played": 0})
+
+    def play(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen = torch.randn(len(rows), 3)
+        chances = policy(seen).log_softmax(1)
+        move = torch.multinomial(chances.exp(), 1)[:, 0]
+        return {"seen": seen, "move": move, "before": chances.gather(1, move[:, None])[:, 0], "won": seen[:, 0] * move}
+
+    def loss(played: dict[str, torch.Tensor]) -> torch.Tensor:
+        now = policy(played["seen"]).log_softmax(1).gather(1, played["move"][:, None])[:, 0]
+        ratio = (now - played["before"]).exp()
+        clipped = torch.minimum(ratio * played["gain"], ratio.clamp(0.8, 1.2) * played["gain"])
+        return 0.5 * (value(played["seen"])[:, 0] - played["won"]).square() - clipped
+
+    for step in run.steps():
+        played = step.gather(play)
+        counts["played"] += len(played["won"])
+        won = played["won"]
+        played["gain"] = (won - won.mean()) / (won.std() + 0.1)
+        for _ in range(4):
+            step.backward(loss, run.model, batch=played)
+            update.step(clip=0.5)
+        step.log(won=won.mean(), played=counts["played"])
+
+
+def ppo_of_one_pass(run: Any) -> None:
+    """One update by a given batch: what a plain gradient step by its mean is."""
+    update = run.optimizer(torch.optim.SGD(run.model.generator.parameters(), lr=LR))
+    table = torch.linspace(0, 1, 11)[:, None].expand(11, 3).contiguous()
+    for step in run.steps():
+        step.backward(lambda rows: run.model.generator(rows).square().sum(1), run.model.generator, batch=table)
+        update.step()
