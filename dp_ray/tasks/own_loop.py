@@ -11,7 +11,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -423,6 +423,7 @@ class LoopModel(TrainedModel):
         self._passes: dict[Any, LoopPass] = {}
         self._names = {id(module): name or "model" for name, module in self.model.named_modules()}
         self._replica: Replica | None = None
+        self.constant: dict[str, nn.Parameter] = {}  # what would have gradients but for the pass that runs
 
     def names_of(self, modules: Sequence[nn.Module]) -> list[str]:
         """Return the names of parts of the model."""
@@ -440,13 +441,14 @@ class LoopModel(TrainedModel):
     def only(self, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Have all other parameters need no gradient while the block runs."""
         ids = set(map(id, trained.values()))
-        others = [one for one in self.model.parameters() if one.requires_grad and id(one) not in ids]
-        for one in others:
+        named = self.model.named_parameters()
+        self.constant = {name: one for name, one in named if one.requires_grad and id(one) not in ids}
+        for one in self.constant.values():
             one.requires_grad_(False)
         try:
             yield
         finally:
-            for one in others:
+            for one in self.constant.values():
                 one.requires_grad_(True)
 
     def pass_for(
@@ -522,7 +524,7 @@ class LoopPass:
     ) -> None:
         placement: Placement = model.placement
         job, world = placement.job, placement.world
-        self._label = listed(model.names_of(modules))
+        self._model, self._label = model, listed(model.names_of(modules))
         self._may_lose_rows, self._is_over_batch = job.may_lose_rows, is_over_batch
         self._loss: OfRows | None = None
         self._over: Callable[[Any, Any], Any] | None = None
@@ -540,7 +542,28 @@ class LoopPass:
 
     def _shard(self, _: nn.Module, batch: Any) -> Any:
         assert self._loss is not None
-        return self._loss(batch)
+        value = self._loss(batch)
+        total = value[0] if isinstance(value, tuple | list) and value else value
+        if isinstance(total, torch.Tensor) and not total.requires_grad:
+            self._refuse(batch)
+        return value
+
+    def _refuse(self, batch: Any) -> NoReturn:
+        """Raise ModelError for a loss that trains nothing of its pass; it names what the loss does depend on."""
+        assert self._loss is not None
+        constant = self._model.constant
+        for one in constant.values():
+            one.requires_grad_(True)
+        value = self._loss(batch)
+        total = value[0] if isinstance(value, tuple | list) else value
+        found: Sequence[Any] = [None] * len(constant)
+        if total.requires_grad and constant:
+            found = torch.autograd.grad(total.sum(), list(constant.values()), allow_unused=True)
+        reached = [name.partition(".")[0] for name, one in zip(constant, found, strict=True) if one is not None]
+        but = f", but on those of {listed(dict.fromkeys(reached))}" if reached else ""
+        raise ModelError(
+            f"the loss does not depend on any parameter of {self._label}{but}; name in `of` what it trains"
+        )
 
     def _outputs(self, _: nn.Module, batch: Any) -> StepOutput:
         assert self._loss is not None

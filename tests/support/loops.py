@@ -40,6 +40,15 @@ class Gan(nn.Module):
         return made
 
 
+class HookedGan(Gan):
+    """A GAN with a hook on a gradient of its critic, which two passes add to, and on one of its generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("critic.0.weight", "generator.0.weight"):
+            self.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[no-untyped-call]
+
+
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     """SGD with momentum, whose state a checkpoint must keep."""
     return torch.optim.SGD(module.parameters(), lr=LR, momentum=0.5)
@@ -62,15 +71,17 @@ def gan_by_hand(model: Any, batch: Any, updates: dict[str, torch.optim.Optimizer
     """A step of the same in plain torch."""
     critic, generator, (points, noise) = model.critic, model.generator, batch
     updates["critic"].zero_grad()
-    of_critic = softplus(-critic(points)).mean() + softplus(critic(generator(noise).detach())).mean()
+    of_critic = softplus(-critic(points)).mean()
     of_critic.backward()
+    of_made = softplus(critic(generator(noise).detach())).mean()
+    of_made.backward()
     nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
     updates["critic"].step()
     updates["generator"].zero_grad()
     fooling = softplus(-critic(generator(noise))).mean()
     fooling.backward()
     updates["generator"].step()
-    return {"critic": of_critic.item(), "generator": fooling.item()}
+    return {"critic": (of_critic + of_made).item(), "generator": fooling.item()}
 
 
 def penalty(critic: nn.Module, real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
@@ -122,7 +133,8 @@ def lbfgs(run: Any) -> None:
             return loss
 
         def fits(batch: Any) -> torch.Tensor:
-            return (run.model.generator(batch[1]) - batch[0]).square().mean(1)
+            rows: torch.Tensor = (run.model.generator(batch[1]) - batch[0]).square().mean(1)
+            return rows
 
         update.step(closure=closure)
 
@@ -150,10 +162,12 @@ def batches(points: Points, epochs: int = EPOCHS, size: int = BATCH) -> Iterator
             yield points.real[start : start + size], points.noise[start : start + size]
 
 
-def by_hand(step: Callable[..., Any], epochs: int = EPOCHS) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def by_hand(
+    step: Callable[..., Any], epochs: int = EPOCHS, kind: type[Gan] = Gan
+) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Train a GAN in plain torch, on whole batches; return its weights and what each step returned."""
     torch.manual_seed(0)
-    model = Gan()
+    model = kind()
     updates = {"critic": sgd(model.critic), "generator": sgd(model.generator)}
     takes_number = step.__code__.co_argcount == 4
     found = [
@@ -192,7 +206,12 @@ def ppo(run: Any) -> None:
         seen = torch.randn(len(rows), 3)
         chances = policy(seen).log_softmax(1)
         move = torch.multinomial(chances.exp(), 1)[:, 0]
-        return {"seen": seen, "move": move, "before": chances.gather(1, move[:, None])[:, 0], "won": seen[:, 0] * move}
+        return {
+            "seen": seen,
+            "move": move,
+            "before": chances.gather(1, move[:, None])[:, 0],
+            "won": seen[:, 0] * move,
+        }
 
     def loss(played: dict[str, torch.Tensor]) -> torch.Tensor:
         now = policy(played["seen"]).log_softmax(1).gather(1, played["move"][:, None])[:, 0]
@@ -217,4 +236,73 @@ def ppo_of_one_pass(run: Any) -> None:
     table = torch.linspace(0, 1, 11)[:, None].expand(11, 3).contiguous()
     for step in run.steps():
         step.backward(lambda rows: run.model.generator(rows).square().sum(1), run.model.generator, batch=table)
+        update.step()
+
+
+def _rank() -> int:
+    from dp_ray.engine.world import own_rank
+
+    return own_rank()
+
+
+def _one_of_two(run: Any, of_other: Callable[[Any, Any, Any], None]) -> None:
+    """Train both parts; on rank 1, from step 1 on, `of_other` runs in place of the passes."""
+    critic, generator = run.model.critic, run.model.generator
+    updates = run.optimizer(sgd(critic)), run.optimizer(sgd(generator))
+
+    def of_critic(batch: Any) -> torch.Tensor:
+        rows: torch.Tensor = critic(batch[0])[:, 0]
+        return rows
+
+    def of_generator(batch: Any) -> torch.Tensor:
+        rows: torch.Tensor = generator(batch[1])[:, 0]
+        return rows
+
+    for step in run.steps():
+        if _rank() and step.number == 1:
+            of_other(step, of_critic, of_generator)
+        else:
+            step.backward(of_critic, critic)
+            step.backward(of_generator, generator)
+        for update in updates:
+            update.step()
+
+
+def another_order(run: Any) -> None:
+    """Rank 1 runs the passes in another order."""
+    parts = run.model
+
+    def other(step: Any, of_critic: Any, of_generator: Any) -> None:
+        step.backward(of_generator, parts.generator)
+        step.backward(of_critic, parts.critic)
+
+    _one_of_two(run, other)
+
+
+def a_pass_left_out(run: Any) -> None:
+    """Rank 1 leaves a pass out."""
+
+    def other(step: Any, of_critic: Any, of_generator: Any) -> None:
+        step.backward(of_critic, run.model.critic)
+
+    _one_of_two(run, other)
+
+
+def another_part(run: Any) -> None:
+    """Rank 1 trains all of the model."""
+
+    def other(step: Any, of_critic: Any, of_generator: Any) -> None:
+        step.backward(of_critic, run.model)
+        step.backward(of_generator, run.model.generator)
+
+    _one_of_two(run, other)
+
+
+def one_ends_early(run: Any) -> None:
+    """Rank 1 leaves the loop."""
+    update = run.optimizer(sgd(run.model.critic))
+    for step in run.steps():
+        if _rank() and step.number == 1:
+            return
+        step.backward(lambda batch: run.model.critic(batch[0])[:, 0], run.model.critic)
         update.step()

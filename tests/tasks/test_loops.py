@@ -1,14 +1,17 @@
 """A training whose loop is the user's, against the same loop in plain torch on whole batches."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import dp_ray
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from tests.support import loops
-from tests.support.group import StopsBefore, history_of, run_group, weights_of
+from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of
 
 LOOPS = "tests.support.loops"
 
@@ -47,6 +50,16 @@ def test_a_gan_trains_as_in_plain_torch_on_any_number_of_workers(tmp_path: Path,
             assert [row[name] for row in rows] == pytest.approx([row[name] for row in logged], rel=1e-4)
 
 
+def test_a_hook_on_a_gradient_gets_that_of_the_whole_batch_in_each_pass(tmp_path: Path) -> None:
+    expected, _ = loops.by_hand(loops.gan_by_hand, kind=loops.HookedGan)
+    plain, _ = loops.by_hand(loops.gan_by_hand)
+    for workers in (1, 2, 3):
+        found = trained(tmp_path / str(workers), "gan", workers, model=f"{LOOPS}:HookedGan")
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=2e-5, atol=1e-6)
+        assert any((tensor - plain[name]).abs().max() > 0.01 for name, tensor in found.items())
+
+
 def test_a_gradient_penalty_and_a_generator_of_each_second_step(tmp_path: Path) -> None:
     expected, _ = loops.by_hand(loops.wgan_by_hand)
     for workers in (1, 2, 3):
@@ -62,11 +75,11 @@ def lbfgs_by_hand(steps: int) -> dict[str, torch.Tensor]:
 
         def closure(real: torch.Tensor = real, noise: torch.Tensor = noise) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = (model.generator(noise) - real).square().mean()
+            loss: torch.Tensor = (model.generator(noise) - real).square().mean()
             loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        optimizer.step(closure)
     return dict(model.state_dict())
 
 
@@ -116,6 +129,7 @@ def test_a_batch_of_the_loops_own_has_the_gradient_of_its_mean(tmp_path: Path) -
         model(table).square().sum(1).mean().backward()
         with torch.no_grad():
             for parameter in model.generator.parameters():
+                assert parameter.grad is not None
                 parameter -= loops.LR * parameter.grad
     for workers in (1, 3):
         for name, tensor in trained(tmp_path / str(workers), "ppo_of_one_pass", workers).items():
@@ -137,3 +151,164 @@ def test_a_loop_that_is_killed_before_any_step_goes_on_to_the_same_bits(tmp_path
     for at in (1, 4, 8):
         again = history_of(tmp_path / str(at))
         assert [row["loss"] for row in again] == [row["loss"] for row in plain]
+
+
+def here(folder: Path, loop: Any, **keys: Any) -> dp_ray.Result:
+    """Run a loop in this process."""
+    given = {"model": loops.Gan, "dataset": loops.Points, "batch_size": loops.BATCH, "shards": 3, "shuffle": False}
+    given |= {"task": "train", "workers": 0, "storage": str(folder), "name": "run", "quiet": True}
+    return dp_ray.run(loop=loop, **{**given, **keys})
+
+
+def of_generator(batch: Any, run: Any) -> torch.Tensor:
+    rows: torch.Tensor = (run.model(batch[1]) - batch[0]).square().mean(1)
+    return rows
+
+
+def test_the_bare_optimizer_is_refused(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        optimizer = loops.sgd(run.model)
+        run.optimizer(optimizer)
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+            optimizer.step()
+
+    with pytest.raises(ModelError, match=r"SGD.step\(\) was called by itself.*update = run.optimizer\(optimizer\)"):
+        here(tmp_path, loop)
+
+
+def test_a_backward_of_the_loops_own_is_refused(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        for _ in run.steps():
+            run.model(torch.ones(2, 3)).sum().backward()
+            update.step()
+
+    with pytest.raises(ModelError, match=r"a backward of the loop's own.*write step.backward\(loss, of\)"):
+        here(tmp_path, loop)
+    assert not any(one._post_accumulate_grad_hooks for one in loops.Gan().parameters())
+
+
+def test_gradients_that_are_left_at_a_steps_end_are_refused(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+
+    with pytest.raises(ModelError, match=r"step 0: the gradient of generator.0.weight.* is left.*update.step\(\)"):
+        here(tmp_path, loop)
+
+
+def test_a_pass_that_trains_nothing_of_its_part_names_it_and_what_the_loss_reaches(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.critic)
+
+    says = "step 0, shard 0: the loss does not depend on any parameter of critic, but on those of generator"
+    with pytest.raises(ModelError, match=says):
+        here(tmp_path, loop)
+
+
+def test_what_is_made_after_the_steps_have_begun_is_refused(tmp_path: Path) -> None:
+    def optimizer(run: dp_ray.Loop) -> None:
+        for _ in run.steps():
+            run.optimizer(loops.sgd(run.model))
+
+    def state(run: dp_ray.Loop) -> None:
+        for _ in run.steps():
+            run.state("counts", {})
+
+    for loop, what in ((optimizer, "run.optimizer"), (state, "run.state")):
+        with pytest.raises(JobError, match=rf"{what}: is called after run.steps\(\); call it before the loop"):
+            here(tmp_path, loop, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda run: run.optimizer(torch.optim.SGD([torch.zeros(3, requires_grad=True)])),
+            "size .3. that is none of",
+        ),
+        (lambda run: run.optimizer("adam"), "takes a torch.optim.Optimizer, got a str"),
+        (lambda run: run.state("seen", {1, 2}), r"run.state\('seen'\): is a set; give an object with state_dict"),
+        (lambda run: run.state("seen", {"a": object()}), r"run.state\('seen'\): cannot be kept: .*a"),
+        (lambda run: (run.state("a", {}), run.state("a", [])), "two states of the name 'a'"),
+    ],
+)
+def test_what_cannot_be_kept_or_updated_is_refused(tmp_path: Path, make: Any, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        here(tmp_path, make)
+
+
+def test_a_loop_that_ends_early_says_how_many_steps_are_left(tmp_path: Path) -> None:
+    def breaks(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            if step.number == 1:
+                break
+
+    def never(run: dp_ray.Loop) -> None:
+        """Take no step."""
+
+    with pytest.raises(ModelError, match=r"ended in step 1, and 2 of 3 steps are left; .* call run.stop\(reason\)"):
+        here(tmp_path, breaks)
+    with pytest.raises(ModelError, match="3 of 3 steps are left"):
+        here(tmp_path, never, overwrite=True)
+
+
+def test_a_loop_stops_itself_and_the_run_says_why(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+            update.step()
+            if step.number == 3:
+                run.stop("good enough")
+
+    result = here(tmp_path, loop, epochs=3)
+    assert result.stopped_early is not None
+    assert result.stopped_early["text"] == "stopped early after 4 steps: good enough"
+    assert (result.status, len(result.history)) == ("done", 4)
+
+
+def test_other_names_in_a_later_step_are_refused(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.log(**{f"a{step.number}": 1.0})
+
+    with pytest.raises(ModelError, match=r"step 1: step\.log has the names a1, and in the first step it had a0"):
+        here(tmp_path, loop)
+
+    def reserved(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.log(loss=1.0)
+
+    with pytest.raises(ModelError, match=r"step\.log: loss is a column that each history has"):
+        here(tmp_path, reserved, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"loss": "torch.nn:MSELoss"}, r"loss: is not used.*step.backward\(loss, of\)"),
+        ({"grad_clip": 1.0}, r"grad_clip: is not used.*update.step\(clip="),
+        ({"optimizer": "torch.optim:SGD"}, r"optimizer: is not used.*run.optimizer"),
+        ({"precision": "fp16"}, "precision: fp16 is not possible with loop yet"),
+        ({"strategy": "fsdp"}, "strategy: fsdp is not possible with loop yet"),
+        ({"shards": "auto"}, "shards: auto is not possible with loop yet"),
+    ],
+)
+def test_keys_that_a_loop_takes_the_place_of_are_refused(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        loop_job("gan", 2, **keys)
+
+
+MISMATCHES = ["another_order", "a_pass_left_out", "one_ends_early", "another_part"]
+
+
+@pytest.mark.parametrize("loop", MISMATCHES)
+def test_workers_that_make_other_calls_end_the_job_with_both(tmp_path: Path, loop: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ProcessExit, match=r"the workers make other calls: rank 0: .*; rank 1: ") as raised:
+        trained(tmp_path, loop, 2)
+    assert "step 1" in str(raised.value)
+    assert time.monotonic() - began < 60  # far below timeouts.step, on a busy machine too
