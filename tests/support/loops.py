@@ -306,3 +306,23 @@ def one_ends_early(run: Any) -> None:
             return
         step.backward(lambda batch: run.model.critic(batch[0])[:, 0], run.model.critic)
         update.step()
+
+
+def forgets(run: Any) -> None:
+    """Count in a local variable, by which the loss is weighed: a run that goes on begins at 0 again."""
+    _counts(run, {"steps": 0})
+
+
+def remembers(run: Any) -> None:
+    """The same, kept."""
+    _counts(run, run.state("count", {"steps": 0}))
+
+
+def _counts(run: Any, count: dict[str, int]) -> None:
+    update = run.optimizer(sgd(run.model.generator))
+    for step in run.steps():
+        count["steps"] += 1
+        step.backward(
+            lambda batch: (run.model(batch[1]) - batch[0]).square().mean(1) / count["steps"], run.model.generator
+        )
+        update.step()

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import dp_ray
+from dp_ray.driver.run import Options
+from dp_ray.driver.verify import verify
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from tests.support import loops
@@ -312,3 +314,14 @@ def test_workers_that_make_other_calls_end_the_job_with_both(tmp_path: Path, loo
         trained(tmp_path, loop, 2)
     assert "step 1" in str(raised.value)
     assert time.monotonic() - began < 60  # far below timeouts.step, on a busy machine too
+
+
+@pytest.mark.parametrize(("loop", "is_same"), [("remembers", True), ("forgets", False)])
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_verify_resumed_finds_what_a_loop_forgets(tmp_path: Path, loop: str, is_same: bool, bitwise: bool) -> None:
+    job = loop_job(loop, 0, bitwise=bitwise, storage=str(tmp_path), name="x")
+    verdict = verify(job, [0], Options(overwrite=True, quiet=True), resumed=True)
+    assert verdict.same is is_same
+    assert [(row.is_resumed, row.same) for row in verdict.rows] == [(False, True), (True, is_same)]
+    assert "0, resumed" in str(verdict)
+    assert ("run.state" in str(verdict)) is (bitwise and not is_same)
