@@ -9,6 +9,7 @@ before each pass all compare what they are about to run (`SameCalls`).
 
 import hashlib
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ from dp_ray.engine.whole_batch import BatchLoss, ShardOutput, WholeBatches, merg
 from dp_ray.engine.world import World, all_gather, everyone, gathered, has_peers, is_gpu, new_group
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import COLUMNS
+from dp_ray.job.plan import checkpoints_of
 from dp_ray.job.targets import bound
 from dp_ray.messages import StoppedEarly
 from dp_ray.plan.order import derive_seed
@@ -49,6 +51,7 @@ from dp_ray.tasks.checkpoints import TrainState
 from dp_ray.tasks.early_stopping import EarlyStopping
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import Placed, TrainingStep, begun, placed, training_steps
+from dp_ray.tensors.flat import as_bytes
 from dp_ray.tensors.scatter import cut, num_rows
 from dp_ray.text import listed
 
@@ -147,11 +150,18 @@ class Loop:
                     self._step = LoopStep(self, trained, step)
                     yield self._step
                     step.update = self._step._end(is_first=number == 0)
+                    if self._states and self._keeps_after(step.number):
+                        check_same(self._states, step.number)
                     self._step = None
             self._is_through = True
         except BaseException as error:
             self._error = error  # a loop that catches it has not ended well
             raise
+
+    def _keeps_after(self, step: int) -> bool:
+        """Return whether each run of the job keeps its state after a step, whatever the clock says."""
+        periods = checkpoints_of(self._placed.context.job).due.periods(self._placed.split)
+        return step + 1 == self.num_steps or any((step + 1) % period == 0 for period in periods)
 
     def _trained(self, placed: Placed, step: Step, measures: Metrics, times: Any) -> TrainedModel:
         updates = Updates([update._given for update in self._updates], self._states)
@@ -654,6 +664,29 @@ class PlainState:
             self._value.update(state["value"])
         else:
             self._value.extend(state["value"])
+
+
+def check_same(states: Mapping[str, Any], step: int) -> None:
+    """Raise ModelError, on all workers, unless the states are the same on all. Every rank calls this."""
+    if not has_peers():
+        return
+    digests: list[dict[str, str]] = gathered({name: _digest(state.state_dict()) for name, state in states.items()})
+    for name in states:
+        others = [rank for rank, theirs in enumerate(digests) if theirs[name] != digests[0][name]]
+        if others:
+            raise ModelError(
+                f"step {step}: run.state({name!r}) is another one on rank {others[0]} than on rank 0, and a "
+                "checkpoint keeps one for all; fill it with what all workers have alike, as step.gather and "
+                "step.backward return"
+            )
+
+
+def _digest(state: Any) -> str:
+    plain, tensors = pack(state)
+    found = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
+    for name in sorted(tensors):
+        found.update(as_bytes(tensors[name]).cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 class StopOfLoop:

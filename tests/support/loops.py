@@ -1,11 +1,12 @@
 """Loops of a user's, as `dp_ray.Loop` runs them, and the same trainings in plain torch on whole batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss, softplus
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
 ROWS, BATCH, EPOCHS, LR = 23, 10, 3, 0.1  # the last batch is short, and its shards uneven
@@ -155,15 +156,56 @@ def spread(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return mse_loss(outputs @ outputs.T, target @ target.T)
 
 
-def batches(points: Points, epochs: int = EPOCHS, size: int = BATCH) -> Iterator[Any]:
+BROKEN = (3, 10, 12)
+
+
+class Broken(Points):
+    """Points of which some cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index in BROKEN:
+            raise ValueError("unreadable")
+        return super().__getitem__(index)
+
+
+class Pairs(Points):
+    """Noise, and the points that should come of it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.noise[index], self.real[index]
+
+
+def error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The squared error of each row."""
+    return (outputs - target).square().sum(1)
+
+
+def batches(points: Points, epochs: int = EPOCHS, without: Sequence[int] = ()) -> Iterator[Any]:
     """The global batches of a training that does not shuffle."""
     for _ in range(epochs):
-        for start in range(0, ROWS, size):
-            yield points.real[start : start + size], points.noise[start : start + size]
+        for start in range(0, ROWS, BATCH):
+            rows = [row for row in range(start, min(ROWS, start + BATCH)) if row not in without]
+            yield points.real[rows], points.noise[rows]
+
+
+def averaged_gan_by_hand() -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The average of a GAN's weights after each step, by torch's own, and its error each second step and last."""
+    torch.manual_seed(0)
+    model, points = Gan(), Points()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    updates = {"critic": sgd(model.critic), "generator": sgd(model.generator)}
+    history = []
+    for number, batch in enumerate(batches(points), 1):
+        gan_by_hand(model, batch, updates)
+        average.update_parameters(model)
+        if number % 2 == 0 or number == 9:
+            with torch.no_grad():
+                history.append(error(average.module(points.noise), points.real).mean().item())
+    return dict(average.module.state_dict()), history
 
 
 def by_hand(
-    step: Callable[..., Any], epochs: int = EPOCHS, kind: type[Gan] = Gan
+    step: Callable[..., Any], epochs: int = EPOCHS, kind: type[Gan] = Gan, without: Sequence[int] = ()
 ) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Train a GAN in plain torch, on whole batches; return its weights and what each step returned."""
     torch.manual_seed(0)
@@ -172,7 +214,7 @@ def by_hand(
     takes_number = step.__code__.co_argcount == 4
     found = [
         step(model, batch, updates, *([number] if takes_number else []))
-        for number, batch in enumerate(batches(Points(), epochs))
+        for number, batch in enumerate(batches(Points(), epochs, without))
     ]
     return dict(model.state_dict()), found
 
@@ -326,3 +368,11 @@ def _counts(run: Any, count: dict[str, int]) -> None:
             lambda batch: (run.model(batch[1]) - batch[0]).square().mean(1) / count["steps"], run.model.generator
         )
         update.step()
+
+
+def counts_by_rank(run: Any) -> None:
+    """Keep what differs by worker."""
+    seen = run.state("seen", {"rank": 0})
+    for step in run.steps():
+        seen["rank"] = _rank()
+        step.log(one=1.0)

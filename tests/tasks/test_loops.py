@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import dp_ray
 from dp_ray.driver.run import Options
 from dp_ray.driver.verify import verify
+from dp_ray.engine.clock import StepClock
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import own_rank
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from tests.support import loops
-from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of
+from tests.support.group import ProcessExit, Stopped, StopsBefore, history_of, run_group, weights_of
 
 LOOPS = "tests.support.loops"
 
@@ -33,8 +37,10 @@ def loop_job(loop: str, workers: int, **keys: Any) -> Job:
     return Job.make({**given, **keys}, "job")
 
 
-def trained(folder: Path, loop: str, workers: int, **keys: Any) -> dict[str, torch.Tensor]:
-    run_group(loop_job(loop, workers, **keys), folder)
+def trained(
+    folder: Path, loop: str, workers: int, control: StepControl | None = None, **keys: Any
+) -> dict[str, torch.Tensor]:
+    run_group(loop_job(loop, workers, **keys), folder, control)
     return weights_of(folder)
 
 
@@ -325,3 +331,61 @@ def test_verify_resumed_finds_what_a_loop_forgets(tmp_path: Path, loop: str, is_
     assert [(row.is_resumed, row.same) for row in verdict.rows] == [(False, True), (True, is_same)]
     assert "0, resumed" in str(verdict)
     assert ("run.state" in str(verdict)) is (bitwise and not is_same)
+
+
+def test_a_state_that_differs_by_worker_ends_the_job_and_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ProcessExit, match=r"step 2: run.state\('seen'\) is another one on rank 1 than on rank 0"):
+        trained(tmp_path, "counts_by_rank", 2)
+
+
+class AskedToStop(StepControl):
+    """Asks rank 1 to stop once step 4 is about to run, as a driver does."""
+
+    def runs_on(self, clock: StepClock) -> None:
+        """Note the rank."""
+        self._rank = own_rank()
+
+    def before(self, step: int) -> None:
+        """Ask in step 4."""
+        self.wants_stop = step >= 4 and self._rank == 1
+
+    def leave(self) -> None:
+        """End the process as one that has kept its work."""
+        raise Stopped
+
+
+def test_a_planned_stop_of_one_worker_stops_all_after_a_step_and_the_run_goes_on(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "whole", "gan", 2, bitwise=True)
+    run_group(loop_job("gan", 2, bitwise=True), tmp_path / "stopped", AskedToStop())
+    kept = {path.name for path in (tmp_path / "stopped" / "checkpoints").glob("step-*")}
+    assert max(kept) == "step-5.safetensors"
+    assert not (tmp_path / "stopped" / "weights.safetensors").exists()
+    for name, tensor in trained(tmp_path / "stopped", "gan", 3, bitwise=True).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_ema_evaluations_and_early_stopping_follow_a_loop(tmp_path: Path) -> None:
+    """The average is that of torch's own, once a step; an evaluation is of the whole dataset."""
+    keys: dict[str, Any] = {
+        "ema": {"decay": 0.5},
+        "eval": {"dataset": f"{LOOPS}:Pairs", "every_steps": 2},
+        "metrics": {"error": f"{LOOPS}:error"},
+        "early_stopping": {"metric": "eval_error", "patience": 99},
+    }
+    averaged, history = loops.averaged_gan_by_hand()
+    for workers in (1, 2):
+        trained(tmp_path / str(workers), "gan", workers, **keys)
+        found = load_file(tmp_path / str(workers) / "ema.safetensors")
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, averaged[name], rtol=2e-5, atol=1e-6)
+        rows = history_of(tmp_path / str(workers))
+        measured = [row["eval_error"] for row in rows if row["eval_error"] is not None]
+        assert measured == pytest.approx(history, rel=1e-4)
+
+
+def test_rows_that_are_set_aside_count_nothing(tmp_path: Path) -> None:
+    keys = {"dataset": f"{LOOPS}:Broken", "on_error": {"quarantine": 3}, "model": f"{LOOPS}:Gan"}
+    expected, _ = loops.by_hand(loops.gan_by_hand, without=loops.BROKEN)
+    for workers in (1, 3):
+        for name, tensor in trained(tmp_path / str(workers), "gan", workers, **keys).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=2e-5, atol=1e-6)
