@@ -6,7 +6,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.clock import Part
@@ -25,14 +25,11 @@ from dp_ray.messages import FlopsCounted
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.rundir.ledger import begin_attempt
 from dp_ray.tasks.checkpoints import PieceKeeper, Training, checkpointing, keep_weights, layout_of, restored
-from dp_ray.tasks.early_stopping import EarlyStopping
+from dp_ray.tasks.early_stopping import EarlyStopping, Stopping
 from dp_ray.tasks.evaluate import Evaluator
 from dp_ray.tasks.hooks import Hooks
 from dp_ray.tasks.loop import Run, times_of
 from dp_ray.tasks.setup import Context, begin_quarantine, forget_from, load_dataset
-
-if TYPE_CHECKING:
-    from dp_ray.tasks.own_loop import StopOfLoop
 
 
 def train(context: Context) -> None:
@@ -40,11 +37,6 @@ def train(context: Context) -> None:
 
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
-    if context.job.loop is not None:
-        from dp_ray.tasks.own_loop import train_by_loop  # a declared training needs nothing of it
-
-        train_by_loop(context)
-        return
     ahead = OverlappedRead()
 
     def trainer_of(placed: Placed, step: Step, measures: Metrics, times: StepTimes) -> Trainer:
@@ -76,7 +68,7 @@ def training_steps(
     training: Training,
     evaluation: Evaluation,
     ahead: OverlappedRead | None = None,
-    stopping: "EarlyStopping | StopOfLoop | None" = None,
+    stopping: Stopping | None = None,
 ) -> Iterator[TrainingStep]:
     """Yield the steps that are left of a training, and do after each what follows it; then keep the weights.
 
@@ -131,7 +123,7 @@ def training_steps(
 
 def end(
     training: Training,
-    stopping: "EarlyStopping | StopOfLoop | None",
+    stopping: Stopping | None,
     hooks: Hooks | None,
     quarantine: Quarantine | None,
 ) -> None:
@@ -226,9 +218,7 @@ class Progress:
     `stops` is set once the training is to stop early.
     """
 
-    def __init__(
-        self, training: Training, evaluator: Evaluates | None, stopping: "EarlyStopping | StopOfLoop | None" = None
-    ) -> None:
+    def __init__(self, training: Training, evaluator: Evaluates | None, stopping: Stopping | None = None) -> None:
         self._state, self._split, self._schedule = training.state, training.split, training.trainer.schedule
         self._clock = training.times.clock
         self._evaluator = evaluator
