@@ -41,6 +41,8 @@ def replay(run_dir: str, choice: StepChoice, say: Callable[[str], None], debugs:
     """
     run = located(run_dir).guarded(_refuse)
     job = _job_kept(run, say)
+    if job.loop is not None:
+        raise JobError(f"{run}: was trained by a loop of its own, whose steps cannot be replayed yet")
     with contextlib.redirect_stdout(sys.stderr):
         job, devices = _placed(job)
         world = World(device=devices[0], all_devices=devices)
