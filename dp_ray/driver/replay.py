@@ -41,8 +41,6 @@ def replay(run_dir: str, choice: StepChoice, say: Callable[[str], None], debugs:
     """
     run = located(run_dir).guarded(_refuse)
     job = _job_kept(run, say)
-    if job.loop is not None:
-        raise JobError(f"{run}: was trained by a loop of its own, whose steps cannot be replayed yet")
     with contextlib.redirect_stdout(sys.stderr):
         job, devices = _placed(job)
         world = World(device=devices[0], all_devices=devices)
@@ -84,6 +82,8 @@ def _job_kept(run: Storage, say: Callable[[str], None]) -> Job:
     kept = kept_job(run, "a training")
     if kept["task"] != "train":
         raise JobError(f"replay: {run} is a run of task {kept['task']}; only a training has steps to replay")
+    if kept.get("loop") is not None:
+        raise JobError(f"replay: {run} was trained by a loop of its own, whose steps cannot be replayed yet")
     _check_objects(run, kept)
     _check_can_run(kept)
     if lost := list(kept["env"]):
