@@ -107,8 +107,8 @@ def check_unbuilt(spec: Any) -> None:
     if isinstance(spec, list | tuple):
         raise JobError(
             f"optimizer: is a {type(spec).__qualname__} of {len(spec)}, and a job has one; give parts of the model "
-            "args of their own in optimizer.groups, like [{match: head, args: {lr: 0.01}}]; several optimizers, as of "
-            "a GAN, need a loop of your own (docs/loops.md)"
+            "args of their own in optimizer.groups, like [{match: head, args: {lr: 0.01}}]; several optimizers, "
+            "as of a GAN, need a loop of your own (docs/loops.md)"
         )
 
 
