@@ -13,12 +13,27 @@ if TYPE_CHECKING:
     from dp_ray.job.job import Job
     from dp_ray.parallel.module import DataParallel
     from dp_ray.results.result import Result, load
+    from dp_ray.tasks.own_loop import Loop
 
-__all__ = ["DataParallel", "Error", "Job", "Result", "Session", "data", "devices", "errors", "load", "run", "session"]
+__all__ = [
+    "DataParallel",
+    "Error",
+    "Job",
+    "Loop",
+    "Result",
+    "Session",
+    "data",
+    "devices",
+    "errors",
+    "load",
+    "run",
+    "session",
+]
 
 # Imported when first used, so that `dp-ray plan` and `import dp_ray` wait neither for torch nor for Ray.
 _HOMES = {
     "DataParallel": "dp_ray.parallel.module",
+    "Loop": "dp_ray.tasks.own_loop",
     "Error": "dp_ray.errors",
     "Job": "dp_ray.job.job",
     "Result": "dp_ray.results.result",

@@ -125,6 +125,7 @@ class ShardsFound(NamedTuple):
 class StoppedEarly(NamedTuple):
     """The training has ended before its last step: `column` did not improve on `best` in `times` measurements.
 
+    Or its loop has stopped it, for its own `reason`.
     `step` steps are done. `best` is None if the column was never a number.
     """
 
@@ -134,10 +135,13 @@ class StoppedEarly(NamedTuple):
     min_delta: float
     best: float | None
     times: int
+    reason: str = ""
 
     @property
     def text(self) -> str:
         """The reason, in a line."""
+        if self.reason:
+            return f"stopped early after {counted(self.step, 'step')}: {self.reason}"
         each = "epoch" if self.column == "epoch_loss" else "evaluation"
         did = "was never a number" if self.best is None else f"did not improve on {self.best:.6g}"
         return f"stopped early after {counted(self.step, 'step')}: {self.column} {did} in {counted(self.times, each)}"
@@ -146,6 +150,8 @@ class StoppedEarly(NamedTuple):
         """Return the values for `result.json`."""
         best = self.best if self.best is not None and math.isfinite(self.best) else None
         values = self._replace(best=best)._asdict()
+        if not values["reason"]:
+            del values["reason"]  # earlier versions do not know it
         return {"step": values.pop("step"), "metric": values.pop("column"), **values, "text": self.text}
 
 

@@ -84,7 +84,7 @@ def test_no_import_cycle() -> None:
 
 def test_the_public_face() -> None:
     functions = ["data", "devices", "errors", "load", "run", "session"]
-    assert dp_ray.__all__ == ["DataParallel", "Error", "Job", "Result", "Session", *functions]
+    assert dp_ray.__all__ == ["DataParallel", "Error", "Job", "Loop", "Result", "Session", *functions]
     assert dir(dp_ray) == dp_ray.__all__
     for name in dp_ray.__all__:
         assert getattr(dp_ray, name) is not None

@@ -98,10 +98,11 @@ def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: s
     from dp_ray.driver.several import running
 
     failures: list[int] = []
-    with running(jobs, Options(**flags, fork_server=early.fork_server, connection=early.connection)) as execute:
+    of_each = Options(**flags, fork_server=early.fork_server, connection=early.connection)
+    with running(jobs, of_each) as execute:
         for job in jobs:
             try:
-                result = execute(job)
+                result = execute(job, of_each)
             except (KeyboardInterrupt, ClusterLost) as ended:  # no other job can run
                 vars(ended)["exit_status"] = status_of_several([*failures, exit_status_of(ended)])
                 raise
@@ -149,9 +150,10 @@ def plan(job_file: str, memory: bool, gpu_memory: float | None, as_json: bool, *
 @options.STORAGE
 @options.ADDRESS
 @click.option("--tolerance", type=float, help="Relative difference to allow where the job is not bitwise.")
+@click.option("--resumed", is_flag=True, help="Also stop a training halfway and let it go on.")
 @options.JSON
 @options.VERBOSITY
-def verify(job_file: str, workers: str, tolerance: float | None, as_json: bool, **flags: Any) -> None:
+def verify(job_file: str, workers: str, tolerance: float | None, resumed: bool, as_json: bool, **flags: Any) -> None:
     """Run a job on several numbers of workers and check that the results are the same."""
     counts = parse_counts(workers)
     job = load_job(job_file, replace(take(KeyOptions, flags), workers=str(counts[0])).overrides())
@@ -162,7 +164,7 @@ def verify(job_file: str, workers: str, tolerance: float | None, as_json: bool, 
         from dp_ray.driver.verify import verify as run_verify
 
     of_each = Options(**flags, overwrite=True, brief=True, fork_server=server)
-    verdict = run_verify(job, counts, of_each, tolerance)
+    verdict = run_verify(job, counts, of_each, tolerance, resumed)
     click.echo(verdict.to_json() if as_json else harmless(str(verdict)))
     sys.exit(0 if verdict.same else 1)
 

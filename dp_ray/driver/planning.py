@@ -89,6 +89,10 @@ def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
 
     Raises JobError if the model cannot be built without memory.
     """
+    if job.loop is not None and job.task == "train":
+        raise JobError(
+            "--memory: is not possible with loop yet, whose passes the plan does not know; leave --memory out"
+        )
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
         import torch
 

@@ -81,6 +81,8 @@ def _job_kept(run: Storage, say: Callable[[str], None]) -> Job:
     kept = kept_job(run, "a training")
     if kept["task"] != "train":
         raise JobError(f"replay: {run} is a run of task {kept['task']}; only a training has steps to replay")
+    if kept.get("loop") is not None:
+        raise JobError(f"replay: {run} was trained by a loop of its own, whose steps cannot be replayed yet")
     _check_objects(run, kept)
     _check_can_run(kept)
     if lost := list(kept["env"]):

@@ -13,7 +13,7 @@ from dp_ray.text import relative
 
 
 @contextmanager
-def running(jobs: Sequence[Job], options: Options) -> Iterator[Callable[[Job], Result]]:
+def running(jobs: Sequence[Job], options: Options) -> Iterator[Callable[[Job, Options], Result]]:
     """Yield a function that runs any of the jobs: several jobs in one session, a single one on workers of its own.
 
     Of several jobs, one that is done is not run again: so the same command goes on after it was stopped.
@@ -21,10 +21,10 @@ def running(jobs: Sequence[Job], options: Options) -> Iterator[Callable[[Job], R
     """
     with_workers = [job for job in jobs if job.max_workers > 0]
     if len(jobs) == 1:
-        yield lambda job: execute(job, options)
+        yield execute
         return
     if not with_workers:
-        yield lambda job: _done_before(job, options) or execute(job, options)
+        yield lambda job, options: _done_before(job, options) or execute(job, options)
         return
     names = [job.run_name for job in jobs]
     if len(set(names)) < len(names):
@@ -32,7 +32,7 @@ def running(jobs: Sequence[Job], options: Options) -> Iterator[Callable[[Job], R
     from dp_ray.driver.sessions import Session, keys_for  # imports Ray, which `workers: 0` does not need
 
     with Session(keys_for(with_workers), options) as session:
-        yield lambda job: _done_before(job, options) or session.execute(job, options)
+        yield lambda job, options: _done_before(job, options) or session.execute(job, options)
 
 
 def _done_before(job: Job, options: Options) -> Result | None:

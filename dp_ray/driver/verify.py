@@ -2,14 +2,14 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from dp_ray.driver.run import Options
 from dp_ray.driver.several import running
-from dp_ray.errors import ClusterError, ClusterLost, JobError, RunInterrupted
+from dp_ray.errors import ClusterError, ClusterLost, JobError, ModelError, RunInterrupted
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.results.result import Result
@@ -27,7 +27,10 @@ NOT_COMPARED = set(CLOCKED)
 
 @dataclass(frozen=True)
 class Row:
-    """The run on one number of workers: first and last loss, hashes, and the comparison with the first run."""
+    """The run on one number of workers: first and last loss, hashes, and the comparison with the first run.
+
+    One that `is_resumed` was stopped halfway, and has gone on.
+    """
 
     workers: int
     first_loss: float | None
@@ -37,6 +40,7 @@ class Row:
     seconds: float
     difference: float
     same: bool
+    is_resumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Verdict:
             hashes = ["-" if value is None else value[:12] for value in (row.weights, row.outputs)]
             change = "0" if row.difference == 0 else f"{row.difference:.3g}"
             same = "yes" if row.same else "NO"
-            lines.append((str(row.workers), *losses, *hashes, f"{row.seconds:.1f}", change, same))
+            workers = f"{row.workers}, resumed" if row.is_resumed else str(row.workers)
+            lines.append((workers, *losses, *hashes, f"{row.seconds:.1f}", change, same))
         text = [in_columns(lines)]
         if self.shards != self.shards_alone:
             text.append(
@@ -101,17 +106,24 @@ class Verdict:
 Run = Callable[..., Result]
 
 
-def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float | None = None) -> Verdict:
+def verify(
+    job: Job, counts: Sequence[int], options: Options, tolerance: float | None = None, resumed: bool = False
+) -> Verdict:
     """Run the job on each number of workers, all in one session, and compare every run with the first.
+
+    With `resumed`, a training is also stopped halfway, on the first number, and goes on: what its loop keeps nowhere
+    is lost then, and shows.
 
     Bitwise jobs and predictions must give the same bits. Other jobs are compared by the largest relative difference,
     of a training's weights or an evaluation's metrics, against `tolerance`. Raises JobError for an impossible count,
     and the Errors of the runs.
     """
-    _check(job, counts)
+    _check(job, counts, resumed)
+    if resumed and job.task != "train":
+        raise JobError(f"--resumed: a training is stopped and goes on; got task {job.task}")
     alone = job.num_shards
     metrics = dict(job.metrics)
-    if job.task != "predict" and job.step is None:
+    if job.task != "predict" and not job.takes_batches:
         metrics[DIGEST] = Target(target="dp_ray.tensors.files:outputs_digest")
     job = job.model_copy(update={"shards": job.shards or max(1, *counts), "metrics": metrics})
     tolerance = TOLERANCE[job.precision] if tolerance is None else tolerance
@@ -123,7 +135,7 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
 
         def run(count: int, **changes: Any) -> Result:
             try:
-                return execute(on(count).model_copy(update=changes))
+                return execute(on(count).model_copy(update=changes), options)
             except RunInterrupted:
                 raise RunInterrupted("interrupted; run verify again, it begins anew") from None
             except ClusterLost as lost:  # nothing is kept that a launcher could go on with
@@ -132,10 +144,16 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
         runs = [run(count) for count in counts]
         bitwise = job.bitwise or job.task == "predict"
         rows = [_row(count, runs[0], one, bitwise, tolerance) for count, one in zip(counts, runs, strict=True)]
+        if resumed:
+            name = f"{job.run_name}-verify-resumed"
+            runs.append(
+                _resumed(on(counts[0]).model_copy(update={"name": name}), runs[0].total_steps, execute, options)
+            )
+            rows.append(replace(_row(counts[0], runs[0], runs[-1], bitwise, tolerance), is_resumed=True))
         different = [at for at, row in enumerate(rows) if not row.same]
         first = None
         if different and bitwise:  # runs the job again, in the same session
-            first = _first_difference(run, (counts[0], runs[0]), (counts[different[0]], runs[different[0]]))
+            first = _first_difference(run, (counts[0], runs[0]), (rows[different[0]], runs[different[0]]))
         kept = [one.run_dir for one in (runs if different else [])]
         verdict = Verdict(rows, bitwise, tolerance, job.num_shards, alone, first, kept, _numerics(runs))
     if verdict.same:
@@ -144,9 +162,36 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
     return verdict
 
 
-def _check(job: Job, counts: Sequence[int]) -> None:
-    if len(counts) < 2 or len(set(counts)) != len(counts):
-        raise JobError(f"--workers: verify compares at least two different numbers of workers, got {list(counts)}")
+class _Halfway(Exception):
+    """What stops a training halfway; it names itself in the error of the run."""
+
+
+def _resumed(job: Job, steps: int, execute: Callable[[Job, Options], Result], options: Options) -> Result:
+    """Run a training that is stopped by an error once half of its steps are kept, and goes on by the same command."""
+    half = steps // 2
+    if not half:
+        raise JobError("--resumed: a training of one step cannot be stopped halfway; set epochs or max_steps")
+
+    def stop(view: Any) -> None:
+        if view.step == half:
+            raise _Halfway
+
+    kept = job.checkpoint.model_copy(update={"every_steps": half})
+    stops = job.model_copy(update={"hooks": job.hooks.model_copy(update={"on_step": stop}), "checkpoint": kept})
+    try:
+        execute(stops, options)
+    except ModelError as error:
+        if _Halfway.__name__ not in str(error):
+            raise
+    return execute(job, replace(options, overwrite=False))
+
+
+def _check(job: Job, counts: Sequence[int], resumed: bool) -> None:
+    if len(counts) < 2 - resumed or len(set(counts)) != len(counts):
+        raise JobError(
+            f"--workers: verify compares at least two different numbers of workers, got {list(counts)}; one number "
+            "is enough with --resumed"
+        )
     if DIGEST in job.metrics:
         raise JobError(f"metrics.{DIGEST}: is what verify compares the outputs by; rename yours")
     if job.finds_shards:
@@ -224,9 +269,10 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
     return largest / max(float(a.abs().nan_to_num().max()), 1e-30), largest
 
 
-def _first_difference(run: Run, first: tuple[int, Result], other: tuple[int, Result]) -> str:
+def _first_difference(run: Run, first: tuple[int, Result], other: tuple[Row, Result]) -> str:
     """Say where the runs on two numbers of workers first differ: the step, and the first parameter after it."""
-    who = f"on {other[0]} workers against {first[0]}"
+    row = other[0]
+    who = "resumed" if row.is_resumed else f"on {row.workers} workers against {first[0]}"
     if first[1].task != "train":
         return f"{who}, the outputs differ by up to {_difference(first[1], other[1]):.3g} of the largest"
     ours, theirs = _history(first[1]), _history(other[1])
@@ -236,10 +282,11 @@ def _first_difference(run: Run, first: tuple[int, Result], other: tuple[int, Res
     names = dict.fromkeys("the outputs" if is_inner(name) else name for name in columns)
     # A step's values are computed before its update, so the weights may differ since the step before.
     for until in (step, step + 1):
-        if until and (difference := _first_parameter(run, first[0], other[0], until)):
+        if until and not row.is_resumed and (difference := _first_parameter(run, first[0], row.workers, until)):
             return f"{who}, first after step {until - 1}: {difference}"
     values = ", ".join(names) or "no value that is kept"
-    return f"{who}, first in step {step}: {values} differs, and no parameter does"
+    also = "; a loop keeps what its next steps need by run.state" if row.is_resumed else ", and no parameter does"
+    return f"{who}, first in step {step}: {values} differs{also}"
 
 
 def _first_parameter(run: Run, first: int, other: int, steps: int) -> str | None:

@@ -310,10 +310,11 @@ class ForwardState(Writable):
             places = views(self._flat, present.values())
             self._views = {**dict.fromkeys(layouts), **dict(zip(present, places, strict=True))}
 
-    def finish(self) -> bool:
-        """End the step: wait for the broadcast and set all to shard 0's values.
+    def finish(self, ends_step: bool = True) -> bool:
+        """End a pass of the step: wait for the broadcast and set all to shard 0's values.
 
-        Returns whether it was one of the early steps, whose forwards may make modules and set hooks.
+        Only one that `ends_step` counts as a step. Returns whether it was one of the early steps, whose forwards may
+        make modules and set hooks.
         """
         kept, was_early = self._kept, self._is_early
         if self._work is not None:
@@ -325,7 +326,7 @@ class ForwardState(Writable):
             self._put(kept)
         if was_early:
             self._check_untrained()
-        self._num_steps += 1
+        self._num_steps += ends_step
         self._is_early = self._num_steps < EARLY
         self._before = self._kept = None
         return was_early

@@ -227,7 +227,7 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
 
     Nobody but the user knows which parts of a batch of their own collate hold rows, or for their own step.
     """
-    inputs_of, checks, dim = ModelInputs(job), job.step is None and job.collate is None, job.batch_dim
+    inputs_of, checks, dim = ModelInputs(job), not job.takes_batches and job.collate is None, job.batch_dim
     for one in loaded:
         shard, indices, batch = one
         if not shard.rows:

@@ -108,8 +108,8 @@ def check_unbuilt(spec: Any) -> None:
     if isinstance(spec, list | tuple):
         raise JobError(
             f"optimizer: is a {type(spec).__qualname__} of {len(spec)}, and a job has one; give parts of the model "
-            "args of their own in optimizer.groups, like [{match: head, args: {lr: 0.01}}]; a loop with several "
-            "optimizers, as of a GAN, is not supported"
+            "args of their own in optimizer.groups, like [{match: head, args: {lr: 0.01}}]; several optimizers, "
+            "as of a GAN, need a loop of your own (docs/loops.md)"
         )
 
 
@@ -164,7 +164,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 class Schedule:
     """The job's scheduler, or none, stepped as the job says."""
 
-    def __init__(self, spec: Any, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, spec: Any, optimizer: Any) -> None:
         self._spec = spec
         self._optimizer = optimizer
         self._per = spec.per if isinstance(spec, Scheduler) else "step"

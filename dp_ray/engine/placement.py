@@ -28,7 +28,7 @@ from dp_ray.engine.sharded.forwards import CollectiveForwards
 from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
 from dp_ray.engine.sharded.state import AlignedParts, Sharded, load_rows, rows_of_optimizer, whole_tensors
 from dp_ray.engine.tree_sum import ShardSums
-from dp_ray.engine.update import OptimizerStep, ShardedAverage, ShardedOptimizerStep, load_part
+from dp_ray.engine.update import OptimizerStep, ShardedAverage, ShardedOptimizerStep, Updates, load_part
 from dp_ray.engine.weights import load_weights, make_room, unwrapped
 from dp_ray.engine.world import World, everyone
 from dp_ray.errors import JobError
@@ -90,7 +90,7 @@ class Placement:
         """Return the step of the job's optimizer; raises JobError for one that cannot train this model."""
         return OptimizerStep(self.job, self.model, self.world.device)
 
-    def average(self, optimizer_step: OptimizerStep) -> Average | ShardedAverage | None:
+    def average(self, optimizer_step: OptimizerStep | Updates) -> Average | ShardedAverage | None:
         """Return the average of the weights, if the job keeps one."""
         return None if self.job.ema is None else Average(self.job, self.model)
 
@@ -146,7 +146,7 @@ class ShardedPlacement(Placement):
         """Return the step of the job's optimizer; raises JobError for one that cannot train this model."""
         return ShardedOptimizerStep(self.job, self.sharded, self.world.device)
 
-    def average(self, optimizer_step: OptimizerStep) -> Average | ShardedAverage | None:
+    def average(self, optimizer_step: OptimizerStep | Updates) -> Average | ShardedAverage | None:
         """Return the average of the weights, if the job keeps one: of this worker's part of them."""
         return None if self.job.ema is None else ShardedAverage(self.job, self.sharded, optimizer_step.aligned)
 

@@ -172,7 +172,7 @@ def _can_be_cut(job: Job, batch: Any, rows: int) -> bool:
         texts = [part for part in flatten(batch, is_whole=is_texts)[0] if is_texts(part)]
         are_cut = all(len(text) == rows for text in texts)
         return are_cut and (count_of(batch, job.batch_dim) == rows or (bool(texts) and not flatten(batch)[0]))
-    is_pair = job.step is None and isinstance(batch, tuple | list) and len(batch) == 2 and job.task != "predict"
+    is_pair = not job.takes_batches and isinstance(batch, tuple | list) and len(batch) == 2 and job.task != "predict"
     return all(has_rows(part, rows, job.batch_dim) for part in (batch if is_pair else [batch]))
 
 

@@ -4,7 +4,7 @@ Four nouns: a run has steps, a step has shards, and an update ends it. A `Pass` 
 unit in which gradients are summed over the workers. A step of `Trainer` is one pass and one update.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dp_ray.engine.alignment import must_align
@@ -20,16 +21,16 @@ from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flo
 from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.gradient_hooks import check_sums_once
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
-from dp_ray.engine.optimizer import EVALUATED, runs_users_code
+from dp_ray.engine.optimizer import EVALUATED, Average, Schedule, runs_users_code
 from dp_ray.engine.out_of_memory import ShardSize, batch_hint, raise_advised
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, for_trial, make_gradients_dense
 from dp_ray.engine.replica import DummyBatch, Replica, Round
 from dp_ray.engine.sharded.state import whole_tensors
-from dp_ray.engine.step import Metrics, OnShard, Step
+from dp_ray.engine.step import Compare, Metrics, OnShard, Step
 from dp_ray.engine.tree_sum import sparse_parameters
-from dp_ray.engine.update import OptimizerStep
+from dp_ray.engine.update import OptimizerStep, PassGradients, ShardedAverage, Updates
 from dp_ray.engine.user_code import location, raise_as, reraise_as
 from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, StepSums
 from dp_ray.engine.weights import make_room, synchronise
@@ -59,8 +60,64 @@ class Update(NamedTuple):
     stops: bool
 
 
-class Trainer:
-    """The training state on one worker, the same on all workers, and the step that changes it.
+class TrainedModel:
+    """A model in training on one worker, the same on all workers, and all that changes with its weights.
+
+    `optimizer_step` is the job's, or the updates of a loop of the user's. `watch` is for `stop_on_nan`.
+    """
+
+    placement: Placement
+    model: nn.Module
+    called: nn.Module
+    watch: LossWatch | None
+    optimizer_step: OptimizerStep | Updates
+    schedule: Schedule
+    average: Average | ShardedAverage | None
+    state: ForwardState
+    measured: list[str]  # what each step measures, by name: the loss, and then metrics or what a loop logs
+    over_batch: Mapping[str, Compare] | None = None
+
+    @property
+    def flops(self) -> Flops | None:
+        """The operations of a row, on rank 0, from the first step on, if they are counted."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that later steps depend on; its tensors are the live ones, not copies."""
+        state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
+        written, evaluated = self.state.state(), self.optimizer_step.evaluated()
+        return {**state, **({WRITTEN: written} if written else {}), **({EVALUATED: evaluated} if evaluated else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned; raises ModelError if it belongs to another model or optimizer."""
+        written = whole_tensors(state.get(WRITTEN, {}))
+        # The buffers that forwards had made must be there before the weights are loaded, and their values after it.
+        self.state.make(written)
+        make_room(self.model, state["model"])
+        for name, part in self._parts().items():
+            if name == "ema" and name not in state:
+                continue  # another run's checkpoint: the average starts from its weights
+            self.placement.load_state(name, part, state.get(name))
+        self.state.load(written)
+
+    def _parts(self) -> dict[str, Any]:
+        """Return the objects with a state, by their keys in a checkpoint; the model first: the average needs it."""
+        average = {} if self.average is None else {"ema": self.average}
+        return {"model": self.model, **self.optimizer_step.parts, **average}
+
+    def synchronise(self) -> None:
+        """Give every rank rank 0's weights, and state beside them; every rank calls this, once they are loaded."""
+        for module in dict.fromkeys((self.model, *self.state.beside.values())):
+            synchronise(module)
+        if self.average is not None:
+            self.average.begin()
+
+    def close(self) -> None:
+        """Stop the threads of the reductions, and let the model be freed."""
+
+
+class Trainer(TrainedModel):
+    """The model of a training that its job declares, and the step that changes it: one pass and one update.
 
     `ahead` reads a batch, on CPUs, while the gradients are summed over the workers. `watch` is for `stop_on_nan`.
     """
@@ -84,7 +141,7 @@ class Trainer:
         self._clock = clock or SilentClock()
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
-        self.optimizer_step = placement.optimizer_step()
+        self.optimizer_step: OptimizerStep = placement.optimizer_step()
         self.schedule = self.optimizer_step.schedule
         self.average = placement.average(self.optimizer_step)
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
@@ -94,8 +151,8 @@ class Trainer:
         self.over_batch = loss.over_batch
         self.state = ForwardState(model, job.compile, placement.blocks, loss.beside, must_align(job, world.device))
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.state, self._clock, ahead)
-        self.measure_names = list(measures.functions)
-        self._stats = StepSums(split.shards, 1 + len(self.measure_names), world)
+        self.measured = ["loss", *measures.functions]
+        self._stats = StepSums(split.shards, len(self.measured), world)
         self._may_lose_rows = job.may_lose_rows
         self._is_over_batch = job.loss_over_batch
         self._is_on_gpu = is_gpu(world.device)
@@ -152,6 +209,11 @@ class Trainer:
         votes = None if self._votes is None else self._votes.take(known[VOTES])
         return Update(sums, rate, norm, bool(votes))
 
+    @property
+    def flops(self) -> Flops | None:
+        """The operations of a row, on rank 0, from the first step on, if the job asks for them."""
+        return self.gradient.flops
+
     def _size_of(self, step: int) -> ShardSize:
         world, split = self.placement.world, self._split
         shards = split.worker(world.world_size, world.rank, step)
@@ -180,36 +242,6 @@ class Trainer:
         sums: list[float] = self._stats.total().tolist()
         return sums[:VOTES]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that later steps depend on; its tensors are the live ones, not copies."""
-        state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
-        written, evaluated = self.state.state(), self.optimizer_step.evaluated()
-        return {**state, **({WRITTEN: written} if written else {}), **({EVALUATED: evaluated} if evaluated else {})}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; raises ModelError if it belongs to another model or optimizer."""
-        written = whole_tensors(state.get(WRITTEN, {}))
-        # The buffers that forwards had made must be there before the weights are loaded, and their values after it.
-        self.state.make(written)
-        make_room(self.model, state["model"])
-        for name, part in self._parts().items():
-            if name == "ema" and name not in state:
-                continue  # another run's checkpoint: the average starts from its weights
-            self.placement.load_state(name, part, state.get(name))
-        self.state.load(written)
-
-    def _parts(self) -> dict[str, Any]:
-        """Return the objects with a state, by their keys in a checkpoint; the model first: the average needs it."""
-        average = {} if self.average is None else {"ema": self.average}
-        return {"model": self.model, **self.optimizer_step.parts, **average}
-
-    def synchronise(self) -> None:
-        """Give every rank rank 0's weights, and state beside them; every rank calls this, once they are loaded."""
-        for module in dict.fromkeys((self.model, *self.state.beside.values())):
-            synchronise(module)
-        if self.average is not None:
-            self.average.begin()
-
     def close(self) -> None:
         """Stop the threads of the reduction, and let the model be freed."""
         self.gradient.close()
@@ -220,15 +252,15 @@ class Pass:
     """Forward and backward over the shards of a step: the unit in which gradients are summed over the workers.
 
     After it, the gradients are those of the summed loss of the whole batch, divided by the batch's rows, on every
-    worker. A step may have several passes, as of a GAN, each with a loss and an update of its own; with `adds`, a
-    pass adds its gradients to those of earlier passes, and only its own are exchanged.
+    worker. A step may have several passes, as of a GAN, each with a loss of its own. Gradients that are there
+    before it are `set_apart`, and added after it: they are sums over the workers already.
 
     The reduction is built in the first step: its batches show what DDP must expect.
     """
 
     placement: Placement
     loss: ShardLoss
-    optimizer_step: OptimizerStep
+    optimizer_step: OptimizerStep | PassGradients
     split: Split
     state: ForwardState
     clock: StepClock
@@ -249,21 +281,13 @@ class Pass:
         self._without_rows = [DummyBatch(None, 0)] if is_waited_for else []
         self.flops: Flops | None = None  # of a row, on rank 0, from the first step on, if the job asks for them
 
-    def run(
-        self,
-        loaded: LoadedStep,
-        stats: StepSums,
-        on_shard: OnShard | None = None,
-        adds: bool = False,
-        number: int = 0,
-    ) -> None:
+    def run(self, loaded: LoadedStep, stats: StepSums, on_shard: OnShard | None = None, number: int = 0) -> None:
         """Run a step's shards forward and backward; return when gradients and `stats` are summed over the workers.
 
         Every rank calls this. `on_shard` gets each shard with its batch and output. `number` tells the passes of a
         step apart, for their random numbers. Raises ModelError, which names step and shard, for user errors.
         """
         replica, clock = self.replica, self.clock
-        earlier = self._set_apart() if adds else None
         if replica.forwards.are_collective:
             loaded = replica.forwards.begin(loaded)
         # Before the reduction is built, in the first step: for that a shard runs with its outputs' gradients.
@@ -299,12 +323,10 @@ class Pass:
         replica.running_batch = None
         for parameters in reduction.summed(stats.numbers):
             self.optimizer_step.take_norms(parameters)
-        if self.state.finish():  # in early steps
+        if self.state.finish(number == 0):  # in early steps
             check_sums_once({"": self.placement.model, **self.state.beside})  # a forward may have made one
             if self._world.world_size > 1:
                 self.optimizer_step.hooks.check_same()
-        if earlier is not None:
-            self._add(earlier)
 
     def _forward(self, reduction: Reduction, turn: Round, stats: StepSums, number: int) -> torch.Tensor:
         """Return the sum of a shard's losses, and take its sums and weights in.
@@ -351,7 +373,7 @@ class Pass:
             hint = "" if turn.shard is None else batch_hint(error, turn.batch)
             raise_as(error, f"{where}: backward", lambda _: hint)
 
-    def _set_apart(self) -> list[torch.Tensor | None]:
+    def set_apart(self) -> list[torch.Tensor | None]:
         """Take the sums of earlier passes out of the gradients; this pass's may be in the same memory."""
         parameters = self._trained.parameters.values()
         earlier = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
@@ -359,7 +381,8 @@ class Pass:
             parameter.grad = None
         return earlier
 
-    def _add(self, earlier: list[torch.Tensor | None]) -> None:
+    def add(self, earlier: list[torch.Tensor | None]) -> None:
+        """Add what was set apart to the gradients."""
         for parameter, before in zip(self._trained.parameters.values(), earlier, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)

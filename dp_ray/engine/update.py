@@ -4,8 +4,8 @@
 """
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,9 +59,8 @@ class OptimizerStep:
     """
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device, aligned: AlignedParts | None = None) -> None:
-        self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.aligned = aligned
-        self.optimizer = build_optimizer(job.optimizer, model) if aligned is None else aligned.optimizer
+        self.optimizer, self.trained, scheduler = self._built(job, model)
         # The update of a part must be the part of the update.
         self._is_exact = job.bitwise and job.is_sharded
         if self._is_exact and type(self.optimizer) not in ELEMENTWISE:
@@ -72,7 +71,7 @@ class OptimizerStep:
                 f"take one of torch.optim's {names}, or leave bitwise out"
             )
         self._switches = switches(self.optimizer)
-        self.schedule = Schedule(job.scheduler, self.optimizer)
+        self.schedule = Schedule(scheduler, self.optimizer)
         # The scaler checks the reduced gradients, so all ranks skip the same steps.
         self.scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
         self._unscaled = UnscaledStep(self.optimizer)
@@ -99,6 +98,12 @@ class OptimizerStep:
         self._knows_early = self.scaler is None
         self._known: dict[int, torch.Tensor] = {}  # norms of gradients, by the parameter's id, before `apply`
         self._has_weighed = False
+
+    def _built(self, job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter], Any]:
+        """Return the optimizer, by name the parameters that a training with it trains, and what its scheduler is."""
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        optimizer = build_optimizer(job.optimizer, model) if self.aligned is None else self.aligned.optimizer
+        return optimizer, trained, job.scheduler
 
     def _find_left_out(self) -> None:
         """Find the parameters that the optimizer does not update; its groups may have grown."""
@@ -346,6 +351,116 @@ class ShardedOptimizerStep(OptimizerStep):
         super().drop_gradients()
         if self.aligned is not None:
             self.aligned.give()
+
+
+class GivenOptimizerStep(OptimizerStep):
+    """The step of an optimizer that a loop of the user's has made for some of the model's parameters.
+
+    It trains these alone, and leaves all other gradients. It clips as its caller says, each time.
+    """
+
+    def __init__(
+        self, job: Job, model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer, scheduler: Any
+    ) -> None:
+        self._given = optimizer, scheduler
+        super().__init__(job, model, device)
+
+    def _built(self, job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter], Any]:
+        optimizer, scheduler = self._given
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise JobError(f"run.optimizer: takes a torch.optim.Optimizer, got a {type(optimizer).__qualname__}")
+        names = {id(one): name for name, one in model.named_parameters()}
+        held = [one for group in optimizer.param_groups for one in group["params"]]
+        for one in held:
+            if id(one) not in names:
+                raise JobError(
+                    f"run.optimizer: {type(optimizer).__qualname__} holds a tensor of size {list(one.shape)} that is "
+                    "none of the model's parameters, so it would be neither summed over the workers nor kept; make "
+                    "it a part of the model"
+                )
+        trained = {names[id(parameter)]: parameter for parameter in held}
+        return optimizer, trained, None if scheduler is None else lambda _: scheduler
+
+    def step(self, clip: float | None, step: int) -> torch.Tensor:
+        """Update the parameters; return their gradient's norm before it was clipped to `clip`."""
+        self._grad_clip = clip
+        return self.apply(1.0, 1, step)
+
+    def step_with(self, closure: Callable[[], Any], step: int) -> torch.Tensor:
+        """Update the parameters by an optimizer that calls for the loss; return the last gradient's norm."""
+        with reraise_as(f"step {step}: optimizer", shards_hint):
+            self.optimizer.step(closure)
+        norm = self._norm(self._numbers())
+        if self.schedule.per_step:
+            with reraise_as(f"step {step}: scheduler"):
+                self.schedule.scheduler.step()
+        self.drop_gradients()
+        return norm
+
+
+class Updates:
+    """The updates of a loop of the user's: their optimizers and schedulers, kept by their order.
+
+    `states` are the loop's own, by name, which are kept beside them.
+    """
+
+    aligned = None
+    says_left_out = None
+
+    def __init__(self, each: Sequence[GivenOptimizerStep], states: Mapping[str, Any]) -> None:
+        self.each, self._states = each, states
+        self.schedule = Schedule(None, None)
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The names of the parameters that each optimizer updates."""
+        return [one.names for one in self.each]
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the first optimizer's first group; NaN without an optimizer."""
+        return self.each[0].learning_rate if self.each else float("nan")
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The objects with a state, by their names in a checkpoint."""
+        parts: dict[str, Any] = {}
+        for number, update in enumerate(self.each):
+            parts[f"optimizer {number}"] = update.optimizer
+            parts[f"scheduler {number}"] = update.schedule.scheduler
+        return parts | {f"state {name}": state for name, state in self._states.items()}
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have in the model what the optimizers evaluate while the block runs."""
+        with ExitStack() as stack:
+            for update in self.each:
+                stack.enter_context(update.evaluating())
+            yield
+
+    def evaluated(self) -> dict[str, torch.Tensor]:
+        """Return copies of what `evaluating` has in the model, by name; none if that is what is trained."""
+        return {name: one for update in self.each for name, one in update.evaluated().items()}
+
+
+class PassGradients:
+    """What a pass of a loop of the user's trains: the gradients stay as they are summed, for the loop's updates."""
+
+    def __init__(self, trained: dict[str, nn.Parameter]) -> None:
+        self.trained = trained
+        self.hooks = ParameterHooks(trained)
+
+    def seed(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return the gradient with which a backward of `loss` begins: that of loss / rows."""
+        return loss.new_full((), 1.0 / rows)
+
+    def take_norms(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Do nothing: the loop may change a gradient before its norm is taken."""
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of what the pass trains."""
+        for one in self.trained.values():
+            one.grad = None
 
 
 SHAPED = "keeps state of another shape than its parameters, of which strategy: fsdp cannot give each worker a part"

@@ -24,6 +24,14 @@ COLUMNS = (
     *("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"),
     "epoch_loss",
 )
+# What does in a loop of the user's what these keys do.
+IN_A_LOOP = {
+    "loss": "give the function to step.backward(loss, of)",
+    "step": "give the function to step.backward(loss, of)",
+    "optimizer": "make it in the loop: update = run.optimizer(...)",
+    "scheduler": "give it to run.optimizer(optimizer, scheduler)",
+    "grad_clip": "clip in the update: update.step(clip=...)",
+}
 # What a training measures without an evaluation: the epoch's mean loss.
 _OF_EPOCHS = {"scheduler.metric": ("loss",), "early_stopping.metric": ("loss", "epoch_loss")}
 
@@ -38,6 +46,11 @@ class MeasuringKeys(JobKeys):
             return ()
         has_loss = self.loss is not None or self.step is not None
         return tuple(f"eval_{name}" for name in (["loss", *self.metrics] if has_loss else self.metrics))
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether a function of the user's gets a shard's batch as it is, in any form."""
+        return self.step is not None or (self.loop is not None and self.task == "train")
 
     @property
     def loss_over_batch(self) -> bool:
@@ -89,7 +102,7 @@ class Job(MeasuringKeys):
     `Job.make` raises JobError, which names each wrong key, what it got and what it may be.
     """
 
-    TARGETED: ClassVar = ("model", "dataset", "collate", "loss", "step", "optimizer", "scheduler")
+    TARGETED: ClassVar = ("model", "dataset", "collate", "loss", "step", "loop", "optimizer", "scheduler")
 
     # A job that differs in these keys only resumes the same run.
     CANNOT_CHANGE_THE_RESULT: ClassVar[frozenset[str]] = frozenset(
@@ -116,7 +129,7 @@ class Job(MeasuringKeys):
                 f"set shards to at least {self.max_workers}, or workers to at most {self.num_shards}"
             )
         problems = itertools.chain(
-            *(self._of_data(), self._of_devices(), self._of_training(), self._of_sharding()),
+            *(self._of_loop(), self._of_data(), self._of_devices(), self._of_training(), self._of_sharding()),
             *(self._of_metrics(), self._of_profile()),
         )
         problem = next(problems, None)  # the first alone: the others may follow from it
@@ -124,18 +137,37 @@ class Job(MeasuringKeys):
             raise ValueError(problem)
         return self
 
+    def _of_loop(self) -> Iterator[str]:
+        """Yield keys that a loop of the user's takes the place of, or cannot have."""
+        if self.loop is None or self.task != "train":
+            return
+        for key, instead in IN_A_LOOP.items():
+            if getattr(self, key) is not None:
+                yield f"{key}: is not used, because loop trains in its own way; leave {key} out, and {instead}"
+        cannot = {
+            "strategy": self.is_sharded and "fsdp",
+            "precision": self.precision == "fp16" and "fp16",
+            "compile": self.compile and "true",
+            "sync_batchnorm": self.sync_batchnorm and "true",
+            "shards": self.finds_shards and "auto",
+        }
+        for key, value in cannot.items():
+            if value:
+                yield f"{key}: {value} is not possible with loop yet; leave {key} out"
+
     def _of_data(self) -> Iterator[str]:
         """Yield keys that the task needs and the job lacks, and keys of items and of bad samples in contradiction."""
-        if self.task == "train" and self.optimizer is None:
+        declares = self.task == "train" and self.loop is None
+        if declares and self.optimizer is None:
             yield "optimizer: is missing; task train needs one, like {target: 'torch.optim:AdamW', args: {lr: 0.001}}"
-        if self.task == "train" and self.loss is None and self.step is None:
+        if declares and self.loss is None and self.step is None:
             yield "loss: is missing; task train needs a loss, like 'torch.nn:CrossEntropyLoss', or a step"
         if self.task == "evaluate" and self.loss is None and self.step is None and not self.metrics:
             yield "loss: is missing; task evaluate needs a loss, metrics or a step"
         by_keys = isinstance(self.inputs, list)
         if self.target is not None and not by_keys:
             yield f"target: needs inputs to be a list of keys, like [image]; got inputs: {self.inputs}"
-        if by_keys and self.target is None and self.task != "predict" and self.step is None:
+        if by_keys and self.target is None and self.task != "predict" and not self.takes_batches:
             yield f"target: is missing; task {self.task} with inputs: {self.inputs} needs the key of its target"
         if self.skipped and self.sync_batchnorm:
             yield "skip: sync_batchnorm would wait for a shard without samples; leave one of them out"
@@ -263,7 +295,7 @@ class Job(MeasuringKeys):
         assert self.eval is not None
         size = self.eval.batch_size or self.batch_size
         changed = {"dataset": self.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
-        return self.model_copy(update={**changed, "order": "dataset", "skip": None})
+        return self.model_copy(update={**changed, "order": "dataset", "skip": None, "loop": None})
 
     @property
     def num_devices(self) -> int:
@@ -405,6 +437,6 @@ def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
 _LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
 # Keys that earlier versions did not have, each with the value that their runs have.
 AS_BEFORE: tuple[tuple[str, Any], ...] = (
-    *(("target", None), ("skip", None), ("outputs", {})),
+    *(("target", None), ("skip", None), ("outputs", {}), ("loop", None)),
     *(("early_stopping", None), ("ema", None), ("strict", True)),
 )

@@ -658,6 +658,9 @@ class JobKeys(WorkerKeys, WorkKeys):
     Those and metrics over the batch are measured in evaluations only. A name must not be a column of the history."""
     eval: Eval | None = None
     """Evaluate the model during a training and at its end."""
+    loop: Targeted | None = None
+    """train only: a function of a `dp_ray.Loop`, which trains in its own way: with several losses and optimizers, as
+    of a GAN. It is in place of loss, step, optimizer, scheduler and grad_clip."""
     optimizer: Annotated[Any, target_parser(Optimizer)] | None = None
     """A class or function that is called with the trainable parameters. train needs one."""
     scheduler: SchedulerKey | None = None

@@ -23,7 +23,7 @@ from dp_ray.engine.clock import Part
 from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.loading import Source
 from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.engine.trainer import Trainer, Update
+from dp_ray.engine.trainer import TrainedModel, Update
 from dp_ray.engine.weights import advice_on, tensors_of
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import keys
@@ -100,7 +100,7 @@ class Training:
     source: Source
     split: Split
     layout: TrainingLayout
-    trainer: Trainer
+    trainer: TrainedModel
     times: StepTimes
     state: TrainState = dataclasses.field(default_factory=TrainState)
 
@@ -159,9 +159,8 @@ class Checkpointer(PieceKeeper):
         for folder in (HISTORY, CHECKPOINTS):
             run.child(folder).create()
             run.child(folder).remove_unfinished()
-        names = ["loss", *trainer.measure_names]
         extra = ["epoch_loss", *job.eval_names]
-        self._history = History(run.child(HISTORY), split, names, extra, train_state.step, context.send)
+        self._history = History(run.child(HISTORY), split, trainer.measured, extra, train_state.step, context.send)
         pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
         self._best = job.checkpoint.best
         by = [] if self._best is None else [self._best.metric, self._best.mode]

@@ -2,13 +2,27 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from dp_ray.engine.world import broadcast
 from dp_ray.job import keys
 from dp_ray.job.job import Job
 from dp_ray.messages import StoppedEarly
 from dp_ray.tasks.checkpoints import TrainState
+
+
+class Stopping(Protocol):
+    """What ends a training before its last step."""
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the training ends here."""
+
+    def take(self, measured: dict[str, float]) -> bool:
+        """Take in what was measured after a step; return whether the training stops. Every rank calls this."""
+
+    def stopped(self) -> StoppedEarly:
+        """Return why the training has stopped."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dp_ray.engine.trainer import Trainer, Update
+from dp_ray.engine.trainer import TrainedModel, Update
 from dp_ray.engine.user_code import reraise_as
 from dp_ray.engine.votes import VOTES
 from dp_ray.engine.weights import tensors_of
@@ -40,7 +40,7 @@ class TrainingView:
     run_dir: str = field(repr=False)  # a URL may hold a secret
     _update: Update | None = field(repr=False, compare=False)
     _measured: Mapping[str, float] = field(repr=False, compare=False)
-    _trainer: Trainer = field(repr=False, compare=False)
+    _trainer: TrainedModel = field(repr=False, compare=False)
 
     @property
     def loss(self) -> float:
@@ -55,7 +55,7 @@ class TrainingView:
     @cached_property
     def metrics(self) -> Mapping[str, float]:
         """The job's metrics in this step, and measurements after it, like `eval_loss` and `epoch_loss`."""
-        names = self._trainer.measure_names
+        names = self._trainer.measured[1:]
         own = {name: self._numbers[name] for name in names if name in self._numbers}
         return MappingProxyType({**own, **self._measured})
 
@@ -85,7 +85,7 @@ class TrainingView:
         *sums, norm = torch.cat([totals, self._update.gradient_norm.to(totals).reshape(1)]).tolist()
         pairs = zip(sums[::2], sums[1::2], strict=True)
         means = [total / weight if weight else float("nan") for total, weight in pairs]
-        return {**dict(zip(["loss", *self._trainer.measure_names], means, strict=True)), "gradient_norm": norm}
+        return {**dict(zip(self._trainer.measured, means, strict=True)), "gradient_norm": norm}
 
 
 class HookCalls:

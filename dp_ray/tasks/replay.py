@@ -127,6 +127,7 @@ class RecordedEvaluations:
 def _run_steps_before(training: Training, history: StepRows, wanted: int) -> LoadedStep:
     """Run the steps from the restored one up to the wanted one again; return that one, loaded."""
     context, begun, trainer, source = training.context, training.state.step, training.trainer, training.source
+    assert isinstance(trainer, Trainer)
     _check_watched(trainer, begun, wanted, history)
     quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
     context.notify(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")

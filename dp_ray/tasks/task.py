@@ -21,6 +21,7 @@ from dp_ray.system.process import environment
 from dp_ray.tasks.evaluate import evaluate
 from dp_ray.tasks.find_shards import find_shards
 from dp_ray.tasks.numerics import check_numerics
+from dp_ray.tasks.own_loop import train_by_loop
 from dp_ray.tasks.predict import predict_outputs
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
@@ -45,7 +46,7 @@ def run_task(
     worker was lost. Raises JobError if the workers cannot talk to each other because of a mistake in the job, or if
     they would give a bitwise job different bits.
     """
-    tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
+    tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train if job.loop is None else train_by_loop}
     task = find_shards if job.finds_shards else tasks[job.task]
     control = control or StepControl()
     with broken_gpu_named(world), settings_of(job, world), retries_told(job, world, send):

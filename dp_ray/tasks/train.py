@@ -1,31 +1,33 @@
 """The task `train` on one worker, from its dataset to the final weights: begin at `train`.
 
-`begun` sets a training up where its newest checkpoint ends. `Progress` counts each step, and evaluates after it.
+`begun_training` sets a training up where its newest checkpoint ends. `training_steps` gives its steps, also to a loop
+of the user's. `AfterStep` counts each step, and evaluates after it.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.clock import Part
 from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
-from dp_ray.engine.loading import OverlappedRead, Source, load_steps
+from dp_ray.engine.loading import LoadedStep, OverlappedRead, Source, load_steps
 from dp_ray.engine.model import autocast
-from dp_ray.engine.placement import place
-from dp_ray.engine.step import OnShard, StepOutput, build_step, of_neighbours
-from dp_ray.engine.trainer import Trainer, Update
+from dp_ray.engine.placement import Placement, place
+from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, build_step, of_neighbours
+from dp_ray.engine.timed_loader import StepTimes
+from dp_ray.engine.trainer import TrainedModel, Trainer, Update
 from dp_ray.engine.user_code import reraise_as
 from dp_ray.engine.votes import LossWatch, NotFinite
 from dp_ray.engine.weights import check_all_tensors
 from dp_ray.engine.world import gathered
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.messages import FlopsCounted
-from dp_ray.plan.split import Shard, Work
+from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.rundir.ledger import begin_attempt
 from dp_ray.tasks.checkpoints import PieceKeeper, Training, checkpointing, keep_weights, restored, sample_layout
-from dp_ray.tasks.early_stopping import Patience
+from dp_ray.tasks.early_stopping import Patience, Stopping
 from dp_ray.tasks.evaluate import Evaluator
 from dp_ray.tasks.hooks import HookCalls
 from dp_ray.tasks.loop import Run, times_of
@@ -38,54 +40,92 @@ def train(context: Context) -> None:
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
     ahead = OverlappedRead()
-    with begun_training(context, ahead) as (training, evaluation):
-        context, trainer, state, split = training.context, training.trainer, training.state, training.split
-        job, world, control, watch = context.job, context.world, context.control, trainer.watch
-        hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
-        # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
-        quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
-        stopping = Patience.of(job, state)
-        start = split.total_steps if stopping is not None and stopping.has_stopped else state.step
-        work, times = Work(split, world.world_size, world.rank, start=start), training.times
-        with (
-            closing(load_steps(training.source, work, world.device, quarantine, times=times, ahead=ahead)) as loaded,
-            Run(context, trainer.called, split, times) as run,
-            # Within the run: the writer's thread has the recorder send, also after an error.
-            checkpointing(training, run.recorder.keep) as checkpointer,
-        ):
-            after = AfterStep(training, Evaluator(training, evaluation) if job.eval is not None else None, stopping)
-            on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
-            for step in run.steps(start):
-                update = trainer.step(step, loaded, on_shard, control.wants_stop)
-                # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
-                # take long.
-                run.recorder.on_step(step)
-                if watch is not None and watch.not_finite is not None:
-                    if checkpointer is not None:
-                        checkpointer.after_step(step, update, {})  # logs it; no state is kept any more
-                    end_at_loss(watch.check, checkpointer)
-                measured = after.take(step, update)
-                if hooks is not None:
-                    hooks.after_step(step, update, measured)
-                # A single worker stops as soon as it is asked; several agree on a step.
-                stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
-                run.stops = stops and step + 1 < split.total_steps
+
+    def trainer_of(placed: PlacedTraining, step: Step, measures: Metrics, times: StepTimes) -> Trainer:
+        watch = LossWatch(str(context.run)) if context.job.stop_on_nan else None
+        return Trainer(placed.placement, step, measures, placed.split, times.clock, ahead, watch)
+
+    with begun_training(place_training(context), trainer_of) as (training, evaluation):
+        trainer = training.trainer
+        assert isinstance(trainer, Trainer)
+        for step in training_steps(training, evaluation, ahead):
+            step.update = trainer.step(step.number, step.loaded, step.on_shard, step.wants_stop)
+
+
+@dataclass
+class TrainingStep:
+    """A step of a training, which its task runs: `loaded` gives its shards next, and `update` is to be set.
+
+    `on_shard` gets each shard with its batch and output. `wants_stop` asks all workers to stop after the step.
+    """
+
+    number: int
+    loaded: Iterator[LoadedStep]
+    on_shard: OnShard
+    wants_stop: bool
+    update: Update | None = None
+
+
+def training_steps(
+    training: Training,
+    evaluation: Evaluation,
+    ahead: OverlappedRead | None = None,
+    stopping: Stopping | None = None,
+) -> Iterator[TrainingStep]:
+    """Yield the steps that are left of a training, and do after each what follows it; then keep the weights.
+
+    After a step come its reports, evaluations, hooks, history and checkpoint. `stopping` is by default the job's.
+    """
+    context, trainer, state, split = training.context, training.trainer, training.state, training.split
+    job, world, control, watch = context.job, context.world, context.control, trainer.watch
+    hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
+    # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
+    quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
+    stopping = stopping or Patience.of(job, state)
+    start = split.total_steps if stopping is not None and stopping.has_stopped else state.step
+    work, times = Work(split, world.world_size, world.rank, start=start), training.times
+    with (
+        closing(load_steps(training.source, work, world.device, quarantine, times=times, ahead=ahead)) as loaded,
+        Run(context, trainer.called, split, times) as run,
+        # Within the run: the writer's thread has the recorder send, also after an error.
+        checkpointing(training, run.recorder.keep) as checkpointer,
+    ):
+        after = AfterStep(training, Evaluator(training, evaluation) if job.eval is not None else None, stopping)
+        on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
+        for number in run.steps(start):
+            step = TrainingStep(number, loaded, on_shard, control.wants_stop)
+            yield step
+            update = step.update
+            assert update is not None
+            # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
+            # take long.
+            run.recorder.on_step(number)
+            if watch is not None and watch.not_finite is not None:
                 if checkpointer is not None:
-                    checkpointer.after_step(step, update, measured, run.stops or control.take_save())
-            if watch is not None:
-                end_at_loss(watch.check_all, checkpointer)
-            run.close()  # before the last step is kept: its times are kept with it
-            control.through()  # writing the rest has no time limit
+                    checkpointer.after_step(number, update, {})  # logs it; no state is kept any more
+                end_at_loss(watch.check, checkpointer)
+            measured = after.take(number, update)
+            if hooks is not None:
+                hooks.after_step(number, update, measured)
+            # A single worker stops as soon as it is asked; several agree on a step.
+            stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
+            run.stops = stops and number + 1 < split.total_steps
             if checkpointer is not None:
-                checkpointer.finish()
-            run.send_times()
-            if trainer.gradient.flops is not None:
-                context.send(FlopsCounted(trainer.gradient.flops))
+                checkpointer.after_step(number, update, measured, run.stops or control.take_save())
+        if watch is not None:
+            end_at_loss(watch.check_all, checkpointer)
+        run.close()  # before the last step is kept: its times are kept with it
+        control.through()  # writing the rest has no time limit
+        if checkpointer is not None:
+            checkpointer.finish()
+        run.send_times()
+        if trainer.flops is not None:
+            context.send(FlopsCounted(trainer.flops))
     end(training, stopping, hooks, quarantine)  # nothing is read or written in the background any more
 
 
 def end(
-    training: Training, stopping: Patience | None, hooks: HookCalls | None, quarantine: Quarantine | None
+    training: Training, stopping: Stopping | None, hooks: HookCalls | None, quarantine: Quarantine | None
 ) -> None:
     """End a training whose steps and writer have ended: keep its weights, or leave it if it was stopped."""
     context, state, split = training.context, training.state, training.split
@@ -105,19 +145,35 @@ def end(
         hooks.at_end()
 
 
-@contextmanager
-def begun_training(context: Context, ahead: OverlappedRead) -> Iterator[tuple[Training, Evaluation]]:
-    """Give a training at the state where it begins or goes on, and its evaluation. Every rank calls this."""
+class PlacedTraining(NamedTuple):
+    """What a training begins with: its dataset, how its steps are cut, and its model, whose world `context` has."""
+
+    context: Context
+    dataset: Any
+    split: Split
+    placement: Placement
+
+
+def place_training(context: Context) -> PlacedTraining:
+    """Load the dataset and build the model; every rank calls this."""
     job, dataset = context.job, load_dataset(context)
     split = split_of(job, len(dataset))
     placement = place(with_schedule(job, split), context.world, context.notify)
     check_all_tensors(placement.model)
-    context = replace(context, world=placement.world)
+    return PlacedTraining(replace(context, world=placement.world), dataset, split, placement)
+
+
+@contextmanager
+def begun_training(
+    placed: PlacedTraining, trainer_of: Callable[[PlacedTraining, Step, Metrics, StepTimes], TrainedModel]
+) -> Iterator[tuple[Training, Evaluation]]:
+    """Give a training at the state where it begins or goes on, and its evaluation. Every rank calls this."""
+    context, dataset, split, placement = placed
+    job, world = context.job, context.world
     measures, states = build_metrics(job)
     check_watched(job, states)
-    step, times = build_step(job, context.world), times_of(context)
-    watch = LossWatch(str(context.run)) if job.stop_on_nan else None
-    with closing(Trainer(placement, step, measures, split, times.clock, ahead, watch)) as trainer:
+    step, times = build_step(job, world), times_of(context)
+    with closing(trainer_of(placed, step, measures, times)) as trainer:
         if trainer.optimizer_step.says_left_out is not None:
             context.notify(trainer.optimizer_step.says_left_out)
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
@@ -125,8 +181,11 @@ def begun_training(context: Context, ahead: OverlappedRead) -> Iterator[tuple[Tr
         layout = sample_layout(job, split, dataset)
         training = restored(Training(context, Source(job, dataset), split, layout, trainer, times))
         trainer.synchronise()  # with the restored state: the average of the weights begins with it
-        device, forwards, trial = context.world.device, placement.forwards(), placement.row_trial()
-        yield training, Evaluation(job, step, measures, states, device, forwards, trainer.over_batch, trial=trial)
+        forwards, trial = placement.forwards(), placement.row_trial()
+        yield (
+            training,
+            Evaluation(job, step, measures, states, world.device, forwards, trainer.over_batch, trial=trial),
+        )
 
 
 def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> None:
@@ -159,7 +218,7 @@ class AfterStep:
     `stops` is set once the training is to stop early.
     """
 
-    def __init__(self, training: Training, evaluator: Evaluates | None, stopping: Patience | None = None) -> None:
+    def __init__(self, training: Training, evaluator: Evaluates | None, stopping: Stopping | None = None) -> None:
         self._state, self._split, self._schedule = training.state, training.split, training.trainer.schedule
         self._clock = training.times.clock
         self._evaluator = evaluator

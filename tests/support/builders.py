@@ -13,16 +13,14 @@ import torch
 from torch import nn
 
 from dp_ray.engine.bad_samples import Quarantine
-from dp_ray.engine.clock import SilentClock
-from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead, Source, load_steps
 from dp_ray.engine.model import build_model
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.prediction import PredictedShard, Prediction, predict
-from dp_ray.engine.reduce import DdpReduction, ShardLoss, Trained
-from dp_ray.engine.step import Metrics, Step, StepEnd, build_step
+from dp_ray.engine.reduce import DdpReduction, Trained
+from dp_ray.engine.step import Metrics, StepEnd, build_step
 from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.engine.trainer import Pass, Trainer
+from dp_ray.engine.trainer import Trainer
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
@@ -128,12 +126,6 @@ def trainer_of(job: Job, world: World, split: Split, model: nn.Module | None = N
     model = model or build_model(job, [world.device])
     placement = Placement(job, model, model, world)
     return Trainer(placement, build_step(job, world), Metrics({}), split)
-
-
-def pass_of(placement: Placement, update: OptimizerStep, step: Step, split: Split, buffers: ForwardState) -> Pass:
-    """Build a pass with a step of its own, over the part of a model that `placement` names."""
-    loss = ShardLoss(placement.called, step, Metrics({}), placement.job, placement.world.device)
-    return Pass(placement, loss, update, split, buffers, SilentClock())
 
 
 def optimizer_step_of(job: Job, model: nn.Module, device: torch.device = CPU) -> OptimizerStep:

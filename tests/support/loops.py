@@ -1,0 +1,380 @@
+"""Loops of a user's, as `dp_ray.Loop` runs them, and the same trainings in plain torch on whole batches."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss, softplus
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import Dataset
+
+ROWS, BATCH, EPOCHS, LR = 23, 10, 3, 0.1  # the last batch is short, and its shards uneven
+
+
+class Points(Dataset[Any]):
+    """Real points, and the noise of which a generator makes others."""
+
+    def __init__(self) -> None:
+        draws = torch.Generator().manual_seed(7)
+        self.real = torch.randn(ROWS, 2, generator=draws) * 0.3 + 1
+        self.noise = torch.randn(ROWS, 3, generator=draws)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        return self.real[index], self.noise[index]
+
+
+class Gan(nn.Module):
+    """A generator of points, and a critic that tells them from real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        """Make points."""
+        made: torch.Tensor = self.generator(noise)
+        return made
+
+
+class HookedGan(Gan):
+    """A GAN with a hook on a gradient of its critic, which two passes add to, and on one of its generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("critic.0.weight", "generator.0.weight"):
+            self.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[no-untyped-call]
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum, whose state a checkpoint must keep."""
+    return torch.optim.SGD(module.parameters(), lr=LR, momentum=0.5)
+
+
+def gan(run: Any) -> None:
+    """Train critic and generator in turns; the critic's loss is the sum of two passes."""
+    critic, generator = run.model.critic, run.model.generator
+    of_critic, of_generator = run.optimizer(sgd(critic)), run.optimizer(sgd(generator))
+    for step in run.steps():
+        real = step.backward(lambda batch: softplus(-critic(batch[0]))[:, 0], critic)
+        made = step.backward(lambda batch: softplus(critic(generator(batch[1])))[:, 0], critic)
+        of_critic.step(clip=1.0)
+        fooling = step.backward(lambda batch: softplus(-critic(generator(batch[1])))[:, 0], generator)
+        of_generator.step()
+        step.log(critic=real + made, generator=fooling)
+
+
+def gan_by_hand(model: Any, batch: Any, updates: dict[str, torch.optim.Optimizer]) -> dict[str, float]:
+    """A step of the same in plain torch."""
+    critic, generator, (points, noise) = model.critic, model.generator, batch
+    updates["critic"].zero_grad()
+    of_critic = softplus(-critic(points)).mean()
+    of_critic.backward()  # type: ignore[no-untyped-call]
+    of_made = softplus(critic(generator(noise).detach())).mean()
+    of_made.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+    updates["critic"].step()
+    updates["generator"].zero_grad()
+    fooling = softplus(-critic(generator(noise))).mean()
+    fooling.backward()  # type: ignore[no-untyped-call]
+    updates["generator"].step()
+    return {"critic": (of_critic + of_made).item(), "generator": fooling.item()}
+
+
+def penalty(critic: nn.Module, real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """The gradient penalty of WGAN-GP for each row, between real points and made ones."""
+    between = (real + made).detach() / 2
+    between.requires_grad_()
+    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+    rows: torch.Tensor = (slope.norm(dim=1) - 1).square()
+    return rows
+
+
+def wgan(run: Any) -> None:
+    """WGAN-GP: a second derivative in the critic's pass, and a generator that is updated each second step."""
+    critic, generator = run.model.critic, run.model.generator
+    of_critic, of_generator = run.optimizer(sgd(critic)), run.optimizer(sgd(generator))
+
+    def tells_apart(batch: Any) -> torch.Tensor:
+        made = generator(batch[1])
+        rows: torch.Tensor = (critic(made) - critic(batch[0]))[:, 0] + 10 * penalty(critic, batch[0], made)
+        return rows
+
+    for step in run.steps():
+        step.backward(tells_apart, critic)
+        of_critic.step()
+        if step.number % 2:
+            step.backward(lambda batch: -critic(generator(batch[1]))[:, 0], generator)
+            of_generator.step()
+
+
+def wgan_by_hand(model: Any, batch: Any, updates: dict[str, torch.optim.Optimizer], number: int) -> None:
+    """A step of the same in plain torch."""
+    critic, generator, (real, noise) = model.critic, model.generator, batch
+    updates["critic"].zero_grad()
+    made = generator(noise).detach()
+    ((critic(made) - critic(real)).mean() + 10 * penalty(critic, real, made).mean()).backward()
+    updates["critic"].step()
+    if number % 2:
+        updates["generator"].zero_grad()
+        (-critic(generator(noise)).mean()).backward()
+        updates["generator"].step()
+
+
+def lbfgs(run: Any) -> None:
+    """LBFGS, which computes the loss several times in an update."""
+    update = run.optimizer(torch.optim.LBFGS(run.model.generator.parameters(), lr=0.5, max_iter=4))
+    for step in run.steps():
+
+        def closure(step: Any = step) -> torch.Tensor:
+            loss: torch.Tensor = step.backward(fits, run.model.generator)
+            return loss
+
+        def fits(batch: Any) -> torch.Tensor:
+            rows: torch.Tensor = (run.model.generator(batch[1]) - batch[0]).square().mean(1)
+            return rows
+
+        update.step(closure=closure)
+
+
+def contrastive(run: Any) -> None:
+    """A loss over the whole batch, added to one of rows."""
+    update = run.optimizer(sgd(run.model))
+    for step in run.steps():
+        step.backward(lambda batch: (run.model(batch[1]) - batch[0]).square().mean(1), run.model.generator)
+        step.backward(
+            lambda batch: {"outputs": run.model(batch[1]), "target": batch[0]}, run.model.generator, over=spread
+        )
+        update.step()
+
+
+def spread(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss of all pairs of rows."""
+    return mse_loss(outputs @ outputs.T, target @ target.T)
+
+
+BROKEN = (3, 10, 12)
+
+
+class Broken(Points):
+    """Points of which some cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index in BROKEN:
+            raise ValueError("unreadable")
+        return super().__getitem__(index)
+
+
+class Pairs(Points):
+    """Noise, and the points that should come of it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.noise[index], self.real[index]
+
+
+def error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The squared error of each row."""
+    return (outputs - target).square().sum(1)
+
+
+def batches(points: Points, epochs: int = EPOCHS, without: Sequence[int] = ()) -> Iterator[Any]:
+    """The global batches of a training that does not shuffle."""
+    for _ in range(epochs):
+        for start in range(0, ROWS, BATCH):
+            rows = [row for row in range(start, min(ROWS, start + BATCH)) if row not in without]
+            yield points.real[rows], points.noise[rows]
+
+
+def averaged_gan_by_hand() -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The average of a GAN's weights after each step, by torch's own, and its error each second step and last."""
+    torch.manual_seed(0)
+    model, points = Gan(), Points()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[no-untyped-call]
+    updates = {"critic": sgd(model.critic), "generator": sgd(model.generator)}
+    history = []
+    for number, batch in enumerate(batches(points), 1):
+        gan_by_hand(model, batch, updates)
+        average.update_parameters(model)
+        if number % 2 == 0 or number == 9:
+            with torch.no_grad():
+                history.append(error(average.module(points.noise), points.real).mean().item())
+    return dict(average.module.state_dict()), history
+
+
+def by_hand(
+    step: Callable[..., Any], epochs: int = EPOCHS, kind: type[Gan] = Gan, without: Sequence[int] = ()
+) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """Train a GAN in plain torch, on whole batches; return its weights and what each step returned."""
+    torch.manual_seed(0)
+    model = kind()
+    updates = {"critic": sgd(model.critic), "generator": sgd(model.generator)}
+    takes_number = step.__code__.co_argcount == 4
+    found = [
+        step(model, batch, updates, *([number] if takes_number else []))
+        for number, batch in enumerate(batches(Points(), epochs, without))
+    ]
+    return dict(model.state_dict()), found
+
+
+class Rows(Dataset[Any]):
+    """Rows without data, of which a loop makes its own."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Policy(nn.Module):
+    """A policy of two moves, and the value of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.value = nn.Linear(3, 1)
+
+
+def ppo(run: Any) -> None:
+    """PPO on a world of its own: rollouts of the whole batch, and four updates by them, cut into shards."""
+    policy, value = run.model.policy, run.model.value
+    update = run.optimizer(torch.optim.SGD(run.model.parameters(), lr=LR))
+    counts = run.state("counts", {"played": 0})
+
+    def play(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen = torch.randn(len(rows), 3)
+        chances = policy(seen).log_softmax(1)
+        move = torch.multinomial(chances.exp(), 1)[:, 0]
+        return {
+            "seen": seen,
+            "move": move,
+            "before": chances.gather(1, move[:, None])[:, 0],
+            "won": seen[:, 0] * move,
+        }
+
+    def loss(played: dict[str, torch.Tensor]) -> torch.Tensor:
+        now = policy(played["seen"]).log_softmax(1).gather(1, played["move"][:, None])[:, 0]
+        ratio = (now - played["before"]).exp()
+        clipped = torch.minimum(ratio * played["gain"], ratio.clamp(0.8, 1.2) * played["gain"])
+        rows: torch.Tensor = 0.5 * (value(played["seen"])[:, 0] - played["won"]).square() - clipped
+        return rows
+
+    for step in run.steps():
+        played = step.gather(play)
+        counts["played"] += len(played["won"])
+        won = played["won"]
+        played["gain"] = (won - won.mean()) / (won.std() + 0.1)
+        for _ in range(4):
+            step.backward(loss, run.model, batch=played)
+            update.step(clip=0.5)
+        step.log(won=won.mean(), played=counts["played"])
+
+
+def ppo_of_one_pass(run: Any) -> None:
+    """One update by a given batch: what a plain gradient step by its mean is."""
+    update = run.optimizer(torch.optim.SGD(run.model.generator.parameters(), lr=LR))
+    table = torch.linspace(0, 1, 11)[:, None].expand(11, 3).contiguous()
+    for step in run.steps():
+        step.backward(lambda rows: run.model.generator(rows).square().sum(1), run.model.generator, batch=table)
+        update.step()
+
+
+def _rank() -> int:
+    from dp_ray.engine.world import own_rank
+
+    return own_rank()
+
+
+def _one_of_two(run: Any, of_other: Callable[[Any, Any, Any], None]) -> None:
+    """Train both parts; on rank 1, from step 1 on, `of_other` runs in place of the passes."""
+    critic, generator = run.model.critic, run.model.generator
+    updates = run.optimizer(sgd(critic)), run.optimizer(sgd(generator))
+
+    def of_critic(batch: Any) -> torch.Tensor:
+        rows: torch.Tensor = critic(batch[0])[:, 0]
+        return rows
+
+    def of_generator(batch: Any) -> torch.Tensor:
+        rows: torch.Tensor = generator(batch[1])[:, 0]
+        return rows
+
+    for step in run.steps():
+        if _rank() and step.number == 1:
+            of_other(step, of_critic, of_generator)
+        else:
+            step.backward(of_critic, critic)
+            step.backward(of_generator, generator)
+        for update in updates:
+            update.step()
+
+
+def another_order(run: Any) -> None:
+    """Rank 1 runs the passes in another order."""
+    parts = run.model
+
+    def other(step: Any, of_critic: Any, of_generator: Any) -> None:
+        step.backward(of_generator, parts.generator)
+        step.backward(of_critic, parts.critic)
+
+    _one_of_two(run, other)
+
+
+def a_pass_left_out(run: Any) -> None:
+    """Rank 1 leaves a pass out."""
+
+    def other(step: Any, of_critic: Any, of_generator: Any) -> None:
+        step.backward(of_critic, run.model.critic)
+
+    _one_of_two(run, other)
+
+
+def another_part(run: Any) -> None:
+    """Rank 1 trains all of the model."""
+
+    def other(step: Any, of_critic: Any, of_generator: Any) -> None:
+        step.backward(of_critic, run.model)
+        step.backward(of_generator, run.model.generator)
+
+    _one_of_two(run, other)
+
+
+def one_ends_early(run: Any) -> None:
+    """Rank 1 leaves the loop."""
+    update = run.optimizer(sgd(run.model.critic))
+    for step in run.steps():
+        if _rank() and step.number == 1:
+            return
+        step.backward(lambda batch: run.model.critic(batch[0])[:, 0], run.model.critic)
+        update.step()
+
+
+def forgets(run: Any) -> None:
+    """Count in a local variable, by which the loss is weighed: a run that goes on begins at 0 again."""
+    _counts(run, {"steps": 0})
+
+
+def remembers(run: Any) -> None:
+    """The same, kept."""
+    _counts(run, run.state("count", {"steps": 0}))
+
+
+def _counts(run: Any, count: dict[str, int]) -> None:
+    update = run.optimizer(sgd(run.model.generator))
+    for step in run.steps():
+        count["steps"] += 1
+        step.backward(
+            lambda batch: (run.model(batch[1]) - batch[0]).square().mean(1) / count["steps"], run.model.generator
+        )
+        update.step()
+
+
+def counts_by_rank(run: Any) -> None:
+    """Keep what differs by worker."""
+    seen = run.state("seen", {"rank": 0})
+    for step in run.steps():
+        seen["rank"] = _rank()
+        step.log(one=1.0)

@@ -1,0 +1,402 @@
+"""A training whose loop is the user's, against the same loop in plain torch on whole batches."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dp_ray
+from dp_ray.driver.planning import plan_memory_of
+from dp_ray.driver.replay import replay
+from dp_ray.driver.run import Options
+from dp_ray.driver.verify import verify
+from dp_ray.engine.clock import StepClock
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import own_rank
+from dp_ray.errors import JobError, ModelError
+from dp_ray.job.job import Job
+from dp_ray.tasks.replay import StepChoice
+from tests.support import loops
+from tests.support.group import ProcessExit, Stopped, StopsBefore, history_of, run_group, weights_of
+
+LOOPS = "tests.support.loops"
+
+
+def loop_job(loop: str, workers: int, **keys: Any) -> Job:
+    given = {
+        "task": "train",
+        "model": f"{LOOPS}:Gan",
+        "dataset": f"{LOOPS}:Points",
+        "loop": loop if ":" in loop else f"{LOOPS}:{loop}",
+        "workers": workers,
+        "batch_size": loops.BATCH,
+        "epochs": loops.EPOCHS,
+        "shuffle": False,
+        "shards": 3,
+    }
+    return Job.make({**given, **keys}, "job")
+
+
+def trained(
+    folder: Path, loop: str, workers: int, control: StepControl | None = None, **keys: Any
+) -> dict[str, torch.Tensor]:
+    run_group(loop_job(loop, workers, **keys), folder, control)
+    return weights_of(folder)
+
+
+@pytest.mark.parametrize("keys", [{}, {"bitwise": True}], ids=["sums", "bitwise"])
+def test_a_gan_trains_as_in_plain_torch_on_any_number_of_workers(tmp_path: Path, keys: dict[str, Any]) -> None:
+    expected, logged = loops.by_hand(loops.gan_by_hand)
+    found = [trained(tmp_path / str(workers), "gan", workers, **keys) for workers in (1, 2, 3)]
+    for workers, weights in enumerate(found, 1):
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=2e-5, atol=1e-6)
+            if keys:
+                assert torch.equal(tensor, found[0][name]), name
+        rows = history_of(tmp_path / str(workers))
+        for name in ("critic", "generator"):
+            assert [row[name] for row in rows] == pytest.approx([row[name] for row in logged], rel=1e-4)
+
+
+def test_a_hook_on_a_gradient_gets_that_of_the_whole_batch_in_each_pass(tmp_path: Path) -> None:
+    expected, _ = loops.by_hand(loops.gan_by_hand, kind=loops.HookedGan)
+    plain, _ = loops.by_hand(loops.gan_by_hand)
+    for workers in (1, 2, 3):
+        found = trained(tmp_path / str(workers), "gan", workers, model=f"{LOOPS}:HookedGan")
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=2e-5, atol=1e-6)
+        assert any((tensor - plain[name]).abs().max() > 0.01 for name, tensor in found.items())
+
+
+def test_a_gradient_penalty_and_a_generator_of_each_second_step(tmp_path: Path) -> None:
+    expected, _ = loops.by_hand(loops.wgan_by_hand)
+    for workers in (1, 2, 3):
+        for name, tensor in trained(tmp_path / str(workers), "wgan", workers).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def lbfgs_by_hand(steps: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = loops.Gan()
+    optimizer = torch.optim.LBFGS(model.generator.parameters(), lr=0.5, max_iter=4)
+    for real, noise in list(loops.batches(loops.Points()))[:steps]:
+
+        def closure(real: torch.Tensor = real, noise: torch.Tensor = noise) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (model.generator(noise) - real).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+    return dict(model.state_dict())
+
+
+def test_lbfgs_is_torchs_on_the_whole_batch(tmp_path: Path) -> None:
+    """To the bit with one shard; later steps magnify what the order of a sum rounds."""
+    for name, tensor in trained(tmp_path / "one", "lbfgs", 1, shards=1).items():
+        torch.testing.assert_close(tensor, lbfgs_by_hand(9)[name], rtol=1e-5, atol=1e-7)
+    for workers in (1, 2):
+        for name, tensor in trained(tmp_path / str(workers), "lbfgs", workers, max_steps=2).items():
+            torch.testing.assert_close(tensor, lbfgs_by_hand(2)[name], rtol=1e-4, atol=1e-5)
+    found = [trained(tmp_path / f"bits-{workers}", "lbfgs", workers, bitwise=True) for workers in (1, 2, 3)]
+    assert all(torch.equal(found[0][name], weights[name]) for weights in found for name in weights)
+
+
+def test_a_loss_over_the_batch_adds_to_one_of_rows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = loops.Gan()
+    optimizer = loops.sgd(model)
+    for real, noise in loops.batches(loops.Points()):
+        optimizer.zero_grad()
+        made = model(noise)
+        ((made - real).square().mean() + loops.spread(made, real)).backward()
+        optimizer.step()
+    for workers in (1, 2, 3):
+        for name, tensor in trained(tmp_path / str(workers), "contrastive", workers).items():
+            torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+PPO: dict[str, Any] = {"model": f"{LOOPS}:Policy", "dataset": f"{LOOPS}:Rows", "bitwise": True}
+
+
+def test_rollouts_are_gathered_and_cut_into_the_same_shards_on_any_workers(tmp_path: Path) -> None:
+    found = [trained(tmp_path / str(workers), "ppo", workers, **PPO) for workers in (1, 2, 3)]
+    for weights in found[1:]:
+        assert all(torch.equal(weights[name], tensor) for name, tensor in found[0].items())
+    rows = [history_of(tmp_path / str(workers)) for workers in (1, 2, 3)]
+    assert [row["won"] for row in rows[0]] == [row["won"] for row in rows[1]] == [row["won"] for row in rows[2]]
+    assert [row["played"] for row in rows[0]] == [10, 20, 23, 33, 43, 46, 56, 66, 69]
+
+
+def test_a_batch_of_the_loops_own_has_the_gradient_of_its_mean(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = loops.Gan()
+    table = torch.linspace(0, 1, 11)[:, None].expand(11, 3)
+    for _ in range(9):
+        model.zero_grad()
+        model(table).square().sum(1).mean().backward()
+        with torch.no_grad():
+            for parameter in model.generator.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(loops.LR * parameter.grad)
+    for workers in (1, 3):
+        for name, tensor in trained(tmp_path / str(workers), "ppo_of_one_pass", workers).items():
+            torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loop", ["gan", "ppo", "wgan"])
+def test_a_loop_that_is_killed_before_any_step_goes_on_to_the_same_bits(tmp_path: Path, loop: str) -> None:
+    """On other workers each time; its optimizers, states and random numbers with it."""
+    keys: dict[str, Any] = {"bitwise": True, "checkpoint": {"every_steps": 1, "keep": 9}}
+    keys |= PPO if loop == "ppo" else {}
+    expected = trained(tmp_path / "whole", loop, 2, **keys)
+    for at in (1, 4, 8):
+        folder = tmp_path / str(at)
+        run_group(loop_job(loop, 3, **keys), folder, StopsBefore(at))
+        for name, tensor in trained(folder, loop, 2 if at == 1 else 1, **keys).items():
+            assert torch.equal(tensor, expected[name]), (at, name)
+    plain = history_of(tmp_path / "whole")
+    for at in (1, 4, 8):
+        again = history_of(tmp_path / str(at))
+        assert [row["loss"] for row in again] == [row["loss"] for row in plain]
+
+
+def here(folder: Path, loop: Any, **keys: Any) -> dp_ray.Result:
+    """Run a loop in this process."""
+    given = {"model": loops.Gan, "dataset": loops.Points, "batch_size": loops.BATCH, "shards": 3, "shuffle": False}
+    given |= {"task": "train", "workers": 0, "storage": str(folder), "name": "run", "quiet": True}
+    return dp_ray.run(loop=loop, **{**given, **keys})
+
+
+def of_generator(batch: Any, run: Any) -> torch.Tensor:
+    rows: torch.Tensor = (run.model(batch[1]) - batch[0]).square().mean(1)
+    return rows
+
+
+def test_the_bare_optimizer_is_refused(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        optimizer = loops.sgd(run.model)
+        run.optimizer(optimizer)
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+            optimizer.step()
+
+    with pytest.raises(ModelError, match=r"SGD.step\(\) was called by itself.*update = run.optimizer\(optimizer\)"):
+        here(tmp_path, loop)
+
+
+def test_a_backward_of_the_loops_own_is_refused(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        for _ in run.steps():
+            run.model(torch.ones(2, 3)).sum().backward()
+            update.step()
+
+    with pytest.raises(ModelError, match=r"a backward of the loop's own.*write step.backward\(loss, of\)"):
+        here(tmp_path, loop)
+    assert not any(one._post_accumulate_grad_hooks for one in loops.Gan().parameters())
+
+
+def test_gradients_that_are_left_at_a_steps_end_are_refused(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+
+    with pytest.raises(ModelError, match=r"step 0: the gradient of generator.0.weight.* is left.*update.step\(\)"):
+        here(tmp_path, loop)
+
+
+def test_a_pass_that_trains_nothing_of_its_part_names_it_and_what_the_loss_reaches(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.critic)
+
+    says = "step 0, shard 0: the loss does not depend on any parameter of critic, but on those of generator"
+    with pytest.raises(ModelError, match=says):
+        here(tmp_path, loop)
+
+
+def test_what_is_made_after_the_steps_have_begun_is_refused(tmp_path: Path) -> None:
+    def optimizer(run: dp_ray.Loop) -> None:
+        for _ in run.steps():
+            run.optimizer(loops.sgd(run.model))
+
+    def state(run: dp_ray.Loop) -> None:
+        for _ in run.steps():
+            run.state("counts", {})
+
+    for loop, what in ((optimizer, "run.optimizer"), (state, "run.state")):
+        with pytest.raises(JobError, match=rf"{what}: is called after run.steps\(\); call it before the loop"):
+            here(tmp_path, loop, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda run: run.optimizer(torch.optim.SGD([torch.zeros(3, requires_grad=True)])),
+            "size .3. that is none of",
+        ),
+        (lambda run: run.optimizer("adam"), "takes a torch.optim.Optimizer, got a str"),
+        (lambda run: run.state("seen", {1, 2}), r"run.state\('seen'\): is a set; give an object with state_dict"),
+        (lambda run: run.state("seen", {"a": object()}), r"run.state\('seen'\): cannot be kept: .*a"),
+        (lambda run: (run.state("a", {}), run.state("a", [])), "two states of the name 'a'"),
+    ],
+)
+def test_what_cannot_be_kept_or_updated_is_refused(tmp_path: Path, make: Any, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        here(tmp_path, make)
+
+
+def test_a_loop_that_ends_early_says_how_many_steps_are_left(tmp_path: Path) -> None:
+    def breaks(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            if step.number == 1:
+                break
+
+    def never(run: dp_ray.Loop) -> None:
+        """Take no step."""
+
+    with pytest.raises(ModelError, match=r"ended in step 1, and 2 of 3 steps are left; .* call run.stop\(reason\)"):
+        here(tmp_path, breaks)
+    with pytest.raises(ModelError, match="3 of 3 steps are left"):
+        here(tmp_path, never, overwrite=True)
+
+
+def test_a_loop_stops_itself_and_the_run_says_why(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+            update.step()
+            if step.number == 3:
+                run.stop("good enough")
+
+    result = here(tmp_path, loop, epochs=3)
+    assert result.stopped_early is not None
+    assert result.stopped_early["text"] == "stopped early after 4 steps: good enough"
+    assert (result.status, len(result.history)) == ("done", 4)
+
+
+def test_other_names_in_a_later_step_are_refused(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.log(**{f"a{step.number}": 1.0})
+
+    with pytest.raises(ModelError, match=r"step 1: step\.log has the names a1, and in the first step it had a0"):
+        here(tmp_path, loop)
+
+    def reserved(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.log(loss=1.0)
+
+    with pytest.raises(ModelError, match=r"step\.log: loss is a column that each history has"):
+        here(tmp_path, reserved, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"loss": "torch.nn:MSELoss"}, r"loss: is not used.*step.backward\(loss, of\)"),
+        ({"grad_clip": 1.0}, r"grad_clip: is not used.*update.step\(clip="),
+        ({"optimizer": "torch.optim:SGD"}, r"optimizer: is not used.*run.optimizer"),
+        ({"precision": "fp16"}, "precision: fp16 is not possible with loop yet"),
+        ({"strategy": "fsdp"}, "strategy: fsdp is not possible with loop yet"),
+        ({"shards": "auto"}, "shards: auto is not possible with loop yet"),
+    ],
+)
+def test_keys_that_a_loop_takes_the_place_of_are_refused(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        loop_job("gan", 2, **keys)
+
+
+def test_what_a_loop_cannot_have_yet_is_told(tmp_path: Path) -> None:
+    result = here(tmp_path, loops.gan)
+    with pytest.raises(JobError, match="was trained by a loop of its own, whose steps cannot be replayed yet"):
+        list(replay(result.run_dir, StepChoice(1), lambda line: None))
+    with pytest.raises(JobError, match="--memory: is not possible with loop yet"):
+        plan_memory_of(loop_job("gan", 2), None)
+
+
+MISMATCHES = ["another_order", "a_pass_left_out", "one_ends_early", "another_part"]
+
+
+@pytest.mark.parametrize("loop", MISMATCHES)
+def test_workers_that_make_other_calls_end_the_job_with_both(tmp_path: Path, loop: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ProcessExit, match=r"the workers make other calls: rank 0: .*; rank 1: ") as raised:
+        trained(tmp_path, loop, 2)
+    assert "step 1" in str(raised.value)
+    assert time.monotonic() - began < 60  # far below timeouts.step, on a busy machine too
+
+
+@pytest.mark.parametrize(("loop", "is_same"), [("remembers", True), ("forgets", False)])
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_verify_resumed_finds_what_a_loop_forgets(tmp_path: Path, loop: str, is_same: bool, bitwise: bool) -> None:
+    job = loop_job(loop, 0, bitwise=bitwise, storage=str(tmp_path), name="x")
+    verdict = verify(job, [0], Options(overwrite=True, quiet=True), resumed=True)
+    assert verdict.same is is_same
+    assert [(row.is_resumed, row.same) for row in verdict.rows] == [(False, True), (True, is_same)]
+    assert "0, resumed" in str(verdict)
+    assert ("run.state" in str(verdict)) is (bitwise and not is_same)
+
+
+def test_a_state_that_differs_by_worker_ends_the_job_and_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ProcessExit, match=r"step 2: run.state\('seen'\) is another one on rank 1 than on rank 0"):
+        trained(tmp_path, "counts_by_rank", 2)
+
+
+class AskedToStop(StepControl):
+    """Asks rank 1 to stop once step 4 is about to run, as a driver does."""
+
+    def runs_on(self, clock: StepClock) -> None:
+        """Note the rank."""
+        self._rank = own_rank()
+
+    def before(self, step: int) -> None:
+        """Ask in step 4."""
+        self.wants_stop = step >= 4 and self._rank == 1
+
+    def leave(self) -> None:
+        """End the process as one that has kept its work."""
+        raise Stopped
+
+
+def test_a_planned_stop_of_one_worker_stops_all_after_a_step_and_the_run_goes_on(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "whole", "gan", 2, bitwise=True)
+    run_group(loop_job("gan", 2, bitwise=True), tmp_path / "stopped", AskedToStop())
+    kept = {path.name for path in (tmp_path / "stopped" / "checkpoints").glob("step-*")}
+    assert max(kept) == "step-5.safetensors"
+    assert not (tmp_path / "stopped" / "weights.safetensors").exists()
+    for name, tensor in trained(tmp_path / "stopped", "gan", 3, bitwise=True).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_ema_evaluations_and_early_stopping_follow_a_loop(tmp_path: Path) -> None:
+    """The average is that of torch's own, once a step; an evaluation is of the whole dataset."""
+    keys: dict[str, Any] = {
+        "ema": {"decay": 0.5},
+        "eval": {"dataset": f"{LOOPS}:Pairs", "every_steps": 2},
+        "metrics": {"error": f"{LOOPS}:error"},
+        "early_stopping": {"metric": "eval_error", "patience": 99},
+    }
+    averaged, history = loops.averaged_gan_by_hand()
+    for workers in (1, 2):
+        trained(tmp_path / str(workers), "gan", workers, **keys)
+        found = load_file(tmp_path / str(workers) / "ema.safetensors")
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, averaged[name], rtol=2e-5, atol=1e-6)
+        rows = history_of(tmp_path / str(workers))
+        measured = [row["eval_error"] for row in rows if row["eval_error"] is not None]
+        assert measured == pytest.approx(history, rel=1e-4)
+
+
+def test_rows_that_are_set_aside_count_nothing(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"dataset": f"{LOOPS}:Broken", "on_error": {"quarantine": 3}, "model": f"{LOOPS}:Gan"}
+    expected, _ = loops.by_hand(loops.gan_by_hand, without=loops.BROKEN)
+    for workers in (1, 3):
+        for name, tensor in trained(tmp_path / str(workers), "gan", workers, **keys).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=2e-5, atol=1e-6)
