@@ -84,8 +84,8 @@ def test_jobs_and_modules_take_turns_on_the_same_processes(
 
 def test_each_session_serves_its_own_modules(cluster: Cluster, in_project: Path) -> None:
     keys: dict[str, Any] = {"address": cluster.address, "quiet": True}
-    with dp_ray.session(workers=1, **keys) as first, dp_ray.session(workers=2, **keys) as second:
-        one, two = first.parallel(nn.Linear(2, 3)), second.parallel(nn.Linear(2, 3))
+    with dp_ray.session(workers=2, **keys) as second, dp_ray.session(workers=1, **keys) as first:
+        one, two = first.parallel(nn.Linear(2, 3)), second.parallel(nn.Linear(2, 3), 1)
         of_first, of_second = pids_of(one), pids_of(two)
         assert (len(of_first), len(of_second)) == (1, 2) and not set(of_first) & set(of_second)
         assert pids_of(copy.deepcopy(two)) == of_second
