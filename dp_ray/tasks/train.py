@@ -59,10 +59,10 @@ class TrainingStep:
     `on_shard` gets each shard with its batch and output. `wants_stop` asks all workers to stop after the step.
     """
 
-    number: int
     loaded: Iterator[LoadedStep]
     on_shard: OnShard
-    wants_stop: bool
+    number: int = 0
+    wants_stop: bool = False
     update: Update | None = None
 
 
@@ -92,10 +92,11 @@ def training_steps(
     ):
         after = AfterStep(training, Evaluator(training, evaluation) if job.eval is not None else None, stopping)
         on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
-        for number in run.steps(start):
-            step = TrainingStep(number, loaded, on_shard, control.wants_stop)
+        step = TrainingStep(loaded, on_shard)  # the same object for all steps
+        for step.number in run.steps(start):
+            number, step.wants_stop = step.number, control.wants_stop
             yield step
-            update = step.update
+            update, step.update = step.update, None
             assert update is not None
             # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
             # take long.
