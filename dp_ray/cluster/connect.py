@@ -197,7 +197,7 @@ def _start_ray(
     core.read_variables_anew()  # and forget the token of a Ray of the caller's that has ended
     try:
         # In a Ray job the code is on the cluster, and `uv run` as the job's command is a choice that Ray follows.
-        shown = [hide(one) for one in without_values(sys.orig_argv)]  # the command line without secrets
+        shown = [hide(argument) for argument in without_values(sys.orig_argv)]  # the command line without secrets
         if address:
             authenticate(address)
         else:

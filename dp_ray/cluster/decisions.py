@@ -256,7 +256,7 @@ class WorkersFailed:
 
     def of(self, ending: Ending) -> dict[int, WorkerExit]:
         """Return the workers that ended in this way, by rank."""
-        return {rank: one for rank, one in self.ended.items() if one.kind is ending}
+        return {rank: end for rank, end in self.ended.items() if end.kind is ending}
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ def _after_run(failure: WorkersFailed, request: Request, memory: Memory) -> Rest
         kind = IncidentKind.PREEMPTION if is_drained else IncidentKind.RESIZE
         reason = RestartReason.DRAINED if is_drained else RestartReason.RESIZED
         return RestartDecision(Restart.RESTART, reason, memory, Interrupted(kind, request.text, ()))
-    what = _each(one.first_line for one in failure.ended.values())
+    what = _each(end.first_line for end in failure.ended.values())
     return _retry(memory, RestartReason.LOST_PEER, Interrupted(IncidentKind.NETWORK, what, tuple(failure.ended)))
 
 
@@ -420,7 +420,7 @@ def _while_serving(failure: StartFailed | WorkersFailed, memory: Memory, losses:
             return _after_start(failure, memory)
         what = failure.cause
     else:
-        what = _each([*failure.died.values(), *(one.first_line for one in failure.ended.values())])
+        what = _each([*failure.died.values(), *(end.first_line for end in failure.ended.values())])
         if failure.of(Ending.MISTAKEN):
             return RestartDecision(Restart.LEAVE, RestartReason.MISTAKE, memory)
     if losses <= SERVING_STARTS:

@@ -38,7 +38,9 @@ def main(listening: int, path: list[str], modules: list[str]) -> None:
 
     In each worker, `serve` returns what it is to be.
     """
-    own_path = [one for one in sys.path[1:] if one not in python_path(os.environ)]  # the first is this file's folder
+    own_path = [
+        folder for folder in sys.path[1:] if folder not in python_path(os.environ)
+    ]  # the first is this file's folder
     sys.path[:] = path
     gc.disable()
     for name in modules:
@@ -89,7 +91,7 @@ def received(connection: socket.socket) -> Request:
 
 def python_path(environment: Mapping[str, str]) -> list[str]:
     """Return the folders of PYTHONPATH in an environment."""
-    return [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
+    return [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def take_place(request: Request) -> None:

@@ -67,7 +67,7 @@ def named_devices(names: Sequence[str], own: Sequence[torch.device] | None) -> l
     """
     if own is None:
         return [torch.device(name) for name in names]
-    gpus = [one for one in own if one.type == "cuda"]
+    gpus = [device for device in own if device.type == "cuda"]
     devices = []
     for name in names:
         number = gpu_number(name)
@@ -144,4 +144,4 @@ def is_stuck() -> bool:
 
     The host does not wait in one of NCCL, but later, for the GPU, anywhere.
     """
-    return bool(waits_for()) or any(one.state != STATES[-1] for one in recorded_collectives()[1])
+    return bool(waits_for()) or any(collective.state != STATES[-1] for collective in recorded_collectives()[1])

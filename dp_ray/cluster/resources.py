@@ -26,8 +26,8 @@ def addable(types: Iterable[NodeType], up: Iterable[str], most: int) -> list[dic
     [{'GPU': 4}, {'GPU': 4}]
     """
     num_up = Counter(up)
-    counts = [(one, most if one.max_count < 0 else min(most, one.max_count - num_up[one.name])) for one in types]
-    return [dict(one.resources) for one, count in counts for _ in range(count)]
+    counts = [(kind, most if kind.max_count < 0 else min(most, kind.max_count - num_up[kind.name])) for kind in types]
+    return [dict(node.resources) for node, count in counts for _ in range(count)]
 
 
 def gpus_by_default(up: float, types: Sequence[NodeType] | None) -> int:
@@ -35,7 +35,7 @@ def gpus_by_default(up: float, types: Sequence[NodeType] | None) -> int:
 
     `types` are the autoscaler's; None if they are not known.
     """
-    may_come = any(one.max_count != 0 and one.resources.get("GPU", 0) > 0 for one in types or ())
+    may_come = any(kind.max_count != 0 and kind.resources.get("GPU", 0) > 0 for kind in types or ())
     return int(up > 0 or may_come)
 
 

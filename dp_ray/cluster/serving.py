@@ -155,11 +155,11 @@ class RayServing:
             self._await(lambda: bool(self.members))
             if not self._has_changed:
                 return list(self.members)
-            if any(isinstance(one, Lost) for one in self.call(dict.fromkeys(self.members, Leave())).values()):
+            if any(isinstance(answer, Lost) for answer in self.call(dict.fromkeys(self.members, Leave())).values()):
                 continue
             self._lost_since = None
-            failed = [one for one in self.call(self._joins()).values() if one is not None]
-            why = next((one for one in failed if isinstance(one, str)), why)
+            failed = [answer for answer in self.call(self._joins()).values() if answer is not None]
+            why = next((answer for answer in failed if isinstance(answer, str)), why)
             self._has_changed = bool(failed)
         raise ClusterError(f"the workers cannot form a process group: {why}")
 
@@ -168,27 +168,27 @@ class RayServing:
 
         members = self.members
         self._num_groups += 1
-        node_ids = [one.place.node_id for one in members]
+        node_ids = [member.place.node_id for member in members]
         nodes = list(dict.fromkeys(node_ids))
         joins = {}
         backend = backend_of(self.keys, self.each.get("GPU", 0))
-        for rank, one in enumerate(members):
+        for rank, member in enumerate(members):
             world = World(
                 rank=rank,
                 world_size=len(members),
-                local_rank=node_ids[:rank].count(one.place.node_id),
-                node_rank=nodes.index(one.place.node_id),
-                node=one.place.node,
-                device=torch.device(one.place.device),
+                local_rank=node_ids[:rank].count(member.place.node_id),
+                node_rank=nodes.index(member.place.node_id),
+                node=member.place.node,
+                device=torch.device(member.place.device),
             )
             attempt = f"{self._number}-{self._num_groups}"
-            joins[one] = Join(attempt, world, backend, node_ids.count(one.place.node_id))
+            joins[member] = Join(attempt, world, backend, node_ids.count(member.place.node_id))
         return joins
 
     def keep_one_kind(self) -> None:
         """Take no worker from now on that computes differently; raises JobError if there is one already."""
         members = enumerate(self.members)
-        kinds = kinds_of((rank, one.place.node, Numerics(one.place.computes, {})) for rank, one in members)
+        kinds = kinds_of((rank, member.place.node, Numerics(member.place.computes, {})) for rank, member in members)
         if len(kinds) > 1:
             raise refusal(kinds)
         self._computes = kinds[0].computes if kinds else {}
@@ -199,8 +199,8 @@ class RayServing:
         with self._heard:
             while True:
                 arrived, self._arrived = self._arrived, []
-                for one in arrived:
-                    self._take_in(one)
+                for serves in arrived:
+                    self._take_in(serves)
                 if is_enough():
                     return
                 if self.is_closed:
@@ -230,14 +230,14 @@ class RayServing:
         elif now - self._placed_at > START_SECONDS:
             raise ClusterError(f"no worker has started in {START_SECONDS:g} s")
 
-    def _take_in(self, one: Serves) -> None:
-        self._num_workers = one.num_workers
-        if self._computes and one.place.computes != self._computes:
-            there = [("the others", self._computes), (one.place.node, one.place.computes)]
-            self._say(f"no worker is taken on {one.place.node}, which would change the bits: {difference(there)}")
+    def _take_in(self, serves: Serves) -> None:
+        self._num_workers = serves.num_workers
+        if self._computes and serves.place.computes != self._computes:
+            there = [("the others", self._computes), (serves.place.node, serves.place.computes)]
+            self._say(f"no worker is taken on {serves.place.node}, which would change the bits: {difference(there)}")
             return
-        others = [other for other in self.members if other.slot != one.rank]  # one in its place is gone
-        newcomer = RayMember(one.place, slot=one.rank, handle=one.handle)
+        others = [other for other in self.members if other.slot != serves.rank]  # one in its place is gone
+        newcomer = RayMember(serves.place, slot=serves.rank, handle=serves.handle)
         self.members = sorted([*others, newcomer], key=lambda member: member.slot)
         self._has_changed = True
 

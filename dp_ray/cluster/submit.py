@@ -81,16 +81,16 @@ class Dashboard:
     def jobs(self) -> list[JobDetails]:
         """Return the submitted jobs, the newest first."""
         with self._answering("no Ray dashboard answers"):
-            jobs = [one for one in self.client.list_jobs() if one.submission_id]
-        return sorted(jobs, key=lambda one: -(one.start_time or 0))
+            jobs = [job for job in self.client.list_jobs() if job.submission_id]
+        return sorted(jobs, key=lambda job: -(job.start_time or 0))
 
     def find(self, name: str) -> JobDetails:
         """Return the job with this id, or the newest run of this name; raises JobError if there is none."""
         jobs = self.jobs()
-        for one in jobs:
-            if name in (one.submission_id, name_of(one)):
-                return one
-        known = listed(dict.fromkeys(name_of(one) or one.submission_id for one in jobs)) or "no submitted job"
+        for job in jobs:
+            if name in (job.submission_id, name_of(job)):
+                return job
+        known = listed(dict.fromkeys(name_of(job) or job.submission_id for job in jobs)) or "no submitted job"
         raise JobError(f"{self.address} has no job {name!r}; it has {known}")
 
     def details(self, submission: str) -> JobDetails:

@@ -89,7 +89,7 @@ class Reached:
         """Return the cluster that is connected now."""
         context = ray.get_runtime_context()
         here = context.get_node_id()
-        return cls(context.gcs_address, next((one for one in ray.nodes() if one["NodeID"] == here), {}))
+        return cls(context.gcs_address, next((node for node in ray.nodes() if node["NodeID"] == here), {}))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -224,8 +224,8 @@ class StartedWorkers:
 
     def take_end(self, finished: Sequence[Finished]) -> None:
         """Note what the workers say at the end of a job, or of what they served."""
-        self.remains = tuple(sorted({one for worker in finished for one in worker.remains}))
-        self.imported = tuple({one for worker in finished for one in worker.imported})
+        self.remains = tuple(sorted({remain for worker in finished for remain in worker.remains}))
+        self.imported = tuple({module for worker in finished for module in worker.imported})
 
     def cause(self, failed: Failed | None, gave_up: GaveUp | None = None) -> Error:
         """Return the error that ended the job: the controller's, else lost workers, else a worker's first one."""
@@ -402,7 +402,9 @@ def check_can_be_shipped(job: Job) -> None:
         try:
             check_packs(given, ray.cloudpickle.CloudPickler)
         except Exception as error:
-            raise refused(key, given, error, lambda one: check_packs(one, ray.cloudpickle.CloudPickler)) from error
+            raise refused(
+                key, given, error, lambda value: check_packs(value, ray.cloudpickle.CloudPickler)
+            ) from error
 
 
 @dataclass

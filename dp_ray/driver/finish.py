@@ -84,7 +84,7 @@ def result_of(
         workers=[_worker_values(worker, times) for worker in attempts[-1].workers] if attempts else [],
         data_wait_share=share_of_wait(list(times.values())),
         restarts=len(incidents.interruptions),
-        interruptions=[one.to_json() for one in incidents.interruptions],
+        interruptions=[interruption.to_json() for interruption in incidents.interruptions],
         metrics=summary(storage) if trained else monitor.metrics if monitor else {},
         quarantined=count_quarantined(storage),
         seconds=seconds,

@@ -71,7 +71,7 @@ def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides:
     check_no_secrets(run, values, overrides)
     needed = {"model": values["model"], "dataset": values["dataset"], "collate": values["collate"]}
     if task == "evaluate":
-        inner = {f"metrics.{name}": one for name, one in values.get("metrics", {}).items()}
+        inner = {f"metrics.{name}": metric for name, metric in values.get("metrics", {}).items()}
         needed |= {"loss": values["loss"], "step": values["step"], **inner}
     elif (outputs := values.get("outputs")) and "outputs" not in overrides:
         needed["outputs.after"] = outputs.get("after")
@@ -80,7 +80,7 @@ def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides:
     for key, value in needed.items():
         held = value.get("args") if isinstance(value, Mapping) and f"{key}_args" not in overrides else None
         path = object_in(held, f"{key}.args")
-        if path is not None and not any(path == one or path.startswith(f"{one}.") for one in overrides):
+        if path is not None and not any(path == key or path.startswith(f"{key}.") for key in overrides):
             raise JobError(
                 f"{run}: {path} was given as a Python object, which no file holds; set it (--set {path}=...), or "
                 f"call dp_ray.run(task={task!r}, init_from=..., {key}=...)"

@@ -44,7 +44,7 @@ def replay(run_dir: str, choice: StepChoice, say: Callable[[str], None], debugs:
         job, devices = _placed(job)
         world = World(device=devices[0], all_devices=devices)
         workers = RESULT_JSON.read(run).get("workers", [])
-        types = {str(one["device"]).partition(":")[0] for one in workers}
+        types = {str(worker["device"]).partition(":")[0] for worker in workers}
         if types and types != {world.device.type}:
             say(
                 f"the run was on {', '.join(sorted(types))}, and this is on {world.device.type}: the last bits differ"
@@ -94,13 +94,13 @@ def _job_kept(run: Storage, say: Callable[[str], None]) -> Job:
 def _check_objects(run: Storage, kept: dict[str, Any]) -> None:
     """Raise JobError if the run was given Python objects, of which it keeps the names alone."""
     given = {key: kept.get(key) for key in Job.TARGETED}
-    given |= {f"metrics.{name}": one for name, one in (kept.get("metrics") or {}).items()}
+    given |= {f"metrics.{name}": metric for name, metric in (kept.get("metrics") or {}).items()}
     for key, value in given.items():
         named = value["target"] if isinstance(value, dict) else value
         if isinstance(named, str) and named.startswith("<"):
             raise JobError(f"replay: {run}: {key} was given as a Python object ({named}), which no file holds")
         if isinstance(value, dict) and (
-            path := object_in({one: value[one] for one in value if one != "target"}, key)
+            path := object_in({key: value[key] for key in value if key != "target"}, key)
         ):
             raise JobError(f"replay: {run}: {path} was given as a Python object, which no file holds")
 
@@ -135,7 +135,7 @@ def _placed(job: Job) -> tuple[Job, tuple[torch.device, ...]]:
 def _debug(rerun: Rerun, say: Callable[[str], None]) -> None:
     """Run a shard once more, with a debugger that stops in the forward of the module to look at."""
     look, found = rerun.look, rerun.findings.output or rerun.findings.gradient
-    shards = [one for one, _ in rerun.findings.rows if found is None or one.shard.shard == found.shard]
+    shards = [row for row, _ in rerun.findings.rows if found is None or row.shard.shard == found.shard]
     if not shards:
         say("no rows, so there is nothing to debug")
         return

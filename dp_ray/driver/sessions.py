@@ -379,7 +379,9 @@ def keys_for(jobs: Iterable[Job]) -> WorkerKeys:
             "accelerator_type": _common("accelerator_type", [job.accelerator_type for job in jobs], None),
             "placement": _common("placement", [job.placement for job in jobs], "PACK"),
             "devices": jobs[0].devices if all(job.devices == jobs[0].devices for job in jobs) else None,
-            "timeouts": {"capacity": None if None in waits else max(one for one in waits if one is not None)},
+            "timeouts": {
+                "capacity": None if None in waits else max(seconds for seconds in waits if seconds is not None)
+            },
             "env": jobs[0].env if all(job.env == jobs[0].env for job in jobs) else {},
         }
     )

@@ -143,7 +143,7 @@ def verify(
 
         runs = [run(count) for count in counts]
         bitwise = job.bitwise or job.task == "predict"
-        rows = [_row(count, runs[0], one, bitwise, tolerance) for count, one in zip(counts, runs, strict=True)]
+        rows = [_row(count, runs[0], run, bitwise, tolerance) for count, run in zip(counts, runs, strict=True)]
         if resumed:
             name = f"{job.run_name}-verify-resumed"
             runs.append(
@@ -154,7 +154,7 @@ def verify(
         first = None
         if different and bitwise:  # runs the job again, in the same session
             first = _first_difference(run, (counts[0], runs[0]), (rows[different[0]], runs[different[0]]))
-        kept = [one.run_dir for one in (runs if different else [])]
+        kept = [run.run_dir for run in (runs if different else [])]
         verdict = Verdict(rows, bitwise, tolerance, job.num_shards, alone, first, kept, _numerics(runs))
     if verdict.same:
         for one in runs:
@@ -202,26 +202,26 @@ def _check(job: Job, counts: Sequence[int], resumed: bool) -> None:
 
 def _numerics(runs: Sequence[Result]) -> str | None:
     """Return in what the workers of the runs compute differently; None if in nothing."""
-    attempts = [one for run in runs for one in ABOUT_JSON.read(run.storage()).attempts]
-    return difference(place for one in attempts for place in places_of(one.kinds)) or None
+    attempts = [attempt for run in runs for attempt in ABOUT_JSON.read(run.storage()).attempts]
+    return difference(place for attempt in attempts for place in places_of(attempt.kinds)) or None
 
 
-def _row(count: int, first: Result, one: Result, bitwise: bool, tolerance: float) -> Row:
-    history = _history(one)
-    difference = _difference(first, one)
-    same = _hashes(first) == _hashes(one) if bitwise else difference <= tolerance
+def _row(count: int, first: Result, result: Result, bitwise: bool, tolerance: float) -> Row:
+    history = _history(result)
+    difference = _difference(first, result)
+    same = _hashes(first) == _hashes(result) if bitwise else difference <= tolerance
     losses = [row["loss"] for row in history]
-    outputs = one.outputs_sha256
-    digests = [row.get(DIGEST) for row in history] or [one.metrics.get(DIGEST)]
+    outputs = result.outputs_sha256
+    digests = [row.get(DIGEST) for row in history] or [result.metrics.get(DIGEST)]
     if outputs is None and not any(value is None for value in digests):
         outputs = hashlib.sha256(repr(digests).encode()).hexdigest()
     return Row(
         workers=count,
-        first_loss=losses[0] if losses else one.metrics.get("loss"),
+        first_loss=losses[0] if losses else result.metrics.get("loss"),
         last_loss=losses[-1] if losses else None,
-        weights=one.weights_sha256,
+        weights=result.weights_sha256,
         outputs=outputs,
-        seconds=one.seconds,
+        seconds=result.seconds,
         difference=difference,
         same=same,
     )
@@ -292,9 +292,9 @@ def _first_difference(run: Run, first: tuple[int, Result], other: tuple[Row, Res
 def _first_parameter(run: Run, first: int, other: int, steps: int) -> str | None:
     """Name the first tensor of the state that differs after `steps` steps, and by how much; None if none differs."""
     ends = [run(count, max_steps=steps, name=f"verify-{count}-until-{steps}") for count in (first, other)]
-    states = [load_checkpoint(one.storage().child(CHECKPOINTS), name_of(steps)).state["model"] for one in ends]
-    for one in ends:
-        one.storage().remove()
+    states = [load_checkpoint(end.storage().child(CHECKPOINTS), name_of(steps)).state["model"] for end in ends]
+    for end in ends:
+        end.storage().remove()
     for name, tensor in states[0].items():
         if isinstance(tensor, torch.Tensor) and not torch.equal(tensor, states[1][name]):
             relative, absolute = apart(tensor, states[1][name])

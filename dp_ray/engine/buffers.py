@@ -61,7 +61,7 @@ class Stamps:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
-        versioned = {name: one for name, one in tensors.items() if not one.is_inference()}
+        versioned = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
         # A fake or an empty tensor has no address: to ask a fake one for it warns, or raises.
         placed = {
             name: one for name, one in tensors.items() if not isinstance(one, FakeTensor) and one.data_ptr() != 0
@@ -81,7 +81,7 @@ class Stamps:
         if self._noted == before:
             return []
         pairs = zip(self._names, self._noted, before, strict=True)
-        return list(dict.fromkeys(name for name, one, earlier in pairs if one != earlier))
+        return list(dict.fromkeys(name for name, now, earlier in pairs if now != earlier))
 
 
 class Copies:
@@ -100,7 +100,7 @@ class Copies:
         self._can_fit = (
             tensors.keys() >= of._places.keys() | of._followed.keys()
             and layouts_of(tensors) == layouts_of(values)
-            and not any(one.is_inference() or (self._aligns and not is_aligned(one)) for one in self._live)
+            and not any(tensor.is_inference() or (self._aligns and not is_aligned(tensor)) for tensor in self._live)
         )
         pairs = [
             (one, value)
@@ -108,7 +108,7 @@ class Copies:
             if (value := values.get(name)) is not None and name not in apart
         ]
         groups = grouped(pairs)
-        copy = torch.no_grad()(copy_groups) if any(one.requires_grad for one in self._live) else copy_groups
+        copy = torch.no_grad()(copy_groups) if any(tensor.requires_grad for tensor in self._live) else copy_groups
         self.put = functools.partial(copy, groups)
         self.take = functools.partial(copy, [(into, live) for live, into in groups])
 
@@ -140,7 +140,7 @@ class Before:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], copied: Iterable[str]) -> None:
         # A forward that replaces a parameter's data leaves these tensors, and so the value of before, as they are.
-        self._tensors = {name: one.detach() for name, one in parameters.items()}
+        self._tensors = {name: parameter.detach() for name, parameter in parameters.items()}
         self._digests = digests(self._tensors)
         self._copies = {name: self._tensors[name].clone() for name in copied}
 
@@ -150,16 +150,16 @@ class Before:
         found = digests(now)
         return [
             name
-            for name, one in now.items()
-            if found[name] != self._digests[name] or layout_of(one) != layout_of(self._tensors[name])
+            for name, tensor in now.items()
+            if found[name] != self._digests[name] or layout_of(tensor) != layout_of(self._tensors[name])
         ]
 
     def value(self, name: str) -> torch.Tensor | None:
         """Return the value of before; None if it is lost."""
         if name in self._copies:
             return self._copies[name]
-        one = self._tensors[name]
-        return one.clone() if digests({name: one})[name] == self._digests[name] else None
+        tensor = self._tensors[name]
+        return tensor.clone() if digests({name: tensor})[name] == self._digests[name] else None
 
 
 class Writable:
@@ -174,8 +174,8 @@ class Writable:
         self.beside = beside
         self._roots = {"": model, **beside}
         self._parameters = dict(named_parameters_of(self._roots))
-        self._known = {id(one) for one in self._parameters.values()}
-        self._sharded = {name: one for name, one in self._parameters.items() if is_sharded(one)}
+        self._known = {id(parameter) for parameter in self._parameters.values()}
+        self._sharded = {name: parameter for name, parameter in self._parameters.items() if is_sharded(parameter)}
         self._plain = {name: one for name, one in self._parameters.items() if can_be_copied(one)}
         self._places = places_of(self._roots)
         self._static = frozenset(self._always_followed())
@@ -189,15 +189,15 @@ class Writable:
                 weight = joined(name, "weight")
                 if weight in self._plain:
                     yield weight
-        outside = {name: one for name, one in self._plain.items() if name.startswith(OUTSIDE)}
+        outside = {name: tensor for name, tensor in self._plain.items() if name.startswith(OUTSIDE)}
         # Of a sharded model, each worker holds few parameters whole.
         frozen = {
-            name: one
-            for name, one in self._plain.items()
-            if name not in outside and (self._sharded or not one.requires_grad)
+            name: tensor
+            for name, tensor in self._plain.items()
+            if name not in outside and (self._sharded or not tensor.requires_grad)
         }
         for few in (frozen, outside):
-            if sum(one.nbytes for one in few.values()) <= SMALL:
+            if sum(tensor.nbytes for tensor in few.values()) <= SMALL:
                 yield from few
 
     def _now(self) -> Values:
@@ -209,7 +209,9 @@ class Writable:
         if not last.fits(self):
             now = self._now()
             last = Copies(
-                self, now, {name: None if one is None else torch.empty_like(one) for name, one in now.items()}
+                self,
+                now,
+                {name: None if tensor is None else torch.empty_like(tensor) for name, tensor in now.items()},
             )
         last.take()
         return last
@@ -260,7 +262,7 @@ class Writable:
     def _follow(self, names: Iterable[str]) -> None:
         """Copy these parameters from now on, and watch the others."""
         self._followed = {**self._followed, **{name: self._plain[name] for name in names}}
-        self._watched = Stamps({name: one for name, one in self._plain.items() if name not in self._followed})
+        self._watched = Stamps({name: tensor for name, tensor in self._plain.items() if name not in self._followed})
 
     def _check_parameters(self) -> None:
         """Raise ModelError if there is a parameter that was not there before."""
@@ -274,8 +276,8 @@ class Writable:
     def _smallest(self) -> list[str]:
         """Return the names of the smallest parameters that are not followed, of EARLY_COPIES bytes together."""
         names, left = [], EARLY_COPIES
-        for name, one in sorted(self._watched.tensors.items(), key=lambda pair: pair[1].nbytes):
-            left -= one.nbytes
+        for name, tensor in sorted(self._watched.tensors.items(), key=lambda pair: pair[1].nbytes):
+            left -= tensor.nbytes
             if left < 0:
                 break
             names.append(name)
@@ -286,12 +288,14 @@ class Writable:
 
         So their copies are no larger than the gradients.
         """
-        is_trained = {name: one.requires_grad and not name.startswith(OUTSIDE) for name, one in self._plain.items()}
-        trained = Counter(layout_of(one) for name, one in self._plain.items() if is_trained[name])
+        is_trained = {
+            name: tensor.requires_grad and not name.startswith(OUTSIDE) for name, tensor in self._plain.items()
+        }
+        trained = Counter(layout_of(tensor) for name, tensor in self._plain.items() if is_trained[name])
         names = []
-        for name, one in self._watched.tensors.items():
-            if not is_trained[name] and trained[layout_of(one)]:
-                trained[layout_of(one)] -= 1
+        for name, tensor in self._watched.tensors.items():
+            if not is_trained[name] and trained[layout_of(tensor)]:
+                trained[layout_of(tensor)] -= 1
                 names.append(name)
         return names
 
@@ -304,10 +308,12 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     of two numbers differ, once in 2 ** 30 pairs.
     """
     found: dict[str, int] = {}
-    for device in dict.fromkeys(one.device for one in tensors.values()):
-        here = {name: one for name, one in tensors.items() if one.device == device}
-        keys = _keys(device, max(one.nbytes for one in here.values()))
-        found.update(zip(here, torch.stack([_digest(one, keys) for one in here.values()]).tolist(), strict=True))
+    for device in dict.fromkeys(tensor.device for tensor in tensors.values()):
+        here = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
+        keys = _keys(device, max(tensor.nbytes for tensor in here.values()))
+        found.update(
+            zip(here, torch.stack([_digest(tensor, keys) for tensor in here.values()]).tolist(), strict=True)
+        )
     return found
 
 
@@ -351,7 +357,7 @@ def on_copies(modules: Roots) -> Iterator[None]:
         if one is not None and can_be_copied(one)
     ]
     held_now = [*places.values(), *parameters]
-    copies = {id(one): one.detach().clone() for _, _, one in held_now if one is not None}
+    copies = {id(tensor): tensor.detach().clone() for _, _, tensor in held_now if tensor is not None}
     try:
         for held, key, one in held_now:
             fresh = None if one is None else copies[id(one)]
@@ -379,9 +385,9 @@ def same_buffers(model: nn.Module, copy: nn.Module) -> None:
         if name not in theirs:
             register_buffer({"": copy}, name, name not in lasting)
         held, key = places_of({"": copy})[name] if name not in theirs else theirs[name]
-        one = tensor_at(*place)
-        if layout_of(tensor_at(held, key)) != layout_of(one):
-            held[key] = None if one is None else one.detach().clone()
+        tensor = tensor_at(*place)
+        if layout_of(tensor_at(held, key)) != layout_of(tensor):
+            held[key] = None if tensor is None else tensor.detach().clone()
     places = places_of({"": copy})
     share(places, shared_in(held_in(places_of({"": model}))))
 

@@ -200,10 +200,10 @@ def _without_bad(
     for step, shards, pieces in walk:
         read = [next(loaded) for _ in pieces]
         bad: dict[int, BadSample] = {}  # by position
-        for one in read:
-            if one.batch is not None and one.batch.bad:
-                positions = one.shard.positions
-                bad |= {positions[place]: sample for place, sample in one.batch.bad.items()}
+        for loaded_shard in read:
+            if loaded_shard.batch is not None and loaded_shard.batch.bad:
+                positions = loaded_shard.shard.positions
+                bad |= {positions[place]: sample for place, sample in loaded_shard.batch.bad.items()}
         for shard in shards:
             mine = {at: bad[at] for at in bad if shard.start <= at < shard.stop}
             if mine:
@@ -361,7 +361,7 @@ def on_device(
     if device.type == "cpu":
         return loaded
     if device.type != "cuda":
-        return (one._replace(batch=moved_batch(one.batch, device)) for one in loaded)
+        return (shard._replace(batch=moved_batch(shard.batch, device)) for shard in loaded)
     return _copied_ahead(loaded, device, clock or SilentClock())
 
 
@@ -370,14 +370,14 @@ def _copied_ahead(
 ) -> Generator[LoadedShard, None, None]:
     copies, copied = entered(side_stream(device, "copies")), torch.Event(device)
     ready = None
-    for one in loaded:
+    for shard in loaded:
         before = clock.enter(Part.HOST_TO_DEVICE)
         current = None if ready is None else _wait_for(ready, copied, device)  # before the next batch's copy
         # Of an object's tensors it cannot be told torch that another stream uses them: these are copied by that one.
-        has_objects = type(one.batch) is not torch.Tensor and holds_objects(one.batch)
+        has_objects = type(shard.batch) is not torch.Tensor and holds_objects(shard.batch)
         stream = torch.accelerator.current_stream(device.index) if has_objects else copies
         with stream:
-            ready = LoadedShard(one.shard, one.indices, moved_batch(one.batch, device))
+            ready = LoadedShard(shard.shard, shard.indices, moved_batch(shard.batch, device))
         copied.record(stream)
         if current is None:
             clock.enter(before)
@@ -394,20 +394,20 @@ def _aligned(loaded: Generator[LoadedShard, None, None]) -> Generator[LoadedShar
     What comes from the host has memory of its own, and so have the copies that a loss over the batch makes of it.
     Rows of a batch that was collated on the GPU are a view, of which a worker with one shard makes no copy.
     """
-    for one in loaded:
-        current = [one._replace(batch=aligned_batch(one.batch))]
-        del one  # a name would keep the batch's memory while the next one is copied
+    for shard in loaded:
+        current = [shard._replace(batch=aligned_batch(shard.batch))]
+        del shard  # a name would keep the batch's memory while the next one is copied
         yield current.pop()
 
 
-def _wait_for(one: LoadedShard, copied: torch.Event, device: torch.device) -> LoadedShard:
+def _wait_for(shard: LoadedShard, copied: torch.Event, device: torch.device) -> LoadedShard:
     """Return the shard once the computing stream waits for its copy, and its memory is not reused too early."""
     computing = torch.accelerator.current_stream(device.index)
     torch.Event.wait(copied, computing)
-    for leaf in bare_tensors(one.batch) or flatten(one.batch)[0]:
+    for leaf in bare_tensors(shard.batch) or flatten(shard.batch)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:  # the lengths in a PackedSequence are not
             leaf.record_stream(computing)
-    return one
+    return shard
 
 
 def seeded_dataset(job: Job, name: str = "dataset") -> Any:
@@ -435,7 +435,7 @@ def find_reference(job: Job, dataset: Any, name: str) -> Reference:
 
     def singly() -> Iterator[Shard]:
         every = (skipping(Shard(-1, -1, at, at + 1)) for at in range(len(samples)))
-        return itertools.islice((one for one in every if one.rows), tried)
+        return itertools.islice((step for step in every if step.rows), tried)
 
     good: list[tuple[int, Any]] = []
     why = ""
@@ -476,11 +476,11 @@ class OverlappedRead:
             while True:
                 ahead, self._ahead = self._ahead, None
                 try:
-                    one = next(loaded) if ahead is None else ahead.result()
+                    step = next(loaded) if ahead is None else ahead.result()
                 except StopIteration:
                     return
                 del ahead  # it holds the batch, which may be large, until the next one is asked for
-                yield one
+                yield step
         finally:
             self._loaded = self._ahead = None
             loaded.close()

@@ -30,7 +30,7 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
     """
     if isinstance(job.model, Target):
         resolve("model", job.model)  # before seeding: a module may draw random numbers, but on its first import only
-    seed_all(job.seed, next((one for one in devices if one.type == "cuda"), devices[0]))
+    seed_all(job.seed, next((gpu for gpu in devices if gpu.type == "cuda"), devices[0]))
     model = constructed(job, devices)
     if len(devices) > 1 and job.device_map is None and not isinstance(job.model, Target):
         raise JobError(
@@ -128,7 +128,7 @@ def compiled(model: nn.Module, job: Job) -> nn.Module:
                 "compile: the model is a TorchScript module, which torch.compile does not take; leave it out"
             )
         return Scripted(model, is_exact=job.bitwise or job.task != "train")
-    if not job.compile or any(is_sharded(one) for one in model.parameters()):
+    if not job.compile or any(is_sharded(parameter) for parameter in model.parameters()):
         return model
     # A kernel for dynamic shapes depends on the shapes that a worker saw before. One kernel a shape does not.
     called: nn.Module = torch.compile(model, dynamic=False if job.bitwise else None)  # type: ignore[assignment]
@@ -192,7 +192,7 @@ def is_unpacked(inputs: Any, call: str) -> bool:
 def are_texts(inputs: Any) -> bool:
     """Return whether these are the texts of a shard, as torch's collate makes them: one for each row."""
     is_list = isinstance(inputs, tuple | list) and len(inputs) > 0
-    return is_list and all(isinstance(one, str) for one in inputs)
+    return is_list and all(isinstance(text, str) for text in inputs)
 
 
 def plan_blocks(job: Job) -> tuple[PlacedBlock, ...]:

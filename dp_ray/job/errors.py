@@ -134,7 +134,7 @@ def _nearest(path: str) -> str:
     for parent in parents:
         field = owner.model_fields.get(parent)
         kinds = (field.annotation, *field.metadata) if field else ()
-        owner = next((model for one in kinds for model in _models(one)), Target)
+        owner = next((model for kind in kinds for model in _models(kind)), Target)
     is_of_target = issubclass(owner, Target)
     close = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.8 if is_of_target else 0.5)
     word = key.lower().replace("-", "_")

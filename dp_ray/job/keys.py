@@ -122,9 +122,9 @@ def target_parser(cls: type[Target]) -> BeforeValidator:
         if isinstance(value, str) or _is_called(value):
             return cls(target=value)
         if isinstance(value, Mapping):
-            named = [one.get("target") if isinstance(one, Mapping) else one for one in value.values()]
+            named = [target.get("target") if isinstance(target, Mapping) else target for target in value.values()]
             are_targets = [
-                TARGET.fullmatch(one) if isinstance(one, str) else hasattr(one, "__len__") for one in named
+                TARGET.fullmatch(name) if isinstance(name, str) else hasattr(name, "__len__") for name in named
             ]
             if len(value) > 1 and "target" not in value and all(are_targets) and "args" not in value:
                 kind = type(value).__qualname__
@@ -571,7 +571,7 @@ class WorkerKeys(Strict):
     def asks_for_gpus(self) -> bool:
         """Whether the job names GPUs or their number, so that it does not run where there are none."""
         return self.gpus_per_worker not in ("auto", 0) or any(
-            gpu_number(one) is not None for one in self.devices or ()
+            gpu_number(device) is not None for device in self.devices or ()
         )
 
     @property

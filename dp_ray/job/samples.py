@@ -109,11 +109,11 @@ class IndexLists:
             if pieces[0].epoch != order.epoch:
                 order = dataclasses.replace(self.order, epoch=pieces[0].epoch)
             # The indices of several pieces are computed at once.
-            every = [np.arange(one.start, one.stop) for one in pieces]
+            every = [np.arange(piece.start, piece.stop) for piece in pieces]
             for number, one in enumerate(pieces):
                 if one.missing:
                     every[number] = np.delete(every[number], [at - one.start for at in one.missing])
-            of_pieces = np.split(order.at(np.concatenate(every)), np.cumsum([one.rows for one in pieces[:-1]]))
+            of_pieces = np.split(order.at(np.concatenate(every)), np.cumsum([piece.rows for piece in pieces[:-1]]))
             for piece, indices, blocks in zip(pieces, of_pieces, ahead, strict=False):
                 yield ReadRequest(piece.epoch, piece.step, piece.shard, indices.tolist(), blocks)
 

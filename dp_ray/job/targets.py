@@ -72,7 +72,7 @@ def check_args(key: str, target: Target) -> Any:
 
 def _makes_functions(value: Any) -> bool:
     """Return whether it is a class whose objects can be called, as a collator's, unlike `list`."""
-    return inspect.isclass(value) and any("__call__" in vars(one) for one in value.__mro__)
+    return inspect.isclass(value) and any("__call__" in vars(kind) for kind in value.__mro__)
 
 
 def build_dataset(job: Job, key: str = "dataset") -> Any:
@@ -116,18 +116,18 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
     return dataset
 
 
-def _is_dataset(one: Any) -> bool:
+def _is_dataset(value: Any) -> bool:
     """Return whether an item of a list is no sample but a dataset, or what names one."""
-    named = one.get("target") if isinstance(one, Mapping) else one
+    named = value.get("target") if isinstance(value, Mapping) else value
     if isinstance(named, str):
         return TARGET.fullmatch(named) is not None
-    return _is_torchs("Dataset", one) or type(one).__module__.startswith("datasets.")
+    return _is_torchs("Dataset", value) or type(value).__module__.startswith("datasets.")
 
 
-def _is_torchs(name: str, one: Any) -> bool:
+def _is_torchs(name: str, value: Any) -> bool:
     """Return whether an object is of a class of torch.utils.data; an import of it would take seconds."""
     cls = getattr(sys.modules.get("torch.utils.data"), name, None)
-    return cls is not None and isinstance(one, cls)
+    return cls is not None and isinstance(value, cls)
 
 
 def dataset_seed(job: Job, key: str) -> int:
@@ -164,9 +164,9 @@ def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
 
 def _rejection(takes: Sequence[inspect.Parameter], args: Mapping[str, Any], error: TypeError) -> str:
     """Return how a callable with these parameters rejects args: the first that it does not know, or Python's text."""
-    names = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    names = [param.name for param in takes if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)]
     unknown = next((name for name in args if name not in names), None)
-    if unknown is None or any(one.kind is one.VAR_KEYWORD for one in takes):
+    if unknown is None or any(param.kind is param.VAR_KEYWORD for param in takes):
         return f"rejects {dict(args)}: {error}; it takes {listed(names) or 'nothing'}"
     return f"takes no {unknown!r}, but {listed(names) or 'nothing'}{did_you_mean(unknown, names)}"
 

@@ -89,7 +89,7 @@ class Attempts:
 
     def workers(self, ranks: tuple[int, ...]) -> list[WorkerReady]:
         """Return the newest attempt's workers with these ranks."""
-        newest = {one.world.rank: one for one in self.begun[-1].workers} if self.begun else {}
+        newest = {worker.world.rank: worker for worker in self.begun[-1].workers} if self.begun else {}
         return [newest[rank] for rank in ranks if rank in newest]
 
     def finish(self, message: Finished) -> tuple[Finished, ...]:
@@ -301,11 +301,11 @@ def interruption_of(
     kind, what = message.kind, message.what
     if kind is IncidentKind.ERROR and (named := re.match(r"step (\d+)\b", what)):
         step = max(step, int(named[1]))
-    if kind is IncidentKind.WORKER and any(control.is_gone(one.node_id) for one in lost):
+    if kind is IncidentKind.WORKER and any(control.is_gone(worker.node_id) for worker in lost):
         kind = IncidentKind.NODE
     if hung:
         kind, what = IncidentKind.HANG, hung
-    return Interruption(kind, what, step, message.ranks, tuple(sorted({one.world.node for one in lost})))
+    return Interruption(kind, what, step, message.ranks, tuple(sorted({worker.world.node for worker in lost})))
 
 
 @dataclass

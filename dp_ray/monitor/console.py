@@ -296,7 +296,7 @@ def _display(progress: Progress, newest: str = "") -> Group:
         workers.add_row(f"  rank {rank}", world.node, str(world.device), f"{rows:,} rows")
     if len(progress.workers) > SHOWN_WORKERS:
         workers.add_row(f"  and {len(progress.workers) - SHOWN_WORKERS} more")
-    lines = [Padding(Text(one), (0, 0, 0, 2)) for one in (str(progress), newest) if one]
+    lines = [Padding(Text(line), (0, 0, 0, 2)) for line in (str(progress), newest) if line]
     return Group(bar, *lines, workers)
 
 
@@ -333,7 +333,9 @@ class Losses:
                 self._warn()
 
     def _say(self, row: dict[str, Any]) -> None:
-        texts = measured({name: one for name, one in row.items() if name == "epoch_loss" or name.startswith("eval_")})
+        texts = measured(
+            {name: value for name, value in row.items() if name == "epoch_loss" or name.startswith("eval_")}
+        )
         if not texts:
             return
         line = f"epoch {row['epoch']}, step {row['step']}: "

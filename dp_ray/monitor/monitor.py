@@ -166,7 +166,7 @@ class Monitor:
             with suppress(StorageError):
                 left = self._storage.child(FLIGHT_RECORDER).names()
         workers = self.attempts.workers(ranks)
-        return {one.world.rank for one in workers if NCCL_RECORD.format(one.attempt, one.world.rank) in left}
+        return {ready.world.rank for ready in workers if NCCL_RECORD.format(ready.attempt, ready.world.rank) in left}
 
     def _worker_ready(self, worker: messages.WorkerReady) -> None:
         """Begin an attempt once all of its workers are ready."""
@@ -177,7 +177,7 @@ class Monitor:
         self.times.clear()
         self._hangs.watch(workers)
         self.incidents.begin(len(workers))
-        worlds = [one.world for one in workers]
+        worlds = [worker.world for worker in workers]
         nodes = {world.node for world in worlds}
         devices = ", ".join(sorted({str(world.device) for world in worlds}))
         where = f"{counted(len(worlds), 'worker')} on {counted(len(nodes), 'node')}"

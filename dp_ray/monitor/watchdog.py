@@ -58,8 +58,8 @@ def describe_devices(places: Mapping[int, DevicePlace]) -> str:
 
 def collectives_behind(stands: Mapping[int, Collective]) -> tuple[int, ...]:
     """Return the ranks that have come less far than another one in the collectives of a process group."""
-    furthest = max((one.at for one in stands.values()), default=None)
-    return tuple(sorted(rank for rank, one in stands.items() if one.at != furthest))
+    furthest = max((stand.at for stand in stands.values()), default=None)
+    return tuple(sorted(rank for rank, stand in stands.items() if stand.at != furthest))
 
 
 def describe_collectives(collectives: Mapping[int, Sequence[Collective]]) -> str:
@@ -69,11 +69,11 @@ def describe_collectives(collectives: Mapping[int, Sequence[Collective]]) -> str
     """
     by_group: dict[str, dict[int, Collective]] = {}
     for rank, all_of_rank in collectives.items():
-        for one in all_of_rank:
-            by_group.setdefault(one.group, {})[rank] = one
+        for collective in all_of_rank:
+            by_group.setdefault(collective.group, {})[rank] = collective
     text = ""
     for group, stands in by_group.items():
-        if all(one.state == STATES[-1] for one in stands.values()):
+        if all(stand.state == STATES[-1] for stand in stands.values()):
             continue
         found = ""
         if behind := collectives_behind(stands):
@@ -91,7 +91,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _grouped(texts: Iterable[tuple[int, object]]) -> str:
     """Return the text of each rank, with ranks of the same text together."""
     by_text: dict[str, list[int]] = {}
-    for rank, text in sorted(texts, key=lambda one: one[0]):
+    for rank, text in sorted(texts, key=lambda pair: pair[0]):
         by_text.setdefault(str(text), []).append(rank)
     return listed(f"{_ranks(ranks)}: {text}" for text, ranks in by_text.items())
 
@@ -167,7 +167,9 @@ class Watchdog:
         if self._limit is None or self._is_reported:
             return None
         now, patience = time.monotonic(), self._limit + 4 * self._interval
-        late = [one for one in self._states.values() if one.step is not None and now - one.moved > self._limit]
+        late = [
+            state for state in self._states.values() if state.step is not None and now - state.moved > self._limit
+        ]
         if not any(now - state.moved > patience for state in late):
             return None
         blamed = self._blame(late, now)

@@ -95,7 +95,7 @@ class Merged:
     def _leaf(self, wanted: Column) -> Iterator[torch.Tensor | list[Any]]:
         """Yield a leaf's rows, a row group at a time."""
         for file, layout in self._files():
-            column = next(one for one in layout.columns if one.name == wanted.name)
+            column = next(column for column in layout.columns if column.name == wanted.name)
             for number in range(file.num_row_groups):
                 rows = file.read_row_group(number, columns=[column.name])
                 yield from (from_arrow(column, chunk) for chunk in rows.column(column.name).chunks)

@@ -283,12 +283,12 @@ class Exchange:
                 call.lost = answer.why
             if isinstance(answer, wire.Raised):
                 raised.append((answer, member))
-            for one in answer if isinstance(answer, list) else []:
-                outputs[one.shard] = one
-                call.owners[one.shard] = member
-                call.sparse = one.sparse
+            for given in answer if isinstance(answer, list) else []:
+                outputs[given.shard] = given
+                call.owners[given.shard] = member
+                call.sparse = given.sparse
         if raised:
-            self._raise(call, members, raised, {shard: one.text for shard, one in outputs.items()})
+            self._raise(call, members, raised, {shard: output.text for shard, output in outputs.items()})
 
     def _seed(self, call: Call, shard: int) -> int:
         """Return the number from which a shard's random numbers come: no two modules draw the same."""
@@ -301,7 +301,7 @@ class Exchange:
         All get the same elements, since they come to rank 0 alone, and from there to all.
         """
         had = [member.loaded.get(self.number) for member in members]
-        base = had[0] if all(one is had[0] for one in had) else None
+        base = had[0] if all(known is had[0] for known in had) else None
         changed = version.changed_since(base)
         dropped, closed = popped(self._dropped), popped(self.workers.closed)
         if closed:
@@ -324,9 +324,9 @@ class Exchange:
         texts: Mapping[int, str],
     ) -> NoReturn:
         """Print what user code has printed, then raise the first shard's error as a ModelError that names it."""
-        printed = {**texts, **{one.shard or 0: one.text for one, _ in raised}}
+        printed = {**texts, **{error.shard or 0: error.text for error, _ in raised}}
         sys.stdout.write("".join(printed[shard] for shard in sorted(printed)))
-        answer, member = min(raised, key=lambda one: one[0].shard or 0)
+        answer, member = min(raised, key=lambda pair: pair[0].shard or 0)
         where = f"rank {members.index(member)} on {member.place.node}"
         if answer.shard is not None:
             where = f"call {call.number}, shard {answer.shard} of {len(call.inputs)} ({where})"
@@ -375,9 +375,9 @@ class Exchange:
                 raised = [(one, member) for member, one in answers.items() if isinstance(one, wire.Raised)]
                 if len(answers) == len([one for one in answers.values() if isinstance(one, wire.BackwardResult)]):
                     parts: list[wire.BackwardResult] = list(answers.values())
-                    sys.stdout.write("".join(one.text for one in parts))
+                    sys.stdout.write("".join(part.text for part in parts))
                     call.owners = owners
-                    inputs = {shard: found for one in parts for shard, found in one.inputs.items()}
+                    inputs = {shard: found for part in parts for shard, found in part.inputs.items()}
                     return inputs, self._sums(call, layout, parts)
                 if raised:
                     texts = [one.text for one in answers.values() if isinstance(one, wire.BackwardResult)]
@@ -386,7 +386,7 @@ class Exchange:
 
     def _run_again(self, call: Call) -> None:
         """Run a call's forward again, for graphs that were lost."""
-        versions = [one._version for shard in call.inputs for one in tensors_in(shard)]
+        versions = [tensor._version for shard in call.inputs for tensor in tensors_in(shard)]
         if versions != call.versions:
             raise WorkerError(
                 f"the backward of call {call.number}: a worker was lost, and its shard cannot be run again, since "
@@ -401,7 +401,7 @@ class Exchange:
     ) -> list[torch.Tensor | None]:
         """Return the gradient of each trained parameter, on its device; None for one that no shard has used."""
         device = call.version.tensors[0].device if call.version.tensors else torch.device("cpu")
-        slices = zip(*(one.slices for one in parts), strict=True)
+        slices = zip(*(part.slices for part in parts), strict=True)
         vectors = [on_device(torch.cat(list(map(wire.unpacked, pieces))), device) for pieces in slices]
         views, counts = layout.views(vectors)
         sparse = {number: wire.of_parts(one, device) for part in parts for number, one in part.sparse.items()}
@@ -436,7 +436,7 @@ class Ticket:
 
 def tensors_in(leaves: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors among leaves."""
-    return [one for one in leaves if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def popped(numbers: deque[int]) -> tuple[int, ...]:

@@ -128,10 +128,10 @@ class DataParallel(Wrapper):
         modes = modes_of(self.module, self._watch.tensors, self._exchange.threads)
         wants = frozenset(
             number
-            for number, one in enumerate(batch.leaves)
-            if isinstance(one, torch.Tensor) and one.requires_grad and modes.is_grad_enabled
+            for number, leaf in enumerate(batch.leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and modes.is_grad_enabled
         )
-        trained = [one for one in self._watch.tensors if one.requires_grad]
+        trained = [tensor for tensor in self._watch.tensors if tensor.requires_grad]
         in_attributes = self._watch.of_graphs()
         call = Call(self._calls, version, modes, batch.pickled, self.shards, batch.shards, wants, self.seed)
         self._calls += 1
@@ -140,19 +140,19 @@ class DataParallel(Wrapper):
             self._exchange.check_waiting()
             ticket = Ticket(self._exchange, call)
         outputs, ranks = self._exchange.forward(call)
-        results = [_Result.of(one) for one in outputs]
+        results = [_Result.of(output) for output in outputs]
         self._take(call, outputs, results, batch, ranks)
         ends, spec, rows = self._merged(results, batch)
-        has_graph = [any(flags) for flags in zip(*(one.requires_grad for one in outputs), strict=True)]
+        has_graph = [any(flags) for flags in zip(*(output.requires_grad for output in outputs), strict=True)]
         if ticket is not None and any(has_graph):
             inputs = [batch.leaves[number] for number in sorted(wants)]
-            lost = {at: one for at, one in enumerate(trained) if id(one) in in_attributes}
+            lost = {at: tensor for at, tensor in enumerate(trained) if id(tensor) in in_attributes}
             path = functools.partial(self._watch.path, self.module)
             node = _Backward(ticket, batch, rows, has_graph, sorted(wants), self.dim, lost, path)
-            trained = [one for at, one in enumerate(trained) if at not in lost]
-            with_graph = [one for one, has in zip(ends, has_graph, strict=True) if has]
+            trained = [tensor for at, tensor in enumerate(trained) if at not in lost]
+            with_graph = [end for end, has in zip(ends, has_graph, strict=True) if has]
             made = iter(_Function.apply(node, with_graph, *inputs, *trained))  # type: ignore[no-untyped-call]
-            ends = [next(made) if has else one for one, has in zip(ends, has_graph, strict=True)]
+            ends = [next(made) if has else end for end, has in zip(ends, has_graph, strict=True)]
         return unflatten(spec, ends)
 
     def _take(
@@ -165,14 +165,14 @@ class DataParallel(Wrapper):
     ) -> None:
         """Take in what comes beside the outputs: shapes, printed lines, and the buffers of shard 0."""
         self.shapes = []
-        for one, result, rank in zip(outputs, results, ranks, strict=True):
-            place = call.owners[one.shard].place
-            args, kwargs = sizes(unflatten(batch.spec, batch.shards[one.shard]))
+        for output, result, rank in zip(outputs, results, ranks, strict=True):
+            place = call.owners[output.shard].place
+            args, kwargs = sizes(unflatten(batch.spec, batch.shards[output.shard]))
             given = (args, kwargs) if kwargs else args[0] if len(args) == 1 else args
             where = rank, place.node, place.device
-            self.shapes.append(ShardShape(one.shard, given, sizes(result.tree), *where, one.seconds * 1000))
-            if one.text:
-                sys.stdout.write(one.text)
+            self.shapes.append(ShardShape(output.shard, given, sizes(result.tree), *where, output.seconds * 1000))
+            if output.text:
+                sys.stdout.write(output.text)
         if outputs and outputs[0].written:
             self._watch.take_written(self.module, outputs[0].written)
 
@@ -195,17 +195,17 @@ class DataParallel(Wrapper):
             trees.append(tree)
         if len(trees) == 1:
             merged, spec = flatten(trees[0])
-            merged = [one.clone() if isinstance(one, torch.Tensor) else one.copy() for one in merged]
+            merged = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy() for leaf in merged]
         else:
             merged, spec = flatten(gather(trees, None, self.dim))
-        ends = [on_device(one, device) if isinstance(one, torch.Tensor) else one for one in merged]
+        ends = [on_device(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in merged]
         return ends, spec, [list(column) for column in zip(*rows, strict=True)]
 
     def _device(self, batch: "_Batch") -> torch.device:
         """Return the caller's device: that of the module's parameters, else of the inputs."""
-        for one in [*self._watch.tensors, *batch.leaves]:
-            if isinstance(one, torch.Tensor):
-                return one.device
+        for tensor in [*self._watch.tensors, *batch.leaves]:
+            if isinstance(tensor, torch.Tensor):
+                return tensor.device
         return torch.device("cpu")
 
     def close(self) -> None:
@@ -272,11 +272,11 @@ class _Batch:
     def __init__(self, args: Any, kwargs: Any, shards: int, dim: int, pickler: type[pickle.Pickler]) -> None:
         leaves, self.spec = flatten((args, kwargs))
         self.pickled = dumped_input(self.spec, leaves, pickler, torch.is_grad_enabled())
-        self.leaves = [_usual(one) for one in leaves]
-        self.is_cut = [isinstance(one, torch.Tensor) and one.ndim > 0 for one in self.leaves]
+        self.leaves = [_usual(leaf) for leaf in leaves]
+        self.is_cut = [isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in self.leaves]
         names = [".".join(map(str, keys[1:])) for keys in leaf_keys(self.spec)]
         named = zip(names, self.leaves, self.is_cut, strict=True)
-        self.rows = num_rows({name: one for name, one, is_cut in named if is_cut}, dim)
+        self.rows = num_rows({name: leaf for name, leaf, is_cut in named if is_cut}, dim)
         if self.rows is None:
             num = shards if args or kwargs else 1
             self.bounds: list[tuple[int, int]] | None = None
@@ -286,12 +286,12 @@ class _Batch:
         self.shards = [list(self._shard(shard, dim)) for shard in range(num)]
 
     def _shard(self, shard: int, dim: int) -> Iterator[Any]:
-        for one, is_cut in zip(self.leaves, self.is_cut, strict=True):
-            if is_cut and self.bounds is not None and isinstance(one, torch.Tensor):
+        for leaf, is_cut in zip(self.leaves, self.is_cut, strict=True):
+            if is_cut and self.bounds is not None and isinstance(leaf, torch.Tensor):
                 start, stop = self.bounds[shard]
-                yield one.detach().narrow(rows_dim(one, dim), start, stop - start)
+                yield leaf.detach().narrow(rows_dim(leaf, dim), start, stop - start)
             else:
-                yield one.detach() if isinstance(one, torch.Tensor) else one
+                yield leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 class _Result(NamedTuple):
@@ -331,13 +331,13 @@ class _Backward(NamedTuple):
         rest = iter(given)
         columns: list[list[torch.Tensor | None]] = []
         for rows, has in zip(self.rows, self.has_graph, strict=True):
-            one = next(rest) if has else None
-            if one is None:
+            end = next(rest) if has else None
+            if end is None:
                 columns.append([None] * len(rows))
             elif rows[0] is None:  # a vector of the shards' scalars, or the scalar of a single one
-                columns.append(list(one.reshape(len(rows)).unbind()))
+                columns.append(list(end.reshape(len(rows)).unbind()))
             else:
-                columns.append(list(torch.split(one, [length or 0 for length in rows], rows_dim(one, self.dim))))
+                columns.append(list(torch.split(end, [length or 0 for length in rows], rows_dim(end, self.dim))))
         return {shard: [column[shard] for column in columns] for shard in range(len(self.batch.shards))}
 
     def of_inputs(self, found: Mapping[int, Mapping[int, Packed | None]]) -> list[torch.Tensor | None]:
@@ -350,12 +350,12 @@ class _Backward(NamedTuple):
                 None if found[shard][number] is None else unpacked(found[shard][number])  # type: ignore[arg-type]
                 for shard in range(len(self.batch.shards))
             ]
-            if all(one is None for one in pieces):
+            if all(piece is None for piece in pieces):
                 merged.append(None)
                 continue
             own = [
-                torch.zeros(shard[number].shape, dtype=whole.dtype) if one is None else one
-                for shard, one in zip(self.batch.shards, pieces, strict=True)
+                torch.zeros(shard[number].shape, dtype=whole.dtype) if piece is None else piece
+                for shard, piece in zip(self.batch.shards, pieces, strict=True)
             ]
             if self.batch.is_cut[number]:
                 total = torch.cat(own, rows_dim(whole, self.dim))
@@ -372,7 +372,7 @@ class _Backward(NamedTuple):
                     f"{self.path(tensor)} holds a tensor of a graph, to which no gradient comes: pass it as an "
                     "input, or as a parameter, by torch.func.functional_call"
                 )
-        return [one for at, one in enumerate(found) if at not in self.lost]
+        return [gradient for at, gradient in enumerate(found) if at not in self.lost]
 
 
 class _Function(torch.autograd.Function):

@@ -86,7 +86,7 @@ class ModuleWatch:
                 return self.look(module)
             number = 0 if last is None else last.structure.number + 1
             structure = Structure(number, pickled, seen.forms)
-            self._version = Version(structure, tuple(_copy(one) for one in tensors))
+            self._version = Version(structure, tuple(_copy(tensor) for tensor in tensors))
         elif changed := _changed(tensors, last.tensors):
             copies = list(last.tensors)
             for number in changed:
@@ -102,7 +102,7 @@ class ModuleWatch:
 
         One that no forward uses may be left from a graph that is freed, through which no backward may run again.
         """
-        return {id(one) for one in self.tensors[self._num_registered :] if not one.is_leaf}
+        return {id(tensor) for tensor in self.tensors[self._num_registered :] if not tensor.is_leaf}
 
     def path(self, module: nn.Module, tensor: torch.Tensor) -> str:
         """Return where in the module a tensor stands."""
@@ -171,7 +171,7 @@ class _Look:
         self._pickler = pickler
         self._modules: dict[int, nn.Module] = {}
         self._find(module)
-        numbers = {id(one): at for at, one in enumerate(self._modules.values())}
+        numbers = {id(module): at for at, module in enumerate(self._modules.values())}
         self.held += self._modules.values()
         for one in self._modules.values():
             self._add(one._parameters)
@@ -199,18 +199,18 @@ class _Look:
     def _find(self, module: nn.Module) -> None:
         """Note the modules, each once, in the order of `nn.Module.modules`."""
         if isinstance(module, torch.jit.ScriptModule):
-            name = next(name for name, one in self.module.named_modules() if one is module) or "the module"
+            name = next(name for name, inner in self.module.named_modules() if inner is module) or "the module"
             raise JobError(f"{name}: is TorchScript, which a parallel module does not take: wrap what it was made of")
         self._modules[id(module)] = module
-        for one in module._modules.values():
-            if one is not None and id(one) not in self._modules:
-                self._find(one)
+        for inner in module._modules.values():
+            if inner is not None and id(inner) not in self._modules:
+                self._find(inner)
 
     def _add(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Note a module's parameters or buffers."""
         if tensors:
             number = self.apart.number
-            self.key.append((*tensors, *(None if one is None else number(one) for one in tensors.values())))
+            self.key.append((*tensors, *(None if tensor is None else number(tensor) for tensor in tensors.values())))
 
     def _told(self, value: Any, depth: int = 0) -> Any:
         """Return what tells a value, None if only its pickle does."""
@@ -223,7 +223,7 @@ class _Look:
             if depth == DEPTH:
                 return None
             inner = [*value, *value.values()] if isinstance(value, dict) else value
-            told = [self._told(one, depth + 1) for one in inner]
+            told = [self._told(part, depth + 1) for part in inner]
             return None if None in told else (kind, *told)
         if isinstance(value, torch.Tensor):
             return None if why_odd(value) else (kind, self.apart.number(value))
@@ -288,8 +288,8 @@ class _Look:
 
 def _path(module: nn.Module, tensor: torch.Tensor, pickler: Any) -> str:
     """Return where in a module a tensor stands."""
-    for name, one in [*module.named_parameters(), *module.named_buffers()]:
-        if one is tensor:
+    for name, parameter in [*module.named_parameters(), *module.named_buffers()]:
+        if parameter is tensor:
             return name
 
     def refuse(value: Any) -> None:
@@ -345,8 +345,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _changed(tensors: list[torch.Tensor], copies: tuple[torch.Tensor, ...]) -> list[int]:
     """Return the numbers of the tensors whose elements differ from their copies."""
-    pairs = [(_bits(one), _bits(copy)) for one, copy in zip(tensors, copies, strict=True)]
-    on_gpu = [number for number, one in enumerate(tensors) if is_gpu(one.device)]
+    pairs = [(_bits(tensor), _bits(copy)) for tensor, copy in zip(tensors, copies, strict=True)]
+    on_gpu = [number for number, tensor in enumerate(tensors) if is_gpu(tensor.device)]
     found = [number for number, (one, two) in enumerate(pairs) if one.is_cpu and not torch.equal(one, two)]
     if on_gpu:  # one wait for all
         differ = torch.stack([(pairs[number][0] != pairs[number][1]).any() for number in on_gpu])

@@ -72,11 +72,11 @@ def unpack(plain: Any, tensors: Mapping[str, Any]) -> Any:
         return plain
     (kind, value), *more = plain.items()
     if kind == "tensor":
-        one = tensors[value]
+        tensor = tensors[value]
         if not more:
-            return one
+            return tensor
         strides = tuple(more[0][1])
-        return replace(one, strides=strides) if isinstance(one, Stored) else laid_out(one, strides)
+        return replace(tensor, strides=strides) if isinstance(tensor, Stored) else laid_out(tensor, strides)
     if kind == "dict":
         return {key: unpack(inner, tensors) for key, inner in value}
     items = [unpack(inner, tensors) for inner in value]
@@ -91,7 +91,7 @@ def unpack(plain: Any, tensors: Mapping[str, Any]) -> Any:
 def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:  # momentum of sparse gradients
         inner = [value._indices(), value._values(), list(value.shape), value.is_coalesced()]
-        return {"sparse": [_pack(one, f"{path}.{number}", tensors) for number, one in enumerate(inner)]}
+        return {"sparse": [_pack(part, f"{path}.{number}", tensors) for number, part in enumerate(inner)]}
     if isinstance(value, torch.Tensor):
         while path in tensors:  # a key with dots may collide with a nested path
             path += "'"
@@ -222,8 +222,8 @@ class CheckpointWriter:
     def _own(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what this worker writes: its rows of sharded tensors, and on rank 0 all others."""
         if self._commits is not None:
-            self._shapes = {key: list(one.shape) for key, one in tensors.items() if is_sharded(one)}
-        return {key: local(one) for key, one in tensors.items() if key in self._shapes or self._world.rank == 0}
+            self._shapes = {key: list(tensor.shape) for key, tensor in tensors.items() if is_sharded(tensor)}
+        return {key: local(tensor) for key, tensor in tensors.items() if key in self._shapes or self._world.rank == 0}
 
     def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copy what this worker writes to memory that is reused, because fresh pages cost more than the copy.
@@ -256,7 +256,7 @@ class CheckpointWriter:
             pieces = {"step": step, "sha256": checksums, "shapes": self._shapes}
             text = json.dumps({**json.loads(text), PIECES: pieces})
         if rank == 0:
-            rest = {key: one for key, one in self._staged.items() if key not in self._shapes}
+            rest = {key: tensor for key, tensor in self._staged.items() if key not in self._shapes}
             write_tensors(self._checkpoints, name_of(step), rest, text)
             # After the write: a crash between leaves one more than is kept, never fewer.
             self._remove_old(step, best_step)
@@ -265,7 +265,7 @@ class CheckpointWriter:
     def _remove_old(self, step: int, best_step: int | None) -> None:
         """Remove what is not to be kept, after the checkpoint of `step` is written."""
         passed_over, self._passed_over = self._passed_over - {step}, set()
-        good = [one for one in steps_of(self._checkpoints) if one not in passed_over]
+        good = [step for step in steps_of(self._checkpoints) if step not in passed_over]
         for old in {*passed_over, *good[: -self._keep]} - {best_step}:
             self._checkpoints.delete(name_of(old))
         # Older pieces without a checkpoint are those of a killed attempt.
@@ -294,8 +294,8 @@ class Checkpoint:
 
     def check(self, sharers: World | None) -> None:
         """Raise StorageError if a file of this worker's share is damaged: the sharers share the reading."""
-        for one in () if sharers is None else self.unchecked[sharers.rank :: sharers.world_size]:
-            one.check()
+        for file in () if sharers is None else self.unchecked[sharers.rank :: sharers.world_size]:
+            file.check()
 
 
 def load_checkpoint(storage: Storage, name: str) -> Checkpoint:
@@ -313,19 +313,19 @@ def open_checkpoint(storage: Storage, name: str, data: bytes | None = None) -> C
     try:
         about = dict(json.loads(first.text))
         pieces = about.pop(PIECES, NO_PIECES)
-        files = [TensorFile(storage.child(PIECES), one) for one in piece_names(pieces)]
+        files = [TensorFile(storage.child(PIECES), name) for name in piece_names(pieces)]
         for file, checksum in zip(files, pieces["sha256"], strict=True):
             if file.digest != checksum:
                 raise StorageError(f"{file.where}: is not the piece that was written for this checkpoint")
         tensors: dict[str, Any] = first.tensors()
         by_rank = [file.tensors() for file in files]
         for key, shape in pieces["shapes"].items():
-            rows = partial(_rows_of_pieces, [one[key] for one in by_rank], shape[0])
+            rows = partial(_rows_of_pieces, [pieces[key] for pieces in by_rank], shape[0])
             tensors[key] = Stored(tuple(shape), rows)
         if data is not None:
             for file in files:
                 file.check()
-            tensors = {key: one.whole() for key, one in tensors.items()}
+            tensors = {key: tensor.whole() for key, tensor in tensors.items()}
         state = unpack(about.pop("state"), tensors)
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{first.where}: is no checkpoint of dp_ray: {error!r}") from None
@@ -360,7 +360,7 @@ def newest(
             misfit = fits(opened.about)
         except StorageError as error:
             misfit = str(error)
-        misfits = [one for one in ([misfit] if sharers is None else gathered(misfit)) if one is not None]
+        misfits = [found for found in ([misfit] if sharers is None else gathered(misfit)) if found is not None]
         if misfits:
             note(f"checkpoint {name} is ignored, the one before it is tried: {misfits[0]}")
         else:

@@ -164,8 +164,8 @@ def has_kept_nothing(run: Storage) -> bool:
 
 def replacing(run: Storage) -> str:
     """Return the flag that replaces a run, and what it deletes: `... which deletes its 3 checkpoints and history`."""
-    counts = [(len(run.child(folder).names()), one, more) for folder, (one, more) in COUNTED.items()]
-    nouns = [f"{count} {one if count == 1 else more}" for count, one, more in counts if count]
+    counts = [(len(run.child(folder).names()), singular, more) for folder, (singular, more) in COUNTED.items()]
+    nouns = [f"{count} {singular if count == 1 else more}" for count, singular, more in counts if count]
     named = [noun for name, noun in NAMED.items() if run.exists(name) or run.child(name).names()]
     nouns += dict.fromkeys(named)
     work = " and ".join(part for part in (", ".join(nouns[:-1]), *nouns[-1:]) if part)

@@ -168,7 +168,7 @@ def best_of(run: Storage, metric: str, mode: str, kept: Collection[int]) -> dict
     if not measured:
         return None
     value = (min if mode == "min" else max)(value for value, _ in measured)
-    return {"metric": metric, "value": value, "step": next(step for one, step in measured if one == value)}
+    return {"metric": metric, "value": value, "step": next(step for measure, step in measured if measure == value)}
 
 
 @dataclass(eq=False)

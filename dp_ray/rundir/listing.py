@@ -151,7 +151,7 @@ def _run(run: Storage, written: dict[str, datetime | None], now: datetime) -> Li
         # The newest checkpoint of a training may be ahead of the step that a killed driver noted last.
         kept = steps_of(run.child(CHECKPOINTS)) if claimed["job"]["task"] == "train" else []
         step = max(lease.step if lease else 0, int(progress.get("step") or 0), *kept)
-    times = [written.get(one) for one in ((RESULT,) if is_done else (LEASE, PROGRESS, RESULT, RUN))]
+    times = [written.get(name) for name in ((RESULT,) if is_done else (LEASE, PROGRESS, RESULT, RUN))]
     metrics = {str(key): value for key, value in (result.get("metrics") or progress.get("metrics") or {}).items()}
     # JSON has no number that is not finite: there null stands for it.
     numbers = {key: _number(math.nan if value is None else value) for key, value in metrics.items()}

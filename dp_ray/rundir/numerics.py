@@ -38,7 +38,7 @@ def kinds_of(workers: Iterable[tuple[int, str, Numerics]]) -> list[Kind]:
     """Return the kinds of workers, each given as rank, node and Numerics."""
     kinds: list[Kind] = []
     for rank, node, own in workers:
-        alike = next((one for one in kinds if (one.computes, one.beside) == own), None)
+        alike = next((kind for kind in kinds if (kind.computes, kind.beside) == own), None)
         if alike is None:
             kinds.append(Kind([rank], [node], dict(own.computes), dict(own.beside)))
             continue

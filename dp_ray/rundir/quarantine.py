@@ -68,15 +68,17 @@ class QuarantineFiles:
             check_newest(self.run, self.attempt)
         place = f"{shard.step}-{shard.shard}" if self.after is None else f"{self.after}-{shard.step}.{shard.shard}"
         name = f"{self.dataset}-{place}.json"
-        records = [self._record(shard, position, one) for position, one in sorted(bad.items())]
+        records = [self._record(shard, position, sample) for position, sample in sorted(bad.items())]
         RECORDS_JSON.write(self._files.folder, records, name)
         # Counted after the write, so that of workers that pass the limit together the last one sees it.
         files = self._files.look()
-        known = distinct(others for one, others in files.items() if one != name)
+        known = distinct(others for other, others in files.items() if other != name)
         for record in records:
             if (self.dataset, record["sample_index"]) not in known:
                 self.note(f"set aside: {_line(record)}")
-        firsts = {(one["dataset"], one["sample_index"]): one for records in files.values() for one in records}
+        firsts = {
+            (record["dataset"], record["sample_index"]): record for records in files.values() for record in records
+        }
         if len(firsts) > self.limit:
             lines = [f"\n  {_line(record)}" for record in list(firsts.values())[:SHOWN]]
             lines += [f"\n  and {len(firsts) - SHOWN} more"] if len(firsts) > SHOWN else []
@@ -107,7 +109,7 @@ def _line(record: BadRecord) -> str:
 
 def distinct(files: Any) -> set[tuple[str, int]]:
     """Return the samples in the records of some files: each once, with its dataset."""
-    return {(one["dataset"], one["sample_index"]) for records in files for one in records}
+    return {(record["dataset"], record["sample_index"]) for records in files for record in records}
 
 
 def record_files(folder: Storage) -> list[str]:
@@ -115,7 +117,7 @@ def record_files(folder: Storage) -> list[str]:
     placed = []
     for name in folder.names():
         if match := FILE.fullmatch(name):
-            numbers = () if match[3] == "again" else tuple(float(one) for one in match[3].split("."))
+            numbers = () if match[3] == "again" else tuple(float(number) for number in match[3].split("."))
             placed.append(((int(match[2]), match[1], numbers), name))
     return [name for _, name in sorted(placed)]
 
@@ -172,15 +174,15 @@ def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[Bad
     `more` are records that are in no file any more.
     """
     files = [*RecordFiles(run.child(QUARANTINE)).look().values(), *([more] if more else [])]
-    kinds = {key: _kind([_carried(one, key) for records in files for one in records]) for key in carry}
+    kinds = {key: _kind([_carried(record, key) for records in files for record in records]) for key in carry}
     schema = pa.schema([*SCHEMA, *((CARRIED + key, kind) for key, kind in kinds.items())])
     with run.writing(QUARANTINED) as stream, pq.ParquetWriter(stream, schema) as writer:
         for records in files:
-            columns = [pa.array([one[field.name] for one in records], field.type) for field in SCHEMA]
+            columns = [pa.array([record[field.name] for record in records], field.type) for field in SCHEMA]
             for key, kind in kinds.items():
-                carried = [_carried(one, key) for one in records]
+                carried = [_carried(record, key) for record in records]
                 if pa.types.is_string(kind):
-                    carried = [one if one is None else str(one) for one in carried]
+                    carried = [value if value is None else str(value) for value in carried]
                 columns.append(pa.array(carried, kind))
             writer.write_table(pa.table(columns, schema=schema))
 
@@ -208,7 +210,7 @@ def still_missing(run: Storage, split: Split) -> list[BadRecord]:
     known = distinct(RecordFiles(run.child(QUARANTINE)).look().values())
     records = []
     for record in _merged(run):
-        shard = next(one for one in shards(record["step"]) if one.start <= record["position"] < one.stop)
+        shard = next(shard for shard in shards(record["step"]) if shard.start <= record["position"] < shard.stop)
         if shard not in done and (record["dataset"], record["sample_index"]) not in known:
             records.append(record)
     return records

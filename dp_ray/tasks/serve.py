@@ -44,17 +44,17 @@ class Copy:
         self.structure = structure
         made = shipped.made(structure.pickled, tensors)
         self.module, self.elsewhere = made.module, made.elsewhere
-        with_sparse = {id(one.weight) for one in sparse_modules(self.module)}
-        self.sparse = {number for number, one in enumerate(tensors) if id(one) in with_sparse}
+        with_sparse = {id(module.weight) for module in sparse_modules(self.module)}
+        self.sparse = {number for number, tensor in enumerate(tensors) if id(tensor) in with_sparse}
         self._modules = list(self.module.modules())  # without those that a forward makes
         self.state = CallState(self.module, tensors, self.elsewhere)
         self.replica = Replica(0, self.module, device, self.state)
 
     def set_modes(self, modes: Modes, graphs: "Sequence[Graph]") -> None:
         """Set what the caller may have set on its module: training or not, and what requires a gradient."""
-        for one, training in zip(self._modules, modes.training, strict=True):
-            if one.training is not training:
-                one.training = training
+        for module, training in zip(self._modules, modes.training, strict=True):
+            if module.training is not training:
+                module.training = training
         pairs = list(zip(self.state.tensors, modes.requires_grad, strict=True))
         if any(tensor.requires_grad != wants for tensor, wants in pairs):
             for graph in graphs:
@@ -78,7 +78,7 @@ class Graph:
 
     def keep_edges(self) -> None:
         """Have the backward reach the parameters of the call, also if these require no gradient any more."""
-        self.trained = [get_gradient_edge(one) if isinstance(one, torch.Tensor) else one for one in self.trained]
+        self.trained = [get_gradient_edge(end) if isinstance(end, torch.Tensor) else end for end in self.trained]
 
     def backward(self, given: Sequence[torch.Tensor | None], keep_graph: bool) -> Sequence[torch.Tensor | None]:
         """Return the gradients of the inputs, then of the trained parameters, from those of the outputs."""
@@ -111,13 +111,13 @@ class Sum:
         """Take in a shard's gradients; a parameter that the shard has not used adds nothing."""
         own, counts = layout.views(self.vectors)
         counts.zero_()
-        for number, one in enumerate(gradients):
-            if one is not None:
+        for number, gradient in enumerate(gradients):
+            if gradient is not None:
                 counts[number] = 1
                 if number in sparse:
-                    self.sparse[number] = one.coalesce() if one.is_sparse else one
+                    self.sparse[number] = gradient.coalesce() if gradient.is_sparse else gradient
                 else:
-                    own[number].copy_(one.to_dense() if one.is_sparse else one)
+                    own[number].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         return self
 
     def add(self, other: "Sum") -> "Sum":
@@ -151,7 +151,7 @@ def nodes_of(asked: wire.Backward, ranks: int) -> tuple[list[list[Node]], Node]:
     held: list[dict[Node, int]] = [{} for _ in range(ranks)]
     for shard in sorted(asked.owners):
         climb(held[asked.owners[shard]], (shard, shard + 1), 0, parents(root), lambda *_: 0)
-    return [list(one) for one in held], root
+    return [list(nodes) for nodes in held], root
 
 
 class Served:
@@ -190,7 +190,7 @@ class Served:
             if asked.spec is None:
                 return []
             copy, what = self._copies[number], "the model"
-            if any(one.modes.training != asked.modes.training for one in self._graphs_of(number)):
+            if any(graph.modes.training != asked.modes.training for graph in self._graphs_of(number)):
                 copy.state.renew()
             copy.replica.begin(len(asked.shards))
             graphs: dict[int, Graph] = {}
@@ -200,13 +200,13 @@ class Served:
                 leaves = [self._argument(leaf, asked.modes.is_grad_enabled) for leaf in given.leaves]
                 inputs = {number: leaves[number].requires_grad_() for number in sorted(asked.requires_grad)}
                 # A model may write into its inputs, but not into a leaf of a graph.
-                own = [one.clone() if number in inputs else one for number, one in enumerate(leaves)]
+                own = [leaf.clone() if number in inputs else leaf for number, leaf in enumerate(leaves)]
                 args, kwargs = unflatten(pickle.loads(asked.spec), own)
                 got = _described(args, kwargs)
                 output, graphs[at] = self._run(copy, asked, given, (inputs, args, kwargs), got, text)
                 outputs.append(output)
             leads_back = asked.modes.is_grad_enabled and (asked.requires_grad or any(asked.modes.requires_grad))
-            if leads_back and any(any(one.requires_grad) for one in outputs):
+            if leads_back and any(any(output.requires_grad) for output in outputs):
                 self._graphs.setdefault((number, asked.call), {}).update(graphs)
             return outputs
         except PeerIsLost as lost:
@@ -214,11 +214,11 @@ class Served:
         except (Exception, SystemExit) as error:
             if at is None or self._copies[number].state.is_lost:
                 self._copies.pop(number, None)
-            printed = "".join(one.text for one in outputs) + text.getvalue()
+            printed = "".join(output.text for output in outputs) + text.getvalue()
             return self._raised(error, at, what, got, number in self._copies, printed)
 
     def _graphs_of(self, module: int) -> list[Graph]:
-        return [one for (owner, _), graphs in self._graphs.items() if owner == module for one in graphs.values()]
+        return [graph for (owner, _), graphs in self._graphs.items() if owner == module for graph in graphs.values()]
 
     def _argument(self, leaf: wire.Packed, may_stay: bool) -> Any:
         """Return a leaf of the inputs; a graph may keep it, and must not keep the room that it has in Ray's store.
@@ -250,11 +250,11 @@ class Served:
         result, seconds = copy.replica.run(Shard(asked.call, given.shard, 0, 0), run, seed=given.seed)
         ends, of_result = flatten(result)
         tree = shipped.dumped_output(of_result, ends, self._pickler, modes.is_grad_enabled)
-        has_graph = [isinstance(one, torch.Tensor) and one.requires_grad for one in ends]
+        has_graph = [isinstance(end, torch.Tensor) and end.requires_grad for end in ends]
         numbers = [number for number, wants in enumerate(modes.requires_grad) if wants]
         trained = [copy.state.tensors[number] for number in numbers]
         sparse = frozenset(at for at, number in enumerate(numbers) if number in copy.sparse)
-        kept = [one if has else None for one, has in zip(ends, has_graph, strict=True)]
+        kept = [end if has else None for end, has in zip(ends, has_graph, strict=True)]
         forms = [copy.structure.forms[number] for number in numbers]
         graph = Graph(inputs, kept, list(trained), forms, sparse, got, modes, copy)
         output = wire.ShardOutput(
@@ -289,7 +289,7 @@ class Served:
             pieces = self._received([structure.forms[number] for number in sync.changed], sync.data)
         if sync.structure is not None or copy is None:
             pairs = zip(structure.forms, pieces, modes.requires_grad, strict=True)
-            self._copies[sync.module] = Copy(structure, [_made(*one) for one in pairs], self._device)
+            self._copies[sync.module] = Copy(structure, [_made(*args) for args in pairs], self._device)
             return
         has_graphs = bool(self._graphs_of(sync.module))
         copy.state.load(sync.changed, pieces, has_graphs)
@@ -374,7 +374,7 @@ class Served:
         slices = []
         with _collective() if group is not None else nullcontext():
             for at, (dtype, length) in enumerate(asked.lengths.items()):
-                vectors = {node: one.vectors[at] for node, one in held.items()}
+                vectors = {node: sums.vectors[at] for node, sums in held.items()}
                 if group is not None and length:
                     nothing = torch.empty(0, length, dtype=dtype, device=self._device)
                     sent = torch.stack(list(vectors.values())) if vectors else nothing
@@ -412,7 +412,7 @@ class Served:
         """Return how many bytes the graphs of a module hold, as far as they can be seen: each storage once."""
         roots = [end.grad_fn for graph in self._graphs_of(module) for end in graph.outputs if end is not None]
         copy = self._copies.get(module)
-        own = set() if copy is None else {one.untyped_storage().data_ptr() for one in copy.state.tensors}
+        own = set() if copy is None else {tensor.untyped_storage().data_ptr() for tensor in copy.state.tensors}
         seen, found = set(), dict[int, int]()
         while roots:
             node = roots.pop()
@@ -424,9 +424,9 @@ class Served:
                 if name.startswith("_saved_") or name == "saved_tensors":
                     with contextlib.suppress(RuntimeError):  # freed, or written to since
                         saved = getattr(node, name)
-                        for one in saved if isinstance(saved, tuple) else (saved,):
-                            if isinstance(one, torch.Tensor):
-                                storage = one.untyped_storage()
+                        for tensor in saved if isinstance(saved, tuple) else (saved,):
+                            if isinstance(tensor, torch.Tensor):
+                                storage = tensor.untyped_storage()
                                 found[storage.data_ptr()] = storage.nbytes()
         return sum(size for at, size in found.items() if at not in own)
 
@@ -457,5 +457,5 @@ def _collective() -> Iterator[None]:
 
 def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return the dtypes and sizes of a forward's arguments, for messages."""
-    told = [dtypes_and_sizes(one) for one in args] + [f"{key}={dtypes_and_sizes(kwargs[key])}" for key in kwargs]
+    told = [dtypes_and_sizes(arg) for arg in args] + [f"{key}={dtypes_and_sizes(kwargs[key])}" for key in kwargs]
     return ", ".join(told)

@@ -135,7 +135,7 @@ def _pickler(base: Any) -> Any:
 
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, Wrapper) and type(value) is not Wrapper:
-                own = {key: one for key, one in vars(value).items() if key in OF_MODULES}
+                own = {key: attribute for key, attribute in vars(value).items() if key in OF_MODULES}
                 return _bare_wrapper, (), own
             if isinstance(value, torch.Tensor) and type(value) is torch.Tensor and not value.is_meta:
                 return _of_file, (_as_file(value), value.requires_grad)
@@ -260,8 +260,8 @@ def _refuse_wanting(value: Any) -> None:
 def _wanting(value: Any, base: Any) -> str | None:
     """Return where in an object is a tensor that wants a gradient; None if there is none."""
     if isinstance(value, nn.Module):
-        return next((f".{name}" for name, one in value.named_parameters() if one.requires_grad), None)
-    found = part_that_fails(value, lambda one: dumped(one, base, _refuse_wanting))
+        return next((f".{name}" for name, parameter in value.named_parameters() if parameter.requires_grad), None)
+    found = part_that_fails(value, lambda value: dumped(value, base, _refuse_wanting))
     if found is None or not isinstance(found[2], Refused):
         return None
     return found[0] if found[0].startswith("[") or not found[0] else f".{found[0]}"
@@ -296,7 +296,7 @@ def made(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Made:
     unpickler = _Unpickler(pickled, tensors)
     module = unpickler.load()
     registered = Counter(
-        id(one) for each in module.modules() for one in [*each._parameters.values(), *each._buffers.values()]
+        id(tensor) for each in module.modules() for tensor in [*each._parameters.values(), *each._buffers.values()]
     )
     elsewhere = (at for at, count in unpickler.counts.items() if count > registered[id(tensors[at])])
     return Made(module, frozenset(elsewhere))

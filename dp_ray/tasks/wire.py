@@ -260,11 +260,11 @@ class Layout:
         return found, counts
 
 
-def parts_of(one: torch.Tensor) -> SparseParts | Packed:
+def parts_of(tensor: torch.Tensor) -> SparseParts | Packed:
     """Pack a coalesced sparse gradient; it may be dense on some worker."""
-    if not one.is_sparse:
-        return packed(one)
-    return SparseParts(packed(one.indices()), packed(one.values()), tuple(one.shape))
+    if not tensor.is_sparse:
+        return packed(tensor)
+    return SparseParts(packed(tensor.indices()), packed(tensor.values()), tuple(tensor.shape))
 
 
 def of_parts(parts: SparseParts | Packed, device: torch.device) -> torch.Tensor:

@@ -102,10 +102,10 @@ class Probe:
         key = (args[0], output, rows) if are_tensors else None
         if key in self._cache:
             return self._cache[key], self._milliseconds
-        args = tuple(_in_common(one, rows, self.batch_dim) for one in args)
+        args = tuple(_in_common(arg, rows, self.batch_dim) for arg in args)
         inputs: Any = args[0] if len(args) == 1 else args  # the call's inputs as one tree: a lone argument as itself
         if kwargs:
-            kwargs = {name: _in_common(one, rows, self.batch_dim) for name, one in kwargs.items()}
+            kwargs = {name: _in_common(value, rows, self.batch_dim) for name, value in kwargs.items()}
             inputs = kwargs if not args else {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
         found = Sizes(encode_sizes(inputs), encode_sizes(_in_common(output, rows, self.batch_dim)), rows)
         if key is not None:
@@ -136,7 +136,7 @@ class Probe:
         self._milliseconds = (time.perf_counter() - self._started) * 1e3
         self._seen = (
             tuple(map(_sizes_of, args)),
-            {name: sizes(one) for name, one in kwargs.items()} if kwargs else kwargs,
+            {name: sizes(value) for name, value in kwargs.items()} if kwargs else kwargs,
             _sizes_of(output),
         )
 
@@ -261,8 +261,8 @@ def _sum_rows(many: Sequence[Any], batch_dim: int) -> Any:
         return tuple(_sum_rows(column, batch_dim) for column in zip(*many, strict=True))
     if isinstance(first, dict):
         return {key: _sum_rows([sizes[key] for sizes in many], batch_dim) for key in first}
-    if isinstance(first, str) and all(ENTRIES.match(one) for one in many):
-        counts, each = zip(*(one.split(" x ", 1) for one in many), strict=True)
+    if isinstance(first, str) and all(ENTRIES.match(text) for text in many):
+        counts, each = zip(*(text.split(" x ", 1) for text in many), strict=True)
         return f"{sum(map(int, counts))} x {each[0] if len({*each}) == 1 else '*'}"
     return first
 
@@ -301,14 +301,16 @@ def _in_common(nested: Any, rows: int, batch_dim: int) -> Any:
     So the different sizes of a run are few, however many images it has.
     """
     if isinstance(nested, dict):
-        return {key: _in_common(one, rows, batch_dim) for key, one in nested.items()}
+        return {key: _in_common(value, rows, batch_dim) for key, value in nested.items()}
     if isinstance(nested, torch.Size) or not isinstance(nested, tuple | list) or hasattr(nested, "_make"):
         return nested
-    are_texts = all(isinstance(one, str) for one in nested)  # of constants
-    has_entries = len(nested) == rows and (are_texts or not all(_has_rows(one, rows, batch_dim) for one in nested))
+    are_texts = all(isinstance(value, str) for value in nested)  # of constants
+    has_entries = len(nested) == rows and (
+        are_texts or not all(_has_rows(value, rows, batch_dim) for value in nested)
+    )
     if has_entries and (common := _common(nested, rows)) is not None:
         return common
-    return type(nested)(_in_common(one, rows, batch_dim) for one in nested)
+    return type(nested)(_in_common(value, rows, batch_dim) for value in nested)
 
 
 def _has_rows(nested: Any, rows: int, batch_dim: int) -> bool:
@@ -316,20 +318,20 @@ def _has_rows(nested: Any, rows: int, batch_dim: int) -> bool:
     if isinstance(nested, torch.Size):
         return bool(nested) and nested[batch_dim if batch_dim < len(nested) > 1 else 0] == rows
     inner = nested.values() if isinstance(nested, dict) else nested if isinstance(nested, tuple | list) else ()
-    return all(_has_rows(one, rows, batch_dim) for one in inner)
+    return all(_has_rows(value, rows, batch_dim) for value in inner)
 
 
 def _common(entries: Sequence[Any], rows: int) -> Any:
     """Return what the sizes of all entries have in common, with a `*` for other lengths; None if that is nothing."""
     first = entries[0]
     if isinstance(first, torch.Size):
-        if not all(isinstance(one, torch.Size) and len(one) == len(first) for one in entries):
+        if not all(isinstance(entry, torch.Size) and len(entry) == len(first) for entry in entries):
             return None
         lengths = [set(column) for column in zip(*entries, strict=True)]
-        return f"{rows} x [{', '.join(str(*one) if len(one) == 1 else '*' for one in lengths)}]"
-    if isinstance(first, dict) and all(isinstance(one, dict) and one.keys() == first.keys() for one in entries):
-        return {key: _common([one[key] for one in entries], rows) or f"{rows} x *" for key in first}
-    return f"{rows} x *" if all(isinstance(one, str) for one in entries) else None
+        return f"{rows} x [{', '.join(str(*length) if len(length) == 1 else '*' for length in lengths)}]"
+    if isinstance(first, dict) and all(isinstance(entry, dict) and entry.keys() == first.keys() for entry in entries):
+        return {key: _common([entry[key] for entry in entries], rows) or f"{rows} x *" for key in first}
+    return f"{rows} x *" if all(isinstance(entry, str) for entry in entries) else None
 
 
 def decode_sizes(text: str) -> Any:

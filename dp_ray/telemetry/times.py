@@ -66,9 +66,9 @@ SEND_SECONDS = 0.5
 
 def packed(timed: Sequence[TimedStep]) -> TimedSteps:
     """Pack steps into arrays, to be sent."""
-    steps = np.array([one.step for one in timed], np.int64)
-    rows = np.array([one.rows for one in timed], np.int32)
-    return TimedSteps(steps, rows, np.array([one.seconds for one in timed], np.float32))
+    steps = np.array([step.step for step in timed], np.int64)
+    rows = np.array([step.rows for step in timed], np.int32)
+    return TimedSteps(steps, rows, np.array([step.seconds for step in timed], np.float32))
 
 
 def step_time_parts(run: Storage) -> PartTable:
@@ -163,14 +163,15 @@ def worker_splits(table: pa.Table) -> list[WorkerSplit]:
         )
         for number, row in enumerate(first.tolist())
     ]
-    return sorted(splits, key=lambda one: (one.rank, one.node))
+    return sorted(splits, key=lambda worker: (worker.rank, worker.node))
 
 
 def shares_of(workers: Sequence[WorkerSplit]) -> dict[str, float]:
     """Return the share of each part in the workers' time; they add up to 1, up to rounding."""
-    whole = sum(one.total for one in workers)
+    whole = sum(worker.total for worker in workers)
     return {
-        part: round(sum(one.seconds[part] for one in workers) / whole, 4) if whole else 0.0 for part in STEP_PARTS
+        part: round(sum(worker.seconds[part] for worker in workers) / whole, 4) if whole else 0.0
+        for part in STEP_PARTS
     }
 
 
@@ -182,7 +183,7 @@ def time_split(table: pa.Table) -> dict[str, Any] | None:
     workers = worker_splits(table)
     if not workers:
         return None
-    each = [{"rank": one.rank, "node": one.node, "shares": shares_of([one])} for one in workers]
+    each = [{"rank": worker.rank, "node": worker.node, "shares": shares_of([worker])} for worker in workers]
     return {"all": shares_of(workers), "workers": each}
 
 
@@ -220,8 +221,8 @@ def steady(table: pa.Table) -> pa.Table:
 def rows_per_second(table: pa.Table) -> float:
     """Return the rows that all workers together ran in a second, without evaluations and checkpoints."""
     workers = worker_splits(table)
-    seconds = [one.total - one.seconds["evaluation"] - one.seconds["checkpoint"] for one in workers]
-    return sum(one.rows for one in workers) / max(seconds) if any(seconds) else 0.0
+    seconds = [worker.total - worker.seconds["evaluation"] - worker.seconds["checkpoint"] for worker in workers]
+    return sum(worker.rows for worker in workers) / max(seconds) if any(seconds) else 0.0
 
 
 @dataclass(frozen=True)
@@ -298,9 +299,9 @@ def decide(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict:
     What is outside of the steps comes first, then the rule with the largest share. Only keys of a job are advised.
     Steps of less than `JUDGED_FROM` seconds are too few to judge.
     """
-    verdicts = [_slower(one, part, workers) for part in COMPARED for one in workers]
+    verdicts = [_slower(worker, part, workers) for part in COMPARED for worker in workers]
     verdicts += [_data(workers, facts.processes), *(_limited(part, workers) for part in LIMITS)]
-    largest = max(filter(None, verdicts), key=lambda one: one.share, default=None)
+    largest = max(filter(None, verdicts), key=lambda verdict: verdict.share, default=None)
     return _outside(facts) or _short(workers) or largest or _waiting(workers) or _balanced(workers)
 
 
@@ -325,7 +326,7 @@ def _outside(facts: Facts) -> Verdict | None:
 
 def _short(workers: Sequence[WorkerSplit]) -> Verdict | None:
     """Return the verdict on steps that are too few to judge."""
-    seconds = max(one.total for one in workers)
+    seconds = max(worker.total for worker in workers)
     if seconds >= JUDGED_FROM:
         return None
     text = (
@@ -337,24 +338,24 @@ def _short(workers: Sequence[WorkerSplit]) -> Verdict | None:
 def _limited(part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
     """Return the verdict on a part of the step; None below its limit."""
     limit, says = LIMITS[part]
-    groups = [[one] for one in workers] if part == OF_RANK_0 else [workers]
+    groups = [[worker] for worker in workers] if part == OF_RANK_0 else [workers]
     share = max(shares_of(group)[part] for group in groups)
     return Verdict(part, share, says.format(percent(share))) if share >= limit else None
 
 
-def _slower(one: WorkerSplit, part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
+def _slower(worker: WorkerSplit, part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
     """Return the verdict on a worker that is slower than the others in a part, a row; None if it is not."""
-    others = [other for other in workers if other is not one and other.rows]
-    if not others or not one.rows:
+    others = [other for other in workers if other is not worker and other.rows]
+    if not others or not worker.rows:
         return None
-    mine, theirs = one.seconds[part] / one.rows, median(other.seconds[part] / other.rows for other in others)
-    share = (mine - theirs) * one.rows / one.total if one.total else 0.0
+    mine, theirs = worker.seconds[part] / worker.rows, median(other.seconds[part] / other.rows for other in others)
+    share = (mine - theirs) * worker.rows / worker.total if worker.total else 0.0
     if share < LOST or mine < SLOWER * theirs:
         return None
     times = f"{mine / theirs:.1f} times" if theirs > 0.01 * mine else "much"
-    alone = all(other.node != one.node for other in others)
-    who = f"worker {one.rank} on {one.node}"
-    rows = "with equal rows" if _are_equal([each.rows / each.steps for each in [one, *others]]) else "for each row"
+    alone = all(other.node != worker.node for other in others)
+    who = f"worker {worker.rank} on {worker.node}"
+    rows = "with equal rows" if _are_equal([each.rows / each.steps for each in [worker, *others]]) else "for each row"
     if part == "data_wait":
         cause = "what its node reads from" if alone else "its processes, or its samples"
         text = f"{who} waits {times} longer for data than the others {rows}: {cause}, not the model"
@@ -383,7 +384,7 @@ def _waiting(workers: Sequence[WorkerSplit]) -> Verdict | None:
     share = shares_of(workers)["waiting"]
     if share < WAITING:
         return None
-    most, least = max(workers, key=lambda one: one.rows), min(workers, key=lambda one: one.rows)
+    most, least = max(workers, key=lambda one: one.rows), min(workers, key=lambda worker: worker.rows)
     why = "none of them is always the slowest: their steps differ, as with samples of different lengths"
     if not _are_equal([most.rows, least.rows]):
         why = (
@@ -470,8 +471,8 @@ class History:
     def _read(self, must_wait: bool) -> None:
         steps, self._pending, self._sent = self._pending, [], time.perf_counter()
         if steps:
-            sums = torch.stack([one.update.sums for one in steps])
-            norms = torch.stack([one.update.gradient_norm for one in steps]).to(sums)
+            sums = torch.stack([step.update.sums for step in steps])
+            norms = torch.stack([step.update.gradient_norm for step in steps]).to(sums)
             stacked = torch.cat([sums, norms.unsqueeze(1)], 1)
             if not stacked.is_cuda:
                 self._add_rows(steps, stacked.tolist())

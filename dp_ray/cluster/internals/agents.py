@@ -41,7 +41,7 @@ def wait_until_asked(given: dict[str, str], command: list[str], raylet: int) -> 
             if os.getppid() != raylet:
                 return
         listener.accept()[0].close()
-    os.execv(command[0], [f"{OPTION}{port}" if one.startswith(OPTION) else one for one in command])
+    os.execv(command[0], [f"{OPTION}{port}" if argument.startswith(OPTION) else argument for argument in command])
 
 
 def write_port(given: dict[str, str], name: str, port: int) -> None:

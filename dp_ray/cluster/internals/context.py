@@ -29,7 +29,7 @@ def assigned_devices() -> list[torch.device]:
 
     Public: ray.train.torch.get_devices imports Ray Data and pandas, and looks for AMD's GPUs in CUDA's variable.
     """
-    ids = [str(one) for one in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+    ids = [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
     return gpus_of(ids, os.environ, torch.version.hip is not None) or [CPU]
 
 
@@ -41,16 +41,16 @@ def gpus_of(ids: Sequence[str], variables: Mapping[str, str], is_amd: bool) -> l
     """
     name = "HIP_VISIBLE_DEVICES" if is_amd and "HIP_VISIBLE_DEVICES" in variables else "CUDA_VISIBLE_DEVICES"
     if name not in variables:
-        return [torch.device("cuda", int(one)) for one in ids]
+        return [torch.device("cuda", int(gpu)) for gpu in ids]
     visible = variables[name].split(",")
-    if hidden := [one for one in ids if one not in visible]:
+    if hidden := [gpu for gpu in ids if gpu not in visible]:
         raise JobError(
             f"gpus_per_worker: Ray gave this worker GPU {listed(hidden)}, which {name}={variables[name]} hides from "
             "it: leave that variable to Ray"
         )
-    if ids and len(visible) > 1 and any(one.startswith("MIG-") for one in visible):
+    if ids and len(visible) > 1 and any(gpu.startswith("MIG-") for gpu in visible):
         raise JobError(
             f"gpus_per_worker: the node's GPUs are cut into slices (MIG): {listed(visible)}; CUDA shows a process "
             "only one of them, and NCCL connects none: switch MIG off, or run one worker a node"
         )
-    return [torch.device("cuda", visible.index(one)) for one in ids]
+    return [torch.device("cuda", visible.index(gpu)) for gpu in ids]

@@ -135,7 +135,7 @@ def address_of_own_raylet() -> str | None:
     """
     for parent in psutil.Process().parents():
         if parent.name() == "raylet":
-            return next(one.removeprefix(_GCS) for one in parent.cmdline() if one.startswith(_GCS))
+            return next(argument.removeprefix(_GCS) for argument in parent.cmdline() if argument.startswith(_GCS))
     return None
 
 
@@ -207,11 +207,13 @@ def node_types() -> tuple[NodeType, ...] | None:
     """
     config = ray._private.state.state.get_cluster_config()
     if config is not None and config.node_group_configs:
-        return tuple(NodeType(one.name, dict(one.resources), one.max_count) for one in config.node_group_configs)
+        return tuple(
+            NodeType(group.name, dict(group.resources), group.max_count) for group in config.node_group_configs
+        )
     session = _cluster_status().cluster_resource_state.cluster_session_name
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        given = dict(one.split("=", 1) for one in line if one.startswith("--") and "=" in one)
+        given = dict(option.split("=", 1) for option in line if option.startswith("--") and "=" in option)
         if _CLUSTER_FILE in given and given.get(_LOGS, "").endswith(f"/{session}/logs"):
             with suppress(OSError, yaml.YAMLError):  # another user's, or one that is being written
                 return types_in(yaml.safe_load(Path(given[_CLUSTER_FILE]).expanduser().read_text()))
@@ -222,8 +224,8 @@ def types_in(cluster_file: Mapping[str, Any]) -> tuple[NodeType, ...]:
     """Return the types of nodes in a cluster's file, but for the head's. Public: the file's format is documented."""
     most = cluster_file.get("max_workers", 2)  # as many as Ray takes
     return tuple(
-        NodeType(name, one.get("resources") or {}, min(most, one.get("max_workers", most)))
-        for name, one in (cluster_file.get("available_node_types") or {}).items()
+        NodeType(name, node_type.get("resources") or {}, min(most, node_type.get("max_workers", most)))
+        for name, node_type in (cluster_file.get("available_node_types") or {}).items()
         if name != cluster_file.get("head_node_type")
     )
 

@@ -54,8 +54,10 @@ def failure_of(error: Exception) -> WorkersFailed | StartFailed:
     """Translate a failure that Ray Train's controller reports into the types of `decide_restart`."""
     if isinstance(error, ray.train.WorkerGroupError):
         failures = error.worker_failures
-        ended = {rank: one for rank, one in failures.items() if isinstance(one, WorkerExit)}
-        return WorkersFailed(ended, {rank: why_failed(one) for rank, one in failures.items() if rank not in ended})
+        ended = {rank: failure for rank, failure in failures.items() if isinstance(failure, WorkerExit)}
+        return WorkersFailed(
+            ended, {rank: why_failed(error) for rank, error in failures.items() if rank not in ended}
+        )
     cause = getattr(error, "controller_failure", error)
     if isinstance(cause, WorkerGroupStartupTimeoutError):
         return StartFailed(StartTrouble.NO_CAPACITY, why_failed(cause))

@@ -66,7 +66,7 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         """Add our callback, and drop those that start a needless process: together two seconds of each run."""
         with patched(data_parallel_trainer, DatasetsCallback=_NoDatasets):
             made = super()._create_default_callbacks()
-        return [self._on_start, *(one for one in made if type(one) not in self._unneeded)]
+        return [self._on_start, *(callback for callback in made if type(callback) not in self._unneeded)]
 
     def start(self) -> None:
         """Start Ray Train's controller, which starts the workers; does not wait for them."""
