@@ -39,7 +39,7 @@ from dp_ray.engine.votes import VOTES, Lagged, LossWatch, StepSums
 from dp_ray.engine.whole_batch import BatchLoss, ShardOutput, WholeBatches, merge
 from dp_ray.engine.world import World, all_gather, everyone, gathered, has_peers, is_gpu, new_group
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job.job import COLUMNS
+from dp_ray.job.job import COLUMNS, Job
 from dp_ray.job.plan import checkpoints_of
 from dp_ray.job.targets import bound
 from dp_ray.messages import StoppedEarly
@@ -143,7 +143,7 @@ class Loop:
     def _steps(self) -> Iterator["LoopStep"]:
         try:
             with begun_training(self._placed, self._trained) as (training, evaluation):
-                stopping = StopOfLoop(self, training.state, Patience.of(training.context.job, training.state))
+                stopping = StopOfLoop(self, training.context.job, training.state)
                 trained = training.trainer
                 assert isinstance(trained, LoopModel)
                 for number, step in enumerate(training_steps(training, evaluation, stopping=stopping)):
@@ -692,8 +692,11 @@ def _digest(state: Any) -> str:
 class StopOfLoop:
     """The step after which a loop ends early: as `run.stop` says, or as the job's `early_stopping` does."""
 
-    def __init__(self, loop: Loop, state: TrainState, inner: Patience | None) -> None:
-        self._loop, self._state, self._inner = loop, state, inner
+    def __init__(self, loop: Loop, job: Job, state: TrainState) -> None:
+        reason = state.stopping.get("reason")
+        self._loop, self._state, self._inner = loop, state, Patience.of(job, state)
+        if reason:  # of a driver that was killed after its workers had stopped
+            state.stopping["reason"] = reason
 
     @property
     def has_stopped(self) -> bool:

@@ -378,3 +378,14 @@ def counts_by_rank(run: Any) -> None:
     for step in run.steps():
         seen["rank"] = _rank()
         step.log(one=1.0)
+
+
+def stops_itself(run: Any) -> None:
+    """Stop after the second step."""
+    update = run.optimizer(sgd(run.model.critic))
+    for step in run.steps():
+        assert step.number < 2
+        step.backward(lambda batch: run.model.critic(batch[0])[:, 0], run.model.critic)
+        update.step()
+        if step.number == 1:
+            run.stop("enough")

@@ -18,9 +18,18 @@ from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import own_rank
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
+from dp_ray.messages import StoppedEarly
 from dp_ray.tasks.replay import StepChoice
 from tests.support import loops
-from tests.support.group import ProcessExit, Stopped, StopsBefore, history_of, run_group, weights_of
+from tests.support.group import (
+    ProcessExit,
+    Stopped,
+    StopsBefore,
+    StopsBeforeItsWeights,
+    history_of,
+    run_group,
+    weights_of,
+)
 
 LOOPS = "tests.support.loops"
 
@@ -279,6 +288,16 @@ def test_a_loop_stops_itself_and_the_run_says_why(tmp_path: Path) -> None:
     assert result.stopped_early is not None
     assert result.stopped_early["text"] == "stopped early after 4 steps: good enough"
     assert (result.status, len(result.history)) == ("done", 4)
+
+
+def test_a_loop_that_has_stopped_itself_stays_so_where_its_driver_was_killed(tmp_path: Path) -> None:
+    """Its last checkpoint says so; the run that goes on takes no further step."""
+    run_group(loop_job("stops_itself", 1), tmp_path, StopsBeforeItsWeights())
+    sent = run_group(loop_job("stops_itself", 1), tmp_path)
+    assert [message.text for message in sent if isinstance(message, StoppedEarly)] == [
+        "stopped early after 2 steps: enough"
+    ]
+    assert weights_of(tmp_path)
 
 
 def test_other_names_in_a_later_step_are_refused(tmp_path: Path) -> None:
