@@ -1,8 +1,9 @@
 """All of Ray: find or start it, start workers on it, run jobs on them, and decide when to resize and restart them.
 
-Begin at `workers.Workers.run` and `serving.Serving` on the driver, and at `loop.train_loop_per_worker` on a worker;
-the actor of `channel.py` is between them. `policies.py` runs in Ray Train's controller, `internals/` holds each
-private interface of Ray.
+Begin at `kinds.Workers`, which runs jobs and serves modules: `own.OwnWorkers` is its usual kind, and starts what
+`workers.StartedWorkers` follows; `serving.RayServing` is the driver's side of a module's calls. On a worker, begin at
+`loop.train_loop_per_worker`; the actor of `channel.py` is between them. `policies.py` runs in Ray Train's controller,
+`internals/` holds each private interface of Ray.
 See docs/how-it-works.md and docs/clusters.md.
 """
 

@@ -18,7 +18,15 @@ import dp_ray
 from dp_ray.cluster.internals import core
 from dp_ray.cluster.internals.quick_start import ForkServer, forking, start_local
 from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
-from dp_ray.cluster.resources import Resources, addable, capacity_for, free_for, gpus_by_default, text_of, times
+from dp_ray.cluster.resources import (
+    Resources,
+    addable,
+    capacity_for,
+    free_for,
+    gpus_by_default,
+    resources_text,
+    times,
+)
 from dp_ray.errors import ClusterError, Error, JobError
 from dp_ray.job.keys import WorkerKeys, runs_anywhere
 from dp_ray.system.process import own_folder, short_folder, without_values
@@ -284,14 +292,14 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
     need = f"{counted(keys.min_workers, 'worker')} {'needs' if keys.min_workers == 1 else 'need'}"
     if (capacity := _capacity(keys, each, nodes)) < keys.min_workers:
         on = f" on {keys.accelerator_type} nodes" if keys.accelerator_type else ""
-        parts = [f"{text_of(each)} each"] if keys.min_workers > 1 else []
+        parts = [f"{resources_text(each)} each"] if keys.min_workers > 1 else []
         parts += [] if keys.placement == "PACK" else [keys.placement]
         split = f" ({', '.join(parts)})" if parts else ""
         there = {name: sum(node.get(name, 0) for node in nodes) for name in each}
         too_large = _too_large(each, nodes)
         says = (
             f"{need} {times(each, keys.min_workers)}{on}{split}; the cluster of "
-            f"{counted(len(nodes), 'node')} has {text_of(there)}, room for "
+            f"{counted(len(nodes), 'node')} has {resources_text(there)}, room for "
             f"{counted(capacity, 'worker')}{too_large}"
         )
         advice = f"ask for {'fewer workers, or for ' if capacity else ''}less for each worker"
@@ -309,7 +317,7 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
     if lacking:
         return (
             f"{need} {times(each, keys.min_workers)}; "
-            f"free are {text_of({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
+            f"free are {resources_text({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
         )
     return None
 
@@ -327,7 +335,7 @@ def _misfit(keys: WorkerKeys, each: Resources, nodes: list[dict[str, float]], sa
     names = f"{', '.join(keys.devices or ())} {'is' if len(keys.devices or ()) == 1 else 'are'}"
     own = f"devices: {names} of each worker's own GPUs"
     if gpus["GPU"] and not any(node.get("GPU") for node in nodes):
-        asks = own if keys.own_gpus else f"gpus_per_worker: each worker asks for {text_of(gpus)}"
+        asks = own if keys.own_gpus else f"gpus_per_worker: each worker asks for {resources_text(gpus)}"
         scaler = "its autoscaler adds none" if core.autoscales() else "no autoscaler that could add some"
         return JobError(f"{asks}, and the cluster has none, and {scaler}; {runs_anywhere(gpus['GPU'])}")
     if keys.own_gpus and gpus["GPU"] and _capacity(keys, gpus, nodes) < keys.min_workers:
@@ -357,8 +365,8 @@ def _too_large(each: Resources, nodes: list[dict[str, float]]) -> str:
     lacking = {name: amount for name, amount in each.items() if amount > most[name]}
     if not lacking:
         return ""
-    largest = text_of({name: most[name] for name in lacking})
-    return f": one worker takes {text_of(lacking)} of ONE node, and the largest has {largest}"
+    largest = resources_text({name: most[name] for name in lacking})
+    return f": one worker takes {resources_text(lacking)} of ONE node, and the largest has {largest}"
 
 
 def in_ray_job() -> bool:

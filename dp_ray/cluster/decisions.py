@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from dp_ray.cluster.channel import Ask, Request, Why
-from dp_ray.cluster.resources import Resources, capacity_for, text_of, times
+from dp_ray.cluster.resources import Resources, capacity_for, resources_text, times
 from dp_ray.messages import Ending, Interrupted, Note, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.text import counted
@@ -184,7 +184,7 @@ def _lack_capacity(idle: Idle, now: float) -> ScalingDecision:
         return ScalingDecision(
             Resize.GIVE_UP,
             ScalingReason.TIMED_OUT,
-            text=f"{needs} ({text_of(wanted.each)} each); {who}, and no more came in {limit:g} s "
+            text=f"{needs} ({resources_text(wanted.each)} each); {who}, and no more came in {limit:g} s "
             "(timeouts.capacity); run the job again when there are more nodes, or with fewer workers: it resumes",
         )
     text = f"{needs}; {who}: waiting" if idle.said < idle.waiting_since else ""

@@ -32,7 +32,7 @@ from dp_ray.system.process import environment
 from dp_ray.system.threads import waits_for
 
 
-def place(workers: int) -> World:
+def place_of_worker(workers: int) -> World:
     """Return this worker's rank and node among the first `workers` of those that were started."""
     context = place_of_this_worker()
     return World(

@@ -75,9 +75,9 @@ def _fit(name: str, there: float, amount: float) -> int:
 
 def times(each: Resources, count: int) -> str:
     """Return the resources of `count` workers, as text."""
-    return text_of({name: amount * count for name, amount in each.items()})
+    return resources_text({name: amount * count for name, amount in each.items()})
 
 
-def text_of(resources: Resources) -> str:
+def resources_text(resources: Resources) -> str:
     """Return resources as text: `4 CPU, 1 GPU`."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"

@@ -16,7 +16,7 @@ from ray.cloudpickle import CloudPickler
 
 from dp_ray.cluster.calls import Join, Leave, Serves, framed, unframed
 from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, encoded, send
-from dp_ray.cluster.group import place, process_group, report, with_devices
+from dp_ray.cluster.group import place_of_worker, process_group, report, with_devices
 from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.internals.train_worker import calls
 from dp_ray.engine.world import leave_group
@@ -31,7 +31,7 @@ from dp_ray.tasks.wire import WorkerPlace
 
 def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
     """Answer the calls of a process's parallel modules until they are closed; `packed` are the workers' keys."""
-    attempt, here = f"{os.environ[GROUP]}-{terms.number}", place(terms.workers)
+    attempt, here = f"{os.environ[GROUP]}-{terms.number}", place_of_worker(terms.workers)
     restored: AbstractContextManager[list[str]] = nullcontext([])
     if not terms.is_last:
         from dp_ray.tasks.isolation import isolated  # here: it is for workers that go on

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError
 
 from dp_ray.cluster.calls import Join, Leave, Serves, framed, unframed
 from dp_ray.cluster.channel import receive
-from dp_ray.cluster.resources import text_of
+from dp_ray.cluster.resources import resources_text
 from dp_ray.engine.world import World
 from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
@@ -226,7 +226,7 @@ class RayServing:
             seconds = self.keys.timeouts.capacity or math.inf
             if now - self._began > seconds:
                 wanted = counted(self.keys.max_workers, "worker")
-                raise ClusterError(f"{wanted} with {text_of(self.each)} each found no room in {seconds:g} s")
+                raise ClusterError(f"{wanted} with {resources_text(self.each)} each found no room in {seconds:g} s")
         elif now - self._placed_at > START_SECONDS:
             raise ClusterError(f"no worker has started in {START_SECONDS:g} s")
 

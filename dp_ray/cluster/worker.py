@@ -14,7 +14,7 @@ import ray
 import torch
 
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, send
-from dp_ray.cluster.group import place, process_group, report, with_devices
+from dp_ray.cluster.group import place_of_worker, process_group, report, with_devices
 from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.prints import forwarded_prints
@@ -53,7 +53,7 @@ def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]
 
     `packed` refers to the job's Assignment, packed.
     """
-    node_id, here = ray.get_runtime_context().get_node_id(), place(terms.workers)
+    node_id, here = ray.get_runtime_context().get_node_id(), place_of_worker(terms.workers)
     worker = replace(worker, number=terms.number, kind=terms.kind, node_id=node_id)
     attempt = f"{os.environ[GROUP]}-{terms.number}"
     prints = forwarded_prints(worker.channel, worker.number, worker.keep_prints, here)

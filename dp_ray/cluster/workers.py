@@ -30,7 +30,7 @@ from dp_ray.cluster.connect import (
 from dp_ray.cluster.decisions import WorkerDemand
 from dp_ray.cluster.internals.variables import TRAIN_ENVIRONMENT
 from dp_ray.cluster.ray_version import unknown_ray
-from dp_ray.cluster.resources import Resources, text_of
+from dp_ray.cluster.resources import Resources, resources_text
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.devices import check_machine
 from dp_ray.engine.objects import check_packs, pack_object, refused
@@ -324,7 +324,7 @@ def free_text(each: Resources) -> str:
     """Say what a worker needs, and how much of it the cluster has free; as far as Ray answers."""
     if not each:
         return ""
-    needs = f" (each needs {text_of(each)})"
+    needs = f" (each needs {resources_text(each)})"
     try:
         free, there = ray.available_resources(), ray.cluster_resources()
     except Exception as error:  # Ray's own of many types: the connection may end meanwhile

@@ -16,7 +16,7 @@ from torch import nn
 from dp_ray.cluster import connect
 from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.cluster.ray_version import check_ray
-from dp_ray.cluster.resources import Resources, text_of
+from dp_ray.cluster.resources import Resources, resources_text
 from dp_ray.cluster.serving import RayServing
 from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers
 from dp_ray.driver.run import Options, ShortErrors, execute, options_of
@@ -416,7 +416,10 @@ def check_covered(job: Job, held: WorkerKeys, each: Resources) -> None:
         wanted["GPU"] = gpus
     if any(amount > each.get(name, 0) for name, amount in wanted.items()):
         named = f" for devices: {', '.join(job.devices)}" if job.devices and job.own_gpus else ""
-        lacks.append(f"a worker of the job needs {text_of(wanted)}{named}; one of the session has {text_of(each)}")
+        lacks.append(
+            f"a worker of the job needs {resources_text(wanted)}{named}; one of the session has "
+            f"{resources_text(each)}"
+        )
     if job.accelerator_type not in (None, held.accelerator_type):
         has = held.accelerator_type or "any"
         lacks.append(f"accelerator_type: the job needs {job.accelerator_type}, the session has {has}")

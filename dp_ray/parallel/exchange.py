@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from dp_ray.cluster.kinds import Workers
-from dp_ray.cluster.resources import text_of
+from dp_ray.cluster.resources import resources_text
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import ClusterError, JobError, ModelError, WorkerError
 from dp_ray.job.keys import WorkerKeys
@@ -92,7 +92,7 @@ class SharedWorkers:
                 shown = "another value" if key == "env" else f"{theirs!r}, not {mine!r}"
                 raise JobError(
                     f"{key}: this module asks for {shown}, and this process's parallel modules share their workers, "
-                    f"of {text_of(self.serving.each)} each: close them first"
+                    f"of {resources_text(self.serving.each)} each: close them first"
                 )
         if keys.max_workers <= before.max_workers:
             return

@@ -54,8 +54,8 @@ class DataParallel(Wrapper):
     `max_waiting` calls may wait for their backward. `keys` are `address` and `quiet`, and the keys of a job that
     concern workers: `gpus_per_worker`, `cpus_per_worker`, `placement`, `devices`, `env` and the like.
 
-    All parallel modules of a process share its workers. Raises JobError if a key is wrong or if more workers are
-    asked for than run, and ClusterError if no Ray answers.
+    All parallel modules of a process share its workers; those of a session have the session's. Raises JobError if a
+    key is wrong or if more workers are asked for than run, and ClusterError if no Ray answers.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class DirectoryState:
     """What a run directory holds, as far as a claim depends on it; `where` is its path or URL, for people.
 
     `claimed` and `result` are its JSON files. `has_kept_nothing` says that the run failed or was interrupted before
@@ -93,7 +93,7 @@ class Snapshot:
     has_history: bool = False
 
     @classmethod
-    def of(cls, run: Storage, overwrite: bool = False) -> "Snapshot":
+    def of(cls, run: Storage, overwrite: bool = False) -> "DirectoryState":
         """Read what a directory holds; of a run that is to be replaced only that it is there: it may be damaged."""
         claimed = {} if overwrite else RUN_JSON.read(run)
         has_run = run.exists(RUN) if overwrite else bool(claimed)
@@ -111,7 +111,7 @@ class Snapshot:
         )
 
 
-def decide(found: Snapshot, wanted: Wanted) -> Decision | Refused:
+def decide(found: DirectoryState, wanted: Wanted) -> Decision | Refused:
     """Decide what becomes of what a directory holds; it reads and writes nothing."""
     job, rows = wanted.job, wanted.rows
     if found.is_foreign:
@@ -137,7 +137,7 @@ def decide(found: Snapshot, wanted: Wanted) -> Decision | Refused:
     return Resume(lengths, is_finished)
 
 
-def _obstacle(found: Snapshot, wanted: Wanted, lengths: str, is_finished: bool) -> str:
+def _obstacle(found: DirectoryState, wanted: Wanted, lengths: str, is_finished: bool) -> str:
     """Return why the run cannot be resumed with so many steps, up to the advice; empty if it can."""
     done, steps, job = max(found.checkpoints, default=0), wanted.steps, wanted.job
     if steps is not None and steps < done:
@@ -167,7 +167,7 @@ def check(run: Storage, wanted: Wanted) -> Decision:
     Raises JobError if the directory holds a finished run, a run of a different job, or files of no run. Raises it too
     if the file that `init_from` names, or with which the run began, is missing, or would be deleted by `overwrite`.
     """
-    found = Snapshot.of(run, wanted.overwrite)
+    found = DirectoryState.of(run, wanted.overwrite)
     decision, init_from = decide(found, wanted), wanted.job.init_from
     if isinstance(decision, Refused):
         advice = f"give it another name (--name, name=), or replace it {files.replacing(run)}"

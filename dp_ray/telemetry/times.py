@@ -290,10 +290,10 @@ def facts_of(job: Mapping[str, Any], outside: Outside | None = None, starts_work
 
 def verdict_of(table: pa.Table, facts: Facts) -> Verdict | None:
     """Return the verdict on a table of `read_step_times`; None without a step."""
-    return decide(worker_splits(steady(table)), facts) if len(table) else None
+    return judge(worker_splits(steady(table)), facts) if len(table) else None
 
 
-def decide(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict:
+def judge(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict:
     """Return the verdict on the workers' steps.
 
     What is outside of the steps comes first, then the rule with the largest share. Only keys of a job are advised.

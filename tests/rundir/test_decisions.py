@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_ray.job.job import Job
-from dp_ray.rundir.claim import Decision, New, Refused, Replace, Resume, Snapshot, Wanted, decide
+from dp_ray.rundir.claim import Decision, DirectoryState, New, Refused, Replace, Resume, Wanted, decide
 
 ROWS = {"dataset": 100}
 STATUSES = (None, "failed", "interrupted", "done")
@@ -28,11 +28,13 @@ def training(**keys: Any) -> Job:
     return job_of(task="train", loss="torch.nn:MSELoss", optimizer=optimizer, epochs=2, **keys)
 
 
-def run_of(job: Job, status: str | None = None, **holds: Any) -> Snapshot:
+def run_of(job: Job, status: str | None = None, **holds: Any) -> DirectoryState:
     """A run of the job over 100 rows, as its driver has left it: without a result if it was killed."""
     described = json.loads(json.dumps(job.describe(), default=str))
     claimed = {"token": "of before", "rows": ROWS, "fingerprint": job.fingerprint(), "job": described}
-    return Snapshot("runs/job", has_run=True, claimed=claimed, result={"status": status} if status else {}, **holds)
+    return DirectoryState(
+        "runs/job", has_run=True, claimed=claimed, result={"status": status} if status else {}, **holds
+    )
 
 
 def wanted(job: Job, steps: int = 10, rows: dict[str, int] = ROWS, **asked: bool) -> Wanted:
@@ -51,12 +53,12 @@ def patient(times: int, epochs: int = 4) -> Job:
     return training(early_stopping=stopping, eval={"dataset": "a:d"}).model_copy(update={"epochs": epochs})
 
 
-CASES: dict[str, tuple[Snapshot, Wanted, Decision | str]] = {
-    "nothing is there": (Snapshot("runs/job"), wanted(PREDICTION), New()),
-    "nothing is there to replace": (Snapshot("runs/job"), wanted(PREDICTION, overwrite=True), New()),
-    "files of the user": (Snapshot("runs/job", is_foreign=True), wanted(PREDICTION), "files that are no run"),
+CASES: dict[str, tuple[DirectoryState, Wanted, Decision | str]] = {
+    "nothing is there": (DirectoryState("runs/job"), wanted(PREDICTION), New()),
+    "nothing is there to replace": (DirectoryState("runs/job"), wanted(PREDICTION, overwrite=True), New()),
+    "files of the user": (DirectoryState("runs/job", is_foreign=True), wanted(PREDICTION), "files that are no run"),
     "files of the user, asked": (
-        Snapshot("runs/job", is_foreign=True),
+        DirectoryState("runs/job", is_foreign=True),
         wanted(PREDICTION, overwrite=True),
         "files that are no run",
     ),
@@ -66,7 +68,7 @@ CASES: dict[str, tuple[Snapshot, Wanted, Decision | str]] = {
     "interrupted, on more workers": (run_of(PREDICTION), wanted(job_of(shards=1, retries=0)), Resume()),
     "asked to be replaced": (run_of(PREDICTION), wanted(PREDICTION, overwrite=True), Replace(is_asked=True)),
     "a damaged run, asked": (
-        Snapshot("runs/job", has_run=True),
+        DirectoryState("runs/job", has_run=True),
         wanted(PREDICTION, overwrite=True),
         Replace(is_asked=True),
     ),

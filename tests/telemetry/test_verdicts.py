@@ -11,8 +11,8 @@ from dp_ray.telemetry.times import (
     Facts,
     Outside,
     WorkerSplit,
-    decide,
     facts_of,
+    judge,
     shares_of,
     steady,
     verdict_of,
@@ -151,14 +151,14 @@ CASES: dict[str, tuple[list[WorkerSplit], dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize(("workers", "facts", "kind", "says"), CASES.values(), ids=CASES)
 def test_verdicts(workers: list[WorkerSplit], facts: dict[str, Any], kind: str, says: str) -> None:
-    verdict = decide(workers, Facts(**facts))
+    verdict = judge(workers, Facts(**facts))
     assert verdict.kind == kind
     assert says in verdict.text
 
 
 def test_only_keys_that_exist_are_advised() -> None:
     described = set(re.findall(r"^\| `([\w.\[\]]+)` \|", (ROOT / "docs/job-file.md").read_text(), re.MULTILINE))
-    said = " ".join(decide(workers, Facts(**facts)).text for workers, facts, *_ in CASES.values())
+    said = " ".join(judge(workers, Facts(**facts)).text for workers, facts, *_ in CASES.values())
     named = set(re.findall(r"\b(?:loader|checkpoint|eval|outputs)\.\w+|batch_size", said))
     assert len(named) > 6
     assert named <= described
