@@ -10,6 +10,7 @@ import torch
 import dp_ray
 from dp_ray.job.files import load_job
 from jobs.characters import LETTERS, Characters, Gpt, of_run, written
+from jobs.loops.gan import NOISE, Gan
 from jobs.simclr import Encoder, by_plain_torch, found
 from tests.support.cluster import ROOT
 from tests.support.group import history_of, run_group, weights_of
@@ -92,3 +93,45 @@ def test_simclr_learns_to_find_the_other_view() -> None:
     before = found(model)
     by_plain_torch(model, 30)
     assert found(model) > 2 * before
+
+
+def trained_here(folder: Path, name: str, **keys: Any) -> dp_ray.Result:
+    file = ROOT / "jobs" / "loops" / f"{name}.yaml"
+    return dp_ray.run(file, workers=0, storage=str(folder), quiet=True, **keys)
+
+
+@pytest.mark.slow
+def test_the_generator_of_the_gan_finds_the_circle(tmp_path: Path) -> None:
+    def distance(model: Gan) -> float:
+        with torch.no_grad():
+            made = model(torch.randn(500, NOISE, generator=torch.Generator().manual_seed(1)))
+        return float((made.norm(dim=1) - 1).abs().mean())
+
+    result = trained_here(tmp_path, "gan", epochs=12)
+    model = initial(Gan)
+    before = distance(model)
+    model.load_state_dict(result.weights)
+    assert distance(model) < 0.5 * before
+    assert {"critic", "generator", "learning_rate_1"} <= result.history[0].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_project")
+def test_a_student_learns_from_its_teacher_which_stays(tmp_path: Path) -> None:
+    teacher = dp_ray.run("jobs/digits.yaml", workers=0, epochs=2, storage=str(tmp_path), quiet=True)
+    result = trained_here(tmp_path, "distillation", epochs=6, model_args={"teacher": teacher.weights_path})
+    assert result.metrics["eval_accuracy"] > 0.85
+    for name, tensor in teacher.weights.items():
+        assert torch.equal(result.weights[f"teacher.{name}"], tensor), name
+
+
+@pytest.mark.slow
+def test_the_walker_learns_to_go_to_the_middle(tmp_path: Path) -> None:
+    rewards = [row["reward"] for row in trained_here(tmp_path, "reinforce", epochs=12).history]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.5
+
+
+@pytest.mark.slow
+def test_lbfgs_finds_the_curve_through_the_noise(tmp_path: Path) -> None:
+    losses = [row["loss"] for row in trained_here(tmp_path, "lbfgs", epochs=12).history]
+    assert losses[-1] < 0.01 < 0.3 < losses[0]
