@@ -21,6 +21,7 @@ from dp_ray.job.job import Job
 from dp_ray.messages import StoppedEarly
 from dp_ray.tasks.replay import StepChoice
 from tests.support import loops
+from tests.support.cluster import Run
 from tests.support.group import (
     ProcessExit,
     Stopped,
@@ -34,19 +35,22 @@ from tests.support.group import (
 LOOPS = "tests.support.loops"
 
 
-def loop_job(loop: str, workers: int, **keys: Any) -> Job:
-    given = {
+def keys_of(loop: str, **keys: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {
         "task": "train",
         "model": f"{LOOPS}:Gan",
         "dataset": f"{LOOPS}:Points",
         "loop": loop if ":" in loop else f"{LOOPS}:{loop}",
-        "workers": workers,
         "batch_size": loops.BATCH,
         "epochs": loops.EPOCHS,
         "shuffle": False,
         "shards": 3,
     }
-    return Job.make({**given, **keys}, "job")
+    return {**given, **keys}
+
+
+def loop_job(loop: str, workers: int, **keys: Any) -> Job:
+    return Job.make({**keys_of(loop, **keys), "workers": workers}, "job")
 
 
 def trained(
@@ -419,3 +423,16 @@ def test_rows_that_are_set_aside_count_nothing(tmp_path: Path) -> None:
     for workers in (1, 3):
         for name, tensor in trained(tmp_path / str(workers), "gan", workers, **keys).items():
             torch.testing.assert_close(tensor, expected[name], rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.ray
+def test_on_ray_a_loop_gives_the_bits_of_this_process_through_a_kill(run_in_session: Run, tmp_path: Path) -> None:
+    """A worker that is killed has all start anew, from the last checkpoint; and the next job of the session runs."""
+    keys: dict[str, Any] = {**PPO, "checkpoint": {"every_steps": 2, "every_seconds": None}}
+    here = run_in_session(**keys_of("ppo", **keys), workers=0, name="here")
+    there = run_in_session(**keys_of("ppo", **keys), workers=2, name="there")
+    assert there.weights_sha256 == here.weights_sha256
+    assert [row["won"] for row in there.history] == [row["won"] for row in here.history]
+    killed = run_in_session(**keys_of("ppo", **keys), workers=2, name="killed", inject="kill worker 1 at step 5")
+    assert killed.weights_sha256 == here.weights_sha256 and killed.restarts == 1
+    assert [row["played"] for row in killed.history] == [row["played"] for row in here.history]
