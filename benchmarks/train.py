@@ -57,7 +57,7 @@ def measure() -> Iterator[Row]:
 
 
 def _side(what: str, model: str, keys: dict[str, Any], micro_batches: int, goal: Goal) -> Row:
-    seconds = _in_turns(partial(ours, model, keys), partial(plain, model, micro_batches), workers=2)
+    seconds = in_turns(partial(ours, model, keys), partial(plain, model, micro_batches), workers=2)
     against = "DDP" if micro_batches == 1 else f"DDP, {micro_batches} micro-batches under no_sync"
     where = f"{WHAT}, 2 workers, global batches of {BATCH:,}, {what}"
     return compared(where, _rates(seconds), rate_text, against, goal)
@@ -66,7 +66,7 @@ def _side(what: str, model: str, keys: dict[str, Any], micro_batches: int, goal:
 def _over_batch() -> Row:
     """A loss that sees the whole batch, one shard a worker."""
     keys = {"loss": {"target": "benchmarks.training:contrastive", "over": "batch"}}
-    seconds = _in_turns(partial(ours, "mlp", keys), plain_contrastive, workers=2)
+    seconds = in_turns(partial(ours, "mlp", keys), plain_contrastive, workers=2)
     what = f"{WHAT}, 2 workers, global batches of {BATCH:,}, an MLP of 1.3 M, a contrastive loss over the batch"
     return compared(what, _rates(seconds), rate_text, "DDP and a differentiable all_gather by hand", at_least(0.95))
 
@@ -74,7 +74,7 @@ def _over_batch() -> Row:
 def _device_map() -> Row:
     """What the hooks cost that move activations; here there is nothing to move."""
     on_two = {"device_map": "auto", "devices": ["cpu", "cpu"]}
-    seconds = _in_turns(partial(ours, "mlp", on_two), partial(ours, "mlp", {}), workers=1)
+    seconds = in_turns(partial(ours, "mlp", on_two), partial(ours, "mlp", {}), workers=1)
     what = f"{WHAT}, a Sequential of 1.3 M, device_map: auto on [cpu, cpu]"
     return compared(what, _rates(seconds), rate_text, "on one device", at_least(0.97))
 
@@ -98,7 +98,7 @@ def _allocator() -> Row:
     return compared(what, _rates(seconds), rate_text, "without", AHEAD)
 
 
-def _in_turns(mine: WorldLoop, theirs: WorldLoop, workers: int) -> Pairs:
+def in_turns(mine: WorldLoop, theirs: WorldLoop, workers: int) -> Pairs:
     """The seconds of a step of both sides, in turns, by rounds.
 
     Of two equal sides the one that begins was 2 % slower. So each begins in half of the rounds, in own processes.
