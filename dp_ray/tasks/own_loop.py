@@ -385,6 +385,7 @@ class LoopStep:
             )
         if self._updated and model.average is not None:
             model.average.update()
+        model.calls.read()
         rates = {number: update.rate for number, update in enumerate(self._loop._updates)}
         rates |= {number: rate for number, (rate, _) in self._updated.items()}
         numbers: dict[str, Any] = dict(self._logged)
@@ -616,22 +617,38 @@ class LoopPass:
 
 
 class SameCalls:
-    """Compares what the workers are about to run, so that none sums its gradients with those of another pass."""
+    """Compares what the workers are about to run, so that none sums its gradients with those of another pass.
+
+    On a GPU the comparison runs while the pass is launched, and is read before the next one and at the step's end: so
+    the host waits for no other, and nothing is kept of a step whose calls are not known to be the same.
+    """
 
     def __init__(self, world: World) -> None:
+        self._size, self._reads_later = world.world_size, is_gpu(world.device)
         self._group: Any = None
         if has_peers():
-            self._group = new_group("gloo") if is_gpu(world.device) else everyone()
-        self._size = world.world_size
+            self._group = new_group("gloo") if self._reads_later else everyone()
+        self._begun: tuple[Any, torch.Tensor, int, str] | None = None
 
     def check(self, call: str) -> None:
         """Raise ModelError, on all workers, unless all make this call. Every rank calls this."""
         if self._group is None:
             return
+        self.read()
         digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "little")
         theirs = torch.empty(self._size, dtype=torch.int64)
+        work = all_gather(theirs, torch.tensor([digest]), group=self._group, async_op=True)
+        self._begun = work, theirs, digest, call
+        if not self._reads_later:
+            self.read()
+
+    def read(self) -> None:
+        """Raise what `check` raises, for its last call."""
+        if self._begun is None:
+            return
+        (work, theirs, digest, call), self._begun = self._begun, None
         with waiting("the other workers' calls"):
-            all_gather(theirs, torch.tensor([digest]), group=self._group)
+            work.wait()
         if (theirs == digest).all():
             return
         calls = gathered(call)

@@ -150,6 +150,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "odd buffer, resumed": {**ODD, **QUEUE},
     "odd over batch": {**ODD, "loss": OVER_BATCH, "shards": 3},
     "odd rows": {**ODD, "scatter": "batch", "shards": 3, "loader": {"pin_memory": False}},
+    "loop": {"loop": "tests.support.loops:halves", "loss": None, "optimizer": None, "bitwise": True},
     "two devices": {"model": {"target": "tests.sim.jobs:OverTwo"}, "bitwise": True},  # last: it opens a second GPU
 }
 # What only some of the counts, or the mutants, run.

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss, softplus
+from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
@@ -389,3 +389,18 @@ def stops_itself(run: Any) -> None:
         update.step()
         if step.number == 1:
             run.stop("enough")
+
+
+def halves(run: Any) -> None:
+    """Two passes and two updates of one model, by half of its loss each, and what a step gathers."""
+    update = run.optimizer(torch.optim.AdamW(run.model.parameters(), lr=0.01))
+
+    def half(batch: Any) -> torch.Tensor:
+        return cross_entropy(run.model(batch[0]), batch[1], reduction="none") / 2
+
+    for step in run.steps():
+        for _ in range(2):
+            step.backward(half, run.model)
+        update.step(clip=0.5)
+        answers = step.gather(lambda batch: run.model(batch[0]).argmax(1))
+        step.log(sum=answers.sum())
