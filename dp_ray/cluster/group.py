@@ -13,7 +13,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster.channel import send
 from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
-from dp_ray.engine.devices import check_machine
 from dp_ray.engine.world import (
     CPU,
     STATES,
@@ -50,6 +49,8 @@ def with_devices(world: World, keys: WorkerKeys, num_devices: int) -> World:
     Raises JobError if the machine has no such device, or the worker too few GPUs of its own.
     """
     if keys.devices:
+        from dp_ray.engine.devices import check_machine  # a worker without named devices needs nothing of it
+
         check_machine("devices", () if keys.own_gpus else keys.devices)
         devices = named_devices(keys.devices, assigned_devices() if keys.own_gpus else None)
     elif keys.gpus_per_worker == 0:

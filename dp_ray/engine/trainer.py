@@ -112,6 +112,12 @@ class TrainedModel:
         if self.average is not None:
             self.average.begin()
 
+    def _new_state(self, beside: Mapping[str, nn.Module]) -> ForwardState:
+        """Return the state that forwards write, of the model and of modules beside it."""
+        placement, job = self.placement, self.placement.job
+        aligns = must_align(job, placement.world.device)
+        return ForwardState(self.model, job.compile, placement.blocks, beside, aligns)
+
     def close(self) -> None:
         """Stop the threads of the reductions, and let the model be freed."""
 
@@ -149,7 +155,7 @@ class Trainer(TrainedModel):
         loss = shard_loss(placement.called, step, measures, job, world.device, placement.row_trial())
         check_sums_once({"": model, **loss.beside})
         self.over_batch = loss.over_batch
-        self.state = ForwardState(model, job.compile, placement.blocks, loss.beside, must_align(job, world.device))
+        self.state = self._new_state(loss.beside)
         self.gradient = Pass(placement, loss, self.optimizer_step, split, self.state, self._clock, ahead)
         self.measured = ["loss", *measures.functions]
         self._stats = StepSums(split.shards, len(self.measured), world)

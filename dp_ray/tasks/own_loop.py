@@ -20,9 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dp_ray.engine.alignment import must_align
 from dp_ray.engine.clock import Part, StepClock
-from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.gradient_hooks import InEachBackward, check_sums_once
 from dp_ray.engine.loading import LoadedShard, LoadedStep
 from dp_ray.engine.model import autocast
@@ -427,7 +425,7 @@ class LoopModel(TrainedModel):
         if not self.model.training:
             self.model.train()
         check_sums_once({"": self.model})
-        self.state = ForwardState(self.model, aligns=must_align(job, world.device))
+        self.state = self._new_state({})
         self.measured = ["loss"]  # and what the first step logs
         self.calls = SameCalls(world)
         self._votes = Lagged() if world.world_size > 1 else None

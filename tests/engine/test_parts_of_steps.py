@@ -1,6 +1,5 @@
 """The parts of a worker's steps, against models and datasets that sleep, and against plain arithmetic."""
 
-import contextlib
 import math
 import time
 from functools import partial
@@ -149,7 +148,7 @@ def test_a_start_up_is_advised_only_where_it_could_be_saved(tmp_path: Path, monk
     given = {"model": SlowModel, "dataset": SlowlyBuilt, "inputs": "first", "batch_size": 4, "workers": 1}
     monkeypatch.setattr("dp_ray.telemetry.times.JUDGED_FROM", 0.0)
     job = Job.make({**given, "task": "predict", "storage": str(tmp_path)}, "job")
-    monkeypatch.setattr(driver, "own_workers", lambda *_: contextlib.nullcontext(Own()))
+    monkeypatch.setattr(driver, "own_workers", lambda *_: Own())
     own = driver.execute(job, Options(quiet=True))
     shared = driver.execute(job, Options(quiet=True, overwrite=True), Shared())
     assert "start-up is the limit" in str(own.verdict)
@@ -161,7 +160,7 @@ def test_a_start_up_is_not_the_limit_of_what_several_drivers_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dp_ray.telemetry.times.JUDGED_FROM", 0.0)
-    monkeypatch.setattr(driver, "own_workers", lambda *_: contextlib.nullcontext(Own()))
+    monkeypatch.setattr(driver, "own_workers", lambda *_: Own())
     given = {"model": SlowModel, "dataset": SlowlyBuilt, "batch_size": 4, "workers": 1, "storage": str(tmp_path)}
     given |= {"task": "train", "loss": nn.CrossEntropyLoss, "optimizer": torch.optim.SGD}
     first = driver.execute(Job.make(given, "job"), Options(quiet=True))

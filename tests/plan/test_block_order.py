@@ -123,7 +123,7 @@ def test_slices_agree_with_single_indexes(sizes: list[int], window: int, shards:
 
 
 @pytest.mark.parametrize(
-    ("one", "expected"),
+    ("block_order", "expected"),
     [
         (order([3, 2, 4, 1], 2, 4, 1), [8, 6, 3, 5, 4, 7, 0, 9, 1, 2]),
         (order([10] * 10, 4, 12, 3, seed=7, epoch=3), [37, 36, 20, 60, 25, 10, 29, 22, 33, 32, 16, 31]),

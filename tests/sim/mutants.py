@@ -44,7 +44,7 @@ MUTANTS = {
     "one worker's gradients begin anywhere": Mutant(
         "engine.trainer", "__post_init__", "must_align", "odd views", 1, "bits"
     ),
-    "buffers begin anywhere": Mutant("engine.trainer", "__init__", "must_align", "odd buffer", 1, "ended"),
+    "buffers begin anywhere": Mutant("engine.trainer", "_new_state", "must_align", "odd buffer", 1, "ended"),
     "outputs' gradients begin anywhere": Mutant(
         "engine.whole_batch", "__init__", "must_align", "odd over batch", 1, "ended"
     ),
