@@ -399,11 +399,7 @@ class LoopStep:
                 f"{listed(model.measured[1:])}; log the same in each step"
             )
         sums = torch.zeros(4, dtype=torch.float64, device=device) if self._sums is None else self._sums
-        logged = [
-            torch.as_tensor(one).detach().to(device, torch.float64).reshape(())
-            for value in numbers.values()
-            for one in (value, 1.0)
-        ]
+        logged = [_scalar(number, device) for value in numbers.values() for number in (value, 1.0)]
         if logged:
             sums = torch.cat([sums[:2], torch.stack(logged), sums[2:]])
         norm = self._updated[0][1] if 0 in self._updated else zero
@@ -732,6 +728,13 @@ class StopOfLoop:
             return StoppedEarly(self._state.step, "", "", 0.0, None, 0, reason)
         assert self._inner is not None
         return self._inner.stopped()
+
+
+def _scalar(number: Any, device: torch.device) -> torch.Tensor:
+    """Return a number as float64 on the device; no copy that the host would wait for is made of a plain one."""
+    if isinstance(number, torch.Tensor):
+        return number.detach().to(device, torch.float64).reshape(())
+    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 def _code_of(function: Any) -> Any:
