@@ -507,7 +507,7 @@ class LoopModel(TrainedModel):
         if loaded.lacks_shard_0:
             self.state.keep()
         self.state.share()
-        self.state.finish(ends_step=False)
+        self.state.finish(ends_step=number == 0)
         merged = merge(own, world.device, WholeBatches(job))
         return None if merged is None else merged.outputs
 
@@ -602,6 +602,8 @@ class LoopPass:
                 factor = None if weight == rows else rows / weight if weight > 0 else 0.0
             if factor is not None and gradients:
                 scale_by(list(map(numbers_of, gradients)), factor)
+        if has_peers():
+            self._leave_buckets()
         if self._may_lose_rows and float(weight) == 0:  # nothing was trained on: an update would only decay
             self._gradients.drop_gradients()
         if self._gradients.hooks.hooked and self._gradients.hooks.are_any():
@@ -609,6 +611,14 @@ class LoopPass:
         if self._earlier is not None:
             self._pass.add(self._earlier)
             self._earlier = None
+
+    def _leave_buckets(self) -> None:
+        """Give the gradients memory of their own: the loop may hold them while this pass runs again."""
+        held = [one for one in self._gradients.trained.values() if one.grad is not None and not one.grad.is_sparse]
+        if held:
+            own = torch._foreach_mul([one.grad for one in held], 1.0)  # type: ignore[misc]
+            for one, gradient in zip(held, own, strict=True):
+                one.grad = gradient
 
     def close(self) -> None:
         """Stop the threads of the reduction."""
