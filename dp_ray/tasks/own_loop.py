@@ -10,6 +10,7 @@ before each pass all compare what they are about to run (`SameCalls`).
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
@@ -55,6 +56,7 @@ from dp_ray.tensors.flat import as_bytes
 from dp_ray.tensors.scatter import cut, num_rows
 from dp_ray.text import listed
 
+OF_EACH = re.compile(r"eval_.*|(learning_rate|gradient_norm)_\d+")  # columns of evaluations and optimizers
 OfRows = Callable[[Any], Any]  # of a shard's batch
 
 
@@ -85,10 +87,11 @@ class Loop:
         self._states: dict[str, Any] = {}
         self._running: Iterator[LoopStep] | None = None
         self._is_through = False
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of what stands around the steps
+        self._failed: BaseException | None = None  # of a pass or an update
         self._step: LoopStep | None = None  # the one whose body runs
         self._reason = ""  # why the loop is to end after this step
-        self._is_summing = self._is_updating = False
+        self._is_summing = self._is_gathering = self._is_updating = False
         self.model: Any = placed.placement.model
         self.device = placed.context.world.device
         self.num_steps = placed.split.total_steps
@@ -149,13 +152,36 @@ class Loop:
                 for number, step in enumerate(training_steps(training, evaluation, stopping=stopping)):
                     self._step = LoopStep(self, trained, step)
                     yield self._step
+                    if self._failed is not None:
+                        raise self._failed
+                    keeps = bool(self._states) and self._keeps_after(step.number)
+                    if (self._reason or keeps) and step.number + 1 < self.num_steps:
+                        stops = "run.stop" if self._reason else "no run.stop"
+                        trained.calls.check(f"step {step.number}: {stops}")
                     step.update = self._step._end(is_first=number == 0)
-                    if self._states and self._keeps_after(step.number):
+                    if keeps:
                         check_same(self._states, step.number)
                     self._step = None
             self._is_through = True
+        except GeneratorExit:  # closed by the loop: it ends early
+            raise
         except BaseException as error:
             self._error = error  # a loop that catches it has not ended well
+            raise
+
+    @contextmanager
+    def _calling(self, step: "LoopStep") -> Iterator[None]:
+        """Run what all workers call alike in the block; after an error of one of them none goes on."""
+        if self._failed is not None:
+            raise self._failed
+        if self._is_summing or self._is_gathering:
+            raise ModelError("the function of a pass calls the step or an update; call these in the loop's body")
+        if self._step is not step:
+            raise ModelError(f"step {step.number} has ended, and is called again; call the step that the loop is in")
+        try:
+            yield
+        except BaseException as error:
+            self._failed = error
             raise
 
     def _keeps_after(self, step: int) -> bool:
@@ -172,14 +198,23 @@ class Loop:
         """Have what stands around the steps end as after an error of the body's."""
         running: Any = self._running
         if running is not None and not self._is_through and self._error is None:
-            with suppress(type(error)):
+            try:
                 running.throw(error)
+            except BaseException as found:
+                if found is not error and found.__cause__ is not error:  # as a generator raises a StopIteration
+                    raise
             self._error = None  # it is the body's own
 
     def _end(self) -> None:
         """Check that the steps are through, once the job's function has returned."""
+        if self._error is None and self._failed is not None:
+            self._throw(self._failed)
+            raise self._failed
         if self._error is not None:
             raise self._error
+        if self._running is not None and self._reason and not self._is_through:
+            with suppress(StopIteration):  # the loop has left the step that it stops after
+                next(self._running)
         if self._step is not None:
             self._step._model.calls.check("the end of the loop")
         if not self._is_through:
@@ -256,10 +291,11 @@ class LoopUpdate:
         step._model.clock.enter(Part.UPDATE)
         rate, loop._is_updating = given.learning_rate, True
         try:
-            if closure is None:
-                norm = given.step(clip, step.number)
-            else:
-                norm = given.step_with(self._again(closure, step), step.number)
+            with loop._calling(step):
+                if closure is None:
+                    norm = given.step(clip, step.number)
+                else:
+                    norm = given.step_with(self._again(closure, step), step.number)
         finally:
             loop._is_updating = False
         step._updated[self._number] = rate, norm
@@ -300,7 +336,7 @@ class LoopStep:
 
     def log(self, **numbers: Any) -> None:
         """Add numbers to the step's row of the history: numbers or scalar tensors, the same names in each step."""
-        taken = [name for name in numbers if name in COLUMNS or name.startswith("eval_")]
+        taken = [name for name in numbers if name in COLUMNS or OF_EACH.fullmatch(name)]
         if taken:
             raise ModelError(f"step.log: {listed(taken)} is a column that each history has; give it another name")
         for name, value in numbers.items():
@@ -324,6 +360,10 @@ class LoopStep:
         parameters that are not of `of` are constant meanwhile. `batch` is a tree of tensors, the same on all workers,
         in place of the step's batch. Every worker calls this, with the same arguments.
         """
+        with self._loop._calling(self):
+            return self._backward(loss, of, over, batch)
+
+    def _backward(self, loss: OfRows, of: Any, over: Any, batch: Any) -> torch.Tensor:
         model, loop = self._model, self._loop
         modules = [of] if isinstance(of, nn.Module) else list(of)
         trained = model.trained_of(modules)
@@ -362,10 +402,14 @@ class LoopStep:
         It runs without gradients, but those that it enables itself. `batch` is that of `backward`.
         """
         model = self._model
-        number, self._passes = self._passes, self._passes + 1
-        model.calls.check(f"step {self.number}, pass {number}: step.gather({_name_of(function)})")
-        found = model.gather(function, self._loaded if batch is None else model.cut(self._loaded, batch), number)
-        self._seed()
+        with self._loop._calling(self):
+            number, self._passes = self._passes, self._passes + 1
+            model.calls.check(f"step {self.number}, pass {number}: step.gather({_name_of(function)})")
+            loaded = self._loaded if batch is None else model.cut(self._loaded, batch)
+            self._loop._is_gathering = True
+            found = model.gather(function, loaded, number)
+            self._loop._is_gathering = False  # after an error no call goes on
+            self._seed()
         return found
 
     def _seed(self) -> None:
@@ -394,7 +438,9 @@ class LoopStep:
             numbers[f"gradient_norm_{number}"] = self._updated[number][1] if number in self._updated else zero
         if is_first:
             model.measured[1:] = numbers
-        elif list(numbers) != model.measured[1:]:
+        elif numbers.keys() == set(model.measured[1:]):
+            numbers = {name: numbers[name] for name in model.measured[1:]}
+        else:
             raise ModelError(
                 f"step {self.number}: step.log has the names {listed(numbers)}, and in the first step it had "
                 f"{listed(model.measured[1:])}; log the same in each step"
@@ -441,6 +487,9 @@ class LoopModel(TrainedModel):
 
     def trained_of(self, modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
         """Return the parameters that a pass trains, by name; raises ModelError if modules are not the model's."""
+        if not modules or not all(isinstance(module, nn.Module) for module in modules):
+            got = listed(dict.fromkeys(type(module).__qualname__ for module in modules)) or "no part"
+            raise ModelError(f"step.backward: of is a part of run.model, or a list of parts, and got {got}")
         names = {id(one): name for name, one in self.model.named_parameters()}
         own = [one for module in modules for one in module.parameters()]
         if any(id(one) not in names for one in own):

@@ -266,6 +266,122 @@ def test_a_loop_that_ends_early_says_how_many_steps_are_left(tmp_path: Path) -> 
         here(tmp_path, never, overwrite=True)
 
 
+def test_a_loop_that_closes_the_steps_ends_early(tmp_path: Path) -> None:
+    def closes(run: dp_ray.Loop) -> None:
+        steps: Any = run.steps()
+        next(steps)
+        steps.close()
+
+    with pytest.raises(ModelError, match="3 of 3 steps are left"):
+        here(tmp_path, closes)
+
+
+@pytest.mark.parametrize("leaves", ["break", "return"])
+def test_a_loop_that_stops_itself_may_leave_the_step(tmp_path: Path, leaves: str) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+            update.step()
+            if step.number == 1:
+                run.stop("good enough")
+                if leaves == "return":
+                    return
+                break
+
+    result = here(tmp_path, loop)
+    assert result.stopped_early is not None
+    assert result.stopped_early["text"] == "stopped early after 2 steps: good enough"
+    assert len(result.history) == 2
+
+
+def test_a_loop_that_catches_the_error_of_a_pass_ends_with_it(tmp_path: Path) -> None:
+    """Other workers may still wait in that pass, so none goes on."""
+
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        for step in run.steps():
+            try:
+                step.backward(lambda batch: batch[0] / 0 if step.number else 1 / 0, run.model)
+            except ModelError:
+                pass
+            update.step()
+
+    with pytest.raises(ModelError, match="step 0, shard 0: step raised ZeroDivisionError"):
+        here(tmp_path, loop)
+
+
+def test_a_stop_iteration_in_the_loop_is_told(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for _ in run.steps():
+            next(iter(()))
+
+    with pytest.raises(ModelError, match="loop raised StopIteration"):
+        here(tmp_path, loop)
+
+
+def test_a_group_that_the_loop_adds_is_clipped_too(tmp_path: Path) -> None:
+    norms = []
+
+    def loop(run: dp_ray.Loop) -> None:
+        first, _, last = run.model.generator
+        optimizer = loops.sgd(first)
+        update = run.optimizer(optimizer)
+        for step in run.steps():
+            if step.number == 1:
+                optimizer.add_param_group({"params": list(last.parameters())})
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator if step.number else first)
+            gradients = [one.grad for one in run.model.generator.parameters() if one.grad is not None]
+            norms.append(torch.cat([gradient.flatten() for gradient in gradients]).norm().item())
+            update.step(clip=0.1)
+
+    assert [row["gradient_norm"] for row in here(tmp_path, loop).history] == pytest.approx(norms)
+
+    def foreign(run: dp_ray.Loop) -> None:
+        optimizer = loops.sgd(run.model.generator)
+        update = run.optimizer(optimizer)
+        optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+            update.step()
+
+    with pytest.raises(JobError, match="size .3. that is none of the model's parameters"):
+        here(tmp_path, foreign, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda run, step, _: step.backward(lambda batch: batch, run.model.parameters()), "parts, and got Parameter"),
+        (lambda run, step, _: step.backward(lambda batch: batch, []), "parts, and got no part"),
+        (lambda run, step, first: first.gather(lambda batch: batch), "step 0 has ended"),
+        (
+            lambda run, step, _: step.gather(lambda batch: step.gather(lambda batch: batch)),
+            "call these in the loop's body",
+        ),
+        (lambda run, step, _: step.log(learning_rate_1=1.0), "learning_rate_1 is a column that each history has"),
+    ],
+)
+def test_a_wrong_call_is_told(tmp_path: Path, call: Any, says: str) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        first = None
+        for step in run.steps():
+            first = first or step
+            if step.number:
+                call(run, step, first)
+
+    with pytest.raises(ModelError, match=says):
+        here(tmp_path, loop)
+
+
+def test_numbers_may_be_logged_in_another_order(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.log(**({"a": 1.0, "b": 2.0} if step.number else {"b": 2.0, "a": 1.0}))
+
+    assert [(row["a"], row["b"]) for row in here(tmp_path, loop).history] == [(1.0, 2.0)] * 3
+
+
 def test_a_loop_stops_itself_and_the_run_says_why(tmp_path: Path) -> None:
     def loop(run: dp_ray.Loop) -> None:
         update = run.optimizer(loops.sgd(run.model))
@@ -321,7 +437,14 @@ def test_what_a_loop_cannot_have_yet_is_told(tmp_path: Path) -> None:
         plan_memory_of(loop_job("gan", 2), None)
 
 
-MISMATCHES = ["another_order", "a_pass_left_out", "one_ends_early", "another_part"]
+MISMATCHES = [
+    "another_order",
+    "a_pass_left_out",
+    "one_ends_early",
+    "another_part",
+    "one_stops",
+    "one_stops_where_kept",
+]
 
 
 @pytest.mark.parametrize("loop", MISMATCHES)
