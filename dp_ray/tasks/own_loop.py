@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import numpy as np
@@ -52,6 +53,7 @@ from dp_ray.tasks.checkpoints import TrainState
 from dp_ray.tasks.early_stopping import Patience
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import PlacedTraining, TrainingStep, begun_training, place_training, training_steps
+from dp_ray.tensors.files import is_dense
 from dp_ray.tensors.flat import as_bytes
 from dp_ray.tensors.scatter import cut, num_rows
 from dp_ray.text import listed
@@ -305,9 +307,12 @@ class LoopUpdate:
 
         def called() -> Any:
             self._given.drop_gradients()
-            step._passes = first
-            with torch.enable_grad():
-                return closure()
+            step._passes, self._loop._is_updating = first, False
+            try:
+                with torch.enable_grad():
+                    return closure()
+            finally:
+                self._loop._is_updating = True
 
         return called
 
@@ -344,7 +349,8 @@ class LoopStep:
                 raise ModelError(f"step.log: {name} is a tensor of size {list(value.shape)}; log one number")
             if not isinstance(value, torch.Tensor | int | float):
                 raise ModelError(f"step.log: {name} is a {type(value).__qualname__}; log one number")
-        self._logged |= numbers
+            # A copy: the loop may change a tensor later in the step.
+            self._logged[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def backward(
         self,
@@ -399,7 +405,8 @@ class LoopStep:
     def gather(self, function: OfRows, batch: Any = None) -> Any:
         """Return what a function gives of each shard, merged in order: the whole batch's, the same on all workers.
 
-        It runs without gradients, but those that it enables itself. `batch` is that of `backward`.
+        It runs without gradients, but those that it enables itself. `batch` is that of `backward`. Returns None if
+        all rows of the step were set aside.
         """
         model = self._model
         with self._loop._calling(self):
@@ -718,11 +725,33 @@ class PlainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Fill the value in place."""
-        self._value.clear()
-        if isinstance(self._value, dict):
-            self._value.update(state["value"])
-        else:
-            self._value.extend(state["value"])
+        _filled(self._value, state["value"], set())
+
+
+def _filled(old: Any, new: Any, filled: set[int]) -> Any:
+    """Return a value that was kept, in the loop's own object if it has the same kind: other names may stand for it.
+
+    `filled` are the objects that hold one already: a list may hold an object several times.
+    """
+    if isinstance(old, torch.Tensor):
+        memory = old.untyped_storage()._cdata if old.layout is torch.strided else id(old)
+        fits = isinstance(new, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
+        if not fits or not is_dense(old) or memory in filled:
+            return new
+        filled.add(memory)
+        with torch.no_grad():
+            return old.copy_(new)
+    if type(old) is not type(new) or not isinstance(old, dict | list) or id(old) in filled:
+        return new
+    filled.add(id(old))
+    if isinstance(old, dict):
+        now = {key: _filled(old.get(key), value, filled) for key, value in new.items()}
+        old.clear()
+        old.update(now)
+    else:
+        pairs = zip_longest(old[: len(new)], new)
+        old[:] = [_filled(before, value, filled) for before, value in pairs]
+    return old
 
 
 def check_same(states: Mapping[str, Any], step: int) -> None:

@@ -1,6 +1,7 @@
 """A training whose loop is the user's, against the same loop in plain torch on whole batches."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,17 @@ def test_the_bare_optimizer_is_refused(tmp_path: Path) -> None:
         here(tmp_path, loop)
 
 
+def test_another_optimizer_in_a_closure_is_refused(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        other = loops.sgd(run.model.critic)
+        update = run.optimizer(torch.optim.LBFGS(run.model.generator.parameters()))
+        for _ in run.steps():
+            update.step(closure=other.step)
+
+    with pytest.raises(ModelError, match=r"SGD.step\(\) was called by itself"):
+        here(tmp_path, loop)
+
+
 def test_a_backward_of_the_loops_own_is_refused(tmp_path: Path) -> None:
     def loop(run: dp_ray.Loop) -> None:
         update = run.optimizer(loops.sgd(run.model))
@@ -301,10 +313,8 @@ def test_a_loop_that_catches_the_error_of_a_pass_ends_with_it(tmp_path: Path) ->
     def loop(run: dp_ray.Loop) -> None:
         update = run.optimizer(loops.sgd(run.model))
         for step in run.steps():
-            try:
-                step.backward(lambda batch: batch[0] / 0 if step.number else 1 / 0, run.model)
-            except ModelError:
-                pass
+            with suppress(ModelError):
+                step.backward(lambda batch: 1 / 0, run.model)
             update.step()
 
     with pytest.raises(ModelError, match="step 0, shard 0: step raised ZeroDivisionError"):
@@ -345,7 +355,7 @@ def test_a_group_that_the_loop_adds_is_clipped_too(tmp_path: Path) -> None:
             step.backward(lambda batch: of_generator(batch, run), run.model.generator)
             update.step()
 
-    with pytest.raises(JobError, match="size .3. that is none of the model's parameters"):
+    with pytest.raises(JobError, match=r"size .3. that is none of the model's parameters"):
         here(tmp_path, foreign, overwrite=True)
 
 
@@ -372,6 +382,29 @@ def test_a_wrong_call_is_told(tmp_path: Path, call: Any, says: str) -> None:
 
     with pytest.raises(ModelError, match=says):
         here(tmp_path, loop)
+
+
+def test_a_number_is_logged_as_it_is_then(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        count = torch.zeros(())
+        for step in run.steps():
+            step.log(count=count)
+            count += 1
+
+    assert [row["count"] for row in here(tmp_path, loop).history] == [0.0, 1.0, 2.0]
+
+
+def test_a_gather_before_the_first_pass_ends_the_early_steps(tmp_path: Path) -> None:
+    """In which all that forwards write is looked for."""
+    early = []
+
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.gather(lambda batch: batch[0])
+            early.append(step._model.state._is_early)
+
+    here(tmp_path, loop, epochs=2)
+    assert early == [True, True, False, False, False, False]
 
 
 def test_numbers_may_be_logged_in_another_order(tmp_path: Path) -> None:
@@ -465,6 +498,38 @@ def test_verify_resumed_finds_what_a_loop_forgets(tmp_path: Path, loop: str, is_
     assert [(row.is_resumed, row.same) for row in verdict.rows] == [(False, True), (True, is_same)]
     assert "0, resumed" in str(verdict)
     assert ("run.state" in str(verdict)) is (bitwise and not is_same)
+
+
+def test_a_state_is_filled_where_the_loop_holds_parts_of_it(tmp_path: Path) -> None:
+    """A name of the loop's own for a part of it stands for what was kept, and objects that are there twice do not."""
+    held: list[Any] = []
+
+    def loop(run: dp_ray.Loop) -> None:
+        table, twice = torch.zeros(3, 2), torch.zeros(2)
+        state = run.state(
+            "all", {"table": table, 1: {"seen": []}, "twice": [twice, twice], "wide": twice.expand(3, 2)}
+        )
+        seen = state[1]["seen"]
+        for step in run.steps():
+            seen.append((step.number, torch.full((step.number,), 1.0)))
+            table[step.number % 3] += step.number
+            state["twice"] = [state["twice"][0] + 1, state["twice"][1] + 2]
+        held[:] = [table, seen, state]
+
+    for epochs in (1, 2):  # the second goes on from the first one's checkpoint
+        here(
+            tmp_path,
+            loop,
+            epochs=epochs,
+            name=f"run-{epochs}",
+            init_from=None if epochs == 1 else str(tmp_path / "run-1"),
+        )
+    table, seen, state = held
+    assert table.tolist() == [[3, 3], [5, 5], [7, 7]]
+    assert state["table"] is table
+    assert [number for number, _ in seen] == list(range(6))
+    assert [len(ones) for _, ones in seen] == list(range(6))
+    assert [one.tolist() for one in state["twice"]] == [[6, 6], [12, 12]]
 
 
 def test_a_state_that_differs_by_worker_ends_the_job_and_names_it(tmp_path: Path) -> None:
