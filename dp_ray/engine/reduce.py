@@ -274,6 +274,9 @@ class DdpReduction(Reduction):
     def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
         """Begin a step, in the hook too."""
         super().begin(step, shards, filled)
+        if self._finds_unused:
+            # The backward of another pass into these parameters has DDP note that they were used, in this one too.
+            self._ddp.reducer._reset_state()
         self._step = step
         self._reducer.begin(filled, self._leaves[-1] if self._leaves else None)
 

@@ -370,16 +370,13 @@ class GivenOptimizerStep(OptimizerStep):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise JobError(f"run.optimizer: takes a torch.optim.Optimizer, got a {type(optimizer).__qualname__}")
         names = {id(one): name for name, one in model.named_parameters()}
-        held = [one for group in optimizer.param_groups for one in group["params"]]
-        for one in held:
-            if id(one) not in names:
-                raise JobError(
-                    f"run.optimizer: {type(optimizer).__qualname__} holds a tensor of size {list(one.shape)} that is "
-                    "none of the model's parameters, so it would be neither summed over the workers nor kept; make "
-                    "it a part of the model"
-                )
-        trained = {names[id(parameter)]: parameter for parameter in held}
-        return optimizer, trained, None if scheduler is None else lambda _: scheduler
+        return optimizer, _held(optimizer, names), None if scheduler is None else lambda _: scheduler
+
+    def _find_left_out(self) -> None:
+        """Find what the optimizer holds: the loop may give it a further group."""
+        self.trained = _held(self.optimizer, self._names)
+        self._of_model = [(one, one) for one in self.trained.values()]
+        super()._find_left_out()
 
     def step(self, clip: float | None, step: int) -> torch.Tensor:
         """Update the parameters; return their gradient's norm before it was clipped to `clip`."""
@@ -396,6 +393,19 @@ class GivenOptimizerStep(OptimizerStep):
                 self.schedule.scheduler.step()
         self.drop_gradients()
         return norm
+
+
+def _held(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, nn.Parameter]:
+    """Return by name what an optimizer holds; raises JobError for what is not the model's."""
+    held = [one for group in optimizer.param_groups for one in group["params"]]
+    for one in held:
+        if id(one) not in names:
+            raise JobError(
+                f"run.optimizer: {type(optimizer).__qualname__} holds a tensor of size {list(one.shape)} that is "
+                "none of the model's parameters, so it would be neither summed over the workers nor kept; make "
+                "it a part of the model"
+            )
+    return {names[id(parameter)]: parameter for parameter in held}
 
 
 class Updates:

@@ -10,8 +10,10 @@ before each pass all compare what they are about to run (`SameCalls`).
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import numpy as np
@@ -49,10 +51,12 @@ from dp_ray.tasks.checkpoints import TrainState
 from dp_ray.tasks.early_stopping import Patience
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import PlacedTraining, TrainingStep, begun_training, place_training, training_steps
+from dp_ray.tensors.files import is_dense
 from dp_ray.tensors.flat import as_bytes
 from dp_ray.tensors.scatter import cut, num_rows
 from dp_ray.text import listed
 
+OF_EACH = re.compile(r"eval_.*|(learning_rate|gradient_norm)_\d+")  # columns of evaluations and optimizers
 OfRows = Callable[[Any], Any]  # of a shard's batch
 
 
@@ -83,10 +87,11 @@ class Loop:
         self._states: dict[str, Any] = {}
         self._running: Iterator[LoopStep] | None = None
         self._is_through = False
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of what stands around the steps
+        self._failed: BaseException | None = None  # of a pass or an update
         self._step: LoopStep | None = None  # the one whose body runs
         self._reason = ""  # why the loop is to end after this step
-        self._is_summing = self._is_updating = False
+        self._is_summing = self._is_gathering = self._is_updating = False
         self.model: Any = placed.placement.model
         self.device = placed.context.world.device
         self.num_steps = placed.split.total_steps
@@ -147,13 +152,36 @@ class Loop:
                 for number, step in enumerate(training_steps(training, evaluation, stopping=stopping)):
                     self._step = LoopStep(self, trained, step)
                     yield self._step
+                    if self._failed is not None:
+                        raise self._failed
+                    keeps = bool(self._states) and self._keeps_after(step.number)
+                    if (self._reason or keeps) and step.number + 1 < self.num_steps:
+                        stops = "run.stop" if self._reason else "no run.stop"
+                        trained.calls.check(f"step {step.number}: {stops}")
                     step.update = self._step._end(is_first=number == 0)
-                    if self._states and self._keeps_after(step.number):
+                    if keeps:
                         check_same(self._states, step.number)
                     self._step = None
             self._is_through = True
+        except GeneratorExit:  # closed by the loop: it ends early
+            raise
         except BaseException as error:
             self._error = error  # a loop that catches it has not ended well
+            raise
+
+    @contextmanager
+    def _calling(self, step: "LoopStep") -> Iterator[None]:
+        """Run what all workers call alike in the block; after an error of one of them none goes on."""
+        if self._failed is not None:
+            raise self._failed
+        if self._is_summing or self._is_gathering:
+            raise ModelError("the function of a pass calls the step or an update; call these in the loop's body")
+        if self._step is not step:
+            raise ModelError(f"step {step.number} has ended, and is called again; call the step that the loop is in")
+        try:
+            yield
+        except BaseException as error:
+            self._failed = error
             raise
 
     def _keeps_after(self, step: int) -> bool:
@@ -170,14 +198,23 @@ class Loop:
         """Have what stands around the steps end as after an error of the body's."""
         running: Any = self._running
         if running is not None and not self._is_through and self._error is None:
-            with suppress(type(error)):
+            try:
                 running.throw(error)
+            except BaseException as found:
+                if found is not error and found.__cause__ is not error:  # as a generator raises a StopIteration
+                    raise
             self._error = None  # it is the body's own
 
     def _end(self) -> None:
         """Check that the steps are through, once the job's function has returned."""
+        if self._error is None and self._failed is not None:
+            self._throw(self._failed)
+            raise self._failed
         if self._error is not None:
             raise self._error
+        if self._running is not None and self._reason and not self._is_through:
+            with suppress(StopIteration):  # the loop has left the step that it stops after
+                next(self._running)
         if self._step is not None:
             self._step._model.calls.check("the end of the loop")
         if not self._is_through:
@@ -254,10 +291,11 @@ class LoopUpdate:
         step._model.clock.enter(Part.UPDATE)
         rate, loop._is_updating = given.learning_rate, True
         try:
-            if closure is None:
-                norm = given.step(clip, step.number)
-            else:
-                norm = given.step_with(self._again(closure, step), step.number)
+            with loop._calling(step):
+                if closure is None:
+                    norm = given.step(clip, step.number)
+                else:
+                    norm = given.step_with(self._again(closure, step), step.number)
         finally:
             loop._is_updating = False
         step._updated[self._number] = rate, norm
@@ -267,9 +305,12 @@ class LoopUpdate:
 
         def called() -> Any:
             self._given.drop_gradients()
-            step._passes = first
-            with torch.enable_grad():
-                return closure()
+            step._passes, self._loop._is_updating = first, False
+            try:
+                with torch.enable_grad():
+                    return closure()
+            finally:
+                self._loop._is_updating = True
 
         return called
 
@@ -298,7 +339,7 @@ class LoopStep:
 
     def log(self, **numbers: Any) -> None:
         """Add numbers to the step's row of the history: numbers or scalar tensors, the same names in each step."""
-        taken = [name for name in numbers if name in COLUMNS or name.startswith("eval_")]
+        taken = [name for name in numbers if name in COLUMNS or OF_EACH.fullmatch(name)]
         if taken:
             raise ModelError(f"step.log: {listed(taken)} is a column that each history has; give it another name")
         for name, value in numbers.items():
@@ -306,7 +347,8 @@ class LoopStep:
                 raise ModelError(f"step.log: {name} is a tensor of size {list(value.shape)}; log one number")
             if not isinstance(value, torch.Tensor | int | float):
                 raise ModelError(f"step.log: {name} is a {type(value).__qualname__}; log one number")
-        self._logged |= numbers
+            # A copy: the loop may change a tensor later in the step.
+            self._logged[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def backward(
         self,
@@ -322,6 +364,10 @@ class LoopStep:
         parameters that are not of `of` are constant meanwhile. `batch` is a tree of tensors, the same on all workers,
         in place of the step's batch. Every worker calls this, with the same arguments.
         """
+        with self._loop._calling(self):
+            return self._backward(loss, of, over, batch)
+
+    def _backward(self, loss: OfRows, of: Any, over: Any, batch: Any) -> torch.Tensor:
         model, loop = self._model, self._loop
         modules = [of] if isinstance(of, nn.Module) else list(of)
         trained = model.trained_of(modules)
@@ -357,13 +403,18 @@ class LoopStep:
     def gather(self, function: OfRows, batch: Any = None) -> Any:
         """Return what a function gives of each shard, merged in order: the whole batch's, the same on all workers.
 
-        It runs without gradients, but those that it enables itself. `batch` is that of `backward`.
+        It runs without gradients, but those that it enables itself. `batch` is that of `backward`. Returns None if
+        all rows of the step were set aside.
         """
         model = self._model
-        number, self._passes = self._passes, self._passes + 1
-        model.calls.check(f"step {self.number}, pass {number}: step.gather({_name_of(function)})")
-        found = model.gather(function, self._loaded if batch is None else model.cut(self._loaded, batch), number)
-        self._seed()
+        with self._loop._calling(self):
+            number, self._passes = self._passes, self._passes + 1
+            model.calls.check(f"step {self.number}, pass {number}: step.gather({_name_of(function)})")
+            loaded = self._loaded if batch is None else model.cut(self._loaded, batch)
+            self._loop._is_gathering = True
+            found = model.gather(function, loaded, number)
+            self._loop._is_gathering = False  # after an error no call goes on
+            self._seed()
         return found
 
     def _seed(self) -> None:
@@ -393,7 +444,9 @@ class LoopStep:
             numbers[f"gradient_norm_{number}"] = self._updated[number][1] if number in self._updated else zero
         if is_first:
             model.measured[1:] = numbers
-        elif list(numbers) != model.measured[1:]:
+        elif numbers.keys() == set(model.measured[1:]):
+            numbers = {name: numbers[name] for name in model.measured[1:]}
+        else:
             raise ModelError(
                 f"step {self.number}: step.log has the names {listed(numbers)}, and in the first step it had "
                 f"{listed(model.measured[1:])}; log the same in each step"
@@ -436,6 +489,9 @@ class LoopModel(TrainedModel):
 
     def trained_of(self, modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
         """Return the parameters that a pass trains, by name; raises ModelError if modules are not the model's."""
+        if not modules or not all(isinstance(module, nn.Module) for module in modules):
+            got = listed(dict.fromkeys(type(module).__qualname__ for module in modules)) or "no part"
+            raise ModelError(f"step.backward: of is a part of run.model, or a list of parts, and got {got}")
         names = {id(one): name for name, one in self.model.named_parameters()}
         own = [one for module in modules for one in module.parameters()]
         if any(id(one) not in names for one in own):
@@ -502,7 +558,7 @@ class LoopModel(TrainedModel):
         if loaded.lacks_shard_0:
             self.state.keep()
         self.state.share()
-        self.state.finish(ends_step=False)
+        self.state.finish(ends_step=number == 0)
         merged = merge(own, world.device, WholeBatches(job))
         return None if merged is None else merged.outputs
 
@@ -597,6 +653,8 @@ class LoopPass:
                 factor = None if weight == rows else rows / weight if weight > 0 else 0.0
             if factor is not None and gradients:
                 scale_by(list(map(numbers_of, gradients)), factor)
+        if has_peers():
+            self._leave_buckets()
         if self._may_lose_rows and float(weight) == 0:  # nothing was trained on: an update would only decay
             self._gradients.drop_gradients()
         if self._gradients.hooks.hooked and self._gradients.hooks.are_any():
@@ -604,6 +662,14 @@ class LoopPass:
         if self._earlier is not None:
             self._pass.add(self._earlier)
             self._earlier = None
+
+    def _leave_buckets(self) -> None:
+        """Give the gradients memory of their own: the loop may hold them while this pass runs again."""
+        held = [one for one in self._gradients.trained.values() if one.grad is not None and not one.grad.is_sparse]
+        if held:
+            own = torch._foreach_mul([one.grad for one in held], 1.0)  # type: ignore[misc]
+            for one, gradient in zip(held, own, strict=True):
+                one.grad = gradient
 
     def close(self) -> None:
         """Stop the threads of the reduction."""
@@ -670,11 +736,33 @@ class PlainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Fill the value in place."""
-        self._value.clear()
-        if isinstance(self._value, dict):
-            self._value.update(state["value"])
-        else:
-            self._value.extend(state["value"])
+        _filled(self._value, state["value"], set())
+
+
+def _filled(old: Any, new: Any, filled: set[int]) -> Any:
+    """Return a value that was kept, in the loop's own object if it has the same kind: other names may stand for it.
+
+    `filled` are the objects that hold one already: a list may hold an object several times.
+    """
+    if isinstance(old, torch.Tensor):
+        memory = old.untyped_storage()._cdata if old.layout is torch.strided else id(old)
+        fits = isinstance(new, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
+        if not fits or not is_dense(old) or memory in filled:
+            return new
+        filled.add(memory)
+        with torch.no_grad():
+            return old.copy_(new)
+    if type(old) is not type(new) or not isinstance(old, dict | list) or id(old) in filled:
+        return new
+    filled.add(id(old))
+    if isinstance(old, dict):
+        now = {key: _filled(old.get(key), value, filled) for key, value in new.items()}
+        old.clear()
+        old.update(now)
+    else:
+        pairs = zip_longest(old[: len(new)], new)
+        old[:] = [_filled(before, value, filled) for before, value in pairs]
+    return old
 
 
 def check_same(states: Mapping[str, Any], step: int) -> None:

@@ -352,6 +352,22 @@ def one_ends_early(run: Any) -> None:
         update.step()
 
 
+def one_stops(run: Any) -> None:
+    """Rank 1 stops the training."""
+    update = run.optimizer(sgd(run.model.critic))
+    for step in run.steps():
+        step.backward(lambda batch: run.model.critic(batch[0])[:, 0], run.model.critic)
+        update.step()
+        if _rank() and step.number == 1:
+            run.stop("enough")
+
+
+def one_stops_where_kept(run: Any) -> None:
+    """The same after a step whose state a checkpoint keeps."""
+    run.state("kept", {"one": 1})
+    one_stops(run)
+
+
 def forgets(run: Any) -> None:
     """Count in a local variable, by which the loss is weighed: a run that goes on begins at 0 again."""
     _counts(run, {"steps": 0})

@@ -1,6 +1,7 @@
 """A training whose loop is the user's, against the same loop in plain torch on whole batches."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,17 @@ def test_the_bare_optimizer_is_refused(tmp_path: Path) -> None:
         here(tmp_path, loop)
 
 
+def test_another_optimizer_in_a_closure_is_refused(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        other = loops.sgd(run.model.critic)
+        update = run.optimizer(torch.optim.LBFGS(run.model.generator.parameters()))
+        for _ in run.steps():
+            update.step(closure=other.step)
+
+    with pytest.raises(ModelError, match=r"SGD.step\(\) was called by itself"):
+        here(tmp_path, loop)
+
+
 def test_a_backward_of_the_loops_own_is_refused(tmp_path: Path) -> None:
     def loop(run: dp_ray.Loop) -> None:
         update = run.optimizer(loops.sgd(run.model))
@@ -279,6 +291,143 @@ def test_a_loop_that_ends_early_says_how_many_steps_are_left(tmp_path: Path) -> 
         here(tmp_path, never, overwrite=True)
 
 
+def test_a_loop_that_closes_the_steps_ends_early(tmp_path: Path) -> None:
+    def closes(run: dp_ray.Loop) -> None:
+        steps: Any = run.steps()
+        next(steps)
+        steps.close()
+
+    with pytest.raises(ModelError, match="3 of 3 steps are left"):
+        here(tmp_path, closes)
+
+
+@pytest.mark.parametrize("leaves", ["break", "return"])
+def test_a_loop_that_stops_itself_may_leave_the_step(tmp_path: Path, leaves: str) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+            update.step()
+            if step.number == 1:
+                run.stop("good enough")
+                if leaves == "return":
+                    return
+                break
+
+    result = here(tmp_path, loop)
+    assert result.stopped_early is not None
+    assert result.stopped_early["text"] == "stopped early after 2 steps: good enough"
+    assert len(result.history) == 2
+
+
+def test_a_loop_that_catches_the_error_of_a_pass_ends_with_it(tmp_path: Path) -> None:
+    """Other workers may still wait in that pass, so none goes on."""
+
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        for step in run.steps():
+            with suppress(ModelError):
+                step.backward(lambda batch: 1 / 0, run.model)
+            update.step()
+
+    with pytest.raises(ModelError, match="step 0, shard 0: step raised ZeroDivisionError"):
+        here(tmp_path, loop)
+
+
+def test_a_stop_iteration_in_the_loop_is_told(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for _ in run.steps():
+            next(iter(()))
+
+    with pytest.raises(ModelError, match="loop raised StopIteration"):
+        here(tmp_path, loop)
+
+
+def test_a_group_that_the_loop_adds_is_clipped_too(tmp_path: Path) -> None:
+    norms = []
+
+    def loop(run: dp_ray.Loop) -> None:
+        first, _, last = run.model.generator
+        optimizer = loops.sgd(first)
+        update = run.optimizer(optimizer)
+        for step in run.steps():
+            if step.number == 1:
+                optimizer.add_param_group({"params": list(last.parameters())})
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator if step.number else first)
+            gradients = [one.grad for one in run.model.generator.parameters() if one.grad is not None]
+            norms.append(torch.cat([gradient.flatten() for gradient in gradients]).norm().item())
+            update.step(clip=0.1)
+
+    assert [row["gradient_norm"] for row in here(tmp_path, loop).history] == pytest.approx(norms)
+
+    def foreign(run: dp_ray.Loop) -> None:
+        optimizer = loops.sgd(run.model.generator)
+        update = run.optimizer(optimizer)
+        optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+            update.step()
+
+    with pytest.raises(JobError, match=r"size .3. that is none of the model's parameters"):
+        here(tmp_path, foreign, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda run, step, _: step.backward(lambda batch: batch, run.model.parameters()), "parts, and got Parameter"),
+        (lambda run, step, _: step.backward(lambda batch: batch, []), "parts, and got no part"),
+        (lambda run, step, first: first.gather(lambda batch: batch), "step 0 has ended"),
+        (
+            lambda run, step, _: step.gather(lambda batch: step.gather(lambda batch: batch)),
+            "call these in the loop's body",
+        ),
+        (lambda run, step, _: step.log(learning_rate_1=1.0), "learning_rate_1 is a column that each history has"),
+    ],
+)
+def test_a_wrong_call_is_told(tmp_path: Path, call: Any, says: str) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        first = None
+        for step in run.steps():
+            first = first or step
+            if step.number:
+                call(run, step, first)
+
+    with pytest.raises(ModelError, match=says):
+        here(tmp_path, loop)
+
+
+def test_a_number_is_logged_as_it_is_then(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        count = torch.zeros(())
+        for step in run.steps():
+            step.log(count=count)
+            count += 1
+
+    assert [row["count"] for row in here(tmp_path, loop).history] == [0.0, 1.0, 2.0]
+
+
+def test_a_gather_before_the_first_pass_ends_the_early_steps(tmp_path: Path) -> None:
+    """In which all that forwards write is looked for."""
+    early = []
+
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.gather(lambda batch: batch[0])
+            early.append(step._model.state._is_early)
+
+    here(tmp_path, loop, epochs=2)
+    assert early == [True, True, False, False, False, False]
+
+
+def test_numbers_may_be_logged_in_another_order(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.log(**({"a": 1.0, "b": 2.0} if step.number else {"b": 2.0, "a": 1.0}))
+
+    assert [(row["a"], row["b"]) for row in here(tmp_path, loop).history] == [(1.0, 2.0)] * 3
+
+
 def test_a_loop_stops_itself_and_the_run_says_why(tmp_path: Path) -> None:
     def loop(run: dp_ray.Loop) -> None:
         update = run.optimizer(loops.sgd(run.model))
@@ -344,7 +493,14 @@ def test_what_a_loop_cannot_have_yet_is_told(tmp_path: Path) -> None:
         plan_memory_of(loop_job("gan", 2), None)
 
 
-MISMATCHES = ["another_order", "a_pass_left_out", "one_ends_early", "another_part"]
+MISMATCHES = [
+    "another_order",
+    "a_pass_left_out",
+    "one_ends_early",
+    "another_part",
+    "one_stops",
+    "one_stops_where_kept",
+]
 
 
 @pytest.mark.parametrize("loop", MISMATCHES)
@@ -365,6 +521,38 @@ def test_verify_resumed_finds_what_a_loop_forgets(tmp_path: Path, loop: str, is_
     assert [(row.is_resumed, row.same) for row in verdict.rows] == [(False, True), (True, is_same)]
     assert "0, resumed" in str(verdict)
     assert ("run.state" in str(verdict)) is (bitwise and not is_same)
+
+
+def test_a_state_is_filled_where_the_loop_holds_parts_of_it(tmp_path: Path) -> None:
+    """A name of the loop's own for a part of it stands for what was kept, and objects that are there twice do not."""
+    held: list[Any] = []
+
+    def loop(run: dp_ray.Loop) -> None:
+        table, twice = torch.zeros(3, 2), torch.zeros(2)
+        state = run.state(
+            "all", {"table": table, 1: {"seen": []}, "twice": [twice, twice], "wide": twice.expand(3, 2)}
+        )
+        seen = state[1]["seen"]
+        for step in run.steps():
+            seen.append((step.number, torch.full((step.number,), 1.0)))
+            table[step.number % 3] += step.number
+            state["twice"] = [state["twice"][0] + 1, state["twice"][1] + 2]
+        held[:] = [table, seen, state]
+
+    for epochs in (1, 2):  # the second goes on from the first one's checkpoint
+        here(
+            tmp_path,
+            loop,
+            epochs=epochs,
+            name=f"run-{epochs}",
+            init_from=None if epochs == 1 else str(tmp_path / "run-1"),
+        )
+    table, seen, state = held
+    assert table.tolist() == [[3, 3], [5, 5], [7, 7]]
+    assert state["table"] is table
+    assert [number for number, _ in seen] == list(range(6))
+    assert [len(ones) for _, ones in seen] == list(range(6))
+    assert [one.tolist() for one in state["twice"]] == [[6, 6], [12, 12]]
 
 
 def test_a_state_that_differs_by_worker_ends_the_job_and_names_it(tmp_path: Path) -> None:
