@@ -369,6 +369,11 @@ class GivenOptimizerStep(OptimizerStep):
         optimizer, scheduler = self._given
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise JobError(f"run.optimizer: takes a torch.optim.Optimizer, got a {type(optimizer).__qualname__}")
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise JobError(
+                f"run.optimizer: the {type(scheduler).__qualname__} is of another optimizer, so it would change the "
+                f"rate of that one; make it of this {type(optimizer).__qualname__}"
+            )
         names = {id(one): name for name, one in model.named_parameters()}
         return optimizer, _held(optimizer, names), None if scheduler is None else lambda _: scheduler
 

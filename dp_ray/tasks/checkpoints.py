@@ -380,6 +380,11 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
     """
     about, trainer = checkpoint.about, training.trainer
     if about["parameters"] != trainer.optimizer_step.names:
+        if training.context.job.loop is not None:
+            raise ModelError(
+                "the checkpoint's optimizers do not update what those of this loop do: call run.optimizer in the "
+                "same order, for the same parameters"
+            )
         raise ModelError("the checkpoint's parameters are not this model's")
     trainer.load_state_dict(checkpoint.state)
     scheduler, steps = training.context.job.scheduler, training.split.total_steps

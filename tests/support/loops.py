@@ -1,5 +1,6 @@
 """Loops of a user's, as `dp_ray.Loop` runs them, and the same trainings in plain torch on whole batches."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -420,3 +421,13 @@ def halves(run: Any) -> None:
         update.step(clip=0.5)
         answers = step.gather(lambda batch: run.model(batch[0]).argmax(1))
         step.log(sum=answers.sum())
+
+
+def in_an_order(run: Any) -> None:
+    """Make the optimizers of the parts in the order that the environment names."""
+    parts = {name: getattr(run.model, name) for name in os.environ["PARTS"].split()}
+    updates = {name: run.optimizer(sgd(part)) for name, part in parts.items()}
+    for step in run.steps():
+        step.backward(lambda batch: run.model.critic(run.model(batch[1]))[:, 0], run.model)
+        for update in updates.values():
+            update.step()

@@ -266,6 +266,12 @@ def test_what_is_made_after_the_steps_have_begun_is_refused(tmp_path: Path) -> N
             "size .3. that is none of",
         ),
         (lambda run: run.optimizer("adam"), "takes a torch.optim.Optimizer, got a str"),
+        (
+            lambda run: run.optimizer(
+                loops.sgd(run.model), torch.optim.lr_scheduler.StepLR(loops.sgd(run.model.critic), 1)
+            ),
+            "the StepLR is of another optimizer",
+        ),
         (lambda run: run.state("seen", {1, 2}), r"run.state\('seen'\): is a set; give an object with state_dict"),
         (lambda run: run.state("seen", {"a": object()}), r"run.state\('seen'\): cannot be kept: .*a"),
         (lambda run: (run.state("a", {}), run.state("a", [])), "two states of the name 'a'"),
@@ -501,6 +507,17 @@ MISMATCHES = [
     "one_stops",
     "one_stops_where_kept",
 ]
+
+
+def test_optimizers_in_another_order_than_the_checkpoints_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {"loop": f"{LOOPS}:in_an_order", "model": f"{LOOPS}:Gan", "dataset": f"{LOOPS}:Points"}
+    monkeypatch.setenv("PARTS", "critic generator")
+    here(tmp_path, max_steps=2, **named)
+    monkeypatch.setenv("PARTS", "generator critic")
+    with pytest.raises(ModelError, match=r"call run\.optimizer in the same order, for the same parameters"):
+        here(tmp_path, max_steps=3, **named)
 
 
 @pytest.mark.parametrize("loop", MISMATCHES)
