@@ -66,7 +66,8 @@ class Messy(nn.Module):
         sys.setswitchinterval(0.5)
         tempfile.tempdir = folder
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-        resource.setrlimit(resource.RLIMIT_NOFILE, (900, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))  # far above what this process has open
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         torch.manual_seed(99)
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
