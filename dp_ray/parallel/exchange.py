@@ -226,7 +226,7 @@ class Exchange:
             return
         with self.workers.lock:
             members = self.workers.serving.ready()
-            held = self.workers.serving.call(dict.fromkeys(members, wire.HeldBytes(self.number)))
+            held = self.workers.serving.ask(dict.fromkeys(members, wire.HeldBytes(self.number)))
         most = max(((size, rank) for rank, size in enumerate(held.values()) if isinstance(size, int)), default=(0, 0))
         raise ModelError(
             f"{len(self.waiting)} calls of this module wait for their backward, as many as max_waiting allows; they "
@@ -274,7 +274,7 @@ class Exchange:
                 spec = call.spec if shards else None
                 messages[member] = wire.Forward(call.number, sync, call.modes, spec, call.requires_grad, shards)
         raised: list[tuple[wire.Raised, wire.Member]] = []
-        for member, answer in self.workers.serving.call(messages).items():
+        for member, answer in self.workers.serving.ask(messages).items():
             if isinstance(answer, list) or (isinstance(answer, wire.Raised) and answer.has_module):
                 member.loaded[self.number] = call.version
             else:
@@ -356,7 +356,7 @@ class Exchange:
                 layout = wire.Layout(call.forms, call.sparse, len(members))
                 owners, call.owners = call.owners, {}  # until all have answered: some may have dropped their graphs
                 ranks = {shard: members.index(owners[shard]) for shard in call.filled}
-                answers = self.workers.serving.call(
+                answers = self.workers.serving.ask(
                     {
                         member: wire.Backward(
                             self.number,

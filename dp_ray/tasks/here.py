@@ -51,7 +51,7 @@ class ServingHere:
         """Return this process."""
         return [self._member]
 
-    def call(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
+    def ask(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the answers to the messages."""
         answers = {}
         for member, message in messages.items():
