@@ -56,9 +56,9 @@ class Forwards:
         """Return the step to go on with; all ranks call this before a step."""
         return loaded
 
-    def gathering(self, call: Callable[..., T]) -> Callable[..., T]:
+    def gathering(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return a function that runs the model, so that it has the parameters that it needs."""
-        return call
+        return function
 
     def dummies(self, work: Work, step: int, ran: int) -> list[DummyBatch]:
         """Return a dummy batch for each round that this worker, with `ran` shards to run, runs without rows."""
@@ -112,23 +112,23 @@ class Replica:
             yield Round(None, None, copied(batch), rows)  # a model may change its inputs in place
 
     def run(
-        self, shard: Shard | None, call: Callable[..., T], *args: Any, number: int = 0, seed: int | None = None
+        self, shard: Shard | None, forward: Callable[..., T], *args: Any, number: int = 0, seed: int | None = None
     ) -> T:
-        """Run a shard's forward, `call(*args)`, in the step's pass of this `number`; return what it returns.
+        """Run a shard's forward, `forward(*args)`, in the step's pass of this `number`; return what it returns.
 
         Its random numbers come from `seed`, by default from the job's seed, the shard and the pass. First it undoes
         the writes of the forward before, unless `begin` or `leave_state` was called since. Without a shard, as in a
         round for which others wait, the state is not watched. Raises ModelError, which names the shard.
         """
         if shard is None:
-            return call(*args)
+            return forward(*args)
         if self._ran is not None:
             self.restore()
         self._ran = shard
         self._seeds.begin(shard, number, seed)
         try:
             with self.state.forward():
-                return call(*args)
+                return forward(*args)
         except (Exception, SystemExit) as error:
             raise_located(error, self.of + location(shard))
 
@@ -162,7 +162,7 @@ class Replica:
         size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards, key)
         raise_advised(error, job, self.of + location(shard), size)
 
-    def run_batch(self, step: int, call: Callable[..., T], *args: Any) -> T:
-        """Run what sees a whole batch, `call(*args)`, which all workers call alike; an error names the step."""
+    def run_batch(self, step: int, function: Callable[..., T], *args: Any) -> T:
+        """Run what sees a whole batch, `function(*args)`, which all workers call alike; an error names the step."""
         with locating(f"{self.of}step {step}"), self.state.running():
-            return call(*args)
+            return function(*args)

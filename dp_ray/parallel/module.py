@@ -93,7 +93,7 @@ class DataParallel(Wrapper):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise JobError(f"{key}: must be a number of 1 or more, got {value!r}")
         self._keys = _worker_keys({"workers": workers, **keys})
-        self._calls = 0
+        self._num_calls = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -127,14 +127,14 @@ class DataParallel(Wrapper):
         version = self._watch.look(self.module)
         modes = modes_of(self.module, self._watch.tensors, self._exchange.threads)
         wants = frozenset(
-            number
-            for number, leaf in enumerate(batch.leaves)
+            index
+            for index, leaf in enumerate(batch.leaves)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and modes.is_grad_enabled
         )
         trained = [tensor for tensor in self._watch.tensors if tensor.requires_grad]
         in_attributes = self._watch.of_graphs()
-        call = Call(self._calls, version, modes, batch.pickled, self.shards, batch.shards, wants, self.seed)
-        self._calls += 1
+        call = Call(self._num_calls, version, modes, batch.pickled, self.shards, batch.shards, wants, self.seed)
+        self._num_calls += 1
         ticket: Ticket | None = None
         if modes.is_grad_enabled and (wants or trained):
             self._exchange.check_waiting()
@@ -145,7 +145,7 @@ class DataParallel(Wrapper):
         ends, spec, rows = self._merged(results, batch)
         has_graph = [any(flags) for flags in zip(*(output.requires_grad for output in outputs), strict=True)]
         if ticket is not None and any(has_graph):
-            inputs = [batch.leaves[number] for number in sorted(wants)]
+            inputs = [batch.leaves[index] for index in sorted(wants)]
             lost = {at: tensor for at, tensor in enumerate(trained) if id(tensor) in in_attributes}
             path = functools.partial(self._watch.path, self.module)
             node = _Backward(ticket, batch, rows, has_graph, sorted(wants), self.dim, lost, path)
@@ -343,24 +343,22 @@ class _Backward(NamedTuple):
     def of_inputs(self, found: Mapping[int, Mapping[int, Packed | None]]) -> list[torch.Tensor | None]:
         """Merge the shards' gradients of the inputs; of one that each shard had whole, add them up."""
         merged: list[torch.Tensor | None] = []
-        for number in self.inputs:
-            whole = self.batch.leaves[number]
+        for index in self.inputs:
+            whole = self.batch.leaves[index]
             assert isinstance(whole, torch.Tensor)
             pieces = [
-                None if found[shard][number] is None else unpacked(found[shard][number])  # type: ignore[arg-type]
+                None if found[shard][index] is None else unpacked(found[shard][index])  # type: ignore[arg-type]
                 for shard in range(len(self.batch.shards))
             ]
             if all(piece is None for piece in pieces):
                 merged.append(None)
                 continue
             own = [
-                torch.zeros(shard[number].shape, dtype=whole.dtype) if piece is None else piece
+                torch.zeros(shard[index].shape, dtype=whole.dtype) if piece is None else piece
                 for shard, piece in zip(self.batch.shards, pieces, strict=True)
             ]
-            if self.batch.is_cut[number]:
-                total = torch.cat(own, rows_dim(whole, self.dim))
-            else:
-                total = torch.stack(own).sum(0)
+            is_cut = self.batch.is_cut[index]
+            total = torch.cat(own, rows_dim(whole, self.dim)) if is_cut else torch.stack(own).sum(0)
             merged.append(on_device(total, whole.device))
         return merged
 

@@ -65,18 +65,18 @@ class Structure:
 
 
 class Apart:
-    """Tensors that stand apart from what is pickled, each by its number."""
+    """Tensors that stand apart from what is pickled, each by its index."""
 
     def __init__(self) -> None:
         self.all: list[torch.Tensor] = []
-        self.numbers: dict[int, int] = {}  # by identity
+        self.indices: dict[int, int] = {}  # by identity
 
-    def number(self, tensor: torch.Tensor) -> int:
-        """Return a tensor's number; one that is not there yet gets the next one."""
-        number = self.numbers.setdefault(id(tensor), len(self.all))
-        if number == len(self.all):
+    def index(self, tensor: torch.Tensor) -> int:
+        """Return a tensor's index; one that is not there yet gets the next one."""
+        index = self.indices.setdefault(id(tensor), len(self.all))
+        if index == len(self.all):
             self.all.append(tensor)
-        return number
+        return index
 
 
 def why_odd(tensor: torch.Tensor) -> str | None:
@@ -275,10 +275,10 @@ class _Unpickler(pickle.Unpickler):
         self.counts: Counter[int] = Counter()
         self._tensors = tensors
 
-    def persistent_load(self, number: int) -> torch.Tensor:
-        """Return the tensor with a number."""
-        self.counts[number] += 1
-        return self._tensors[number]
+    def persistent_load(self, index: int) -> torch.Tensor:
+        """Return the tensor of an index."""
+        self.counts[index] += 1
+        return self._tensors[index]
 
 
 class Made(NamedTuple):

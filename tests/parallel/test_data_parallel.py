@@ -436,7 +436,9 @@ def test_graphs_are_dropped_with_their_outputs_and_with_their_backward(workers: 
     def held() -> int:
         with torch.no_grad():
             model(torch.ones(3, 2))  # which brings what was dropped
-        answers = workers.serving.ask(dict.fromkeys(workers.serving.ready(), HeldBytes(model._exchange.number)))
+        answers = workers.serving.ask(
+            dict.fromkeys(workers.serving.ready(), HeldBytes(model._exchange.module_number))
+        )
         return sum(answers.values())
 
     assert held() == 0

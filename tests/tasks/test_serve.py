@@ -333,7 +333,7 @@ def test_an_output_outlives_its_module_and_not_its_close(workers: int) -> None:
     output.backward()
     assert bare.weight.grad is not None and bare.weight.grad.tolist() == [[4.0, 4.0]] * 2
     exchange = other._exchange
-    assert exchange.workers.users == {exchange.number}
+    assert exchange.workers.users == {exchange.module_number}
     late = other(inputs).sum()
     other.close()
     with pytest.raises(ClusterError, match="was closed"):
@@ -538,7 +538,7 @@ def test_graphs_are_dropped_with_their_outputs_and_with_their_backward() -> None
         with torch.no_grad():
             model(torch.ones(3, 2))  # which brings what was dropped
         serving = served()
-        return sum(serving.ask(dict.fromkeys(serving.ready(), HeldBytes(model._exchange.number))).values())
+        return sum(serving.ask(dict.fromkeys(serving.ready(), HeldBytes(model._exchange.module_number))).values())
 
     assert held() == 0
     output = model(torch.ones(3, 2))
@@ -564,7 +564,7 @@ def test_no_graph_stays_to_which_no_backward_comes() -> None:
         for _ in range(3):
             assert not model(torch.ones(4, 2)).requires_grad
         serving = SharedWorkers.by_owner["here"].serving
-        held = serving.ask(dict.fromkeys(serving.ready(), HeldBytes(model._exchange.number)))
+        held = serving.ask(dict.fromkeys(serving.ready(), HeldBytes(model._exchange.module_number)))
         assert list(held.values()) == [0]
 
 
