@@ -105,7 +105,7 @@ def input_device(job: Job, model: nn.Module, own: Sequence[torch.device]) -> tor
     return own[number]
 
 
-class Block(NamedTuple):
+class ModelBlock(NamedTuple):
     """A block of a model over several devices: its name, its bytes (parameters and buffers), its device's number."""
 
     name: str
@@ -113,7 +113,7 @@ class Block(NamedTuple):
     device: int
 
 
-def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
+def blocks_of(job: Job, model: nn.Module, count: int) -> list[ModelBlock]:
     """Return the blocks of a model, each placed on one of `count` devices.
 
     Raises JobError if a named block does not exist or is part of another one. Raises JobError if there are fewer
@@ -136,12 +136,12 @@ def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
     blocks = [modules[name] for name in names]
     sizes = [sum(one.nbytes for one in [*block.parameters(), *block.buffers()]) for block in blocks]
     numbers = [number for number, part in enumerate(balance(sizes, count)) for _ in part]
-    placed = [Block(name, size, number) for name, size, number in zip(names, sizes, numbers, strict=True)]
+    placed = [ModelBlock(name, size, number) for name, size, number in zip(names, sizes, numbers, strict=True)]
     _check_shared(model, placed)
     return placed
 
 
-def _check_shared(model: nn.Module, blocks: Sequence[Block]) -> None:
+def _check_shared(model: nn.Module, blocks: Sequence[ModelBlock]) -> None:
     """Raise JobError if modules on different devices share a parameter, which can be on one device only."""
     seen: dict[int, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

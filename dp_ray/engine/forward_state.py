@@ -61,7 +61,7 @@ from dp_ray.tensors.flat import Form, room, views
 from dp_ray.text import listed
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-Blocks = Iterable[tuple[nn.Module, list[Any]]]
+BlockTensors = Iterable[tuple[nn.Module, list[Any]]]
 
 
 class _SeesReplaced(TorchFunctionMode):
@@ -86,7 +86,7 @@ class ForwardState(Writable):
         self,
         model: nn.Module,
         is_compiled: bool = False,
-        blocks: Blocks = (),
+        blocks: BlockTensors = (),
         beside: Roots = NONE,
         aligns: bool = False,
     ) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dp_ray.engine.devices import input_device
-from dp_ray.engine.forward_state import Blocks
+from dp_ray.engine.forward_state import BlockTensors
 from dp_ray.engine.model import BatchNormOfShard, build_model, compiled
 from dp_ray.engine.optimizer import Average
 from dp_ray.engine.recompute import recompute_blocks
@@ -61,7 +61,7 @@ class Placement:
         return self.job.flops and self.world.rank == 0 and not self.is_sharded
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockTensors:
         """The blocks of which each worker gathers the parameters, with torch's records of them."""
         return ()
 
@@ -124,7 +124,7 @@ class ShardedPlacement(Placement):
     is_sharded = True
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockTensors:
         """The blocks of which each worker gathers the parameters, with torch's records of them."""
         return self.sharded.blocks
 

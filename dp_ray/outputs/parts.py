@@ -25,8 +25,9 @@ import torch
 from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.world import CPU, is_gpu
 from dp_ray.errors import StorageError
+from dp_ray.job.samples import Indices
 from dp_ray.outputs import columns
-from dp_ray.outputs.columns import SAMPLE_INDEX, Form, Layout, Rows
+from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, LayoutKey, Rows
 from dp_ray.plan.split import FilePlan, Range, Shard
 from dp_ray.rundir.ledger import part_name
 from dp_ray.storage import LocalFile, Storage, UnfinishedFile
@@ -44,7 +45,6 @@ TENSOR_BYTES = 1 << 10  # a tensor's overhead beside its numbers
 PART_BYTES = 128 << 20  # of the parts of all workers together: so much is left to merge after the last step
 PART_SECONDS = 60.0
 MERGE_BYTES = 256 << 20  # of the blocks of all workers together: a merging worker holds one of each
-Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ShardRows(NamedTuple):
@@ -99,7 +99,7 @@ class PartWriter:
         self._plan: FilePlan | None = None
         self._left_out: set[str] = set()
         self._layout: Layout | None = None
-        self._forms: set[Form] = set()  # those of bare tensors whose rows the layout holds
+        self._forms: set[LayoutKey] = set()  # those of bare tensors whose rows the layout holds
         self._file: PartFile | None = None
         self._step: list[ShardRows] = []
         self._group: list[ShardRows] = []

@@ -122,7 +122,7 @@ def record_files(folder: Storage) -> list[str]:
     return [name for _, name in sorted(placed)]
 
 
-def forget(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
+def forget_unkept(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
     """Remove the files of the steps that are run again: `is_kept` gets the step and, after it, the shard's place."""
     folder = run.child(QUARANTINE)
     folder.create()

@@ -5,8 +5,8 @@ Begin at `Checkpointer`: on rank 0 it writes the history and the checkpoints, an
 the newest checkpoint, else the one that `init_from` names; without both, a training starts at step 0.
 
 A checkpoint fits a job if its steps hold the job's samples (`TrainingLayout`), and if its optimizer and scheduler are
-the job's (`Updates`): their state is the checkpoint's. At the end `keep_weights` writes the last weights, their
-average, and the best.
+the job's: their state is the checkpoint's. At the end `keep_weights` writes the last weights, their average, and the
+best.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from dp_ray.rundir.files import replacing
 from dp_ray.rundir.history import HISTORY, write_piece
 from dp_ray.rundir.ledger import check_newest
 from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start
-from dp_ray.rundir.weights import BEST, EMA, parts_of, write_best, write_weights
+from dp_ray.rundir.weights import BEST, EMA, tensors_of_files, write_best, write_weights
 from dp_ray.system.threads import waiting
 from dp_ray.tasks.setup import Context
 from dp_ray.telemetry.times import History
@@ -47,7 +47,7 @@ SHARE = 0.01  # of the training's time may go into checkpoints
 LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any cost
 EXPECTED = 0.005, 200e6  # the first checkpoint's cost: fixed seconds, and bytes a second
 TrainingLayout: TypeAlias = dict[str, Any]  # all that decides which samples a step holds
-Updates: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
+UpdateKeys: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
 
 
 @dataclasses.dataclass
@@ -262,7 +262,7 @@ class CheckpointPace:
     `not_before`, by the clock, none is due: most steps need only this comparison.
     """
 
-    def __init__(self, when: keys.Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, when: keys.CheckpointKeys, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._is_auto = when.every_seconds == "auto" and when.every_steps is None
         seconds = LATEST if when.every_seconds == "auto" else when.every_seconds
@@ -418,14 +418,16 @@ def check_layout(what: str, about: dict[str, Any], here: TrainingLayout, advice:
         raise JobError(f"{what} differ from this job's: {there} there, {here} here; {advice}")
 
 
-def updates_of(job: Job, as_objects: bool = False) -> Updates:
+def updates_of(job: Job, as_objects: bool = False) -> UpdateKeys:
     """Return the job's optimizer and scheduler; a checkpoint stores them. `as_objects` is that of `Job.describe`."""
     described = job.describe(as_objects)
-    kept: Updates = json.loads(json.dumps({key: described[key] for key in ("optimizer", "scheduler")}, default=str))
+    kept: UpdateKeys = json.loads(
+        json.dumps({key: described[key] for key in ("optimizer", "scheduler")}, default=str)
+    )
     return kept
 
 
-def check_updates(what: str, there: Updates | None, job: Job, advice: str) -> str | None:
+def check_updates(what: str, there: UpdateKeys | None, job: Job, advice: str) -> str | None:
     """Return a sentence on a scheduler that is not the checkpoint's, else None. A checkpoint may have no Updates.
 
     Raises JobError if the optimizers differ, or one side alone has a scheduler: the checkpoint's state would replace
@@ -454,7 +456,7 @@ def keep_weights(training: Training) -> None:
         tensors = tensors_of(trainer.model)
         average = {} if trainer.average is None else trainer.average.tensors()
         if context.world.rank != 0:
-            for part in (*parts_of(tensors), average):
+            for part in (*tensors_of_files(tensors), average):
                 attend_writing(part)
             return
         check_newest(context.run, context.attempt)

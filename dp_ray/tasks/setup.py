@@ -22,7 +22,7 @@ from dp_ray.job.keys import Target
 from dp_ray.job.samples import describe_blocks
 from dp_ray.messages import Note, Send
 from dp_ray.records import Record
-from dp_ray.rundir.quarantine import QuarantineFiles, forget
+from dp_ray.rundir.quarantine import QuarantineFiles, forget_unkept
 from dp_ray.rundir.start import NEW_HEAD, describe_start, read_start
 from dp_ray.storage import Storage
 from dp_ray.text import hide_in, listed
@@ -197,5 +197,5 @@ def drop_set_aside(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
     Other ranks may set samples aside only after a broadcast of rank 0.
     """
     if is_rank_0():
-        forget(run, is_kept)
+        forget_unkept(run, is_kept)
     broadcast("")

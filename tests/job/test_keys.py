@@ -14,7 +14,7 @@ def models(base: type[Strict] = Strict) -> list[type[Strict]]:
 
 def test_the_job_and_its_parts_are_found() -> None:
     assert JobKeys in models()
-    assert {"Target", "Optimizer", "Loader", "Checkpoint", "Best"} <= {model.__name__ for model in models()}
+    assert {"Target", "Optimizer", "Loader", "CheckpointKeys", "Best"} <= {model.__name__ for model in models()}
 
 
 @pytest.mark.parametrize("model", models(), ids=lambda model: model.__name__)

@@ -36,7 +36,7 @@ from dp_ray.text import listed
 
 DDP = "take strategy: ddp, or change the model"
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Values = Iterator[tuple[int, torch.Tensor]]  # of tensors on the meta device, by their ids there
+MetaTensors = Iterator[tuple[int, torch.Tensor]]  # of tensors on the meta device, by their ids there
 Places = dict[int, list[tuple[dict[str, Any], str]]]
 
 
@@ -115,7 +115,7 @@ class Replaced:
         return {name: tensor for name, tensor in alive.items() if id(tensor) not in now}
 
 
-def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Values, Replaced]:
+def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, MetaTensors, Replaced]:
     """Build the model on the meta device; return it, the values of its tensors, and its tensors before."""
     if isinstance(job.model, Target):
         resolve("model", job.model)
@@ -222,7 +222,7 @@ def _check_no_others(model: nn.Module, recording: Recording) -> None:
             )
 
 
-def _replayed(recording: Recording, refs: dict[int, list[tuple[int, Ref]]]) -> Values:
+def _replayed(recording: Recording, refs: dict[int, list[tuple[int, Ref]]]) -> MetaTensors:
     """Yield the tensors of a recorded model, each when it is made; `refs` are those of each memory."""
     for memory, storage in replay(recording, list(refs)):
         for number, ref in refs[memory]:
@@ -230,7 +230,7 @@ def _replayed(recording: Recording, refs: dict[int, list[tuple[int, Ref]]]) -> V
         del storage
 
 
-def _emptied(model: nn.Module) -> Values:
+def _emptied(model: nn.Module) -> MetaTensors:
     """Move a model's parameters to the meta device; return their values, each of which is freed once it is read."""
     values: list[tuple[int, torch.Tensor]] = []
     made: dict[int, nn.Parameter] = {}
