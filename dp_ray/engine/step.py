@@ -529,13 +529,13 @@ class ModelInputs:
 class PredictInputs(ModelInputs):
     """Picks the model's part of each batch of a prediction; with `inputs: auto`, by the signature of its forward.
 
-    `note` is called once if a target is left out, or if one may reach the model.
+    `say` is called once if a target is left out, or if one may reach the model.
     """
 
-    def __init__(self, job: Job, model: nn.Module, note: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, model: nn.Module, say: Callable[[str], None]) -> None:
         super().__init__(job)
         self._arguments = _num_positional(model)
-        self._note = note
+        self._say = say
         self._has_noted = False
         self._is_auto = job.inputs == "auto"
 
@@ -547,7 +547,7 @@ class PredictInputs(ModelInputs):
         gives_first = _takes_first(self._job, least, most, batch[0])
         may_take_target = self._job.call in ("auto", "args") and least < 2 <= most
         if not self._has_noted and (gives_first or may_take_target):
-            self._note(LEAVES_OUT if gives_first else GIVES_BOTH)
+            self._say(LEAVES_OUT if gives_first else GIVES_BOTH)
         self._has_noted = True
         return batch[0] if gives_first else batch
 

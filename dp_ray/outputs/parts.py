@@ -83,7 +83,7 @@ class PartWriter:
 
     `find_plan` returns how the outputs are cut into files, given the bytes of a row. It returns None if the worker is
     to stop before that is known: then nothing is kept.
-    An output that is no tensor, number or text is left out, and its path reported once with `note`.
+    An output that is no tensor, number or text is left out, and its path reported once with `say`.
 
     A GPU, the `device`, need not wait for it: the outputs of a step come to the host while the next step is computed,
     and a thread writes them.
@@ -92,7 +92,7 @@ class PartWriter:
     parts: WorkerParts
     find_plan: FindPlan
     before_commit: Callable[[], None] = lambda: None
-    note: Callable[[str], None] = lambda text: None
+    say: Callable[[str], None] = lambda text: None
     device: torch.device = CPU
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class PartWriter:
         """Return a shard's rows, and have the layout hold them."""
         kept, left_out = columns.without_objects(outputs)
         for path in left_out.keys() - self._left_out:
-            self.note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
+            self.say(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
         self._left_out |= left_out.keys()
         layout, rows = columns.rows_of(kept, shard.rows, self.parts.batch_dim, beside, copies)
         joined = layout if self._layout is None else self._layout.join(layout)

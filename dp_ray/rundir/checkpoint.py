@@ -335,13 +335,13 @@ def open_checkpoint(storage: Storage, name: str, data: bytes | None = None) -> C
 def newest(
     checkpoints: Storage,
     fits: Callable[[dict[str, Any]], str | None],
-    note: Callable[[str], None],
+    say: Callable[[str], None],
     sharers: World | None = None,
     until: int | None = None,
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint that fits the job, the same on every rank; None if none does.
 
-    `fits` returns None, or why a checkpoint does not fit. `note` reports each checkpoint that is ignored. `until` is
+    `fits` returns None, or why a checkpoint does not fit. `say` gets a line for each checkpoint that is ignored. `until` is
     the last step of interest. Of a sharded model, its `sharers` open it. Every rank calls this.
     """
     if sharers is None and not is_rank_0():  # rank 0 chooses: another rank may find another one by now
@@ -362,7 +362,7 @@ def newest(
             misfit = str(error)
         misfits = [found for found in ([misfit] if sharers is None else gathered(misfit)) if found is not None]
         if misfits:
-            note(f"checkpoint {name} is ignored, the one before it is tried: {misfits[0]}")
+            say(f"checkpoint {name} is ignored, the one before it is tried: {misfits[0]}")
         else:
             chosen = opened
     if sharers is None:

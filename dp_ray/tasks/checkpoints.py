@@ -321,7 +321,7 @@ def restored(training: Training, until: int | None = None) -> Training:
     def fits(about: dict[str, Any]) -> str | None:
         return None if job.has_fingerprint(about.get("fingerprint")) else "it is of a different job"
 
-    checkpoint = newest(checkpoints, fits, context.notify, trainer.placement.sharers, until)
+    checkpoint = newest(checkpoints, fits, context.say, trainer.placement.sharers, until)
     if checkpoint is not None:
         advice = f"start anew {replacing(run)}" if until is None else "the dataset or its blocks have changed since"
         check_layout(f"the steps of {checkpoints}/{checkpoint.name}", checkpoint.about, training.layout, advice)
@@ -344,13 +344,13 @@ def start_from(training: Training, location: str) -> TrainState:
     if checkpoint is None or not job.strict:
         loaded = placement.load_weights(weights, location, job.strict, NEW_HEAD)
         if context.world.rank == 0:
-            context.notify(describe_start(run, location) + loaded)
+            context.say(describe_start(run, location) + loaded)
         return TrainState()
     about, advice = checkpoint.about, "to start anew from weights alone, name a weights file, or set strict: false"
     check_layout(f"init_from: the steps of {location}", about, training.layout, advice)
     says = check_updates(f"init_from: {location}", about.get("updates"), job, advice)
     if says is not None:
-        context.notify(says)
+        context.say(says)
     try:
         train_state = resume(training, checkpoint)
     except ModelError as error:
@@ -368,7 +368,7 @@ def start_from(training: Training, location: str) -> TrainState:
             f"set epochs above {job.epochs}; {advice}"
         )
     if context.world.rank == 0:
-        context.notify(describe_start(run, location))
+        context.say(describe_start(run, location))
     return dataclasses.replace(train_state, best=None, best_step=None, stopping={})
 
 
@@ -399,7 +399,7 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
         elif schedule.lengths:
             says = f"the scheduler stays as it was built ({schedule.lengths})"
         if says:
-            training.context.notify(f"{steps} steps now, {before} before: {says}")
+            training.context.say(f"{steps} steps now, {before} before: {says}")
     return TrainState(**about["running"])
 
 
@@ -480,4 +480,4 @@ def _keep_best(context: Context, state: TrainState) -> None:
     try:
         write_best(run, state.best_by[0], state.best, state.best_step, is_averaged)
     except StorageError as error:
-        context.notify(f"the best weights, those after step {state.best_step - 1}, cannot be kept: {error}")
+        context.say(f"the best weights, those after step {state.best_step - 1}, cannot be kept: {error}")

@@ -50,7 +50,7 @@ class Context:
     rows_on_driver: Mapping[str, int] = field(default_factory=dict)
     attempt: str = ""
 
-    def notify(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Send a line for the user, from rank 0 alone: the other ranks would repeat it."""
         if self.world.rank == 0:
             self.send(Note(text))
@@ -133,15 +133,15 @@ def check_blocks(job: Job, dataset: Any) -> None:
 def model_to_run(context: Context) -> Placement:
     """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights."""
     job, world, run = context.job, context.world, context.run
-    placement = place(job, world, context.notify)
+    placement = place(job, world, context.say)
     if job.init_from is not None:
         weights, _ = read_start(run, job.init_from, job.strict, placement.sharers)
         loaded = placement.load_weights(weights, job.init_from, job.strict, NEW_HEAD)
         if world.rank == 0:
-            context.notify(describe_start(run, job.init_from) + loaded)
+            context.say(describe_start(run, job.init_from) + loaded)
     elif world.rank == 0 and isinstance(job.model, Target) and has_drawn(job.seed):
         untrained = f"init_from is not set (unless {job.model.label} loads trained ones itself)"
-        context.notify(f"untrained weights: {untrained}")
+        context.say(f"untrained weights: {untrained}")
     synchronise(placement.model)
     return placement
 
