@@ -341,8 +341,8 @@ def newest(
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint that fits the job, the same on every rank; None if none does.
 
-    `fits` returns None, or why a checkpoint does not fit. `say` gets a line for each checkpoint that is ignored. `until` is
-    the last step of interest. Of a sharded model, its `sharers` open it. Every rank calls this.
+    `fits` returns None, or why a checkpoint does not fit. `say` gets a line for each that is ignored. `until` is the
+    last step of interest. Of a sharded model, its `sharers` open it. Every rank calls this.
     """
     if sharers is None and not is_rank_0():  # rank 0 chooses: another rank may find another one by now
         name = broadcast("")
