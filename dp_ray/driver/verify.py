@@ -157,8 +157,8 @@ def verify(
         kept = [run.run_dir for run in (runs if different else [])]
         verdict = Verification(rows, bitwise, tolerance, job.num_shards, alone, first, kept, _numerics(runs))
     if verdict.same:
-        for one in runs:
-            one.storage().remove()
+        for result in runs:
+            result.storage().remove()
     return verdict
 
 
@@ -248,21 +248,23 @@ def _difference(first: Result, other: Result) -> float:
         names = [name for name in first.metrics if name != DIGEST]
         return max(apart(torch.tensor(first.metrics[name]), torch.tensor(other.metrics[name]))[0] for name in names)
     batches = zip(first.batches(), other.batches(), strict=True)
-    return max(apart(one, two)[0] for a, b in batches for one, two in zip(_leaves(a), _leaves(b), strict=True))
+    return max(
+        apart(mine, others)[0] for a, b in batches for mine, others in zip(_leaves(a), _leaves(b), strict=True)
+    )
 
 
 def _leaves(batch: Any) -> list[torch.Tensor]:
     return [torch.as_tensor(leaf) for leaf in flatten(batch)[0]]
 
 
-def apart(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
+def apart(first: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
     """Return the largest difference of two tensors: relative to the first one's largest magnitude, and absolute.
 
     Both are infinite if the shapes differ.
     """
-    if one.shape != two.shape:
+    if first.shape != other.shape:
         return float("inf"), float("inf")
-    a, b = one.double(), two.double()
+    a, b = first.double(), other.double()
     if torch.equal(a, b) or not a.numel():
         return 0.0, 0.0
     largest = float((a - b).abs().nan_to_num(0.0 if torch.equal(a.isnan(), b.isnan()) else float("inf")).max())

@@ -381,9 +381,9 @@ def choose_reference(read: Sequence[tuple[int, Any]], collate: CollateFn | None)
     return Reference(index, form_of(item))
 
 
-def _can_collate(collate: CollateFn, one: Any, two: Any) -> bool:
+def _can_collate(collate: CollateFn, first: Any, second: Any) -> bool:
     try:
-        collate([one, two])
+        collate([first, second])
     except Exception:
         return False
     return True

@@ -210,7 +210,7 @@ class SampleReader:
         if many is None:
             get, index = self.dataset.__getitem__, -1
             try:
-                return [get(index := one) for one in indices]
+                return [get(index := wanted) for wanted in indices]
             except Error:
                 raise
             except (Exception, SystemExit) as error:

@@ -228,10 +228,10 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
     Nobody but the user knows which parts of a batch of their own collate hold rows, or for their own step.
     """
     inputs_of, checks, dim = ModelInputs(job), not job.takes_batches and job.collate is None, job.batch_dim
-    for one in loaded:
-        shard, indices, batch = one
+    for loaded_shard in loaded:
+        shard, indices, batch = loaded_shard
         if not shard.rows:
-            yield one._replace(batch=None)
+            yield loaded_shard._replace(batch=None)
             continue
         items = batch.batch if isinstance(batch, PassthroughBatch) else batch
         picked = items if pick is None else pick(items)
@@ -240,7 +240,7 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
             if type(inputs) is not torch.Tensor or dim or not inputs.ndim or inputs.shape[0] != shard.rows:
                 check_rows(job, inputs, shard)
         taken = picked if items is batch else batch._replace(batch=picked)
-        yield one if taken is batch else LoadedShard(shard, indices, taken)
+        yield loaded_shard if taken is batch else LoadedShard(shard, indices, taken)
 
 
 def check_rows(job: Job, inputs: Any, piece: Shard) -> None:

@@ -209,4 +209,6 @@ def plan_blocks(job: Job) -> tuple[PlacedBlock, ...]:
     except JobError:  # a constructor that reads its weights from a file, or computes with them, needs real memory
         with cpu:
             model = constructed(job, [cpu] * len(names))
-    return tuple(PlacedBlock(one.name, one.bytes, names[one.device]) for one in blocks_of(job, model, len(names)))
+    return tuple(
+        PlacedBlock(block.name, block.bytes, names[block.device]) for block in blocks_of(job, model, len(names))
+    )

@@ -278,14 +278,14 @@ class Metrics:
                 _check_numbers(size, *counts, describe_compared(outputs, target))
 
 
-def _check_numbers(says: str, one: int, two: int, hint: str) -> None:
+def _check_numbers(says: str, of_one: int, of_two: int, hint: str) -> None:
     """Raise ModelError if so many numbers for one row and for two show that they are not of single rows."""
-    if 0 < one == two:
+    if 0 < of_one == of_two:
         raise ModelError(
             f"{says}, and returns as many numbers for one row as for two: so they are not one for each row, but one "
             "for each class, say; return one number for each row, or (sum, weight)"
         )
-    if one > 0 and two == 4 * one:
+    if of_one > 0 and of_two == 4 * of_one:
         raise ModelError(
             f"{says}, and returns four times as many numbers for two rows as for one: each output has been compared "
             f"with each target; give both the same size, or return one number for each row{hint}"
@@ -323,13 +323,13 @@ def _count_numbers(function: Compare, outputs: Any, target: Any, batch_dim: int)
         row = copied(scatter((outputs, target), num_rows((outputs, target), batch_dim) or 1, batch_dim)[0])
         trial = copy.deepcopy(function)  # it may keep a state
         with preserved(_device_of(row)), on_copies(modules_in("", function)):  # deepcopy copies no closure
-            two = trial(*gather([row, row], [1, 1], batch_dim))
-            one = trial(*row)
+            of_two = trial(*gather([row, row], [1, 1], batch_dim))
+            of_one = trial(*row)
     except Exception:  # it may need more rows, or other outputs and targets than one tensor row each
         return None
-    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+    if not isinstance(of_one, torch.Tensor) or not isinstance(of_two, torch.Tensor):
         return None
-    return one.numel(), two.numel()
+    return of_one.numel(), of_two.numel()
 
 
 def weighted_sum(value: Any, rows: int, what: str, hint: str = "") -> Weighted:

@@ -398,11 +398,11 @@ def _check_constants(pieces: Sequence[_Piece], paths: Sequence[str], lists: Mapp
     (first, leaves), *others = pieces
     for form, _ in others:
         for path in sorted(first.constants.keys() | form.constants.keys()):
-            one, other = (
+            mine, other = (
                 repr(each.constants[path]) if path in each.constants else "not there" for each in (first, form)
             )
-            if one != other and path.rpartition(".")[0] not in lists:
-                what = f"{one:.40} in shard {first.shard}, and {other:.40} in shard {form.shard}"
+            if mine != other and path.rpartition(".")[0] not in lists:
+                what = f"{mine:.40} in shard {first.shard}, and {other:.40} in shard {form.shard}"
                 raise ModelError(f"{_named(path)} is {what}: {OF_ROWS}")
     if not others or not paths:
         return

@@ -337,7 +337,7 @@ def _kept(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -
         return Column(name, _name(tensor), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray)), tensor
     numbers = rows_first(_tensor(name, leaf.data), 0, copies)
     shape: tuple[int | None, ...] | None = None
-    inner = {one[1:] for one in leaf.shapes}
+    inner = {sizes[1:] for sizes in leaf.shapes}
     if not any(leaf.shapes):
         shape = ()
     elif all(leaf.shapes) and len(inner) == 1 and 0 not in next(iter(inner)):

@@ -384,7 +384,7 @@ def _waiting(workers: Sequence[WorkerSplit]) -> Verdict | None:
     share = shares_of(workers)["waiting"]
     if share < WAITING:
         return None
-    most, least = max(workers, key=lambda one: one.rows), min(workers, key=lambda worker: worker.rows)
+    most, least = max(workers, key=lambda worker: worker.rows), min(workers, key=lambda worker: worker.rows)
     why = "none of them is always the slowest: their steps differ, as with samples of different lengths"
     if not _are_equal([most.rows, least.rows]):
         why = (

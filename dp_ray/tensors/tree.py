@@ -314,9 +314,9 @@ def first_difference(first: TreeSpec, other: TreeSpec, of: str = "shard 0") -> s
     """
     here, there = dict(all_nodes(first)), dict(all_nodes(other))
     for keys in here | there:
-        one, two = here.get(keys), there.get(keys)
-        if one is None or two is None or not _alike(one, two):
-            return f"output{quoted(keys)} is {_noun(two)}, that of {of} is {_noun(one)}"
+        mine, theirs = here.get(keys), there.get(keys)
+        if mine is None or theirs is None or not _alike(mine, theirs):
+            return f"output{quoted(keys)} is {_noun(theirs)}, that of {of} is {_noun(mine)}"
     return None
 
 
