@@ -32,7 +32,8 @@ from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.samples import Indices, hold_blocks, order_of
-from dp_ray.job.targets import build_dataset, dataset_seed, resolve
+from dp_ray.job.targets import build_dataset, resolve
+from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.tensors.files import moved_batch
 from dp_ray.tensors.scatter import cut, num_rows
@@ -418,7 +419,7 @@ def seeded_dataset(job: Job, name: str = "dataset") -> Any:
     if isinstance(job.dataset, Target):
         resolve(name, job.dataset)  # before seeding: a module may draw random numbers, but on its first import only
     with preserved(CPU):
-        seed_all(dataset_seed(job, name))
+        seed_all(derive_seed(job.seed, "dataset", name != "dataset"))
         return build_dataset(job, name)
 
 

@@ -5,7 +5,7 @@ import io
 import itertools
 import math
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dp_ray.errors import Error, ModelError, StorageError
 from dp_ray.outputs.columns import Column, Layout, from_arrow, layout_key, raw_bytes, rebuild, rows_of, to_arrow
+from tests.support.trees import Data, Pair
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -26,17 +27,6 @@ DTYPES = [
 ]
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (2, 0)]
 SPECIAL = [math.nan, -0.0, 0.0, math.inf, -math.inf, 1.5, -2.0, 1e-40, 240.0, 2.0**-9]
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclasses.dataclass
-class Data:
-    x: Any
-    y: Any = None
 
 
 def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:

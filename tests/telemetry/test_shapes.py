@@ -3,7 +3,6 @@
 Reports are compared with lists of what was recorded, and with a table that is one dictionary.
 """
 
-import dataclasses
 import io
 import math
 import pickle
@@ -49,20 +48,10 @@ from dp_ray.telemetry.shapes import (
 )
 from dp_ray.tensors.tree import sizes
 from tests.support.builders import monitor_of
+from tests.support.trees import Data, Pair
 from tests.support.within import within
 
 Size = torch.Size
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclasses.dataclass
-class Data:
-    x: Any
-    y: Any = None
 
 
 class Calls(nn.Module):
