@@ -8,7 +8,10 @@ from dp_ray.job.keys import JobKeys, Strict
 def models(base: type[Strict] = Strict) -> list[type[Strict]]:
     """The models of which a job is made: the keys, and each part that has keys of its own."""
     return [
-        one for cls in base.__subclasses__() for one in (cls, *models(cls)) if one.__module__.startswith("dp_ray")
+        model
+        for cls in base.__subclasses__()
+        for model in (cls, *models(cls))
+        if model.__module__.startswith("dp_ray")
     ]
 
 

@@ -54,7 +54,7 @@ def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], list[int]]
 def tables(outputs: Any, rows: int, batch_dim: int = 0, cuts: int = 1) -> tuple[Layout, pa.Table]:
     """The outputs as a table that was a Parquet file, each column made of `cuts` pieces."""
     layout, leaves = rows_of(outputs, rows, batch_dim)
-    columns = [to_arrow(one, leaf.tensor_split(cuts)) for one, leaf in zip(layout.columns, leaves, strict=True)]
+    columns = [to_arrow(column, leaf.tensor_split(cuts)) for column, leaf in zip(layout.columns, leaves, strict=True)]
     schema = pa.schema(list(layout.schema)[1:], metadata=layout.metadata)
     return layout, reread(pa.table(columns, schema=schema))
 

@@ -169,7 +169,9 @@ of_each_record = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 def test_each_record_has_a_case() -> None:
     """Records of modules that are only imported with an extra would be missed; there are none."""
-    modules = [one.name for one in pkgutil.walk_packages(dp_ray.__path__, "dp_ray.") if "__main__" not in one.name]
+    modules = [
+        module.name for module in pkgutil.walk_packages(dp_ray.__path__, "dp_ray.") if "__main__" not in module.name
+    ]
     inside = [
         value for name in modules if "fork" not in name for value in vars(importlib.import_module(name)).values()
     ]

@@ -36,7 +36,7 @@ def written(folder: Path, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, to
 
 def test_a_file_holds_as_much_as_the_limit_but_at_least_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "LIMIT", 20)
-    assert [list(one) for one in tensors_of_files(SIZES)] == [["a"], ["b", "c"]]
+    assert [list(tensors) for tensors in tensors_of_files(SIZES)] == [["a"], ["b", "c"]]
     assert tensors_of_files({}) == [{}]
 
 
@@ -97,4 +97,4 @@ def test_transformers_loads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     config.save_pretrained(tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
-    assert all(torch.equal(loaded.state_dict()[name], one) for name, one in model.state_dict().items())
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())

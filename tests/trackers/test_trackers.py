@@ -270,7 +270,7 @@ def _wandb_records(file: Path) -> Any:
 
 
 def _items(items: Any) -> dict[str, Any]:
-    return {one.key or ".".join(one.nested_key): json.loads(one.value_json) for one in items}
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 def _log_records(data: bytes) -> Iterator[bytes]:
