@@ -165,7 +165,7 @@ class StartedWorkers:
         from dp_ray.monitor.monitor import listening
 
         self._number += 1
-        monitor.node_control = RayNodeControl(self.channel, self._number)
+        monitor.take_control(RayNodeControl(self.channel, self._number))
         terms = Terms(
             self._number, job.max_workers, job.retries, job.task != "evaluate" and not job.finds_shards, is_last
         )

@@ -26,7 +26,7 @@ from dp_ray.engine.step import Metrics, StepOutput
 from dp_ray.engine.trainer import Pass, TrainedModel
 from dp_ray.engine.update import PassGradients, Updates
 from dp_ray.engine.votes import Lagged, LossWatch, StepSums
-from dp_ray.engine.whole_batch import BatchLoss, ShardOutput, WholeBatches, merge
+from dp_ray.engine.whole_batch import BatchLoss, ShardOutput, WholeBatches, merged_batch
 from dp_ray.engine.world import World, all_gather, everyone, gathered, has_peers, is_gpu, new_group
 from dp_ray.errors import ModelError
 from dp_ray.plan.split import Shard, Split, Work, worker_pieces
@@ -138,7 +138,7 @@ class LoopModel(TrainedModel):
             self.state.keep()
         self.state.share()
         self.state.finish(ends_step=number == 0)
-        merged = merge(own, world.device, WholeBatches(job))
+        merged = merged_batch(own, world.device, WholeBatches(job))
         return None if merged is None else merged.outputs
 
     def votes_of(self, votes: Any) -> float | None:

@@ -28,10 +28,12 @@ def zeros_that_add_nothing(like: torch.Tensor) -> torch.Tensor:
 
 def add(left: Gradients, right: Gradients) -> Gradients:
     """Add `left` to `right`, in place, and return the sums; a parameter without a gradient counts nothing."""
-    pairs = [(one, two) for one, two in zip(left, right, strict=True) if one is not None and two is not None]
+    pairs = [
+        (addend, total) for addend, total in zip(left, right, strict=True) if addend is not None and total is not None
+    ]
     if pairs:
-        torch._foreach_add_([two for _, two in pairs], [tensor for tensor, _ in pairs])
-    return [one if two is None else two for one, two in zip(left, right, strict=True)]
+        torch._foreach_add_([total for _, total in pairs], [tensor for tensor, _ in pairs])
+    return [addend if total is None else total for addend, total in zip(left, right, strict=True)]
 
 
 class ShardSums:

@@ -136,7 +136,7 @@ def _copied(job: Job, all_objects: bool) -> Job:
         if error is None:
             shared |= reach
         elif key == "model" and not all_objects:
-            raise refused(key, value, error, lambda one: copied_object(one, kept)) from error
+            raise refused(key, value, error, lambda part: copied_object(part, kept)) from error
         else:
             kept.append(value)
     reaches = {key: reached(value, kept) for key, value in others.items()}
@@ -148,10 +148,10 @@ def _copied(job: Job, all_objects: bool) -> Job:
             elif all_objects:
                 kept.append(others[key])
             else:
-                raise refused(key, others[key], error, lambda one: copied_object(one, kept)) from error
+                raise refused(key, others[key], error, lambda part: copied_object(part, kept)) from error
     kept += [others[key] for key in reaches]
     try:
-        own_job: Job = copied_object(job, [one for one in kept if one is not None])
+        own_job: Job = copied_object(job, [target for target in kept if target is not None])
         return own_job
     except Exception as error:  # a user's __setstate__ may raise anything
-        raise refused("model", job.model, error, lambda one: copied_object(one, kept)) from error
+        raise refused("model", job.model, error, lambda part: copied_object(part, kept)) from error

@@ -24,7 +24,7 @@ from dp_ray.errors import JobError, ModelError
 from dp_ray.tasks.shipped import (
     OF_MODULES,
     Apart,
-    Refused,
+    NotByValue,
     Structure,
     TensorForm,
     Wrapper,
@@ -248,7 +248,7 @@ class _Look:
             if index is not None:
                 found.add(index)
             elif isinstance(value, torch.Tensor) and value.requires_grad:
-                raise Refused  # as an attribute of a class that goes by value
+                raise NotByValue  # as an attribute of a class that goes by value
             return index
 
         return self._pickle(dumped, self.module, name), len(found) == len(indices)
@@ -259,7 +259,7 @@ class _Look:
         except Exception as error:
             # Hooks of parameters stay here, where the gradients come.
             what = what_fails(self.module, lambda value: by(value, self._pickler, name), with_hooks=False)
-            if isinstance(error, Refused):
+            if isinstance(error, NotByValue):
                 raise ModelError(
                     f"{what}: holds a tensor that wants a gradient, which would not come to it: make it a parameter"
                 ) from None
@@ -294,7 +294,7 @@ def _path(module: nn.Module, tensor: torch.Tensor, pickler: Any) -> str:
 
     def refuse(value: Any) -> None:
         if value is tensor:
-            raise Refused
+            raise NotByValue
 
     return what_fails(module, lambda value: digest(value, pickler, refuse), with_hooks=False)
 

@@ -35,7 +35,7 @@ def is_inner(name: str) -> bool:
     return name.removeprefix("eval_") == DIGEST
 
 
-def forget(folder: Storage, step: int) -> None:
+def forget_from(folder: Storage, step: int) -> None:
     """Remove the pieces with `step` or later steps, which an earlier attempt wrote and which are run again."""
     for name, (_, end) in folder.numbered(SEGMENT).items():
         if end > step:

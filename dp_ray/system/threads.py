@@ -293,8 +293,8 @@ def signals_put_off() -> Iterator[None]:
     finally:
         for number, handler in taken.items():
             signal.signal(number, handler)
-        for one in came:
-            signal.raise_signal(one)
+        for received in came:
+            signal.raise_signal(received)
 
 
 def _in_forked_process(number: int) -> None:

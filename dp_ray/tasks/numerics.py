@@ -18,7 +18,7 @@ from dp_ray.engine.world import World, gathered, is_gpu
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.messages import Computes, Send
-from dp_ray.rundir.numerics import Numerics, difference, kinds_of, places_of, refusal
+from dp_ray.rundir.numerics import Numerics, difference, kinds_of, places_of_kinds, refusal
 from dp_ray.system.linux import loaded_library, processor
 from dp_ray.text import listed
 
@@ -60,7 +60,7 @@ def check_numerics(job: Job, world: World, send: Send, control: "StepControl") -
     known = node_ids.pop(control.kind, {})
     others = {node_id: node for nodes in node_ids.values() for node_id, node in nodes.items()}
     if known and not known.keys() & others.keys():
-        where, differs = listed(dict.fromkeys(others.values())), difference(places_of(kinds))
+        where, differs = listed(dict.fromkeys(others.values())), difference(places_of_kinds(kinds))
         raise OtherKind(f"no workers are taken on {where}, which would change the bits: {differs}", tuple(others))
     raise refusal(kinds)
 

@@ -130,14 +130,14 @@ def _run_steps_before(training: Training, history: StepRows, wanted: int) -> Loa
     assert isinstance(trainer, Trainer)
     _check_watched(trainer, begun, wanted, history)
     quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
-    context.notify(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
+    context.say(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
     progress, said = AfterStep(training, RecordedEvaluations(history)), time.monotonic()
     until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
     with closing(load_steps(source, until, context.world.device, quarantine)) as steps:
         for step in range(begun, wanted):  # nothing is reported or kept of them
             if time.monotonic() - said >= LINE_SECONDS:
                 said = time.monotonic()
-                context.notify(f"step {step}, up to {wanted}")
+                context.say(f"step {step}, up to {wanted}")
             progress.take(step, trainer.step(step, steps, lambda *_: None))
         loaded = next(steps)
         return loaded._replace(loaded=list(loaded.loaded))

@@ -102,7 +102,7 @@ def odd_leaf(spec: TreeSpec, leaves: Sequence[Any], above: int = 0) -> tuple[str
     return None
 
 
-class Refused(Exception):
+class NotByValue(Exception):
     """A tensor was found that must not go by value."""
 
     def __init__(self, path: str = "", kind: str = "") -> None:
@@ -185,7 +185,7 @@ def dumped_output(spec: TreeSpec, leaves: Sequence[Any], base: Any, with_graph: 
         raise ModelError(f"output {odd[0]!r} is {odd[1]}: return a dense tensor")
     try:
         return _dumped_tree(spec, base, with_graph)
-    except Refused as refused:
+    except NotByValue as refused:
         raise ModelError(
             f"output {refused.path!r} has a graph, which would be lost: it is in a {refused.kind}, which comes by "
             "value; return the tensor itself, and make the object of it in your process"
@@ -201,7 +201,7 @@ def dumped_input(spec: TreeSpec, leaves: Sequence[Any], base: Any, with_graph: b
         raise DataError(f"input {odd[0]!r} is {odd[1]}: pass a dense tensor")
     try:
         return _dumped_tree(spec, base, with_graph, above=1)
-    except Refused as refused:
+    except NotByValue as refused:
         raise DataError(
             f"input {refused.path!r} wants a gradient, which would not come to it: it is in a {refused.kind}, which "
             "each shard gets by value; pass the tensor itself, alone or in a tuple, list, dict or dataclass, or call "
@@ -233,11 +233,11 @@ def _dumped_tree(spec: TreeSpec, base: Any, with_graph: bool, above: int = 0) ->
         return dumped(spec, base)
     try:
         return dumped(spec, base, _refuse_wanting)
-    except Refused as refused:
+    except NotByValue as refused:
         for keys, node in all_nodes(spec):
             if node.kind == "constant" and (inner := _wanting(node.value, base)) is not None:
                 path = ".".join(map(str, keys[above:])) + inner
-                raise Refused(path.removeprefix("."), type(node.value).__qualname__) from None
+                raise NotByValue(path.removeprefix("."), type(node.value).__qualname__) from None
         raise refused
 
 
@@ -254,7 +254,7 @@ def _unpicklable(spec: TreeSpec, base: Any) -> str:
 
 def _refuse_wanting(value: Any) -> None:
     if isinstance(value, torch.Tensor) and value.requires_grad:
-        raise Refused("", type(value).__qualname__)
+        raise NotByValue("", type(value).__qualname__)
 
 
 def _wanting(value: Any, base: Any) -> str | None:
@@ -262,7 +262,7 @@ def _wanting(value: Any, base: Any) -> str | None:
     if isinstance(value, nn.Module):
         return next((f".{name}" for name, parameter in value.named_parameters() if parameter.requires_grad), None)
     found = part_that_fails(value, lambda value: dumped(value, base, _refuse_wanting))
-    if found is None or not isinstance(found[2], Refused):
+    if found is None or not isinstance(found[2], NotByValue):
         return None
     return found[0] if found[0].startswith("[") or not found[0] else f".{found[0]}"
 

@@ -159,7 +159,7 @@ def place_training(context: Context) -> PlacedTraining:
     """Load the dataset and build the model; every rank calls this."""
     job, dataset = context.job, load_dataset(context)
     split = split_of(job, len(dataset))
-    placement = place(with_schedule(job, split), context.world, context.notify)
+    placement = place(with_schedule(job, split), context.world, context.say)
     check_all_tensors(placement.model)
     return PlacedTraining(replace(context, world=placement.world), dataset, split, placement)
 
@@ -176,7 +176,7 @@ def begun_training(
     step, times = build_step(job, world), times_of(context)
     with closing(trainer_of(placed, step, measures, times)) as trainer:
         if trainer.optimizer_step.says_left_out is not None:
-            context.notify(trainer.optimizer_step.says_left_out)
+            context.say(trainer.optimizer_step.says_left_out)
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
         context = replace(context, attempt=begin_attempt(context.run).attempt)
         layout = sample_layout(job, split, dataset)
@@ -271,7 +271,7 @@ def with_loss_check(context: Context, on_shard: OnShard) -> OnShard:
             seen = step_output.outputs, step_output.target
             losses = of_neighbours(step_output.compare, step_output.loss, seen, shard.rows, job.batch_dim, is_exact)
         if losses is not None:
-            context.notify(
+            context.say(
                 f"loss: the loss of a row depends on the other rows of its shard: that of step 0, shard 0 sums up to "
                 f"{losses.together:.6g}, and with one of its {shard.rows} rows apart to "
                 f"{losses.first + losses.others:.6g}; so each of the {job.num_shards} shards has its own, and their "

@@ -28,7 +28,7 @@ from torch.utils.data import default_collate
 from dp_ray.data import Arrow, Csv, Images, JsonLines, Parquet, WebDataset, files, float_image, webdataset
 from dp_ray.data import text as text_tables
 from dp_ray.data.values import image as decode_image
-from dp_ray.data.values import values_of
+from dp_ray.data.values import row_getter
 from dp_ray.errors import DataError, JobError
 from tests.support.tables import ROWS, TYPES, columns, jpeg, json_lines, parquet, sample, shard
 
@@ -374,7 +374,7 @@ def test_lists_of_a_part_of_an_array_are_those_of_arrow(rows: list[list[int] | N
     start = data.draw(st.integers(0, len(rows) - 1))
     kinds = (pa.list_(pa.int16()), pa.large_list(pa.float32()), pa.list_(pa.int64(), 3))
     for array in (pa.array(rows, kind).slice(start) for kind in kinds):
-        give = values_of("x", pa.chunked_array([array]))
+        give = row_getter("x", pa.chunked_array([array]))
         wanted = array.to_pylist()
         there = np.array([row for row, one in enumerate(wanted) if one is not None], np.int64)[::-1]
         found = give(there)

@@ -12,7 +12,7 @@ from torch import nn
 
 from dp_ray.driver.replay import replay
 from dp_ray.engine.memory import LiveMemory
-from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, merge
+from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, merged_batch
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import plan as job_plan
@@ -395,7 +395,7 @@ def test_any_tree_is_merged_as_it_was_cut(tree: Any, rows: int, shards: int) -> 
     for shard, piece in zip(Split(rows, rows, shards).worker(1, 0, 0), torch.arange(rows).chunk(shards), strict=True):
         own.append(ShardOutput(shard, cut(whole, start, start + len(piece)), torch.arange(len(piece))))
         start += len(piece)
-    merged = merge(own, torch.device("cpu"), WholeBatches(job_of()))
+    merged = merged_batch(own, torch.device("cpu"), WholeBatches(job_of()))
     assert merged is not None and merged.rows == rows
     torch.testing.assert_close(merged.outputs, whole, rtol=0, atol=0, equal_nan=True)
 

@@ -190,7 +190,7 @@ def test_a_result_to_start_from(tmp_path: Path) -> None:
     trained = run(tmp_path, "trained", **objects())
     keys = {**objects(), "task": "evaluate"}
     found = run(tmp_path, "evaluated", **keys, init_from=trained)
-    assert {f"eval_{name}": one for name, one in found.metrics.items()}.items() <= trained.metrics.items()
+    assert {f"eval_{name}": metric for name, metric in found.metrics.items()}.items() <= trained.metrics.items()
     assert run(tmp_path, "again", **keys, init_from=Path(trained.run_dir)).metrics == found.metrics
 
 

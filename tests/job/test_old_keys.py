@@ -17,7 +17,7 @@ from dp_ray.errors import JobError
 from dp_ray.job import old_keys
 from dp_ray.job.files import job_maker, load_job
 from dp_ray.job.job import Job
-from dp_ray.job.old_keys import OLD_KEYS, OldKey, OldKeyWarning, has, moved, of_a_run
+from dp_ray.job.old_keys import OLD_KEYS, OldKey, OldKeyWarning, has, key_moved, of_a_run
 from tests.support import forked
 from tests.support.cluster import ROOT
 
@@ -116,7 +116,7 @@ def test_a_real_old_name_leads_to_a_key_and_was_taken_for_a_minor_version(key: O
         with pytest.raises(
             JobError, match=rf"here it is {re.escape(key.new)}: the new name of {re.escape(key.name)}"
         ):
-            Job.make(moved({**JOB, "new": 3}, "new", key.name), "job")
+            Job.make(key_moved({**JOB, "new": 3}, "new", key.name), "job")
 
 
 names = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3).map(".".join)
@@ -138,7 +138,7 @@ def test_a_moved_key_is_that_of_flat_keys(flat: dict[str, int], old: str, new: s
         inner[last] = value
     kept = json.dumps(nested)
     expected = {(new if name == old else name): value for name, value in keys.items() if name != new}
-    assert dict(flattened(moved(nested, old, new))) == expected
+    assert dict(flattened(key_moved(nested, old, new))) == expected
     assert json.dumps(nested) == kept
 
 

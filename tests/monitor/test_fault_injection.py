@@ -12,7 +12,7 @@ PLAN = "kill worker 1 at step 20; kill node 2 at step 40; pause worker 0 for 30s
 def test_the_plan_of_the_manual() -> None:
     faults = parse_faults(PLAN)
     assert "; ".join(map(str, faults)) == PLAN
-    assert [(one.action, one.what, one.which, one.seconds, one.step) for one in faults] == [
+    assert [(fault.action, fault.what, fault.which, fault.seconds, fault.step) for fault in faults] == [
         ("kill", "worker", "1", None, 20),
         ("kill", "node", "2", None, 40),
         ("pause", "worker", "0", 30.0, 60),

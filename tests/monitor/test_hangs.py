@@ -38,9 +38,9 @@ def hang(hangs: Hangs, clock: list[float], step: int, rank: int = 1) -> None:
     """An attempt in which `rank` hangs in `step`, and the other one waits for it."""
     hangs.watch(WORKERS)
     clock[0] += LATE
-    for one in range(2):
-        waits_for = "" if one == rank else "the other workers' gradients"
-        hangs.watchdog.take(Beat("a", one, step, LATE, READS, waits_for))
+    for number in range(2):
+        waits_for = "" if number == rank else "the other workers' gradients"
+        hangs.watchdog.take(Beat("a", number, step, LATE, READS, waits_for))
 
 
 def test_each_replacement_costs_a_retry(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:

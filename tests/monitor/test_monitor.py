@@ -409,7 +409,10 @@ def test_a_worker_lost_with_its_node_is_told_as_the_nodes_end() -> None:
     monitor = following(*workers_of("a"), nodes=Nodes("node 1"))
     for rank in range(2):
         monitor.take(Interrupted(IncidentKind.WORKER, "its process was killed, or crashed", (rank,)))
-    told = [(one.kind, one.ranks, one.nodes) for one in monitor.incidents.log.interruptions]
+    told = [
+        (interruption.kind, interruption.ranks, interruption.nodes)
+        for interruption in monitor.incidents.log.interruptions
+    ]
     assert told == [("worker", (0,), ("10.0.0.0",)), ("node", (1,), ("10.0.0.1",))]
 
 
@@ -423,7 +426,7 @@ def test_the_workers_of_an_attempt_stand_in_the_order_of_their_ranks() -> None:
     found = attempts_of()
     assert found.take(ready("a", 1)) == ()
     assert [one.world.rank for one in found.take(ready("a", 0))] == [0, 1]
-    assert [one.world.rank for one in found.workers((1, 5))] == [1]
+    assert [worker.world.rank for worker in found.workers((1, 5))] == [1]
 
 
 def test_reports_that_come_before_their_attempt_begins_are_given_once() -> None:

@@ -199,7 +199,7 @@ def sums(number: int, state: str, group: str = "nccl dp_ray-1 all") -> Collectiv
 def test_the_ranks_that_are_behind_in_their_collectives(
     stands: list[tuple[int, str]], behind: tuple[int, ...]
 ) -> None:
-    assert collectives_behind({rank: sums(*one) for rank, one in enumerate(stands)}) == behind
+    assert collectives_behind({rank: sums(*stand) for rank, stand in enumerate(stands)}) == behind
 
 
 def test_what_is_said_of_collectives() -> None:

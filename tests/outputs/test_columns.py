@@ -5,7 +5,7 @@ import io
 import itertools
 import math
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dp_ray.errors import Error, ModelError, StorageError
 from dp_ray.outputs.columns import Column, Layout, from_arrow, layout_key, raw_bytes, rebuild, rows_of, to_arrow
+from tests.support.trees import Data, Pair
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -26,17 +27,6 @@ DTYPES = [
 ]
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (2, 0)]
 SPECIAL = [math.nan, -0.0, 0.0, math.inf, -math.inf, 1.5, -2.0, 1e-40, 240.0, 2.0**-9]
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclasses.dataclass
-class Data:
-    x: Any
-    y: Any = None
 
 
 def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -64,7 +54,7 @@ def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], list[int]]
 def tables(outputs: Any, rows: int, batch_dim: int = 0, cuts: int = 1) -> tuple[Layout, pa.Table]:
     """The outputs as a table that was a Parquet file, each column made of `cuts` pieces."""
     layout, leaves = rows_of(outputs, rows, batch_dim)
-    columns = [to_arrow(one, leaf.tensor_split(cuts)) for one, leaf in zip(layout.columns, leaves, strict=True)]
+    columns = [to_arrow(column, leaf.tensor_split(cuts)) for column, leaf in zip(layout.columns, leaves, strict=True)]
     schema = pa.schema(list(layout.schema)[1:], metadata=layout.metadata)
     return layout, reread(pa.table(columns, schema=schema))
 

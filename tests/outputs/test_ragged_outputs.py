@@ -209,7 +209,7 @@ def test_a_detectors_boxes_are_lists_in_the_files_of_any_number_of_workers(tmp_p
         "large_list<element: halffloat>",
     ]
     assert first["boxes"].to_pylist() == [output["boxes"].tolist() for output in result.outputs]
-    assert [len(one) for one in pd.read_parquet(folder)["labels"]] == [len(one["labels"]) for one in wanted]
+    assert [len(label) for label in pd.read_parquet(folder)["labels"]] == [len(one["labels"]) for one in wanted]
     assert pl.read_parquet(folder)["boxes"].to_list() == first["boxes"].to_pylist()
     loaded = datasets.load_dataset("parquet", data_files=str(folder / "*.parquet"), cache_dir=str(tmp_path / "cache"))
     assert loaded["train"]["boxes"][:] == first["boxes"].to_pylist()

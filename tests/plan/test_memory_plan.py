@@ -216,7 +216,7 @@ def test_its_unit_is_one_in_which_there_is_something_to_see(total: int, unit: st
 def test_the_models_that_were_planned_are_gone() -> None:
     def models() -> int:
         free_memory()
-        return sum(issubclass(type(one), nn.Module) for one in gc.get_objects())
+        return sum(issubclass(type(thing), nn.Module) for thing in gc.get_objects())
 
     before = models()
     for _ in range(2):
@@ -246,7 +246,7 @@ def test_the_command_says_it_in_text_and_json(
     assert "NCCL" not in run_cli("plan", "jobs/digits.yaml", "--gpu-memory", "40", "--workers", "1")
     (line,) = run_cli("plan", "jobs/digits.yaml", "--memory", "--json", *keys).splitlines()
     memory = json.loads(line)["memory"]
-    assert [one["workers"] for one in memory["workers"]] == [1, 2, 1, 2]
+    assert [worker["workers"] for worker in memory["workers"]] == [1, 2, 1, 2]
     assert "memory" not in json.loads(run_cli("plan", "jobs/digits.yaml", "--json", *keys))
 
 

@@ -114,7 +114,7 @@ def test_keys_differ_by_all_that_they_are_made_of_and_are_the_same_for_ever() ->
 def test_transfers_between_any_owners_sum_by_definition_on_the_first(leaves: list[tuple[int, float] | None]) -> None:
     """Each worker holds its own leaves alone, wherever they stand, and gets others' sums only as they are sent."""
     root = (0, len(leaves))
-    owners = {at: one[0] for at, one in enumerate(leaves) if one is not None}
+    owners = {at: leaf[0] for at, leaf in enumerate(leaves) if leaf is not None}
     held: dict[int, dict[Node, float]] = {worker: {} for worker in range(5)}
     for at, one in enumerate(leaves):
         if one is not None:

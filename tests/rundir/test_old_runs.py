@@ -84,8 +84,8 @@ def read_checkpoint(run: Path, step: int) -> tuple[dict[str, Any], Any]:
         make: dict[str, Callable[[Any], Any]] = {
             "tensor": lambda name: tensors.pop(name),
             "dict": lambda pairs: {key: nested(one) for key, one in pairs},
-            "list": lambda items: [nested(one) for one in items],
-            "tuple": lambda items: tuple(nested(one) for one in items),
+            "list": lambda items: [nested(item) for item in items],
+            "tuple": lambda items: tuple(nested(item) for item in items),
         }
         return make[kind](value)
 

@@ -42,7 +42,7 @@ from dp_ray.tasks.setup import PINS_JSON, REFERENCE_JSON
 from dp_ray.telemetry import reports
 from dp_ray.telemetry.shapes import shape_table
 from dp_ray.telemetry.times import read_step_times, step_time_parts, times_table
-from dp_ray.trackers.feed import MEMORY_JSON, Memory
+from dp_ray.trackers.feed import TRACKED_JSON, TrackedRun
 
 
 class Case(NamedTuple):
@@ -152,7 +152,10 @@ CASES = {
         PREVIEWS_JSON, [Preview(3, text="1")], '[{"sample_index": 3, "png": "", "text": "1"}]', [Preview(4)]
     ),
     "a tracker's memory": Case(
-        MEMORY_JSON, Memory("r", 3), '{"run_id": "r", "next_step": 3, "status": null}\n', Memory("r", 4, "done")
+        TRACKED_JSON,
+        TrackedRun("r", 3),
+        '{"run_id": "r", "next_step": 3, "status": null}\n',
+        TrackedRun("r", 4, "done"),
     ),
     "the index of a data file": Case(
         data_files.INDEX_JSON,
@@ -166,7 +169,9 @@ of_each_record = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 def test_each_record_has_a_case() -> None:
     """Records of modules that are only imported with an extra would be missed; there are none."""
-    modules = [one.name for one in pkgutil.walk_packages(dp_ray.__path__, "dp_ray.") if "__main__" not in one.name]
+    modules = [
+        module.name for module in pkgutil.walk_packages(dp_ray.__path__, "dp_ray.") if "__main__" not in module.name
+    ]
     inside = [
         value for name in modules if "fork" not in name for value in vars(importlib.import_module(name)).values()
     ]

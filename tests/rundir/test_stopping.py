@@ -104,7 +104,7 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
     assert 0 < num_kept < 20, "it stopped in the middle"
     assert not (run / REQUEST).exists()
     result = dp_ray.run(**held(tmp_path), quiet=True)
-    assert [one["what"] for one in result.interruptions] == [
+    assert [interruption["what"] for interruption in result.interruptions] == [
         f"stopped by {' '.join(['dp-ray stop', *how])} after {num_kept} steps"
     ]
     assert result.weights_sha256 == undisturbed.weights_sha256

@@ -110,7 +110,7 @@ def monitor_of(
     writers = [TensorBoardWriter(Storage("nowhere"))]
     monitor = Monitor(made, split, writers, Console("job", quiet), shapes, run)
     if nodes is not None:
-        monitor.node_control = nodes
+        monitor.take_control(nodes)
     for message in messages:
         monitor.take(message)
     return monitor

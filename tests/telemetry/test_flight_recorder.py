@@ -40,7 +40,7 @@ def entry(number: int, state: str, retired: bool = False, **keys: Any) -> dict[s
 
 
 def stands(*entries: dict[str, Any]) -> list[tuple[str, int, str]]:
-    return [(one.group, one.number, one.state) for one in current_collectives(entries)]
+    return [(collective.group, collective.number, collective.state) for collective in current_collectives(entries)]
 
 
 def test_a_group_stands_at_its_oldest_collective_that_is_not_over() -> None:
@@ -237,7 +237,7 @@ def test_a_recorder_that_cannot_be_kept_is_told(monkeypatch: pytest.MonkeyPatch,
     late.heartbeat.before(7)
     late.beat(101.0)
     assert late.beat(1.0).collectives == (SUM,)
-    (note,) = (one for one in late.channel.sent if isinstance(one, Note))
+    (note,) = (message for message in late.channel.sent if isinstance(message, Note))
     assert note.text.startswith("rank 1 on localhost: its flight recorder cannot be kept: StorageError: ")
 
 

@@ -3,7 +3,6 @@
 Reports are compared with lists of what was recorded, and with a table that is one dictionary.
 """
 
-import dataclasses
 import io
 import math
 import pickle
@@ -49,20 +48,10 @@ from dp_ray.telemetry.shapes import (
 )
 from dp_ray.tensors.tree import sizes
 from tests.support.builders import monitor_of
+from tests.support.trees import Data, Pair
 from tests.support.within import within
 
 Size = torch.Size
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclasses.dataclass
-class Data:
-    x: Any
-    y: Any = None
 
 
 class Calls(nn.Module):
@@ -130,7 +119,7 @@ def test_a_list_with_an_entry_for_each_row_is_seen_by_what_its_entries_have_in_c
         4,
     )
     features = [X, Y, torch.ones(4, 2), X]
-    assert see(lambda given: features, features)[0] == tuple(one.shape for one in features), "no row in each"
+    assert see(lambda given: features, features)[0] == tuple(feature.shape for feature in features), "no row in each"
     slow_first = [torch.ones(time, 4, 2) for time in (7, 3, 2, 1)]
     assert see(lambda given: given, slow_first, batch_dim=1)[0] == tuple(one.shape for one in slow_first)
     pair = ([torch.ones(3, 5), torch.ones(2, 5)], [Y, Y])

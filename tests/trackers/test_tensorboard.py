@@ -63,7 +63,7 @@ def test_what_is_written_is_there_while_the_run_goes_on(tmp_path: Path, monkeypa
     monkeypatch.setattr(tensorboard, "FLUSH_SECONDS", 0.0)
     writer = TensorBoardWriter(Storage(str(tmp_path)))
     writer.add([row(0)])
-    assert [one.step for one in events(tmp_path)[0][2:]] == [0]
+    assert [event.step for event in events(tmp_path)[0][2:]] == [0]
     writer.close()
 
 
@@ -77,4 +77,4 @@ def test_a_full_disk_ends_only_the_writer(tmp_path: Path, monkeypatch: pytest.Mo
     writer.add([row(1)])
     writer.add([row(2)])
     writer.close()
-    assert [one.step for one in events(tmp_path)[0][2:]] == [0]
+    assert [event.step for event in events(tmp_path)[0][2:]] == [0]
