@@ -28,6 +28,7 @@ from dp_ray.job.job import NAME
 from dp_ray.rundir.content import (
     CONTENT_JSON,
     FETCHED_JSON,
+    KINDS,
     Content,
     Entry,
     Fetched,
@@ -72,11 +73,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What is to come into a run directory: files as RUN/FILE, beside those that it `keeps` or in place of all."""
+    """What is to come into a run directory: files as RUN/FILE, beside those that it `keeps` or in place of all.
+
+    `lacks` are the kinds of files of which none was fetched before.
+    """
 
     run: str
     files: dict[str, Entry]
     keeps: dict[str, Entry] = field(default_factory=dict)
+    lacks: Sequence[str] = KINDS
     replaces: bool = False
 
 
@@ -97,7 +102,8 @@ def fetch(wanted: Wanted, folder: Path, say: Say) -> list[Path]:
         _gather(source, {path: entry for each in arrivals for path, entry in each.files.items()}, stage, say)
     for each in arrivals:
         new = {path.partition("/")[2]: entry for path, entry in each.files.items()}
-        _settle(stage, folder, each, Fetched(hide(place), wanted.address, {**each.keeps, **new}))
+        lacks = [kind for kind in each.lacks if kind not in wanted.kinds] if wanted.kinds else []
+        _settle(stage, folder, each, Fetched(hide(place), wanted.address, {**each.keeps, **new}, lacks))
     shutil.rmtree(stage)
     return [folder / run for run in runs]
 
@@ -227,7 +233,7 @@ def _arrival(run_dir: Path, run: str, content: Content, overwrite: bool) -> Arri
     ]
     if earlier is not None and not changed:
         new = {path: entry for path, entry in files.items() if path.partition("/")[2] not in known}
-        return Arrival(run, new, keeps=known)
+        return Arrival(run, new, keeps=known, lacks=earlier.lacks)
     if run_dir.is_dir() and last_alive(here)[0]:
         raise JobError(f"{run_dir} is being run here: wait for its end, or fetch into another folder")
     if overwrite and run_dir.is_dir() and (here.exists(RUN) or here.exists(SWEEP)):

@@ -6,6 +6,7 @@ their SHA-256. Files of an object store are copied there. The folder is removed 
 or has not been heard for `SILENT_SECONDS`.
 """
 
+import os
 import shutil
 import signal
 import sys
@@ -36,6 +37,7 @@ def main(place: str, name: str, offer: str, *kinds: str) -> int:
         is_below_home = "://" not in place and not Path(place).expanduser().is_absolute()
         base = Storage(str(Path.home() / place) if is_below_home else place)
         with _folder(own_log_folder() / offer) as folder:
+            os.chdir(folder)  # so that errors name whole paths
             _fill(folder, base, name, kinds)
             _wait(offer)
     except Error as error:

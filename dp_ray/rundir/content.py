@@ -5,6 +5,7 @@
 """
 
 import re
+import shlex
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -17,6 +18,7 @@ from dp_ray.rundir.files import CHECKPOINTS, RUN, SWEEP, SWEEP_JSON, runs_there
 from dp_ray.rundir.lease import LEASE, REQUEST
 from dp_ray.rundir.listing import listed_run
 from dp_ray.storage import TEMPORARY, Storage, with_names
+from dp_ray.text import relative
 
 KINDS = ("weights", "outputs", "page")
 FETCHED = "fetched.json"
@@ -55,11 +57,12 @@ class Content:
 
 @dataclass(frozen=True)
 class Fetched:
-    """From where a run directory was fetched, and which of its files, as they were there."""
+    """From where a run directory was fetched, and which of its files, as they were there; `lacks` kinds of them."""
 
     place: str
     address: str | None
     files: dict[str, Entry]
+    lacks: list[str] = field(default_factory=list)
 
 
 CONTENT_JSON = Record[Content](Content, hides=False)
@@ -91,6 +94,15 @@ def content_of(base: Storage, name: str, kinds: Collection[str]) -> Content:
         if not has_kind(kind, [path.partition("/")[2] for path in files]):
             raise JobError(f"{run} has no {kind}; fetch it without --{kind} to get what it has")
     return Content(dict(sorted(files.items())), running)
+
+
+def check_fetched(run: Storage, kind: str) -> None:
+    """Raise StorageError if a run was fetched without its files of a kind; it says how they come."""
+    fetched = FETCHED_JSON.read(run) if run.is_local else None
+    if fetched is not None and kind in fetched.lacks:
+        where = ["--address", fetched.address] if fetched.address else ["--storage", fetched.place]
+        command = shlex.join(["dp-ray", "fetch", run.name, relative(run.parent.location), f"--{kind}", *where])
+        raise StorageError(f"{run}: was fetched without its {kind}; `{command}` brings what is missing")
 
 
 def chosen(names: Iterable[str], kinds: Collection[str]) -> list[str]:

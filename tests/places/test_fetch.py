@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,10 @@ from typing import Any
 import pytest
 
 import dp_ray
-from dp_ray.cluster import fetch as fetching
 from dp_ray.cluster.fetch import FromHere, Wanted, fetch
 from dp_ray.cluster.internals.variables import VARIABLES
-from dp_ray.errors import JobError, StorageError
+from dp_ray.driver.from_run import follow_up
+from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.rundir.content import FETCHED, Content, Entry, check_names, chosen
 from tests.support.cluster import ROOT, Cluster
 from tests.support.drivers import SLOW
@@ -101,7 +102,18 @@ def test_a_run_that_was_fetched_is_read_reported_and_goes_on(trained: Path, tmp_
         for name, run in (("there", trained / "trained"), ("here", tmp_path / "some" / "trained"))
     }
     assert len(set(answers.values())) == 1
-    bring(trained, tmp_path / "some", "page")  # joins what is there
+    bring(trained, tmp_path / "page", "page")
+    lacks = rf"was fetched without its weights; `dp-ray fetch trained .*page --weights --storage {trained}` brings"
+    with pytest.raises(StorageError, match=lacks):
+        dp_ray.load(tmp_path / "page" / "trained").weights  # noqa: B018
+    with pytest.raises(StorageError, match=lacks):
+        follow_up("predict", str(tmp_path / "page" / "trained"), None, {})
+    for there_is_none in (dp_ray.load, lambda run: follow_up("predict", run, None, {})):
+        with pytest.raises(Error, match=r"if a cluster ran it, `dp-ray fetch lost .*page --address .*` brings it"):
+            there_is_none(str(tmp_path / "page" / "lost"))
+    bring(trained, tmp_path / "page", "weights")  # joins what is there
+    assert dp_ray.load(tmp_path / "page" / "trained").weights.keys() == there.weights.keys()
+    bring(trained, tmp_path / "some", "page")
     bring(trained, tmp_path / "some")
     assert digests(tmp_path / "some" / "trained") == digests(trained / "trained")
 
@@ -192,7 +204,7 @@ def test_a_disk_without_room_is_told_before(trained: Path, tmp_path: Path, monke
     class Full:
         free = 10
 
-    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda _: Full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Full)
     with pytest.raises(StorageError, match="are to come, and the disk has 10 B left"):
         bring(trained, tmp_path)
 
