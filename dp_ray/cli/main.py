@@ -17,6 +17,7 @@ import click
 from dp_ray import __version__
 from dp_ray.cli import completion, options
 from dp_ray.cli.begin import FIRST_SCREEN, init
+from dp_ray.cli.fetch import fetch
 from dp_ray.cli.options import KeyOptions, announced, forked_early, say, say_import, show_error, take
 from dp_ray.cli.remote import logs, status, stop, submit
 from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
@@ -236,6 +237,7 @@ for command in (
     status,
     logs,
     stop,
+    fetch,
     report,
     compare,
     list_runs,

@@ -55,7 +55,7 @@ def submit(job_file: str, address: str, **flags: Any) -> None:
         )
     # Values of env are kept out of the command, which Ray's dashboard and logs show.
     secrets = [setting for setting in keys.settings if is_env(setting)]
-    sys.exit(submit_and_follow(address, program, secrets, job.run_name))
+    sys.exit(submit_and_follow(address, program, secrets, job.run_name, job.storage))
 
 
 @click.command()

@@ -22,7 +22,7 @@ from ray.exceptions import AuthenticationError, RayError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from dp_ray.cluster.connect import RUN_NAME, address_of, authenticate, code_to_ship
-from dp_ray.cluster.internals.core import find_users_token, leave_on_head, packed_files, take_from_head
+from dp_ray.cluster.internals.core import find_users_token, leave_on_head, log_file, packed_files, take_from_head
 from dp_ray.cluster.internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
 from dp_ray.errors import DONE, FAILED, INTERRUPTED, ClusterError, JobError
 from dp_ray.system.threads import Terminated
@@ -77,6 +77,36 @@ class Dashboard:
                 submission_id=f"{name}-{uuid.uuid4().hex[:8]}",
             )
             return submitted
+
+    def start(self, program: list[str], submission: str) -> None:
+        """Start a program of dp_ray's own as a job of this id, without the working directory."""
+        with self._answering("no Ray dashboard takes the job"):
+            self.client.submit_job(
+                entrypoint=shlex.join(program),
+                runtime_env={"py_modules": code_to_ship()["py_modules"]},
+                submission_id=submission,
+            )
+
+    def forget(self, submission: str) -> None:
+        """Stop a job of `start`, wait for its end, and remove it from Ray's list."""
+        with self._answering("the dashboard no longer answers"), suppress(RuntimeError):
+            self.client.stop_job(submission)
+            until = time.monotonic() + AWAY_SECONDS
+            while not self.client.get_job_status(submission).is_terminal() and time.monotonic() < until:
+                time.sleep(LOOK_SECONDS)
+            self.client.delete_job(submission)
+
+    def leave(self, data: bytes, name: str) -> None:
+        """Leave bytes in the memory of the head node, where `take_from_head` finds them under this name."""
+        with self._answering("the dashboard no longer answers"):
+            leave_on_head(self.client, data, name)
+
+    @contextmanager
+    def reading(self, node_id: str, name: str) -> Iterator[Iterator[bytes]]:
+        """Within the block, read a file in the log folder of a node, in pieces; raises FileNotFoundError."""
+        away = self._answering("the dashboard no longer answers")
+        with away, log_file(self.client, node_id, name, AWAY_SECONDS) as pieces:
+            yield pieces
 
     def jobs(self) -> list[JobDetails]:
         """Return the submitted jobs, the newest first."""
@@ -181,7 +211,7 @@ def name_of(job: JobDetails) -> str | None:
     return (job.metadata or {}).get(RUN_NAME)
 
 
-def submit_and_follow(address: str, program: list[str], secrets: list[str], name: str) -> int:
+def submit_and_follow(address: str, program: list[str], secrets: list[str], name: str, storage: str) -> int:
     """Run `program` on the cluster behind a dashboard as the run `name`, follow it, and return its exit status.
 
     Ctrl-C asks whether to stop the job or to leave it running. Raises ClusterError if no dashboard answers.
@@ -189,6 +219,9 @@ def submit_and_follow(address: str, program: list[str], secrets: list[str], name
     dashboard = Dashboard(address)
     submission = dashboard.submit(program, secrets, name, _say)
     _say(f"submitted as {submission}")
+    is_below_home = "://" not in storage and not storage.startswith(("/", "~"))
+    where = f"{storage.rstrip('/')}/{name}{' in the home of the head node' if is_below_home else ''}"
+    _say(f"the run will lie in {hide(where)}; dp-ray fetch {name} --address {dashboard.address} brings it here")
     return follow(dashboard, submission)
 
 

@@ -138,7 +138,7 @@ def execute(
         wanted = Wanted(job, plan.rows, steps, options.overwrite, options.resume, is_reopened=reopen is not None)
         decision = check(run, wanted)
         claimed = claim(run, wanted, decision, reopen and functools.partial(reopen, plan.split))
-        name_submitted_job(run.name)
+        name_submitted_job(run.name, str(run.parent))
         if decision == Replace(is_asked=False):
             console.say("replaces the run of this name, which had ended before it kept a step")
         if isinstance(decision, Resume) and decision.lengths:
@@ -155,15 +155,15 @@ def execute(
                 execution.write_page()
 
 
-def name_submitted_job(name: str) -> None:
-    """In a submitted Ray job, have `dp-ray status` show the name of the run or of the sweep."""
+def name_submitted_job(name: str, storage: str) -> None:
+    """In a submitted Ray job, have Ray keep the name and the storage of the run or sweep, by which one finds it."""
     with contextlib.suppress(ClusterError):  # `workers: 0` runs with any Ray, and with none
         from dp_ray.cluster.internals.variables import JOB_CONFIG
 
         if JOB_CONFIG in os.environ:
             from dp_ray.cluster import connect  # imports Ray
 
-            connect.name_ray_job(name)
+            connect.name_ray_job(name, storage)
 
 
 PAGE_SECONDS = 1.0  # between two looks at whether to import what the page needs

@@ -258,7 +258,7 @@ def run_sweep(
     and ClusterError if no Ray answers or a session has ended.
     """
     definition, say = record.definition, Console(record.definition.name, options.quiet).say
-    name_submitted_job(definition.name)  # before its first trial gives its own
+    name_submitted_job(definition.name, str(base))  # before its first trial gives its own
     jobs = [definition.job(1, picked) for picked in definition.probes()]
     sweep = RunningSweep(record, base, say, fail_fast, options.verbose)
     num_left = sum(trial.state != "done" for trial in record.trials)

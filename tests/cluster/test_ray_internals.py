@@ -208,6 +208,22 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
 }
 # What our code must not only have but find used there: a text of the source of the thing.
 USED: dict[str, tuple[str, str]] = {
+    "the dashboard's log files may be links": (
+        "ray.dashboard.modules.log.log_agent:LogAgentV1Grpc._resolve_filename",
+        "os.path.abspath(filepath)",
+    ),
+    "a job prints to a file in the log folder": (
+        "ray.dashboard.modules.job.job_supervisor:JobSupervisor._exec_entrypoint",
+        "stdout=logs_file",
+    ),
+    "the dashboard sends a log file by its name": (
+        "ray.dashboard.modules.state.state_head:StateHead.get_logs",
+        'req.query.get("filename", None)',
+    ),
+    "the job client has what a request needs": (
+        "ray.dashboard.modules.dashboard_sdk:SubmissionClient._do_request",
+        "cookies=self._cookies",
+    ),
     "ray.init takes a folder": ("ray._private.worker:init", '"_temp_dir"'),
     "ray.init asks for the command line": ("ray._private.worker:init", "ray._private.utils.get_entrypoint_name()"),
     "a raylet's agent": (

@@ -26,6 +26,7 @@ from dp_ray.outputs.files import FILE_JSON, MANIFEST_JSON, FileRecord
 from dp_ray.outputs.previews import PREVIEWS_JSON, Preview
 from dp_ray.records import FAIL, IGNORE, Record
 from dp_ray.rundir import history
+from dp_ray.rundir.content import CONTENT_JSON, FETCHED_JSON, Content, Entry, Fetched
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN_JSON, SWEEP_JSON, About, Sweep, SweepTrial
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.lease import LEASE_JSON, REQUEST_JSON, Lease, StopRequest
@@ -128,6 +129,19 @@ CASES = {
         WeightsIndex(metadata={"total_size": 4}, weight_map={"a": "f"}),
         '{\n  "metadata": {\n    "total_size": 4\n  },\n  "weight_map": {\n    "a": "f"\n  }\n}\n',
         WeightsIndex(weight_map={}),
+    ),
+    "a listing of files": Case(
+        CONTENT_JSON,
+        Content({"r/run.json": Entry(3, 5, "5f")}, ["r"]),
+        '{"files": {"r/run.json": {"size": 3, "modified": 5, "sha256": "5f"}}, "running": ["r"]}\n',
+        Content({}),
+    ),
+    "fetched.json": Case(
+        FETCHED_JSON,
+        Fetched("s3://bucket/runs", None, {"run.json": Entry(3, 5)}, ["page"]),
+        '{"place": "s3://bucket/runs", "address": null, "files": {"run.json": {"size": 3, "modified": 5, '
+        '"sha256": ""}}, "lacks": ["page"]}\n',
+        Fetched("/runs", "http://head:8265", {}),
     ),
     "progress.json": Case(PROGRESS_JSON, {"step": 3, "at": 1.5}, '{"step": 3, "at": 1.5}\n', {}),
     "the files of a dataset": Case(PINS_JSON, {"a.csv": None}, '{\n  "a.csv": null\n}\n', {"a.csv": "3 bytes"}),
