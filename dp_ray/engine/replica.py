@@ -19,7 +19,6 @@ from dp_ray.engine.out_of_memory import ShardSize, raise_advised
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.user_code import locating, location, raise_located
 from dp_ray.errors import ModelError
-from dp_ray.job.job import Job
 from dp_ray.plan.split import Shard, Work
 from dp_ray.tensors.tree import copied
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from dp_ray.engine.eval_state import EvalState
     from dp_ray.engine.forward_state import ForwardState
     from dp_ray.engine.loading import LoadedStep
+    from dp_ray.job.job import Job
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class Replica:
                 raise
             raise_located(error, self.of + location(ran))
 
-    def raise_advised(self, error: RuntimeError | ModelError, shard: Shard, job: Job) -> NoReturn:
+    def raise_advised(self, error: RuntimeError | ModelError, shard: Shard, job: "Job") -> NoReturn:
         """Raise an error of a shard again; one of memory says what to change."""
         assert self.work is not None
         split = self.work.split

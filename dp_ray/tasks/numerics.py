@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from dp_ray.engine.world import World, gathered, is_gpu
 from dp_ray.errors import JobError
-from dp_ray.job.job import Job
 from dp_ray.messages import Computes, Send
 from dp_ray.rundir.numerics import Numerics, difference, kinds_of, places_of_kinds, refusal
 from dp_ray.system.linux import loaded_library, processor
@@ -24,6 +23,7 @@ from dp_ray.text import listed
 
 if TYPE_CHECKING:
     from dp_ray.engine.votes import StepControl
+    from dp_ray.job.job import Job
 
 # A user sets these to lower the instructions that torch's libraries use; ATEN_CPU_CAPABILITY shows in torch itself.
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
@@ -38,7 +38,7 @@ class OtherKind(JobError):
         self.node_ids = node_ids
 
 
-def check_numerics(job: Job, world: World, send: Send, control: "StepControl") -> None:
+def check_numerics(job: "Job", world: World, send: Send, control: "StepControl") -> None:
     """Tell the driver what the workers compute on. Every rank calls this at the start of an attempt.
 
     Raises JobError, on every rank, if that differs and the job is bitwise. It is an OtherKind if only nodes that
