@@ -1,6 +1,6 @@
 """Build a model without its memory: record how its tensors are made, and make them later, one after another.
 
-`record` runs a constructor with all tensors on torch's meta device, and notes each operation. `perform` runs the notes
+`record` runs a constructor with all tensors on torch's meta device, and notes each operation. `perform` runs them
 for real, in the same order, and so draws the same random numbers. It yields each tensor after the last operation on
 it. An operation whose result is overwritten later only advances the random numbers. So most models are made with the
 memory of one tensor at a time, and with the bits of a plain constructor.
