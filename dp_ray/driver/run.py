@@ -25,7 +25,7 @@ from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
 from dp_ray.plan.costs import plan_table
 from dp_ray.plan.split import Split
 from dp_ray.results.result import Result
-from dp_ray.rundir.claim import Replace, Resume, RunDir, Wanted, check, claim, keep_shards
+from dp_ray.rundir.claim import Replace, Resume, RunDir, Wanted, check_claim, claim, keep_shards
 from dp_ray.rundir.files import recorded_about
 from dp_ray.rundir.history import RECENT_SECONDS, RecentHistory
 from dp_ray.rundir.lease import RENEW_SECONDS, TELL_SECONDS, held, take_request, wait_until_free
@@ -136,7 +136,7 @@ def execute(
         job, plan = prepared.job, prepared.plan
         steps = plan.split.total_steps
         wanted = Wanted(job, plan.rows, steps, options.overwrite, options.resume, is_reopened=reopen is not None)
-        decision = check(run, wanted)
+        decision = check_claim(run, wanted)
         claimed = claim(run, wanted, decision, reopen and functools.partial(reopen, plan.split))
         name_submitted_job(run.name, str(run.parent))
         if decision == Replace(is_asked=False):

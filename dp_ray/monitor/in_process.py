@@ -63,18 +63,9 @@ class InProcess:
         monitor.take(WorkerReady(HERE, world, os.getpid(), ()))
 
         control = DriverStepControl(monitor)
-
-        def send(message: Message) -> None:
-            with control.one_at_a_time:
-                monitor.take(message)
-                monitor.tick()
-
-        def ask_to_stop(by: str) -> bool:
-            control.wants_stop = monitor.ask_to_stop(by)
-            return control.wants_stop
-
-        with ONE_AT_A_TIME, planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
-            run_task(job, world, claimed.storage, send, control, rows)
+        stops = planned_stops(control.ask_to_stop)
+        with ONE_AT_A_TIME, stops, contextlib.redirect_stdout(sys.stderr), environment(job.env):
+            run_task(job, world, claimed.storage, control.send, control, rows)
 
     def serve(self, keys: WorkerKeys) -> "ServingHere":
         """Have this process serve parallel modules."""
@@ -97,7 +88,18 @@ class DriverStepControl(StepControl):
     attempt: str = field(default=HERE, init=False)
     _reported: float = field(default=0.0, init=False)
     # A recorder's thread sends reports, the task's thread the rest.
-    one_at_a_time: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def send(self, message: Message) -> None:
+        """Have the monitor take in a message, and all that follows from it."""
+        with self._one_at_a_time:
+            self.monitor.take(message)
+            self.monitor.tick()
+
+    def ask_to_stop(self, by: str) -> bool:
+        """Ask the task to stop after its step; return whether it will."""
+        self.wants_stop = self.monitor.ask_to_stop(by)
+        return self.wants_stop
 
     def before(self, step: int) -> None:
         """Report the step that begins to the monitor, if it is time to."""
@@ -105,7 +107,7 @@ class DriverStepControl(StepControl):
         if now < self._reported + REPORT_SECONDS:
             return
         self._reported = now
-        with self.one_at_a_time:
+        with self._one_at_a_time:
             self.monitor.take(Started(HERE, 0, step))
 
 

@@ -224,8 +224,8 @@ def _is_usual(spec: TreeSpec) -> bool:
 def _dumped_tree(spec: TreeSpec, base: Any, with_graph: bool, above: int = 0) -> bytes:
     """Pickle a tree's spec.
 
-    With a graph, raises Refused if an object in it holds a tensor that wants a gradient: it is no leaf of the tree,
-    so none would come to it. The path leaves out the first `above` keys.
+    With a graph, raises NotByValue if an object in it holds a tensor that wants a gradient: it is no leaf of the
+    tree, so none would come to it. The path leaves out the first `above` keys.
     """
     if _is_usual(spec):  # most are, and need none of what takes long
         return pickle.dumps(spec, 5)

@@ -108,7 +108,6 @@ def feed(
                 tried = rows[-1]["step"] + 1, tried[1] if rows[0]["step"] < tried[0] else time.time()
                 with answering(LOG_SECONDS, tell):
                     client.log(rows, tried[1])
-                client.next_step = tried[0]
                 memory = remember(run, name, replace(memory, next_step=tried[0]))
                 if (word := heard(driver, 0.0, word)) == GONE:
                     break

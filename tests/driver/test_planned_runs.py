@@ -87,7 +87,7 @@ def chunks(rows: int, shards: int) -> list[int]:
 
 def check_batches(plan: Plans, rows: int, drop_last: bool = False) -> None:
     """An epoch's batches are those of torch.split, and their shards those of torch.chunk."""
-    sizes = [len(one) for one in torch.split(torch.arange(rows), plan["batch_size"])]
+    sizes = [len(part) for part in torch.split(torch.arange(rows), plan["batch_size"])]
     kept = [size for size in sizes if size == plan["batch_size"] or not drop_last]
     batches = [batch for batch in plan["batches"] for _ in range(batch["steps"])]
     assert [batch["rows"] for batch in batches] == kept[: len(batches)]

@@ -59,7 +59,7 @@ def alone(job: Job, folder: Path) -> list[Any]:
 
 
 def notes(told: list[Any]) -> list[str]:
-    return [one.text for one in told if isinstance(one, Note)]
+    return [message.text for message in told if isinstance(message, Note)]
 
 
 # Predictions.
@@ -219,7 +219,7 @@ class OfOneSize(nn.Module):
 
 
 def with_names(items: list[torch.Tensor]) -> Any:
-    return {"inputs": torch.stack(items), "names": [f"{one[0]:.2f}" for one in items]}
+    return {"inputs": torch.stack(items), "names": [f"{item[0]:.2f}" for item in items]}
 
 
 class OfADict(nn.Module):
@@ -341,7 +341,7 @@ class Experts(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> Any:
         gate = self.gate(inputs).softmax(1)
-        outputs = sum(gate[:, at, None] * one(inputs) for at, one in enumerate(self.experts))
+        outputs = sum(gate[:, at, None] * expert(inputs) for at, expert in enumerate(self.experts))
         balance = gate.mean(0).square().sum()
         return {"logits": outputs, "balance": balance if self.gives == "tensor" else balance.item()}
 

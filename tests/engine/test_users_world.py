@@ -151,7 +151,7 @@ def test_a_syncbatchnorm_of_the_models_own_follows_the_shard(tmp_path: Path) -> 
         folder = tmp_path / f"{model}-{workers}"
         job = job_of({"target": f"{HERE}:{model}"}, batch_size=21, shards=4, workers=workers, bitwise=True)
         told = run_group(job, folder)
-        return weights_of(folder), [one.text for one in told if isinstance(one, Note)]
+        return weights_of(folder), [message.text for message in told if isinstance(message, Note)]
 
     plain, _ = trained("Plain", 1)
     for workers in (1, 2):

@@ -103,7 +103,7 @@ class FromWeight(nn.Linear):
 
 def test_objects_train_to_what_their_names_do(tmp_path: Path) -> None:
     runs = [run(tmp_path, f"run-{at}", **keys) for at, keys in enumerate((NAMES, objects(), arguments()))]
-    assert len({one.weights_sha256 for one in runs}) == 1
+    assert len({result.weights_sha256 for result in runs}) == 1
     assert runs[0].metrics == runs[1].metrics == runs[2].metrics
     assert "eval_f1" in runs[0].metrics
 

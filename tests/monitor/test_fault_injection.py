@@ -24,11 +24,11 @@ def test_the_plan_of_the_manual() -> None:
 
 def test_a_slow_worker_is_slow_from_its_step_on() -> None:
     slow = parse_faults("slow worker 1 by 50ms from step 10; slow worker 0 by 1.5s from step 0")
-    assert [(one.action, one.which, one.seconds, one.step) for one in slow] == [
+    assert [(fault.action, fault.which, fault.seconds, fault.step) for fault in slow] == [
         ("slow", "1", 0.05, 10),
         ("slow", "0", 1.5, 0),
     ]
-    assert [str(one) for one in slow] == [
+    assert [str(fault) for fault in slow] == [
         "slow worker 1 by 50ms from step 10",
         "slow worker 0 by 1500ms from step 0",
     ]

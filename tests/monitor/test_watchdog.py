@@ -231,8 +231,8 @@ def hang_of(clock: list[float], *told: Beat) -> tuple[tuple[int, ...], str]:
     """Who hangs by the beats, and the first line that is said."""
     dog = watchdog(num_workers=len(told))
     clock[0] = 1110.0
-    for one in told:
-        dog.take(one)
+    for beat in told:
+        dog.take(beat)
     hang = dog.hang()
     assert hang is not None
     return hang.ranks, str(hang).splitlines()[0]
@@ -241,7 +241,7 @@ def hang_of(clock: list[float], *told: Beat) -> tuple[tuple[int, ...], str]:
 def test_of_workers_whose_loops_all_wait_the_one_with_the_stuck_gpu_is_blamed(clock: list[float]) -> None:
     waits, stuck = DevicePlace(6, EXCHANGE), DevicePlace(6, FORWARD)
     stands = sums(41, "started"), sums(41, "scheduled"), sums(41, "started")
-    told = [late(rank, one, WAITS, stands[rank]) for rank, one in enumerate([waits, stuck, waits])]
+    told = [late(rank, place, WAITS, stands[rank]) for rank, place in enumerate([waits, stuck, waits])]
     ranks, said = hang_of(clock, *told)
     assert ranks == (1,)
     assert said.startswith(

@@ -266,9 +266,9 @@ def test_a_frontier_says_what_is_done_whatever_the_order(data: st.DataObject) ->
 def test_the_steps_are_cut_evenly_and_each_is_in_the_file_that_says_so(steps: int, data: st.DataObject) -> None:
     cut = FilePlan(data.draw(st.integers(1, steps)), steps)
     ranges = [cut.steps_of(number) for number in range(cut.files)]
-    assert [step for one in ranges for step in one] == list(range(steps))
+    assert [step for steps_of_file in ranges for step in steps_of_file] == list(range(steps))
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
-    assert all(cut.number_of(step) == number for number, one in enumerate(ranges) for step in one)
+    assert all(cut.number_of(step) == number for number, steps_of_file in enumerate(ranges) for step in steps_of_file)
     names = [cut.name(number) for number in range(cut.files)]
     assert names == sorted(names) and len(set(names)) == cut.files
 
@@ -780,7 +780,7 @@ class Model:
         self.most, self.enough = cut.most_ahead(mergers), cut.enough_room(mergers)
         self.ran, self.kept = [0] * size, [0] * size
         self.left = [list(range(rank, cut.files, size)) for rank in range(size)]
-        self.through: list[float] = [cut.steps_of(one[0]).start if one else math.inf for one in self.left]
+        self.through: list[float] = [cut.steps_of(files[0]).start if files else math.inf for files in self.left]
         self.waits = [False] * size
 
     def step(self, rank: int, keeps: bool) -> bool:

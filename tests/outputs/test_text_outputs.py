@@ -116,7 +116,7 @@ def run(folder: Path, **given: Any) -> Any:
 
 
 def joined(pieces: Iterable[Any]) -> Any:
-    return [one for piece in pieces for one in piece]
+    return [item for piece in pieces for item in piece]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -73,11 +73,11 @@ def test_a_worker_alone_takes_what_plain_torch_takes(measured: dict[str, int], n
 def test_a_worker_of_two_takes_what_plain_torch_takes(tmp_path: Path) -> None:
     command = ("-m", "tests.support.large", "group", str(tmp_path / "meeting"))
     group = [started(*command, str(rank), "2", **GIVEN_BACK) for rank in range(2)]
-    told = [json.loads(said_by(one)) for one in group]
+    told = [json.loads(said_by(program)) for program in group]
     plan = planned({**job_keys(CASES["mlp"]), "batch_size": 2 * GROUP_ROWS, "shards": 2, "workers": 2})
     for strategy in ("ddp", "fsdp"):
-        for one in told:
-            assert of(plan, strategy, 2).total == pytest.approx(one[strategy], rel=0.15)
+        for totals in told:
+            assert of(plan, strategy, 2).total == pytest.approx(totals[strategy], rel=0.15)
 
 
 @pytest.mark.slow
@@ -197,8 +197,8 @@ def test_a_model_that_needs_numbers_is_named_with_the_reason(model: str, says: s
 
 def test_what_fits_a_gpu() -> None:
     device = DeviceMemory("cuda:0", 0, 0, 0, 0, 0, 9 * GIB)
-    one = WorkerMemory("ddp", 1, 1, (device, DeviceMemory("cuda:1", 0, 0, 0, 0, 0, GIB)))
-    assert [MemoryPlan(1, (one,), size).fits(one) for size in (None, 10 * GIB, 9 * GIB)] == [None, True, False]
+    worker = WorkerMemory("ddp", 1, 1, (device, DeviceMemory("cuda:1", 0, 0, 0, 0, 0, GIB)))
+    assert [MemoryPlan(1, (worker,), size).fits(worker) for size in (None, 10 * GIB, 9 * GIB)] == [None, True, False]
 
 
 @pytest.mark.parametrize(

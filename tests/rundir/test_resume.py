@@ -201,7 +201,7 @@ def test_pieces_of_the_history_become_one_and_holes_are_refused(tmp_path: Path) 
     assert best_of(run, "eval_loss", "max", range(11)) == {"metric": "eval_loss", "value": 9.0, "step": 2}
     assert best_of(run, "eval_loss", "max", [6, 8]) == {"metric": "eval_loss", "value": 5.0, "step": 6}
     assert best_of(run, "eval_loss", "max", [7]) is None
-    assert sum(len(one.rows) for one in sent) == 13
+    assert sum(len(message.rows) for message in sent) == 13
     (tmp_path / "history" / "steps-0-4.parquet").unlink()
     with pytest.raises(StorageError, match="has 0 of 10 steps"):
         merge_history(folder, run, 10)

@@ -55,8 +55,8 @@ def test_a_job_that_sets_no_shards_resumes_on_other_numbers_of_workers(
 def same(result: dp_ray.Result, other: dp_ray.Result) -> bool:
     """Whether two trainings ended at the same bits, by the same way."""
     ways = [
-        [{name: value for name, value in row.items() if name not in CLOCKED} for row in one.history]
-        for one in (result, other)
+        [{name: value for name, value in row.items() if name not in CLOCKED} for row in each.history]
+        for each in (result, other)
     ]
     return repr(ways[0]) == repr(ways[1]) and result.weights_sha256 == other.weights_sha256
 

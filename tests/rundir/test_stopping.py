@@ -213,7 +213,7 @@ def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path) -> None:
         assert process.returncode == 130, errors
         assert told == ("0 of its 3 trials are done; the same command goes on" if waits else "it was asked to stop")
         assert "run the same command to go on" in errors.splitlines()[-1]
-    assert all(re.fullmatch(r"asked process .* to stop .*run-sweep-\d after its current step", one) for one in said)
+    assert all(re.fullmatch(r"asked process .* to stop .*run-sweep-\d after its current step", line) for line in said)
     with pytest.raises(JobError, match="is not running: 0 of its 3 trials are done; the same command goes on"):
         stop_run(sweep.location, True, said.append)
 

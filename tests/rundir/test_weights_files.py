@@ -30,7 +30,7 @@ class InSmallFiles(StepControl):
 def written(folder: Path, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, torch.Tensor], limit: int) -> Storage:
     monkeypatch.setattr(weights, "LIMIT", limit)
     run = Storage(str(folder))
-    write_weights(run, tensors, lambda one: one)
+    write_weights(run, tensors, lambda tensor: tensor)
     return run
 
 
@@ -43,8 +43,8 @@ def test_a_file_holds_as_much_as_the_limit_but_at_least_a_tensor(monkeypatch: py
 def test_several_files_are_the_same_weights_and_the_same_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = written(tmp_path, monkeypatch, SIZES, 10**9)
-    before = weights_sha256(one), weights_path(one)
+    single = written(tmp_path, monkeypatch, SIZES, 10**9)
+    before = weights_sha256(single), weights_path(single)
     several = written(tmp_path, monkeypatch, SIZES, 20)
     assert weights_sha256(several) == before[0]
     assert before[1].endswith("weights.safetensors")
@@ -86,7 +86,7 @@ def test_sharded_trainings_write_them_and_begin_from_them(tmp_path: Path) -> Non
         )
         run_group(job, tmp_path / strategy)
         got = read_weights(Storage(str(tmp_path / strategy)))
-        assert all(torch.equal(got[name], one) for name, one in expected.items()), strategy
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items()), strategy
 
 
 def test_transformers_loads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

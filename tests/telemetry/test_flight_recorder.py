@@ -51,9 +51,9 @@ def test_a_group_stands_at_its_oldest_collective_that_is_not_over() -> None:
     assert stands(*done, *ahead) == [("nccl dp_ray-1 all", 3, "started")]
     timed_out = entry(3, "started", retired=True)  # as NCCL leaves one that has timed out
     assert stands(*done, timed_out) == [("nccl dp_ray-1 all", 3, "started")]
-    (one,) = current_collectives([*done, entry(3, "scheduled", input_sizes=[[4], [2, 2]])])
-    assert one == Collective("nccl dp_ray-1 all", 3, "all_reduce", "[4] [2, 2]", "scheduled")
-    assert str(one) == "all_reduce 3 of [4] [2, 2], scheduled"
+    (collective,) = current_collectives([*done, entry(3, "scheduled", input_sizes=[[4], [2, 2]])])
+    assert collective == Collective("nccl dp_ray-1 all", 3, "all_reduce", "[4] [2, 2]", "scheduled")
+    assert str(collective) == "all_reduce 3 of [4] [2, 2], scheduled"
 
 
 def test_gloo_only_retires_what_is_over() -> None:
@@ -99,7 +99,7 @@ class StaysAway(StepControl):
 def test_the_recorder_of_gloo_tells_who_has_not_come_to_a_collective(tmp_path: Path) -> None:
     run_group(job_of("mlp", workers=2), tmp_path, StaysAway())
     told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(2)]
-    (waits,), (is_away,) = ([Collective(*one) for one in found] for _, found in told)
+    (waits,), (is_away,) = ([Collective(*values) for values in found] for _, found in told)
     assert waits == Collective("gloo dp_ray-1 all", is_away.number + 1, "all_reduce", "[2, 4]", "scheduled")
     assert (is_away.sizes, is_away.state) == ("[5]", "over")
     assert collectives_behind({0: waits, 1: is_away}) == (1,)
@@ -281,12 +281,12 @@ def test_what_late_workers_told_stands_in_the_incident_that_somebody_else_makes(
     """No step is too long here: the user, or NCCL's own watchdog, ends a process."""
     workers = [WorkerReady("a", World(rank, 2), 1, ()) for rank in range(2)]
     over = SUM._replace(number=40, state="over")
-    beats = [Beat("a", rank, 7, 1900.0, "", collectives=(one,)) for rank, one in enumerate([SUM, over])]
+    beats = [Beat("a", rank, 7, 1900.0, "", collectives=(collective,)) for rank, collective in enumerate([SUM, over])]
     lost = Interrupted(IncidentKind.WORKER, "its process was killed, or crashed", (0,))
     monitor = monitor_of(*workers, *beats, lost, job={"timeouts": {"step": None}}, quiet=True)
-    (one,) = monitor.incidents.log.interruptions
-    assert one.kind is IncidentKind.WORKER
-    assert one.what == (
+    (interruption,) = monitor.incidents.log.interruptions
+    assert interruption.kind is IncidentKind.WORKER
+    assert interruption.what == (
         "its process was killed, or crashed; in the collectives of gloo dp_ray-1 all rank 1 is behind: "
         "rank 0: all_reduce 41 of [4], scheduled, rank 1: all_reduce 40 of [4], over (more in flight_recorder/)"
     )

@@ -56,7 +56,7 @@ def test_a_repeated_step_replaces_the_ones_from_it_on(tmp_path: Path) -> None:
     writer.close()
     _, (_, start, *again) = events(tmp_path)
     assert (start.step, start.session_log.status) == (1, SessionLog.START)
-    assert [one.step for one in again] == [1, 2]
+    assert [event.step for event in again] == [1, 2]
 
 
 def test_what_is_written_is_there_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

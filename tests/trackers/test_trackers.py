@@ -86,7 +86,7 @@ def asked(port: int, path: str, **query: str) -> Any:
 def losses_of(run_id: str | None, port: int, name: str = "loss") -> list[tuple[int, float]]:
     """The steps and values of a metric of a run, as the server has them."""
     found = asked(port, "metrics/get-history", run_id=str(run_id), metric_key=name)["metrics"]
-    return sorted((int(one["step"]), one["value"]) for one in found)
+    return sorted((int(metric["step"]), metric["value"]) for metric in found)
 
 
 def history_of(result: dp_ray.Result, name: str = "loss") -> list[tuple[int, float]]:
@@ -129,7 +129,7 @@ def test_mlflow_gets_each_step_once_though_its_server_was_down(
     assert found == history_of(result)
     assert rates == history_of(result, "learning_rate")
     assert (there["info"]["status"], there["info"]["run_name"]) == ("FINISHED", "run")
-    params, tags = ({one["key"]: one["value"] for one in there["data"][key]} for key in ("params", "tags"))
+    params, tags = ({pair["key"]: pair["value"] for pair in there["data"][key]} for key in ("params", "tags"))
     assert (params["optimizer.args.lr"], params["epochs"]) == ("0.1", "2")
     assert tags["dp_ray.status"] == remembered.status == "done"
     assert "mlflow does not answer, the run goes on" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from dp_ray.engine.model import as_module, build_model, follow_shards
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.recompute import choose_blocks, recompute_blocks
 from dp_ray.engine.reduce import make_gradients_dense
-from dp_ray.engine.sharded.deferred import CannotDefer, Recording, Ref, record, replay
+from dp_ray.engine.sharded.deferred import CannotDefer, Recording, Ref, perform, record
 from dp_ray.engine.sharded.state import FsdpRound, Gather, Sharded, SumScatter, TreeScatter
 from dp_ray.engine.weights import check_has_shape
 from dp_ray.engine.world import CPU, World, everyone, is_gpu, new_group
@@ -224,7 +224,7 @@ def _check_no_others(model: nn.Module, recording: Recording) -> None:
 
 def _replayed(recording: Recording, refs: dict[int, list[tuple[int, Ref]]]) -> MetaTensors:
     """Yield the tensors of a recorded model, each when it is made; `refs` are those of each memory."""
-    for memory, storage in replay(recording, list(refs)):
+    for memory, storage in perform(recording, list(refs)):
         for number, ref in refs[memory]:
             yield number, ref.of(storage)
         del storage
