@@ -62,10 +62,7 @@ OF_PYTORCH_JOB = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0",
         (PMI, Place(2, 0, "/shared")),
         (SLURM | OF_PYTORCH_JOB, Place(4, 2, "/home/me/project/.dp-ray/slurm-12345-0-0", NAMES)),
     ],
-    ids=(
-        "slurm requeued torchrun agent_store pet rendezvous pytorch_job jobset mpirun_in_slurm srun_with_pmi pmi "
-        "exported_in_slurm"
-    ).split(),
+    ids=lambda one: one.meet if isinstance(one, Place) else None,
 )
 def test_a_launchers_variables(variables: Mapping[str, str], place: Place) -> None:
     assert place_of(variables, meet="/shared" if place.meet == "/shared" else None) == place
