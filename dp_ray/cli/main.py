@@ -19,6 +19,7 @@ from dp_ray.cli import completion, options
 from dp_ray.cli.begin import FIRST_SCREEN, init
 from dp_ray.cli.fetch import fetch
 from dp_ray.cli.options import KeyOptions, announced, forked_early, say, say_import, show_error, take
+from dp_ray.cli.places import node, slurm
 from dp_ray.cli.remote import logs, status, stop, submit
 from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
 from dp_ray.cli.sweep import sweep
@@ -244,5 +245,7 @@ for command in (
     watch,
     track,
     replay,
+    node,
+    slurm,
 ):
     cli.add_command(command)

@@ -152,7 +152,7 @@ class _Program:
     is_sent_again = False
 
 
-RESUMED = ("run", "sweep", "evaluate", "predict", "retry")  # the commands that may be run again
+RESUMED = ("run", "sweep", "evaluate", "predict", "retry", "node")  # the commands that may be run again
 
 
 def interrupts(command: str) -> None:
