@@ -198,6 +198,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def variables_kept() -> Iterator[None]:
+    """A process that shows its token to a cluster's dashboard, and forgets it."""
+    from dp_ray.cluster.internals.core import read_variables_anew  # imports Ray
+
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    read_variables_anew()
+
+
+@pytest.fixture
 def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
     """dp_ray.run on the tests' cluster, with workers of its own, into a folder of the test's own."""
 

@@ -98,7 +98,8 @@ class DirectoryState:
         claimed = {} if overwrite else RUN_JSON.read(run)
         has_run = run.exists(RUN) if overwrite else bool(claimed)
         if overwrite or not has_run:
-            return cls(str(run), is_foreign=not has_run and not run.is_empty(), has_run=has_run)
+            is_foreign = not has_run and not run.is_empty() and run.entries() != {files.LAST_END}
+            return cls(str(run), is_foreign=is_foreign, has_run=has_run)
         is_training = claimed.get("job", {}).get("task") == "train"
         return cls(
             str(run),

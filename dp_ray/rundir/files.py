@@ -54,11 +54,13 @@ NAMED = {
     "outputs": "outputs",
     "outputs.parquet": "outputs",
 }
+LAST_END = "kuberay.json"  # how a job in Kubernetes has ended; of a bad job it is alone in the directory
 # What a run leaves that failed before a step was kept; files of the user's own are not among them.
 TRACES = frozenset(
     (
         *("run.json", "result.json", "about.json", "report.html", "story.json", "progress.json", "attempt.json"),
         *("lease.json", "stop.json", "init_from.json", "init_from", "previews", "shapes.parquet", "reports", "times"),
+        *("fetched.json", LAST_END),
         *("flight_recorder", "recent.parquet", "tensorboard", "trackers", "files", "reference-of-dataset.json"),
         *("reference-of-eval.dataset.json",),
     )

@@ -22,7 +22,6 @@ import pytest
 
 import dp_ray
 from dp_ray.cluster import submit
-from dp_ray.cluster.internals.core import read_variables_anew
 from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN, VARIABLES
 from dp_ray.cluster.submit import Dashboard, Follower, upload_lines
 from dp_ray.errors import ClusterError
@@ -187,16 +186,6 @@ def cable(to: str) -> Iterator[Cable]:
         yield made
     finally:
         made.remove()
-
-
-@pytest.fixture
-def variables_kept() -> Iterator[None]:
-    """A process that shows its token to a cluster's dashboard, and forgets it."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-    read_variables_anew()
 
 
 @pytest.mark.ray
