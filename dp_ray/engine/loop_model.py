@@ -6,7 +6,7 @@ gradients summed with others'; so before each pass all compare what they are abo
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -34,7 +34,7 @@ from dp_ray.errors import ModelError, other_calls
 from dp_ray.plan.split import Shard, Split, Work, worker_pieces
 from dp_ray.system.threads import note_call, waiting
 from dp_ray.tensors.scatter import cut, num_rows
-from dp_ray.tensors.tree import map_leaves
+from dp_ray.tensors.tree import flatten, map_leaves
 from dp_ray.text import listed
 
 OfRows = Callable[[Any], Any]  # of a shard's batch
@@ -60,6 +60,7 @@ class LoopModel(TrainedModel):
         )
         self._passes: dict[Any, LoopPass] = {}
         self._names = {id(module): name or "model" for name, module in self.model.named_modules()}
+        self.foreign: dict[int, nn.Parameter] = {}  # parameters outside the model to which passes give gradients
         self._has_ended = False  # a step, which fixes the names that are logged
 
     def names_of(self, modules: Sequence[nn.Module]) -> list[str]:
@@ -76,6 +77,20 @@ class LoopModel(TrainedModel):
         if any(id(one) not in names for one in own):
             raise ModelError(f"step.backward: {listed(self.names_of(modules))} is no part of run.model")
         return {names[id(one)]: one for one in own if one.requires_grad}
+
+    def look_for_foreign(self, tensors: Iterable[Any]) -> None:
+        """Note the parameters outside the model that graphs of these tensors reach: nothing sums their gradients."""
+        own = {id(one) for one in self.model.parameters()}
+        nodes = [one.grad_fn for one in tensors if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+                self.foreign[id(leaf)] = leaf
+            new = {following for following, _ in node.next_functions if following is not None} - seen
+            seen |= new
+            nodes += new
 
     @contextmanager
     def only(self, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
@@ -202,6 +217,7 @@ class LoopPass(Pass):
             loss = ShardLoss(called, self._shard, Metrics({}), job, device)
         super().__init__(placement, loss, PassGradients(trained), model.split, model.state, model.clock)
         self._earlier: list[torch.Tensor | None] | None = None
+        self._has_looked = False  # at a graph of its
 
     def _called(self, batch: Any) -> Any:
         """Call the loop's function; an error names it."""
@@ -210,7 +226,11 @@ class LoopPass(Pass):
             return mixed_devices(self._model.model, error) or shards_hint(error) or batch_hint(error, batch)
 
         with reraise_as(name_of(self.function), hint):
-            return self.function(batch)
+            returned = self.function(batch)
+        if not self._has_looked:
+            self._has_looked = True
+            self._model.look_for_foreign(flatten(returned)[0])
+        return returned
 
     def _shard(self, _: nn.Module, batch: Any) -> Any:
         value = self._called(batch)

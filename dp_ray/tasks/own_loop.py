@@ -225,7 +225,13 @@ class Loop:
         of_model = {id(one) for one in parameters}
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            held = (one for group in optimizer.param_groups for one in group["params"])
+            held = [one for group in optimizer.param_groups for one in group["params"]]
+            if self._step is not None and any(id(one) in self._step._model.foreign for one in held):
+                raise ModelError(
+                    f"{type(optimizer).__qualname__}.step() updates a parameter that is none of the model's by a "
+                    "gradient that a pass gave it, which is this worker's alone; make it a part of the model, and "
+                    "name it in `of`"
+                )
             if not self._is_updating and any(id(one) in of_model for one in held):
                 raise ModelError(
                     f"{type(optimizer).__qualname__}.step() was called by itself, so that the run knows nothing of "

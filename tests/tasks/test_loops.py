@@ -283,6 +283,36 @@ def test_a_gather_of_a_step_whose_rows_are_all_set_aside_is_told(tmp_path: Path)
         here(tmp_path, loop, dataset=loops.FirstBroken, on_error={"quarantine": loops.BATCH})
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_an_update_of_what_is_no_part_of_the_model_by_a_passes_gradient_is_refused(
+    tmp_path: Path, is_over: bool
+) -> None:
+    """Each worker has the gradient of its own shards alone. One of the body, which is alike on all, may be used."""
+
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        alike, apart = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+        of_alike, of_apart = loops.sgd(alike), loops.sgd(apart)
+
+        def rows(batch: Any) -> torch.Tensor:
+            error: torch.Tensor = (run.model(batch[1]) - apart(batch[1])).square().mean(1)
+            return error
+
+        for step in run.steps():
+            alike(torch.ones(2, 3)).sum().backward()
+            of_alike.step()
+            if is_over:
+                outputs = lambda batch: {"outputs": rows(batch)}  # noqa: E731
+                step.backward(outputs, run.model.generator, over=lambda outputs, _: outputs.mean())
+            else:
+                step.backward(rows, run.model.generator)
+            update.step()
+            of_apart.step()
+
+    with pytest.raises(ModelError, match=r"SGD.step\(\) updates a parameter that is none of the model's"):
+        here(tmp_path, loop)
+
+
 def test_gradients_that_are_left_at_a_steps_end_are_refused(tmp_path: Path) -> None:
     def loop(run: dp_ray.Loop) -> None:
         for step in run.steps():
