@@ -20,7 +20,7 @@ import functools
 import itertools
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
@@ -250,3 +250,12 @@ def _part(trace: TracebackType | None, wanted: IsShown) -> TracebackType | None:
     for frame in reversed(kept):
         part = TracebackType(part, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return part
+
+
+def other_calls(calls: Mapping[int, str]) -> str:
+    """Return what tells that a loop of the user's makes other calls on some workers, whose calls are by rank."""
+    each = "; ".join(f"rank {rank}: {call}" for rank, call in calls.items())
+    return (
+        f"loop: the workers make other calls: {each}; each worker must call the same in the same order, so decide by "
+        "what all have alike"
+    )

@@ -118,11 +118,13 @@ _Piece = tuple[_Form, dict[str, torch.Tensor]]  # a shard's form, and its leaves
 class WholeBatches:
     """How a run merges the shards of its batches: which leaves have rows, as `trial` has shown on some worker.
 
+    A list with a number or text for each row is joined if it is another one in some shard, or if this `joins_lists`.
     All workers know the same, since they merge the same shards.
     """
 
-    def __init__(self, job: Job, trial: RowTrial | None = None) -> None:
+    def __init__(self, job: Job, trial: RowTrial | None = None, joins_lists: bool = False) -> None:
         self.batch_dim = job.batch_dim
+        self.joins_lists = joins_lists
         self.has_rows: dict[str, bool] = {}  # by path, as far as the trial shows it
         self._trial = trial if job.num_shards > 1 else None  # one shard is the whole batch
 
@@ -335,7 +337,7 @@ def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merg
                 "outputs and targets, if the loss or a metric is over: batch"
             )
     dims = {path: _dim_of_rows(path, [(form, tensors[path]) for form, tensors in pieces], batches) for path in names}
-    lists = _joined_lists([form for form, _ in pieces])
+    lists = _joined_lists([form for form, _ in pieces], batches.joins_lists)
     _check_constants(pieces, [path for path, dim in dims.items() if dim is None], lists)
     cut = [{path: tensor for path, tensor in tensors.items() if dims[path] is not None} for _, tensors in pieces]
     whole = {**pieces[0][1], **(gather(cut, rows, batch_dim) if cut[0] else {})}
@@ -369,13 +371,13 @@ def _dim_of_rows(path: str, pieces: Sequence[tuple[_Form, torch.Tensor]], batche
     return None
 
 
-def _joined_lists(forms: Sequence[_Form]) -> dict[str, list[Any]]:
-    """Return by path the lists with a constant for each row, joined in order; not lists that all shards share."""
+def _joined_lists(forms: Sequence[_Form], joins_same: bool) -> dict[str, list[Any]]:
+    """Return by path the lists with a constant for each row, joined in order; what all share only if `joins_same`."""
     joined = {}
     for path in forms[0].lists:
         if all(path in form.lists for form in forms):
             pieces = [[form.constants[f"{path}.{at}"] for at in range(form.rows)] for form in forms]
-            if len({repr(piece) for piece in pieces}) > 1:
+            if joins_same or len({repr(piece) for piece in pieces}) > 1:
                 joined[path] = [tensor for piece in pieces for tensor in piece]
     return joined
 

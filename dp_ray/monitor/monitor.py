@@ -27,7 +27,7 @@ from dp_ray.monitor.console import Console, Losses, Progress
 from dp_ray.plan.split import Split
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
-from dp_ray.rundir.history import NOT_MEASURED
+from dp_ray.rundir.history import is_measured
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.listing import PROGRESS_JSON
 from dp_ray.storage import Storage
@@ -367,7 +367,7 @@ def progress_noted(run: Storage, progress: Progress) -> Iterator[None]:
 def progress_values(progress: Progress) -> dict[str, Any]:
     """Return the progress as JSON values: steps, rows, rate, phase, metrics, each worker's place, rows and time."""
     counts = {name: getattr(progress, name) for name in ("step", "steps", "rows", "rows_in_all", "phase")}
-    metrics = {name: value for name, value in progress.last.items() if name not in NOT_MEASURED and value is not None}
+    metrics = {name: value for name, value in progress.last.items() if is_measured(name) and value is not None}
     workers = []
     for rank in sorted(progress.workers):
         world, rows = progress.workers[rank]

@@ -6,6 +6,7 @@ import pytest
 
 from dp_ray.engine.clock import DevicePlace, Part
 from dp_ray.engine.world import Collective, World
+from dp_ray.errors import ModelError
 from dp_ray.messages import Beat, WorkerReady
 from dp_ray.monitor.watchdog import (
     SILENT_BEATS,
@@ -48,6 +49,18 @@ def beats(dog: Watchdog, seconds: float, stacks: list[str], steps: list[int | No
     for rank, stack in enumerate(stacks):
         step = steps[rank] if steps else 7
         dog.take(beat(rank, step, seconds, stack))
+
+
+def test_loops_that_make_other_calls_end_the_job_at_once() -> None:
+    """The workers' GPUs wait for each other, so that none of them may find it."""
+    dog = watchdog(None)
+    for rank, call in enumerate([(3, "step 1, pass 0: step.backward(a, critic)"), (2, "b"), (0, "")]):
+        dog.take(Beat("a", rank, 1, 0.0, "", call=call))
+    dog.check_calls()  # rank 1 is a call behind
+    dog.take(Beat("a", 1, 1, 0.5, "", call=(3, "step 1, pass 0: step.backward(b, generator)")))
+    says = r"rank 0: step 1, pass 0: step.backward\(a, critic\); rank 1: step 1, pass 0: step.backward\(b, generator"
+    with pytest.raises(ModelError, match=f"the workers make other calls: {says}"):
+        dog.check_calls()
 
 
 def hang_without_rank_1(dog: Watchdog, clock: list[float]) -> Hang:
