@@ -34,7 +34,7 @@ from dp_ray.job.targets import bound
 from dp_ray.messages import StoppedEarly
 from dp_ray.plan.order import derive_seed
 from dp_ray.rundir.checkpoint import pack
-from dp_ray.tasks.checkpoints import TrainState
+from dp_ray.tasks.checkpoints import Training, TrainState
 from dp_ray.tasks.early_stopping import Patience
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import PlacedTraining, TrainingStep, begun_training, place_training, training_steps
@@ -47,10 +47,14 @@ OF_EACH = re.compile(r"eval_.*|(learning_rate|gradient_norm)_\d+")  # columns of
 
 def train_by_loop(context: Context) -> None:
     """Have the job's `loop` train from the newest checkpoint, or from the start, to the end."""
-    loop = Loop(place_training(context))
+    call_loop(Loop(place_training(context)))
+
+
+def call_loop(loop: "Loop") -> None:
+    """Call the job's function with its loop, and see that it goes over all of the steps."""
     with loop._watched():
         try:
-            bound("loop", context.job.loop)(loop)
+            bound("loop", loop._placed.context.job.loop)(loop)
         except BaseException as error:
             loop._throw(error)
             if error is loop._error or not isinstance(error, Exception | SystemExit):
@@ -65,6 +69,8 @@ class Loop:
     `model` is the job's, on `device`. `num_steps` is the number of all steps. What the model, the optimizers and the
     states hold is that of the newest checkpoint once `steps` gives the first step.
     """
+
+    _kind: type[LoopModel] = LoopModel
 
     def __init__(self, placed: PlacedTraining) -> None:
         self._placed = placed
@@ -130,11 +136,10 @@ class Loop:
 
     def _steps(self) -> Iterator["LoopStep"]:
         try:
-            with begun_training(self._placed, self._trained) as (training, evaluation):
-                stopping = StopOfLoop(self, training.context.job, training.state)
+            with self._begun() as (training, steps):
                 trained = training.trainer
                 assert isinstance(trained, LoopModel)
-                for number, step in enumerate(training_steps(training, evaluation, stopping=stopping)):
+                for number, step in enumerate(steps):
                     self._step = LoopStep(self, trained, step)
                     yield self._step
                     if self._failed is not None:
@@ -153,6 +158,13 @@ class Loop:
         except BaseException as error:
             self._error = error  # a loop that catches it has not ended well
             raise
+
+    @contextmanager
+    def _begun(self) -> Iterator[tuple[Training, Iterator[TrainingStep]]]:
+        """Give the training where it begins or goes on, and its steps."""
+        with begun_training(self._placed, self._trained) as (training, evaluation):
+            stopping = StopOfLoop(self, training.context.job, training.state)
+            yield training, training_steps(training, evaluation, stopping=stopping)
 
     @contextmanager
     def _calling(self, step: "LoopStep") -> Iterator[None]:
@@ -177,7 +189,7 @@ class Loop:
     def _trained(self, placed: PlacedTraining, step: Step, measures: Metrics, times: Any) -> TrainedModel:
         updates = Updates([update._given for update in self._updates], self._states)
         watch = LossWatch(str(placed.context.run)) if placed.context.job.stop_on_nan else None
-        return LoopModel(placed.placement, placed.split, updates, times.clock, watch)
+        return self._kind(placed.placement, placed.split, updates, times.clock, watch)
 
     def _throw(self, error: BaseException) -> None:
         """Have what stands around the steps end as after an error of the body's."""
@@ -357,7 +369,7 @@ class LoopStep:
         modules = [of] if isinstance(of, nn.Module) else list(of)
         trained = model.trained_of(modules)
         number, self._passes = self._passes, self._passes + 1
-        label = f"pass {number}: step.backward({_name_of(loss)}, {listed(model.names_of(modules))})"
+        label = f"pass {number}: step.backward({name_of(loss)}, {listed(model.names_of(modules))})"
         model.calls.check(f"step {self.number}, {label}")
         a_pass = model.pass_for(loss, over, modules, trained)
         loaded = self._loaded if batch is None else model.cut(self._loaded, batch)
@@ -394,7 +406,7 @@ class LoopStep:
         model = self._model
         with self._loop._calling(self):
             number, self._passes = self._passes, self._passes + 1
-            model.calls.check(f"step {self.number}, pass {number}: step.gather({_name_of(function)})")
+            model.calls.check(f"step {self.number}, pass {number}: step.gather({name_of(function)})")
             loaded = self._loaded if batch is None else model.cut(self._loaded, batch)
             self._loop._is_gathering = True
             found = model.gather(function, loaded, number)
@@ -551,5 +563,6 @@ def _scalar(number: Any, device: torch.device) -> torch.Tensor:
     return torch.full((), number, dtype=torch.float64, device=device)
 
 
-def _name_of(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """Return a function's name, with those of the functions that it is made in."""
     return str(getattr(function, "__qualname__", type(function).__qualname__)).replace(".<locals>", "")
