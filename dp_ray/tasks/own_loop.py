@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -164,7 +164,9 @@ class Loop:
         """Give the training where it begins or goes on, and its steps."""
         with begun_training(self._placed, self._trained) as (training, evaluation):
             stopping = StopOfLoop(self, training.context.job, training.state)
-            yield training, training_steps(training, evaluation, stopping=stopping)
+            steps: Any = training_steps(training, evaluation, stopping=stopping)
+            with closing(steps):  # an error's traceback may hold them for long
+                yield training, steps
 
     @contextmanager
     def _calling(self, step: "LoopStep") -> Iterator[None]:

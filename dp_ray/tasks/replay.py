@@ -119,9 +119,10 @@ class LoopAgain(Loop):
         with closing(self._trained(placed, step, measures, StepTimes())) as trainer:
             assert isinstance(trainer, InspectedModel)
             training = _restored(placed, trainer, self._choice)
-            yield training, self._steps_to(training, trainer)
+            with closing(self._steps_to(training, trainer)) as steps:
+                yield training, steps
 
-    def _steps_to(self, training: Training, trainer: InspectedModel) -> Iterator[TrainingStep]:
+    def _steps_to(self, training: Training, trainer: InspectedModel) -> Generator[TrainingStep]:
         choice, begun = self._choice, training.state.step
         self._check_goes_on(training.state.stopping.get("reason"), begun - 1)
         for step in _steps_again(training, self._history, choice.step):

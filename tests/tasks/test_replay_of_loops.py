@@ -93,13 +93,13 @@ def gan_passes_by_hand(model: Any, batch: Any, updates: dict[str, Any]) -> Itera
     told, made = softplus(-critic(points))[:, 0], softplus(critic(generator(noise).detach()))[:, 0]
     yield told
     yield made
-    (told.mean() + made.mean()).backward()
+    (told.mean() + made.mean()).backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
     updates["critic"].step()
     updates["generator"].zero_grad()
     fooled = softplus(-critic(generator(noise)))[:, 0]
     yield fooled
-    fooled.mean().backward()
+    fooled.mean().backward()  # type: ignore[no-untyped-call]
     updates["generator"].step()
 
 
@@ -144,8 +144,9 @@ def test_each_call_of_a_closure_is_a_pass(tmp_path: Path) -> None:
             optimizer.zero_grad()
             losses = (model.generator(noise) - real).square().mean(1)
             calls.append(losses.detach())
-            losses.mean().backward()
-            return losses.mean()
+            mean: torch.Tensor = losses.mean()
+            mean.backward()  # type: ignore[no-untyped-call]
+            return mean
 
         optimizer.step(closure)  # type: ignore[no-untyped-call]
     found = again(run, 1)
