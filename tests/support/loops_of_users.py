@@ -75,6 +75,11 @@ class Agent(nn.Module):
         self.target = copy.deepcopy(self.online)
 
 
+def rounds() -> range:
+    """Return the rounds of an epoch: rows without data, which the loop makes itself."""
+    return range(ROWS)
+
+
 def dqn(run: dp_ray.Loop) -> None:
     """Learn to walk to the right end of a line; each row of a batch is a walker that makes one move."""
     online, target = run.model.online, run.model.target
@@ -221,8 +226,8 @@ class DrawingStep(PlainStep):
     """A step on a whole batch, whose functions are called on each shard after its seed."""
 
     def __init__(self, run: PlainRun, number: int, batch: Any, epoch: int) -> None:
-        super().__init__(run, number, batch)
-        self.rows, self._key, self._passes = len(batch), (epoch, number), 0
+        super().__init__(run, number, (batch,))
+        self._batch, self._key, self._passes = batch, (epoch, number), 0
         torch.manual_seed(derive_seed(0, "update", *self._key))
 
     def _of_shards(self, function: Any, batch: Any) -> Any:

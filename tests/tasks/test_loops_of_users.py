@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("in_project")
 EPOCHS = 3
 KEYS: dict[str, dict[str, Any]] = {
     "diffusion": {"model": "Denoiser", "dataset": "Spiral", "ema": {"decay": 0.5}},
-    "dqn": {"model": "Agent", "dataset": {"target": "builtins:range", "args": [users.ROWS]}},
+    "dqn": {"model": "Agent", "dataset": "rounds"},
     "maml": {"model": "Wave", "dataset": "Waves"},
 }
 

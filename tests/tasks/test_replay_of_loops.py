@@ -280,6 +280,44 @@ def test_a_look_at_the_passes_changes_none_of_the_runs_numbers(tmp_path: Path, p
         assert len(found.passes) == sum(do["do"] in ("pass", "gather") for do in plan)
 
 
+class Writes(loops.Gan):
+    """A GAN whose forwards write statistics, draw numbers, and write a large buffer that no stamp shows."""
+
+    bank: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+        self.register_buffer("bank", torch.ones(70_000))
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        """Make points."""
+        self.bank.data.mul_(0.9)
+        made: torch.Tensor = self.generator(noise) * self.bank[:2]
+        return made
+
+
+def makes(run: Any) -> None:
+    """Two passes and two updates by what forwards write, and a number that the body draws."""
+    update = run.optimizer(loops.sgd(run.model.generator))
+    for step in run.steps():
+        for _ in range(2):
+            loss = step.backward(lambda batch: (run.model(batch[1]) - batch[0]).square().sum(1), run.model.generator)
+            update.step()
+        step.log(second=loss, bank=run.model.bank[0], drawn=torch.rand(()))
+
+
+def test_what_forwards_write_and_draw_is_as_in_the_run(tmp_path: Path) -> None:
+    run = trained(tmp_path, f"{HERE}:makes", (2, None), bitwise=True, model=f"{HERE}:Writes", batch_size=12)
+    for step in (0, 1, 5):
+        found = again(run, step)
+        assert found.compared == "bitwise equal" and len(found.logged) == 3
+        assert all(number.here == number.history for number in found.logged.values())
+        for one in found.passes:
+            check_shards(one)
+            assert sum(row.loss or 0.0 for row in one.rows) / one.size == pytest.approx(one.loss, rel=1e-6)
+
+
 class Spoilt(loops.Points):
     """Points of which the noise of one is not finite."""
 
