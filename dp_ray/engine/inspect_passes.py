@@ -28,9 +28,9 @@ Debug = Callable[[StepInspection, Findings, "InspectedPass"], None]
 class PassFindings:
     """A pass or a gather of a step: its `function`, the names of what it trains, and what was found in its shards.
 
-    `number` is that of its random numbers: all calls of a closure have the same. `rows` are those of its batch, which
-    is the loop's own if it `has_own_batch`. `loss` is the mean of the whole batch. A gather trains nothing, and its
-    findings name a place in what it has returned.
+    `number` is that of its random numbers: all calls of a closure have the same. `rows` are those of its batch that
+    were not set aside; it is the loop's own if it `has_own_batch`. `loss` is the mean of the whole batch. A gather
+    trains nothing, and its findings name a place in what it has returned.
     """
 
     function: Any
@@ -77,8 +77,8 @@ class InspectedModel(LoopModel):
 
     def note(self, function: Any, of: list[str], number: int, loaded: LoadedStep, findings: Findings) -> None:
         """Note what was found in a pass or a gather."""
-        own = loaded is self._cut
-        self.found.append(PassFindings(function, of, number, loaded.whole.rows, own, findings))
+        own, rows = loaded is self._cut, sum(part.shard.rows for part in loaded.loaded)
+        self.found.append(PassFindings(function, of, number, rows, own, findings))
 
 
 class InspectedPass(LoopPass):

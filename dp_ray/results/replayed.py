@@ -114,7 +114,10 @@ class Looked:
             yield f"not finite, first {kind}: {place}"
         if not places:
             yield f"finite: the weights before the {before}, its batch, all outputs and gradients"
-        is_gradient = bool(self.rows) and self.rows[0].gradient is not None
+        if not self.rows:
+            yield "no rows: all were skipped or set aside"
+            return
+        is_gradient = self.rows[0].gradient is not None
         what = "gradient" if is_gradient else "loss"
         yield f"{counted(len(self.rows), 'row')}, the largest {what} first: {self.row_losses}"
         has_samples = any(row.sample is not None for row in self.rows)

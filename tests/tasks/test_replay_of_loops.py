@@ -194,7 +194,15 @@ def test_rows_that_are_set_aside_are_none(tmp_path: Path) -> None:
         samples = set(range(step % 3 * loops.BATCH, step % 3 * loops.BATCH + loops.BATCH)) - set(loops.BROKEN)
         for one in found.passes:
             assert {row.sample for row in one.rows} == samples
-            assert sum(shard.rows for shard in one.shards) == len(samples)
+            assert sum(shard.rows for shard in one.shards) == len(samples) == one.size
+
+
+def test_a_step_without_rows_says_so(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"dataset": f"{LOOPS}:Broken", "on_error": {"quarantine": 3}, "skip": [2]}
+    found = again(here(tmp_path, "gan", batch_size=2, shards=2, max_steps=2, **keys), 1)
+    assert found.compared == "bitwise equal" and math.isnan(found.loss or 0.0)
+    assert [(one.size, one.rows, one.shards) for one in found.passes] == [(0, (), ())] * 3
+    assert list(found.lines()).count("no rows: all were skipped or set aside") == 3
 
 
 def test_what_a_loop_gathers_and_cuts_itself_has_positions_and_no_samples(tmp_path: Path) -> None:
