@@ -112,8 +112,12 @@ class LoopModel(TrainedModel):
         """Return the pass of a place in the code and what it trains; it is made once."""
         key = (_code_of(loss), _code_of(over) if over is not None else None, tuple(map(id, trained.values())))
         if key not in self._passes:
-            self._passes[key] = LoopPass(self, modules, trained, over is not None)
+            self._passes[key] = self.new_pass(modules, trained, over is not None)
         return self._passes[key]
+
+    def new_pass(self, *args: Any) -> "LoopPass":
+        """Return a pass that has not run yet."""
+        return LoopPass(self, *args)
 
     def cut(self, loaded: LoadedStep, batch: Any) -> LoadedStep:
         """Return a step whose shards are those of a batch of the loop's own."""

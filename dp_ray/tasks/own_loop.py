@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -44,10 +44,14 @@ from dp_ray.text import listed
 
 def train_by_loop(context: Context) -> None:
     """Have the job's `loop` train from the newest checkpoint, or from the start, to the end."""
-    loop = Loop(place_training(context))
+    call_loop(Loop(place_training(context)))
+
+
+def call_loop(loop: "Loop") -> None:
+    """Call the job's function with its loop, and see that it goes over all of the steps."""
     with loop._watched():
         try:
-            returned = bound("loop", context.job.loop)(loop)
+            returned = bound("loop", loop._placed.context.job.loop)(loop)
             if inspect.isgenerator(returned) or inspect.iscoroutine(returned):
                 kind = "yield" if inspect.isgenerator(returned) else "async"
                 returned.close()
@@ -66,6 +70,8 @@ class Loop:
     `model` is the job's, on `device`. `num_steps` is the number of all steps. What the model, the optimizers and the
     states hold is that of the newest checkpoint once `steps` gives the first step.
     """
+
+    _kind: type[LoopModel] = LoopModel
 
     def __init__(self, placed: PlacedTraining) -> None:
         self._placed = placed
@@ -133,9 +139,9 @@ class Loop:
 
     def _steps(self) -> Iterator["LoopStep"]:
         try:
-            with begun_training(self._placed, self._model_of) as run:
-                for step in run.steps(StopOfLoop(self, run.training.context.job, run.training.state)):
-                    self._step = LoopStep(self, run.trainer, step)
+            with self._begun() as (trained, steps):
+                for step in steps:
+                    self._step = LoopStep(self, trained, step)
                     yield self._step
                     if self._failed is not None:
                         raise self._failed
@@ -143,8 +149,8 @@ class Loop:
                     stops = bool(self._reason) and step.number + 1 < self.num_steps
                     if stops or keeps or self._placed.context.job.eval is not None:
                         # Before what all workers do together: they compare the states, or evaluate.
-                        run.trainer.calls.check(f"step {step.number}: its end, with {'' if stops else 'no '}run.stop")
-                    run.trainer.end(step, self._step._logged)
+                        trained.calls.check(f"step {step.number}: its end, with {'' if stops else 'no '}run.stop")
+                    trained.end(step, self._step._logged)
                     if keeps:
                         check_same(self._states, step.number)
                     self._step = None
@@ -154,6 +160,15 @@ class Loop:
         except BaseException as error:
             self._error = error  # a loop that catches it has not ended well
             raise
+
+    @contextmanager
+    def _begun(self) -> Iterator[tuple[LoopModel, Iterator[TrainingStep]]]:
+        """Give what the steps train, at the state where the training begins or goes on, and the steps."""
+        with begun_training(self._placed, self._model_of) as run:
+            stopping = StopOfLoop(self, run.training.context.job, run.training.state)
+            steps: Any = run.steps(stopping)
+            with closing(steps):  # an error's traceback may hold them for long
+                yield run.trainer, steps
 
     @contextmanager
     def _calling(self, step: "LoopStep") -> Iterator[None]:
@@ -177,7 +192,7 @@ class Loop:
 
     def _model_of(self, placed: PlacedTraining, step: Step, measures: Metrics, clock: StepClock) -> LoopModel:
         updates = Updates([update._given for update in self._updates], self._states)
-        return LoopModel(placed.placement, placed.split, updates, clock, placed.watch)
+        return self._kind(placed.placement, placed.split, updates, clock, placed.watch)
 
     def _throw(self, error: BaseException) -> None:
         """Have what stands around the steps end as after an error of the body's."""
