@@ -230,7 +230,7 @@ class DrawingStep(PlainStep):
     def __init__(self, run: PlainRun, number: int, batch: Any, epoch: int) -> None:
         super().__init__(run, number, (batch,))
         self._batch, self._key, self._passes = batch, (epoch, number), 0
-        torch.manual_seed(derive_seed(0, "update", *self._key))
+        torch.manual_seed(derive_seed(0, "update", *self._key, 0))
 
     def _of_shards(self, function: Any, batch: Any) -> Any:
         """Call a function on each shard, and give the whole batch's outputs."""
@@ -240,7 +240,8 @@ class DrawingStep(PlainStep):
             torch.manual_seed(derive_seed(0, "forward", *self._key, shard, *more))
             outputs.append(function(part))
         self._passes += 1
-        torch.manual_seed(derive_seed(0, "update", *self._key, self._passes))
+        passes = () if self._passes == 1 else (self._passes,)  # after the first one as in a declared training
+        torch.manual_seed(derive_seed(0, "update", *self._key, *passes))
         if isinstance(outputs[0], dict):
             return {name: torch.cat([one[name] for one in outputs]) for name in outputs[0]}
         return torch.cat(outputs)
