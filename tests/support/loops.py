@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
-import dp_ray
 from dp_ray.system.threads import last_call
 
 ROWS, BATCH, EPOCHS, LR = 23, 10, 3, 0.1  # the last batch is short, and its shards uneven
@@ -300,7 +299,7 @@ def ppo_of_one_pass(run: Any) -> None:
 def supervised(run: Any) -> None:
     """The declared training, as the page on loops has it."""
     page = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()
-    names: dict[str, Any] = {"dp_ray": dp_ray, "torch": torch}
+    names: dict[str, Any] = {"torch": torch}
     (_, rest) = page.split("```python\ndef supervised")
     exec(f"def supervised{rest.partition('```')[0]}", names)
     names["supervised"](run)

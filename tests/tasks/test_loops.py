@@ -708,7 +708,7 @@ def test_workers_that_make_other_calls_end_the_job_with_both(tmp_path: Path, loo
 @pytest.mark.parametrize("loop", ["a_pass_left_out", "one_stops"])
 def test_other_calls_are_told_where_an_evaluation_follows(tmp_path: Path, loop: str) -> None:
     """It has collectives of its own, in which the others would meet the comparison of the one that goes on."""
-    says = r"the workers make other calls: rank 0: step 1, .*; rank 1: step 1: its end, with (no )?run.stop"
+    says = r"the workers make other calls: rank 0: step 1.*; rank 1: step 1: its end, with (no )?run.stop"
     with pytest.raises(ProcessExit, match=says):
         trained(tmp_path, loop, 2, **EVALUATED)
 

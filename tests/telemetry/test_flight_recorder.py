@@ -23,6 +23,7 @@ from dp_ray.monitor.watchdog import collectives_behind
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.storage import Storage
+from dp_ray.system.threads import note_call
 from dp_ray.tasks.setup import Context
 from tests.support.builders import monitor_of
 from tests.support.group import run_group
@@ -194,6 +195,16 @@ class Worker:
             if thread.name == "flight recorder":
                 thread.join()
         return beat
+
+
+def test_each_beat_names_the_last_call_of_a_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worker = Worker(monkeypatch, tmp_path, 100.0)
+    note_call(3, "step 1, pass 0")
+    try:
+        assert worker.beat(1.0).call == (3, "step 1, pass 0")
+    finally:
+        note_call(0, "")
+    assert worker.beat(1.0).call == (0, "")
 
 
 def test_a_late_worker_writes_its_recorder_once_a_step_and_tells_where_it_stands(
