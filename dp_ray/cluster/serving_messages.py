@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dp_ray.engine.world import World
-from dp_ray.tasks.wire import WorkerPlace
-
-IN_LINE_BYTES = 1 << 15  # of an array that is copied into a message
+from dp_ray.tasks.wire import IN_LINE_BYTES, WorkerPlace
 
 
 class Serves(NamedTuple):

@@ -184,6 +184,7 @@ class Evaluation:
     def _measured(self, sums: torch.Tensor, states: dict[int, dict[str, Any]]) -> Evaluated:
         """Return the means and the metrics with a state, over all workers; every rank calls this."""
         with waiting("the other workers' sums"):
+            # In a row all workers but one have zeros, or it is a count: this sum is exact, in any order.
             if has_peers():
                 dist.all_reduce(sums, group=everyone())
             *totals, rows = sums.sum(0).tolist()

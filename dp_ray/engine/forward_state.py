@@ -254,12 +254,14 @@ class ForwardState(Writable):
         """Start the broadcast of rank 0's values; every rank calls this once a step."""
         if not self._has_peers:
             return
+        # All send and take the same bytes: first they agree on the buffers that these are.
         if self._is_early:
             self._agree()
         if not any(self._layouts.values()):
             return
         if self._is_first and (self._kept is None or self._kept.values is not self._views):
             self._fill()
+        # The memory is the same in each step, so `finish` waits for this before the next forward may write there.
         self._work = dist.broadcast(self._flat, src=0, group=everyone(), async_op=True)
 
     def _fill(self) -> None:

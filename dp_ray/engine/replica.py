@@ -129,6 +129,7 @@ class Replica:
         """
         if shard is None:
             return forward(*args)
+        # Only now: the backward of the forward before may have needed what that wrote.
         if self._ran is not None:
             self.restore()
         self._ran = shard

@@ -211,6 +211,8 @@ class Checkpointer(PieceKeeper):
 
             def before_commit() -> None:
                 """Write, in the writer's thread, the files that must exist before the checkpoint counts."""
+                # First: where a later attempt has begun, this one must write nothing more. A crash after the piece
+                # leaves rows without a checkpoint, which the next attempt deletes: it runs their steps again.
                 check_newest(training.context.run, training.context.attempt)
                 write_piece(training.context.run.child(HISTORY), rows)
                 self._before()
@@ -456,6 +458,7 @@ def keep_weights(training: Training) -> None:
         tensors = tensors_of(trainer.model)
         average = {} if trainer.average is None else trainer.average.tensors()
         if context.world.rank != 0:
+            # In the order in which rank 0 writes them below: it gathers each sharded tensor from all workers.
             for part in (*tensors_of_files(tensors), average):
                 attend_writing(part)
             return
@@ -473,6 +476,7 @@ def _keep_best(context: Context, state: TrainState) -> None:
     They are those that were evaluated: the average, if the job says so.
     """
     job, run = context.job, context.run
+    # An earlier file is not the best any more. A crash after this leaves none until the run is resumed.
     run.delete(BEST)
     if state.best is None or state.best_step is None:
         return

@@ -97,6 +97,7 @@ def _begin(run: Storage, world: World) -> ledger.Ledger:
     for folder in (PARTS, FILES, OUTPUTS):
         run.child(folder).create()
     if world.rank == 0:
+        # Before the attempt reads which steps are done: those of lost files are to run again.
         drop_lost(run)
     return begin_attempt(run)
 

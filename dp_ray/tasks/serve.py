@@ -186,6 +186,7 @@ class Served:
         outputs: list[wire.ShardOutput] = []
         text = io.StringIO()
         try:
+            # Without shards too: new elements come by a broadcast, in which all workers take part.
             self._sync(asked.sync, asked.modes)
             if asked.spec is None:
                 return []
@@ -207,12 +208,14 @@ class Served:
                 outputs.append(output)
             leads_back = asked.modes.is_grad_enabled and (asked.requires_grad or any(asked.modes.requires_grad))
             if leads_back and any(any(output.requires_grad) for output in outputs):
+                # After all shards: of a call that raises, no graph stays.
                 self._graphs.setdefault((module_number, asked.call_number), {}).update(graphs)
             return outputs
         except PeerIsLost as lost:
             return wire.PeerLost(str(lost))
         except (Exception, SystemExit) as error:
             if at is None or self._copies[module_number].state.is_lost:
+                # What the copy holds is not known any more: the answer says so, and the next call brings it anew.
                 self._copies.pop(module_number, None)
             printed = "".join(output.text for output in outputs) + text.getvalue()
             return self._raised(error, at, what, got, module_number in self._copies, printed)
@@ -374,6 +377,7 @@ class Served:
         sparse = {node: {index: wire.parts_of(g) for index, g in one.sparse.items()} for node, one in held.items()}
         slices = []
         with _collective() if group is not None else nullcontext():
+            # In the order of the message, which is the same to all: one collective for each dtype.
             for at, (dtype, length) in enumerate(asked.lengths.items()):
                 vectors = {node: sums.vectors[at] for node, sums in held.items()}
                 if group is not None and length:

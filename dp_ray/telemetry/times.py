@@ -455,7 +455,8 @@ class History:
         now = time.perf_counter()
         waited, self._data_wait = data_wait - self._data_wait, data_wait
         self._pending.append(_Step(step, update, stop - start, now - self._ended, waited, measured))
-        self._extra.update(dict.fromkeys(measured))
+        if measured:
+            self._extra.update(dict.fromkeys(measured))
         self._ended = now
         if now - self._sent > SEND_SECONDS:
             self._read(must_wait=False)
