@@ -61,7 +61,7 @@ def test_hosts_that_come_in_any_order_hear_each_other(tmp_path: Path) -> None:
         thread.start()  # before there is a folder
     with listening(first) as heard:
         threads[2].start()
-        came = {}
+        came: dict[int, Heard] = {}
         while len(came) < 3:
             one = heard.get(timeout=SECONDS)
             came[one.rank] = one

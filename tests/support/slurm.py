@@ -15,12 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.cluster import ROOT
 from tests.support.hosts import Host, namespaces
 from tests.support.within import within
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel")
 SECONDS = 120.0  # the machine may be busy
-# No cgroups, which only the whole machine has: so a signal is for the tasks, as with cgroups, not for what they start.
+# Without cgroups, of which a machine has one set. As with them, a signal is for tasks, not for what they start.
 CONF = """\
 ClusterName=tests
 SlurmctldHost=n1(10.77.0.1)
@@ -69,7 +70,12 @@ class Slurm:
     @property
     def environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RAY_"))}
-        return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{kept['PATH']}:/usr/sbin"}
+        return {
+            **kept,
+            "PYTHONPATH": str(ROOT),
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": f"{kept['PATH']}:/usr/sbin",
+        }
 
     def on(self, host: Host, *command: str) -> list[str]:
         """The command line that runs a command on a host, under its own name."""
