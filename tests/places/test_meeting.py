@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dp_ray.cluster.internals.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
-from dp_ray.errors import ClusterError, JobError
+from dp_ray.errors import ClusterLost, JobError
 from dp_ray.places import meeting
 from dp_ray.places.launchers import Place
 from dp_ray.places.meeting import GOES, Heard, Line, given_token, join, leave_status, listen_to, opened
@@ -118,7 +118,7 @@ def test_who_lacks_the_token_is_not_heard(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv(AUTH_TOKEN, "f" * 64)
     with listening(first) as heard:
         with pytest.raises(
-            ClusterError, match=r"the first host \(host 0\) did not come .* within 0.5 s.*another token"
+            ClusterLost, match=r"the first host \(host 0\) did not come .* within 0.5 s.*another token"
         ):
             joined(other, 0.5)
         with socket.create_connection(("127.0.0.1", int(other.meet.rpartition(":")[2]))) as stranger:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -47,15 +47,16 @@ def undisturbed(folder: Path, **keys: Any) -> tuple[Any, Any, int]:
 class Hosts:
     """The hosts of a job."""
 
-    def __init__(self, folder: Path, mark: str) -> None:
-        self.folder, self.mark = folder, mark
+    def __init__(self, folder: Path, mark: str, program: Sequence[str]) -> None:
+        self.folder, self.mark, self.program = folder, mark, program
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, rank: int, *command: str, hosts: int = 2, meet: str | None = None, token: str = "") -> None:
         """Start `dp-ray node` on the host of a rank; it has one CPU, so one worker."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith((VARIABLES, "SLURM_"))}
-        line = [sys.executable, "-m", "dp_ray", "node", "--hosts", str(hosts), "--rank", str(rank), "--cpus", "1"]
-        line += ["--meet", meet or str(self.folder / "meet"), "--", *command]
+        meets = str(self.folder / "meet") if meet is None else meet
+        line = [*self.program, "node", "--hosts", str(hosts), "--rank", str(rank), "--cpus", "1"]
+        line += [*(["--meet", meets] if meets else []), "--", *command]
         own = {**kept, "PYTHONPATH": str(ROOT), self.mark: "1", **({AUTH_TOKEN: token} if token else {})}
         with (self.folder / f"host-{self.mark}-{rank}.log").open("ab") as log:
             self.processes.append(
@@ -104,9 +105,9 @@ class Hosts:
 
 
 @contextmanager
-def hosts_in(folder: Path) -> Iterator[Hosts]:
+def hosts_in(folder: Path, program: Sequence[str] = (sys.executable, "-m", "dp_ray")) -> Iterator[Hosts]:
     """The hosts of a job in `folder`. All that they start must have ended soon after them."""
-    made = Hosts(folder, f"DP_RAY_HOSTS_{uuid.uuid4().hex}")
+    made = Hosts(folder, f"DP_RAY_HOSTS_{uuid.uuid4().hex}", program)
     try:
         yield made
     finally:
