@@ -1,12 +1,17 @@
 """What the hosts of a job tell each other: who has come, how it ended, and what a signal means. Without Ray."""
 
+import os
+import re
+import shlex
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import stand_in_ray
+from tests.support.cluster import ROOT
 from tests.support.on_hosts import Hosts, hosts_in, job_in
 from tests.support.within import within
 
@@ -150,3 +155,24 @@ def test_a_single_host_needs_no_meeting(hosts: Hosts, tmp_path: Path) -> None:
     assert within(SECONDS, (tmp_path / "runs").exists), hosts.all_said()
     (tmp_path / "ends").write_text("0")
     assert hosts.statuses() == [0]
+
+
+def test_the_script_to_copy_starts_all_hosts_and_has_the_runs_status(tmp_path: Path) -> None:
+    """With a stand-in for ssh, which runs the command here."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f'#!/bin/bash\necho "$1 $2" >> {tmp_path}/called\nexec bash -c "$3"\n')
+    ssh.chmod(0o755)
+    text = (ROOT / "jobs" / "places" / "hosts.sh").read_text()
+    program = shlex.join(stand_in_ray.OWN)
+    for name, value in {"meet": str(tmp_path / "meet"), "program": f"'{program}'"}.items():
+        text = re.sub(rf"(?m)^{name}=\S+", f"{name}={value}", text)
+    (tmp_path / "hosts.sh").write_text(text)
+    (tmp_path / "ends").write_text("75")
+    job, own = job_in(tmp_path), {"PATH": f"{ssh.parent}:{os.environ['PATH']}"}
+    own |= {stand_in_ray.FOLDER: str(tmp_path), "PYTHONPATH": str(ROOT)}
+    line = ["bash", "hosts.sh", job, "--set", "epochs=2"]
+    done = subprocess.run(line, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 75, done.stderr
+    assert sorted((tmp_path / "called").read_text().splitlines()) == ["-tt 10.0.0.1", "-tt 10.0.0.2"]
+    assert (tmp_path / "runs").read_text() == f"10.0.0.1:6379 {job} --set epochs=2"
