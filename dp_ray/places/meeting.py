@@ -179,6 +179,8 @@ def opened(place: Place, token: str, heard: Callable[[Heard], None]) -> Iterator
         try:
             folder = Path(place.meet)
             folder.mkdir(parents=True, exist_ok=True)
+            if folder.resolve().is_relative_to(Path.cwd()):  # which is sent to all nodes, without what this names
+                (folder / ".gitignore").write_text("*\n")
             (folder / STATUS).unlink(missing_ok=True)
             _write(folder / name, token)
             _write(folder / FIRST, json.dumps(told))

@@ -220,7 +220,8 @@ class _First(_Host):
         if differs:
             why = f"--rank {rank} on {said['host']}: {listed(differs)}"
             heard.line.send(refused=why)
-            self.refused.setdefault(rank, why)
+            if rank not in self.guests and 0 < rank < self.place.hosts:
+                self.refused[rank] = why
             return
         self.refused.pop(rank, None)
         self.guests[rank] = _Guest(heard.line, said["host"], said["address"])

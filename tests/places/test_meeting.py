@@ -97,6 +97,20 @@ def test_what_lies_in_the_folder_is_for_the_user_alone_and_removed(tmp_path: Pat
         assert not (tmp_path / "status").exists(), "that of an earlier attempt"
 
 
+def test_a_token_in_the_folder_that_is_sent_to_all_nodes_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dp_ray.cluster.connect import code_to_ship
+    from dp_ray.cluster.internals.core import packed_files
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").touch()
+    for folder in ("meet", ".dp-ray/slurm-1-0-0"):
+        with listening(Place(2, 0, folder)):
+            code = code_to_ship()
+            assert [path.name for path in packed_files(code["working_dir"], code["excludes"])] == ["model.py"]
+
+
 def test_the_token_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
     before = socket.socket.sendall
