@@ -17,7 +17,14 @@ from pathlib import Path
 
 import psutil
 
-from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TMPDIR
+from dp_ray.cluster.internals.variables import (
+    ADDRESS,
+    API_SERVER_ADDRESS,
+    AUTH_MODE,
+    AUTH_TOKEN,
+    AUTH_TOKEN_PATH,
+    TMPDIR,
+)
 from dp_ray.places.launchers import without_own
 from dp_ray.system.linux import cores, ended_with_this_process
 
@@ -84,7 +91,7 @@ class OwnRay:
     def dashboard(self) -> str | None:
         """Return the address of the dashboard that `ray start` has told."""
         with suppress(OSError, IndexError):
-            return (self.folder / LOG).read_text(errors="replace").split("RAY_API_SERVER_ADDRESS='")[1].split("'")[0]
+            return (self.folder / LOG).read_text(errors="replace").split(f"{API_SERVER_ADDRESS}='")[1].split("'")[0]
         return None
 
 

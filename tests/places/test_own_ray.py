@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH
+from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TMPDIR
 from dp_ray.places import own_ray
 from dp_ray.places.own_ray import clients_environment, usable_cpus
 
@@ -28,7 +28,7 @@ def test_the_cpus_of_a_host(variables: Mapping[str, str], cpus: int, monkeypatch
 
 
 def test_programs_find_this_ray_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = {ADDRESS: "10.0.0.9:6379", AUTH_TOKEN: "secret", "RAY_TMPDIR": "/x", "RANK": "3", "PMI_FD": "7"}
+    others = {ADDRESS: "10.0.0.9:6379", AUTH_TOKEN: "secret", TMPDIR: "/x", "RANK": "3", "PMI_FD": "7"}
     for name, value in {**others, "NCCL_DEBUG": "INFO"}.items():
         monkeypatch.setenv(name, value)
     given = clients_environment(tmp_path)

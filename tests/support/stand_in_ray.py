@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from dp_ray.cluster.internals.variables import ADDRESS, AUTH_TOKEN_PATH
+
 FOLDER = "DP_RAY_STAND_IN"
 PR_SET_NAME = 15
 OWN = [sys.executable, __file__]
@@ -60,9 +62,8 @@ def drain(folder: Path) -> None:
     import psutil
 
     own = [one for one in psutil.process_iter(["cmdline"]) if "raylet" in (one.info["cmdline"] or [])]
-    variable = "RAY_AUTH_TOKEN_PATH"
     for one in own:
-        if one.environ().get(variable) == os.environ[variable]:
+        if one.environ().get(AUTH_TOKEN_PATH) == os.environ[AUTH_TOKEN_PATH]:
             one.kill()
 
 
@@ -72,7 +73,7 @@ def run(folder: Path) -> None:
     came: list[int] = []
     for number in statuses:
         signal.signal(number, lambda number, _: came.append(number))
-    (folder / "runs").write_text(os.environ["RAY_ADDRESS"] + " " + " ".join(sys.argv[2:]))
+    (folder / "runs").write_text(os.environ[ADDRESS] + " " + " ".join(sys.argv[2:]))
     while not came and not (folder / "ends").exists():
         time.sleep(0.02)
     (folder / "signals").write_text(" ".join(signal.Signals(number).name for number in came))
