@@ -62,7 +62,7 @@ class OwnRay:
             if self.raylet is None:
                 children = psutil.Process(self.process.pid).children()
                 self.raylet = next((child for child in children if child.name() == "raylet"), None)
-            return address or None
+            return (address or None) if self.raylet is not None else None
         return None
 
     @property

@@ -1,10 +1,12 @@
-"""Jobs on a Slurm of two nodes: done, over its time, cancelled, with a node down, two at once, an array."""
+"""Jobs on Ray on a Slurm of two nodes: their bits after a requeue, a cancel, a lost node; two at once.
+
+`test_slurm_signals.py` has all cases of Slurm, without Ray.
+"""
 
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,8 +16,7 @@ from tests.support.on_hosts import SECONDS, bits, job_in, undisturbed
 from tests.support.slurm import Slurm, slurm
 from tests.support.within import within
 
-pytestmark = [pytest.mark.ray, pytest.mark.root]
-places = pytest.mark.places
+pytestmark = [pytest.mark.ray, pytest.mark.root, pytest.mark.places]
 SLOWLY: dict[str, Any] = {"dataset": {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.05}}}
 
 
@@ -73,34 +74,6 @@ def test_a_job_that_gets_the_signal_of_its_time_limit_is_requeued_and_has_the_sa
     assert followed.returncode == 0 and "time: done" in followed.stdout
 
 
-@places
-def test_a_job_whose_time_is_over(jobs: Jobs) -> None:
-    """By Slurm's own clock, which may send the signal a minute early."""
-    slow = {"dataset": {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.5}}, "epochs": 3}
-    job = jobs.submit("limit", "--time=3", "--signal=USR2@60", **slow)
-    jobs.slurm.wait_until_said(job, "asks Slurm to requeue the job", seconds=300)
-    jobs.ends(job, "COMPLETED")
-    assert bits(jobs.folder / "limit") == undisturbed(jobs.folder, **{**slow, "dataset": SLOWLY["dataset"]})
-
-
-@places
-@pytest.mark.parametrize("again", [False, True], ids=["stop", "run_again"])
-def test_stopped_by_dp_ray(again: bool, jobs: Jobs) -> None:
-    name = f"stopped-{again}"
-    job = jobs.submit(name, **SLOWLY)
-    jobs.wait_for_steps(job, name)
-    done = jobs.dp_ray("stop", f"slurm:{job}", *(["--run-again"] if again else []))
-    assert done.returncode == 0 and f"asked slurm:{job} to stop after its current step" in done.stderr
-    if again:
-        jobs.ends(job, "COMPLETED")
-        assert bits(jobs.folder / name) == undisturbed(jobs.folder, **SLOWLY)
-    else:
-        jobs.ends(job, "FAILED")
-        assert jobs.dp_ray("logs", "-f", f"slurm:{job}").returncode == 130
-        assert jobs.slurm.field(job, "Restarts") == "0"
-
-
-@places
 def test_a_cancelled_job_keeps_its_work_and_is_not_requeued(jobs: Jobs) -> None:
     job = jobs.submit("cancelled", **SLOWLY)
     jobs.wait_for_steps(job, "cancelled")
@@ -113,22 +86,18 @@ def test_a_cancelled_job_keeps_its_work_and_is_not_requeued(jobs: Jobs) -> None:
     assert bits(jobs.folder / "cancelled") == undisturbed(jobs.folder, **SLOWLY)
 
 
-@places
 def test_a_node_that_goes_down(jobs: Jobs) -> None:
     """Slurm ends the job on the other node, and requeues it; it goes on once there are nodes."""
     job = jobs.submit("down", **SLOWLY)
     jobs.wait_for_steps(job, "down")
     lost = jobs.slurm.hosts[1]
-    lost.kill()
-    jobs.slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
+    jobs.slurm.kill_node(lost)
     assert within(SECONDS, lambda: jobs.slurm.field(job, "Restarts") == "1"), jobs.slurm.log(job)
-    jobs.slurm.start_slurmd(lost)
-    jobs.slurm.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    jobs.slurm.revive_node(lost)
     jobs.ends(job, "COMPLETED")
     assert bits(jobs.folder / "down") == undisturbed(jobs.folder, **SLOWLY)
 
 
-@places
 def test_two_jobs_on_the_same_nodes(jobs: Jobs) -> None:
     one, other = jobs.submit("one"), jobs.submit("other")
     jobs.ends(one, "COMPLETED")
@@ -136,19 +105,6 @@ def test_two_jobs_on_the_same_nodes(jobs: Jobs) -> None:
     assert bits(jobs.folder / "one") == bits(jobs.folder / "other") == undisturbed(jobs.folder)
 
 
-@places
-def test_of_an_array_the_task_that_was_signalled_is_requeued(jobs: Jobs) -> None:
-    job = jobs.submit("array", "--array=0-1", "--set", "seed=%a", **SLOWLY)
-    jobs.wait_for_steps(job, "array-0")
-    jobs.slurm.run("scancel", "--signal=USR2", f"{job}_0")
-    for task in (0, 1):
-        jobs.ends(f"{job}_{task}", "COMPLETED")
-    assert [jobs.slurm.field(f"{job}_{task}", "Restarts") for task in (0, 1)] == ["1", "0"]
-    for task in (0, 1):
-        assert bits(jobs.folder / f"array-{task}") == undisturbed(jobs.folder, **SLOWLY, seed=task)
-
-
-@places
 def test_a_host_whose_command_is_killed(jobs: Jobs) -> None:
     """As by the kernel, for its memory: an elastic job goes on, and nothing of that host is left."""
     job = jobs.submit("killed", workers={"min": 1, "max": 2}, **SLOWLY)
@@ -160,11 +116,3 @@ def test_a_host_whose_command_is_killed(jobs: Jobs) -> None:
     jobs.ends(job, "COMPLETED")
     assert "host 1 (n2) went away" in jobs.slurm.log(job)
     assert bits(jobs.folder / "killed") == undisturbed(jobs.folder, **SLOWLY)
-
-
-def test_what_slurm_does_not_know(jobs: Jobs) -> None:
-    for command in ("status", "logs", "stop"):
-        done = jobs.dp_ray(command, "slurm:4711")
-        assert done.returncode == 2 and "slurm:4711: Slurm does not know this job" in done.stderr, done.stderr
-    done = jobs.dp_ray("slurm", job_in(Path(jobs.folder)), "--partition=nowhere")
-    assert done.returncode == 1 and "invalid partition" in done.stderr, done.stderr

@@ -83,12 +83,10 @@ class Slurm:
         within = ["ip", "netns", "exec", host.namespace, "unshare", "--uts", "sh", "-c", named]
         return [*within, f"n{host.number}", *command]
 
-    def run(self, *command: str, timeout: float = SECONDS) -> "subprocess.CompletedProcess[str]":
+    def run(self, *command: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         """Run a command on the first host, in the folder of the jobs."""
-        line = self.on(self.hosts[0], *command)
-        return subprocess.run(
-            line, capture_output=True, text=True, timeout=timeout, cwd=self.cwd, env=self.environment
-        )
+        line, own = self.on(self.hosts[0], *command), {**self.environment, **variables}
+        return subprocess.run(line, capture_output=True, text=True, timeout=2 * SECONDS, cwd=self.cwd, env=own)
 
     def start(self, name: str, host: Host, *command: str) -> None:
         """Start a daemon on a host."""
@@ -111,6 +109,16 @@ class Slurm:
         assert within(seconds, lambda: self.field(job, "JobState") in states), (
             self.run("scontrol", "show", "job", job).stdout + self.log(job) + self._logs()
         )
+
+    def kill_node(self, host: Host) -> None:
+        """A host loses its power, and Slurm has noticed."""
+        host.kill()
+        host.processes.clear()
+        self.run("scontrol", "update", f"NodeName=n{host.number}", "State=DOWN", "Reason=lost")
+
+    def revive_node(self, host: Host) -> None:
+        self.start_slurmd(host)
+        self.run("scontrol", "update", f"NodeName=n{host.number}", "State=RESUME")
 
     def log(self, job: str) -> str:
         """What a job has printed."""
