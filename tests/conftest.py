@@ -49,6 +49,8 @@ BESIDE = {
     "cluster/test_submitted.py",
     "driver/test_shards_auto.py",
     "engine/test_fsdp.py",
+    "places/test_node.py",
+    "places/test_slurm.py",
     "sweeps/test_sweeps.py",
     "test_wheel.py",
 }

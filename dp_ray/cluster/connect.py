@@ -391,5 +391,5 @@ def name_ray_job(name: str, storage: str) -> None:
 def code_to_ship() -> dict[str, Any]:
     """Return the runtime_env that ships the working directory, without what .gitignore excludes, and dp_ray."""
     here = Path.cwd()
-    excludes = [f"/{name}/" for name in (".git", ".venv", "runs") if (here / name).is_dir()]
+    excludes = [f"/{name}/" for name in (".git", ".venv", "runs", ".dp-ray") if (here / name).is_dir()]
     return {"working_dir": str(here), "excludes": excludes, "py_modules": [str(Path(dp_ray.__file__).parent)]}

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from dp_ray.cluster.internals.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
-from dp_ray.errors import ClusterError, JobError
+from dp_ray.errors import ClusterLost, JobError
 from dp_ray.places.launchers import Place, host_and_port
 from dp_ray.system.threads import repeated
 
@@ -179,6 +179,8 @@ def opened(place: Place, token: str, heard: Callable[[Heard], None]) -> Iterator
         try:
             folder = Path(place.meet)
             folder.mkdir(parents=True, exist_ok=True)
+            if folder.resolve().is_relative_to(Path.cwd()):  # which is sent to all nodes, without what this names
+                (folder / ".gitignore").write_text("*\n")
             (folder / STATUS).unlink(missing_ok=True)
             _write(folder / name, token)
             _write(folder / FIRST, json.dumps(told))
@@ -213,7 +215,7 @@ def check_free(folder: Path) -> None:
 def join(place: Place, hello: Message, seconds: float | None, waits: Callable[[], None]) -> tuple[Line, str]:
     """Connect to the first host, and return the line, which has said `hello`, and the token.
 
-    Calls `waits` now and then. Raises ClusterError if the first host does not answer within `seconds`, or has another
+    Calls `waits` now and then. Raises ClusterLost if the first host does not answer within `seconds`, or has another
     token.
     """
     until = None if seconds is None else time.monotonic() + seconds
@@ -231,7 +233,7 @@ def join(place: Place, hello: Message, seconds: float | None, waits: Callable[[]
             line.send(**hello, address=line.own_address)
             return line, token
         if until is not None and time.monotonic() > until:
-            raise ClusterError(
+            raise ClusterLost(
                 f"the first host ({place.name(0)}) did not come to {place.meet} within {seconds:g} s "
                 "(timeouts.capacity), or has another token than this host"
             )

@@ -43,6 +43,7 @@ from dp_ray.system.process import own_folder, short_folder
 from dp_ray.system.threads import planned_stops
 from dp_ray.text import counted, listed
 
+PROGRAM = [sys.executable, "-m", "dp_ray"]
 LOOK_SECONDS = 0.2
 TELL_SECONDS = 10.0
 START_SECONDS = 300.0  # a Ray that is not up after that never will be
@@ -219,7 +220,8 @@ class _First(_Host):
         if differs:
             why = f"--rank {rank} on {said['host']}: {listed(differs)}"
             heard.line.send(refused=why)
-            self.refused.setdefault(rank, why)
+            if rank not in self.guests and 0 < rank < self.place.hosts:
+                self.refused[rank] = why
             return
         self.refused.pop(rank, None)
         self.guests[rank] = _Guest(heard.line, said["host"], said["address"])
@@ -255,7 +257,7 @@ class _First(_Host):
     def _follow(self) -> int:
         """Run the command, hand it the signals that come, and return its exit status."""
         own = {**clients_environment(self.folder), ADDRESS: str(self.ray)}
-        line = ended_with_this_process([sys.executable, "-m", "dp_ray", *self.wanted.command])
+        line = ended_with_this_process([*PROGRAM, *self.wanted.command])
         with subprocess.Popen(line, env=own, start_new_session=True) as run:  # so that Ctrl-C reaches it once
             while (status := run.poll()) is None:
                 if name := self.wait(self.handle):

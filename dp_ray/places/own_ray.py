@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,11 +17,19 @@ from pathlib import Path
 
 import psutil
 
-from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TMPDIR
+from dp_ray.cluster.internals.variables import (
+    ADDRESS,
+    API_SERVER_ADDRESS,
+    AUTH_MODE,
+    AUTH_TOKEN,
+    AUTH_TOKEN_PATH,
+    TMPDIR,
+)
 from dp_ray.places.launchers import without_own
 from dp_ray.system.linux import cores, ended_with_this_process
 
 END_SECONDS = 5.0
+KILL_SECONDS = 60.0  # what the kernel does not end by then, it may never end
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 TOKEN, LOG, CURRENT = "token", "ray-start.log", "ray_current_cluster"  # Ray writes the last once it is up
 SHOWN_LINES = 15
@@ -53,7 +62,7 @@ class OwnRay:
             if self.raylet is None:
                 children = psutil.Process(self.process.pid).children()
                 self.raylet = next((child for child in children if child.name() == "raylet"), None)
-            return address or None
+            return (address or None) if self.raylet is not None else None
         return None
 
     @property
@@ -82,7 +91,7 @@ class OwnRay:
     def dashboard(self) -> str | None:
         """Return the address of the dashboard that `ray start` has told."""
         with suppress(OSError, IndexError):
-            return (self.folder / LOG).read_text(errors="replace").split("RAY_API_SERVER_ADDRESS='")[1].split("'")[0]
+            return (self.folder / LOG).read_text(errors="replace").split(f"{API_SERVER_ADDRESS}='")[1].split("'")[0]
         return None
 
 
@@ -137,9 +146,10 @@ def usable_cpus(variables: Mapping[str, str]) -> int:
 
     Slurm gives a job of GPUs one CPU if it asks for no more, and each worker takes one: so at least one for each GPU.
     """
-    numbers = {name: int(variables.get(name) or 0) for name in ("SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE")}
     usable = len(cores()) or os.cpu_count() or 1
-    return max(min(usable, numbers["SLURM_CPUS_ON_NODE"] or usable), numbers["SLURM_GPUS_ON_NODE"])
+    cpus, gpus = (variables.get(name, "") for name in ("SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE"))
+    has = min(usable, int(cpus)) if cpus.isdecimal() and int(cpus) else usable
+    return max(has, int(gpus) if gpus.isdecimal() else 0)
 
 
 def _start(line: list[str], folder: Path) -> "subprocess.Popen[bytes]":
@@ -160,11 +170,15 @@ def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
     psutil.wait_procs(processes, END_SECONDS if process.poll() is not None else 0)
-    while left := _processes_of(folder):  # also what has lost its parent, or was started meanwhile
+    until = time.monotonic() + KILL_SECONDS
+    while (
+        left := _processes_of(folder)
+    ) and time.monotonic() < until:  # also what lost its parent, or came meanwhile
         for one in left:
             with suppress(psutil.NoSuchProcess):
                 one.kill()
         psutil.wait_procs(left, END_SECONDS)
+    process.kill()
     process.wait()
 
 

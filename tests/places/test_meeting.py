@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dp_ray.cluster.internals.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
-from dp_ray.errors import ClusterError, JobError
+from dp_ray.errors import ClusterLost, JobError
 from dp_ray.places import meeting
 from dp_ray.places.launchers import Place
 from dp_ray.places.meeting import GOES, Heard, Line, given_token, join, leave_status, listen_to, opened
@@ -61,7 +61,7 @@ def test_hosts_that_come_in_any_order_hear_each_other(tmp_path: Path) -> None:
         thread.start()  # before there is a folder
     with listening(first) as heard:
         threads[2].start()
-        came: dict[int, Any] = {}
+        came: dict[int, Heard] = {}
         while len(came) < 3:
             one = heard.get(timeout=SECONDS)
             came[one.rank] = one
@@ -97,6 +97,20 @@ def test_what_lies_in_the_folder_is_for_the_user_alone_and_removed(tmp_path: Pat
         assert not (tmp_path / "status").exists(), "that of an earlier attempt"
 
 
+def test_a_token_in_the_folder_that_is_sent_to_all_nodes_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dp_ray.cluster.connect import code_to_ship
+    from dp_ray.cluster.internals.core import packed_files
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").touch()
+    for folder in ("meet", ".dp-ray/slurm-1-0-0"):
+        with listening(Place(2, 0, folder)):
+            code = code_to_ship()
+            assert [path.name for path in packed_files(code["working_dir"], code["excludes"])] == ["model.py"]
+
+
 def test_the_token_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
     before = socket.socket.sendall
@@ -118,7 +132,7 @@ def test_who_lacks_the_token_is_not_heard(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv(AUTH_TOKEN, "f" * 64)
     with listening(first) as heard:
         with pytest.raises(
-            ClusterError, match=r"the first host \(host 0\) did not come .* within 0.5 s.*another token"
+            ClusterLost, match=r"the first host \(host 0\) did not come .* within 0.5 s.*another token"
         ):
             joined(other, 0.5)
         with socket.create_connection(("127.0.0.1", int(other.meet.rpartition(":")[2]))) as stranger:

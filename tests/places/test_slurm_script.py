@@ -90,6 +90,14 @@ def test_what_cannot_work_is_an_error(args: list[str], says: str) -> None:
         raise done.exception or AssertionError(done.output)
 
 
+def test_the_script_to_copy_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text((ROOT / "jobs" / "digits.yaml").read_text())
+    asked = ["slurm", "job.yaml", "--nodes", "2", "--gpus-per-node", "8", "--time", "2:00:00", "--workers", "8"]
+    done = click.testing.CliRunner().invoke(main.cli, [*asked, "--program", "dp-ray", "--dry-run"])
+    assert (ROOT / "jobs" / "places" / "job.sbatch").read_text() == done.output
+
+
 def test_the_job_file_comes_first() -> None:
     done = click.testing.CliRunner().invoke(main.cli, ["slurm", "--nodes", "2", "job.yaml", "--dry-run"])
     assert done.exit_code == 2 and "JOB.yaml comes first" in done.output

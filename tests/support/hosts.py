@@ -137,19 +137,21 @@ class Host:
 @contextlib.contextmanager
 def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
     """`count` hosts whose Ray nodes form one cluster; the first one is its head."""
-    with namespaces(count, folder) as made:
+    with (
+        namespaces(count, folder) as made,
         # A folder of its own: in Ray's usual one stands the address by which other tests find their Ray.
-        with ray_forks.served(folder / ray_forks.SOCKET, f"--gcs-address=10.77.0.1:{PORT}", host_forks.__file__):
-            head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={made[0].sockets}"]
-            made[0].start_ray(*head, f"--system-config={CONFIG}")
-            made[0].wait_until_up()
-            for host in made[1:]:
-                host.join()
-            for host in made[1:]:
-                host.wait_until_up()
-            yield made
-            for host in reversed(made):
-                host.kill()
+        ray_forks.served(folder / ray_forks.SOCKET, f"--gcs-address=10.77.0.1:{PORT}", host_forks.__file__),
+    ):
+        head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={made[0].sockets}"]
+        made[0].start_ray(*head, f"--system-config={CONFIG}")
+        made[0].wait_until_up()
+        for host in made[1:]:
+            host.join()
+        for host in made[1:]:
+            host.wait_until_up()
+        yield made
+        for host in reversed(made):
+            host.kill()
 
 
 @contextlib.contextmanager

@@ -15,12 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.cluster import ROOT
 from tests.support.hosts import Host, namespaces
 from tests.support.within import within
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel")
 SECONDS = 120.0  # the machine may be busy
-# No cgroups, which only the whole machine has: so a signal is for the tasks, as with cgroups, not for what they start.
+# Without cgroups, of which a machine has one set. As with them, a signal is for tasks, not for what they start.
 CONF = """\
 ClusterName=tests
 SlurmctldHost=n1(10.77.0.1)
@@ -69,7 +70,12 @@ class Slurm:
     @property
     def environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RAY_"))}
-        return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{kept['PATH']}:/usr/sbin"}
+        return {
+            **kept,
+            "PYTHONPATH": str(ROOT),
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": f"{kept['PATH']}:/usr/sbin",
+        }
 
     def on(self, host: Host, *command: str) -> list[str]:
         """The command line that runs a command on a host, under its own name."""
@@ -77,12 +83,10 @@ class Slurm:
         within = ["ip", "netns", "exec", host.namespace, "unshare", "--uts", "sh", "-c", named]
         return [*within, f"n{host.number}", *command]
 
-    def run(self, *command: str, timeout: float = SECONDS) -> "subprocess.CompletedProcess[str]":
+    def run(self, *command: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         """Run a command on the first host, in the folder of the jobs."""
-        line = self.on(self.hosts[0], *command)
-        return subprocess.run(
-            line, capture_output=True, text=True, timeout=timeout, cwd=self.cwd, env=self.environment
-        )
+        line, own = self.on(self.hosts[0], *command), {**self.environment, **variables}
+        return subprocess.run(line, capture_output=True, text=True, timeout=2 * SECONDS, cwd=self.cwd, env=own)
 
     def start(self, name: str, host: Host, *command: str) -> None:
         """Start a daemon on a host."""
@@ -105,6 +109,16 @@ class Slurm:
         assert within(seconds, lambda: self.field(job, "JobState") in states), (
             self.run("scontrol", "show", "job", job).stdout + self.log(job) + self._logs()
         )
+
+    def kill_node(self, host: Host) -> None:
+        """A host loses its power, and Slurm has noticed."""
+        host.kill()
+        host.processes.clear()
+        self.run("scontrol", "update", f"NodeName=n{host.number}", "State=DOWN", "Reason=lost")
+
+    def revive_node(self, host: Host) -> None:
+        self.start_slurmd(host)
+        self.run("scontrol", "update", f"NodeName=n{host.number}", "State=RESUME")
 
     def log(self, job: str) -> str:
         """What a job has printed."""
