@@ -14,7 +14,7 @@ from tests.support.sources import ORDER, nodes_of
 
 PACKAGE = Path(dp_ray.__file__).parent
 INNER = {"plan", "job", "tensors", "engine", "rundir", "outputs", "telemetry"}
-SATELLITES = {"data", "report", "trackers", "sweeps"}  # each could be removed as a folder
+SATELLITES = {"data", "report", "trackers", "sweeps", "places"}  # each could be removed as a folder
 
 
 def modules() -> list[Path]:

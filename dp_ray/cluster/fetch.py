@@ -13,7 +13,6 @@ import itertools
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -184,13 +183,12 @@ class ThroughCluster:
 @contextmanager
 def _through(dashboard: Dashboard, name: str, place: str, kinds: Sequence[str]) -> Iterator[ThroughCluster]:
     """Have the head node offer the files while the block runs; raises what the offering job failed with."""
-    offer = f"dp_ray-fetch-{uuid.uuid4().hex[:12]}"
 
     def renew() -> None:
         with suppress(ClusterError):  # away for a moment; the files tell if it is for longer
             dashboard.leave(b"here", offer)
 
-    dashboard.start(["python", "-m", "dp_ray.cluster.offer", place, name, offer, *kinds], offer)
+    offer = dashboard.start(["python", "-m", "dp_ray.cluster.offer", place, name, *kinds])
     try:
         with repeated("fetch", RENEW_SECONDS, renew):
             node_id, content = _offered(dashboard, offer, name)
@@ -198,7 +196,7 @@ def _through(dashboard: Dashboard, name: str, place: str, kinds: Sequence[str]) 
             yield ThroughCluster(dashboard, node_id, offer, content, numbers)
     finally:
         with suppress(ClusterError):  # then the job ends by itself
-            dashboard.forget(offer)
+            dashboard.ask_to_stop(offer)
 
 
 def _offered(dashboard: Dashboard, offer: str, name: str) -> tuple[str, Content]:

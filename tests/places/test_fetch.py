@@ -22,6 +22,7 @@ from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.rundir.content import FETCHED, Content, Entry, check_names, chosen
 from tests.support.cluster import ROOT, Cluster
 from tests.support.drivers import SLOW
+from tests.support.within import within
 
 QUICK: dict[str, Any] = {**SLOW, "dataset": {"target": "tests.support.models:SlowPairs"}}
 
@@ -239,5 +240,5 @@ def test_the_run_of_a_submitted_job_comes_through_the_cluster(cluster: Cluster, 
     lost = program("fetch", "gone", "--storage", str(there), *at, cwd=tmp_path)
     assert lost.returncode == 2
     assert f"cannot offer gone: {there}/gone holds no run; the runs there: {there}/far" in lost.stderr
-    assert list((cluster.folder).rglob("dp_ray-fetch-*")) == []
-    assert "fetch" not in program("status", *at).stdout
+    assert "dp_ray-own" not in program("status", *at).stdout
+    assert within(60, lambda: not list(cluster.folder.rglob("session_*/logs/dp_ray-own-*"))), "its folder is gone"
