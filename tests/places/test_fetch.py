@@ -233,9 +233,7 @@ def test_a_connection_that_breaks_is_made_again(
     whole, broken = FromHere.pieces, fetching.TRIES
     monkeypatch.setattr(FromHere, "pieces", breaks)
     monkeypatch.setattr(fetching, "AGAIN_SECONDS", 0.0)
-    with pytest.raises(
-        ClusterError, match="does not come: the dashboard no longer answers; the same command"
-    ):
+    with pytest.raises(ClusterError, match="does not come: the dashboard no longer answers; the same command"):
         bring(trained, tmp_path)
     assert max(tries.values()) == fetching.TRIES
     broken = 2

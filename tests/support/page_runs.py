@@ -98,7 +98,12 @@ NOT_RUN = {
         "needs machines: tests/places/test_ssh.py has them",
     ),
     **dict.fromkeys(
-        ("pip install 'ray[default]' boto3", "ray dashboard cluster.yaml", "ray down cluster.yaml"),
+        (
+            "pip install 'ray[default]' boto3",
+            "ray dashboard cluster.yaml",
+            "dp-ray submit jobs/digits.yaml --address http://127.0.0.1:8265 --storage s3://bucket/runs",
+            "ray down cluster.yaml",
+        ),
         "needs machines on AWS",
     ),
     "ray up cluster.yaml": "starts machines on AWS: tests/cluster/test_placement.py checks the file",
