@@ -248,8 +248,9 @@ def _gather(source: Source, files: Mapping[str, Entry], stage: Path, say: Say) -
     with suppress(StorageError):  # there was none
         before = CONTENT_JSON.read(noted, LISTING).files
     left = {path: entry for path, entry in files.items() if not _is_there(stage / path, entry, before.get(path))}
-    for path in left:
-        (stage / path).unlink(missing_ok=True)
+    keep = {stage / path for path in files.keys() - left.keys()}
+    for file in [file for file in stage.rglob("*") if file.is_file() and file not in keep]:
+        file.unlink()  # also what an earlier fetch of other files has left
     CONTENT_JSON.write(noted, Content(dict(files)), LISTING)  # from here on, a file in the stage is as it says
     whole, free = sum(entry.size for entry in left.values()), shutil.disk_usage(stage).free
     if whole > free:

@@ -175,6 +175,7 @@ def test_an_interrupted_fetch_leaves_nothing_half_and_goes_on(
         bring(trained, tmp_path)
     assert not (tmp_path / "trained").exists()
     came, read[:] = read[:3], ["no 4th any more"] * 4
+    (tmp_path / ".dp_ray-fetch-trained" / "trained" / "of-other-times.bin").write_bytes(b"stale")
     bring(trained, tmp_path)
     assert not set(came) & set(read), "what is there does not come again"
     assert digests(tmp_path / "trained") == digests(trained / "trained")
