@@ -83,7 +83,7 @@ def kuberay(job_file: str, out: TextIO, **flags: Any) -> None:
         **{key: flags[key] for key in ("claim", "namespace", "queue", "grace", "max_retries", "secrets")},
         service_account=flags["service_account"],
     )
-    click.echo(manifest.text(), nl=False, file=out)
+    click.echo(hide(manifest.text()), nl=False, file=out)
 
 
 def _storage(job_file: str, keys: KeyOptions, claim: str | None) -> str:
