@@ -201,7 +201,8 @@ def _through(dashboard: Dashboard, name: str, place: str, kinds: Sequence[str]) 
 
 def _offered(dashboard: Dashboard, offer: str, name: str) -> tuple[str, Content]:
     """Wait until a job offers its files; return its node's id, and the files."""
-    while True:
+    is_empty = 0
+    while is_empty < TRIES:
         job = dashboard.details(offer)
         if job.status.is_terminal():
             said = dashboard.logs(offer).strip().splitlines()[-1:] or [str(job.message)]
@@ -209,8 +210,11 @@ def _offered(dashboard: Dashboard, offer: str, name: str) -> tuple[str, Content]
             raise kind(f"the cluster at {dashboard.address} cannot offer {name}: {said[0]}")
         if job.driver_node_id:
             with suppress(FileNotFoundError), dashboard.reading(job.driver_node_id, f"{offer}/{LISTING}") as pieces:
-                return job.driver_node_id, CONTENT_JSON.parse(b"".join(pieces).decode())
+                if listing := b"".join(pieces):
+                    return job.driver_node_id, CONTENT_JSON.parse(listing.decode())
+                is_empty += 1  # seen on a busy machine: the dashboard sent nothing of a file that is there
         time.sleep(LOOK_SECONDS)
+    raise ClusterError(f"the dashboard at {dashboard.address} sends nothing of the list of the files of {name}")
 
 
 def _arrival(run_dir: Path, run: str, content: Content, overwrite: bool) -> Arrival:
@@ -279,20 +283,22 @@ def _bring(source: Source, path: str, entry: Entry, file: Path) -> None:
     for tries in itertools.count(1):
         try:
             size, sha256 = _copied(source, path, entry, partial)
-            break
         except ClusterError as error:
             if tries == TRIES:
                 raise ClusterError(f"{path} does not come: {error}; the same command goes on") from error
-            time.sleep(AGAIN_SECONDS)
         except OSError as error:
             raise StorageError(f"{path} cannot be fetched: {error}; the same command goes on") from error
-    if size != entry.size or entry.sha256 not in ("", sha256):
-        partial.unlink()
-        raise StorageError(
-            f"{path} has changed while it was fetched ({size} bytes came, {entry.size} were listed): fetch it when "
-            "its run has ended"
-        )
-    os.replace(partial, file)
+        else:
+            if size == entry.size and entry.sha256 in ("", sha256):
+                os.replace(partial, file)
+                return
+            if tries == TRIES:
+                partial.unlink()
+                raise StorageError(
+                    f"{path} is not what was listed ({size} bytes came, {entry.size} were listed): if its run goes "
+                    "on, fetch it when that has ended"
+                )
+        time.sleep(AGAIN_SECONDS)
 
 
 def _copied(source: Source, path: str, entry: Entry, file: Path) -> tuple[int, str]:

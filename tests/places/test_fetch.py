@@ -184,12 +184,14 @@ def test_an_interrupted_fetch_leaves_nothing_half_and_goes_on(
 def test_a_file_that_changes_meanwhile_is_told(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fetching, "AGAIN_SECONDS", 0.0)
+
     @contextmanager
     def shorter(self: FromHere, path: str) -> Iterator[Iterator[bytes]]:
         yield iter([b"short"])
 
     monkeypatch.setattr(FromHere, "pieces", shorter)
-    with pytest.raises(StorageError, match=r"trained/.* has changed while it was fetched \(5 bytes came, "):
+    with pytest.raises(StorageError, match=r"trained/.* is not what was listed \(5 bytes came, "):
         bring(trained, tmp_path)
     assert not (tmp_path / "trained").exists()
 
