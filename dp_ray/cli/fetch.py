@@ -17,7 +17,11 @@ from dp_ray.text import harmless
 @click.option("--outputs", is_flag=True, help="The outputs alone.")
 @click.option("--page", is_flag=True, help="The page alone.")
 @click.option("--address", help="The dashboard of the cluster that ran it, like http://HEAD:8265.")
-@click.option("--storage", help="Where the run lies, as the cluster sees it. Default: where its job put it.")
+@click.option(
+    "--storage",
+    shell_complete=folders,
+    help="Where the run lies, as the cluster sees it. Default: where its job put it.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a run of this name in DIR.")
 def fetch(name: str, folder: str, address: str | None, storage: str | None, overwrite: bool, **kinds: Any) -> None:
     """Bring the run of a submitted job, by its name or the job's id, to DIR/NAME; DIR is `runs` if you name none."""

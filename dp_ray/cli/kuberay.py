@@ -4,7 +4,7 @@ import logging
 import shlex
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -50,8 +50,11 @@ GRACE = click.option(
 @click.option("--queue", help="The queue of Kueue.")
 @click.option("--max-retries", type=click.IntRange(0), default=20, show_default=True, help="New clusters at most.")
 @GRACE
-def kuberay(job_file: str, **flags: Any) -> None:
-    """Print a job as a RayJob for KubeRay, for `kubectl apply -f -`; its code goes to the storage as a zip."""
+@click.option(
+    "--out", metavar="FILE", type=click.File("w", atomic=True), default="-", help="File to write; default stdout."
+)
+def kuberay(job_file: str, out: TextIO, **flags: Any) -> None:
+    """Print a job as a RayJob for KubeRay, for `kubectl apply -f`; its code goes to the storage as a zip."""
     from dp_ray.places.kuberay import Manifest, Pods, kubernetes_name, parse_toleration
 
     keys = take(KeyOptions, flags)
@@ -80,7 +83,7 @@ def kuberay(job_file: str, **flags: Any) -> None:
         **{key: flags[key] for key in ("claim", "namespace", "queue", "grace", "max_retries", "secrets")},
         service_account=flags["service_account"],
     )
-    click.echo(manifest.text(), nl=False)
+    click.echo(hide(manifest.text()), nl=False, file=out)
 
 
 def _storage(job_file: str, keys: KeyOptions, claim: str | None) -> str:

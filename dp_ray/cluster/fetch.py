@@ -13,7 +13,6 @@ import itertools
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -184,13 +183,12 @@ class ThroughCluster:
 @contextmanager
 def _through(dashboard: Dashboard, name: str, place: str, kinds: Sequence[str]) -> Iterator[ThroughCluster]:
     """Have the head node offer the files while the block runs; raises what the offering job failed with."""
-    offer = f"dp_ray-fetch-{uuid.uuid4().hex[:12]}"
 
     def renew() -> None:
         with suppress(ClusterError):  # away for a moment; the files tell if it is for longer
             dashboard.leave(b"here", offer)
 
-    dashboard.start(["python", "-m", "dp_ray.cluster.offer", place, name, offer, *kinds], offer)
+    offer = dashboard.start(["python", "-m", "dp_ray.cluster.offer", place, name, *kinds])
     try:
         with repeated("fetch", RENEW_SECONDS, renew):
             node_id, content = _offered(dashboard, offer, name)
@@ -198,12 +196,13 @@ def _through(dashboard: Dashboard, name: str, place: str, kinds: Sequence[str]) 
             yield ThroughCluster(dashboard, node_id, offer, content, numbers)
     finally:
         with suppress(ClusterError):  # then the job ends by itself
-            dashboard.forget(offer)
+            dashboard.ask_to_stop(offer)
 
 
 def _offered(dashboard: Dashboard, offer: str, name: str) -> tuple[str, Content]:
     """Wait until a job offers its files; return its node's id, and the files."""
-    while True:
+    is_empty = 0
+    while is_empty < TRIES:
         job = dashboard.details(offer)
         if job.status.is_terminal():
             said = dashboard.logs(offer).strip().splitlines()[-1:] or [str(job.message)]
@@ -211,8 +210,11 @@ def _offered(dashboard: Dashboard, offer: str, name: str) -> tuple[str, Content]
             raise kind(f"the cluster at {dashboard.address} cannot offer {name}: {said[0]}")
         if job.driver_node_id:
             with suppress(FileNotFoundError), dashboard.reading(job.driver_node_id, f"{offer}/{LISTING}") as pieces:
-                return job.driver_node_id, CONTENT_JSON.parse(b"".join(pieces).decode())
+                if listing := b"".join(pieces):
+                    return job.driver_node_id, CONTENT_JSON.parse(listing.decode())
+                is_empty += 1  # seen on a busy machine: the dashboard sent nothing of a file that is there
         time.sleep(LOOK_SECONDS)
+    raise ClusterError(f"the dashboard at {dashboard.address} sends nothing of the list of the files of {name}")
 
 
 def _arrival(run_dir: Path, run: str, content: Content, overwrite: bool) -> Arrival:
@@ -250,8 +252,9 @@ def _gather(source: Source, files: Mapping[str, Entry], stage: Path, say: Say) -
     with suppress(StorageError):  # there was none
         before = CONTENT_JSON.read(noted, LISTING).files
     left = {path: entry for path, entry in files.items() if not _is_there(stage / path, entry, before.get(path))}
-    for path in left:
-        (stage / path).unlink(missing_ok=True)
+    keep = {stage / path for path in files.keys() - left.keys()}
+    for file in [file for file in stage.rglob("*") if file.is_file() and file not in keep]:
+        file.unlink()  # also what an earlier fetch of other files has left
     CONTENT_JSON.write(noted, Content(dict(files)), LISTING)  # from here on, a file in the stage is as it says
     whole, free = sum(entry.size for entry in left.values()), shutil.disk_usage(stage).free
     if whole > free:
@@ -280,20 +283,22 @@ def _bring(source: Source, path: str, entry: Entry, file: Path) -> None:
     for tries in itertools.count(1):
         try:
             size, sha256 = _copied(source, path, entry, partial)
-            break
         except ClusterError as error:
             if tries == TRIES:
                 raise ClusterError(f"{path} does not come: {error}; the same command goes on") from error
-            time.sleep(AGAIN_SECONDS)
         except OSError as error:
             raise StorageError(f"{path} cannot be fetched: {error}; the same command goes on") from error
-    if size != entry.size or entry.sha256 not in ("", sha256):
-        partial.unlink()
-        raise StorageError(
-            f"{path} has changed while it was fetched ({size} bytes came, {entry.size} were listed): fetch it when "
-            "its run has ended"
-        )
-    os.replace(partial, file)
+        else:
+            if size == entry.size and entry.sha256 in ("", sha256):
+                os.replace(partial, file)
+                return
+            if tries == TRIES:
+                partial.unlink()
+                raise StorageError(
+                    f"{path} is not what was listed ({size} bytes came, {entry.size} were listed): if its run goes "
+                    "on, fetch it when that has ended"
+                )
+        time.sleep(AGAIN_SECONDS)
 
 
 def _copied(source: Source, path: str, entry: Entry, file: Path) -> tuple[int, str]:

@@ -30,8 +30,9 @@ RENEW_SECONDS = 20.0  # between two signs of life of `dp-ray fetch`
 LOOK_SECONDS = 2.0
 
 
-def main(place: str, name: str, offer: str, *kinds: str) -> int:
-    """Offer the files of `kinds` of a run in the log folder's OFFER; return the exit status."""
+def main(place: str, name: str, *kinds_and_offer: str) -> int:
+    """Offer the files of these kinds of a run in the log folder's OFFER; return the exit status."""
+    *kinds, offer = kinds_and_offer
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(DONE))
     try:
         is_below_home = "://" not in place and not Path(place).expanduser().is_absolute()
@@ -46,7 +47,7 @@ def main(place: str, name: str, offer: str, *kinds: str) -> int:
     return DONE
 
 
-def _fill(folder: Path, base: Storage, name: str, kinds: tuple[str, ...]) -> None:
+def _fill(folder: Path, base: Storage, name: str, kinds: list[str]) -> None:
     """Put the files into the folder, by their numbers; the listing comes last, so who sees it has them all."""
     content = content_of(base, name, kinds)
     hashed = {}

@@ -32,6 +32,7 @@ from dp_ray.text import counted, harmless, hide, listed
 STOP_SECONDS = 600
 AWAY_SECONDS = 30.0  # so long a dashboard may not answer
 LOOK_SECONDS = 0.5
+OWN = "dp_ray-own-"  # before the ids of jobs that are no user's
 
 STATUSES = {
     JobStatus.PENDING: "waiting",
@@ -78,23 +79,19 @@ class Dashboard:
             )
             return submitted
 
-    def start(self, program: list[str], submission: str) -> None:
-        """Start a program of dp_ray's own as a job of this id, without the working directory."""
+    def start(self, program: list[str]) -> str:
+        """Start a program of dp_ray's own as a job, without the working directory; return its id, which it also gets.
+
+        It is not among the `jobs`. The caller ends it by `ask_to_stop`.
+        """
+        submission = f"{OWN}{uuid.uuid4().hex[:12]}"
         with self._answering("no Ray dashboard takes the job"):
             self.client.submit_job(
-                entrypoint=shlex.join(program),
+                entrypoint=shlex.join([*program, submission]),
                 runtime_env={"py_modules": code_to_ship()["py_modules"]},
                 submission_id=submission,
             )
-
-    def forget(self, submission: str) -> None:
-        """Stop a job of `start`, wait for its end, and remove it from Ray's list."""
-        with self._answering("the dashboard no longer answers"), suppress(RuntimeError):
-            self.client.stop_job(submission)
-            until = time.monotonic() + AWAY_SECONDS
-            while not self.client.get_job_status(submission).is_terminal() and time.monotonic() < until:
-                time.sleep(LOOK_SECONDS)
-            self.client.delete_job(submission)
+        return submission
 
     def leave(self, data: bytes, name: str) -> None:
         """Leave bytes in the memory of the head node, where `take_from_head` finds them under this name."""
@@ -111,7 +108,8 @@ class Dashboard:
     def jobs(self) -> list[JobDetails]:
         """Return the submitted jobs, the newest first."""
         with self._answering("no Ray dashboard answers"):
-            jobs = [job for job in self.client.list_jobs() if job.submission_id]
+            listed_jobs = [job for job in self.client.list_jobs() if job.submission_id]
+        jobs = [job for job in listed_jobs if not str(job.submission_id).startswith(OWN)]
         return sorted(jobs, key=lambda job: -(job.start_time or 0))
 
     def find(self, name: str) -> JobDetails:

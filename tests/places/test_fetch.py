@@ -15,13 +15,18 @@ from typing import Any
 import pytest
 
 import dp_ray
+from dp_ray.cluster import fetch as fetching
 from dp_ray.cluster.fetch import FromHere, Wanted, fetch
 from dp_ray.cluster.internals.variables import VARIABLES
 from dp_ray.driver.from_run import follow_up
-from dp_ray.errors import Error, JobError, StorageError
+from dp_ray.errors import ClusterError, Error, JobError, StorageError
 from dp_ray.rundir.content import FETCHED, Content, Entry, check_names, chosen
+from dp_ray.storage import Storage
+from tests.support.cli import status_of
 from tests.support.cluster import ROOT, Cluster
 from tests.support.drivers import SLOW
+from tests.support.s3 import IN_URL, SECRET, Server
+from tests.support.within import within
 
 QUICK: dict[str, Any] = {**SLOW, "dataset": {"target": "tests.support.models:SlowPairs"}}
 
@@ -170,6 +175,7 @@ def test_an_interrupted_fetch_leaves_nothing_half_and_goes_on(
         bring(trained, tmp_path)
     assert not (tmp_path / "trained").exists()
     came, read[:] = read[:3], ["no 4th any more"] * 4
+    (tmp_path / ".dp_ray-fetch-trained" / "trained" / "of-other-times.bin").write_bytes(b"stale")
     bring(trained, tmp_path)
     assert not set(came) & set(read), "what is there does not come again"
     assert digests(tmp_path / "trained") == digests(trained / "trained")
@@ -178,12 +184,14 @@ def test_an_interrupted_fetch_leaves_nothing_half_and_goes_on(
 def test_a_file_that_changes_meanwhile_is_told(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fetching, "AGAIN_SECONDS", 0.0)
+
     @contextmanager
     def shorter(self: FromHere, path: str) -> Iterator[Iterator[bytes]]:
         yield iter([b"short"])
 
     monkeypatch.setattr(FromHere, "pieces", shorter)
-    with pytest.raises(StorageError, match=r"trained/.* has changed while it was fetched \(5 bytes came, "):
+    with pytest.raises(StorageError, match=r"trained/.* is not what was listed \(5 bytes came, "):
         bring(trained, tmp_path)
     assert not (tmp_path / "trained").exists()
 
@@ -207,6 +215,62 @@ def test_a_disk_without_room_is_told_before(trained: Path, tmp_path: Path, monke
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Full)
     with pytest.raises(StorageError, match="are to come, and the disk has 10 B left"):
         bring(trained, tmp_path)
+
+
+def test_a_connection_that_breaks_is_made_again(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file begins anew then; one that does not come at all is told, and what has come stays for the next time."""
+    tries: dict[str, int] = {}
+
+    @contextmanager
+    def breaks(self: FromHere, path: str) -> Iterator[Iterator[bytes]]:
+        tries[path] = tries.get(path, 0) + 1
+        with whole(self, path) as all_of_it:
+            yield first_half(all_of_it) if tries[path] <= broken else all_of_it
+
+    def first_half(all_of_it: Iterator[bytes]) -> Iterator[bytes]:
+        yield next(all_of_it)[:10]
+        raise ClusterError("the dashboard no longer answers")
+
+    whole, broken = FromHere.pieces, fetching.TRIES
+    monkeypatch.setattr(FromHere, "pieces", breaks)
+    monkeypatch.setattr(fetching, "AGAIN_SECONDS", 0.0)
+    with pytest.raises(ClusterError, match="does not come: the dashboard no longer answers; the same command"):
+        bring(trained, tmp_path)
+    assert max(tries.values()) == fetching.TRIES
+    broken = 2
+    tries.clear()
+    bring(trained, tmp_path)
+    assert max(tries.values()) == 3
+    assert digests(tmp_path / "trained") == digests(trained / "trained")
+
+
+@pytest.mark.slow
+def test_a_sweep_comes_with_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job.yaml").write_text(json.dumps({**QUICK, "name": "s"}))
+    monkeypatch.chdir(ROOT)
+    over = ["--over", "optimizer.args.lr=0.01,0.02", "--workers", "0", "--storage", str(tmp_path / "there")]
+    assert status_of(monkeypatch, "sweep", str(tmp_path / "job.yaml"), *over) == 0
+    (name,) = [path.parent.name for path in (tmp_path / "there").glob("*/sweep.json")]
+    came = bring(tmp_path / "there", tmp_path / "here", name=name)
+    assert len(came) == 3
+    for run_dir in came:
+        assert digests(run_dir) == digests(tmp_path / "there" / run_dir.name)
+
+
+def test_a_run_in_a_store_with_a_url_is_read_from_here(trained: Path, tmp_path: Path, server: Server) -> None:
+    url = server.url("fetched")
+    store = Storage(url).child("trained")
+    for path in (trained / "trained").rglob("*"):
+        if path.is_file():
+            with store.writing(path.relative_to(trained / "trained").as_posix()) as stream:
+                stream.write(path.read_bytes())
+    fetch(Wanted("trained", (), url), tmp_path, quiet)
+    assert digests(tmp_path / "trained") == digests(trained / "trained")
+    noted = (tmp_path / "trained" / FETCHED).read_text()
+    assert "s3://bucket/fetched" in noted
+    assert SECRET not in noted and IN_URL not in noted
 
 
 def program(*args: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
@@ -239,5 +303,5 @@ def test_the_run_of_a_submitted_job_comes_through_the_cluster(cluster: Cluster, 
     lost = program("fetch", "gone", "--storage", str(there), *at, cwd=tmp_path)
     assert lost.returncode == 2
     assert f"cannot offer gone: {there}/gone holds no run; the runs there: {there}/far" in lost.stderr
-    assert list((cluster.folder).rglob("dp_ray-fetch-*")) == []
-    assert "fetch" not in program("status", *at).stdout
+    assert "dp_ray-own" not in program("status", *at).stdout
+    assert within(60, lambda: not list(cluster.folder.rglob("session_*/logs/dp_ray-own-*"))), "its folder is gone"

@@ -11,6 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -22,6 +23,7 @@ from dp_ray.places.kuberay import ID, LONGEST, final_status, kubernetes_name, no
 from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT, Cluster
+from tests.support.hosts import hosts
 from tests.support.within import within
 
 CRD = "DP_RAY_RAYJOB_CRD"  # where KubeRay's ray.io_rayjobs.yaml is
@@ -341,3 +343,20 @@ def test_a_local_ray_runs_the_manifest_and_its_hook_has_it_run_again(
     assert result.restarts + len(result.interruptions) > 0
     plain = dp_ray.run(str(folder / "slow.yaml"), workers=0, storage=str(folder.parent / "plain"), quiet=True)
     assert result.weights_sha256 == plain.weights_sha256
+
+
+@pytest.mark.ray
+@pytest.mark.root
+@pytest.mark.places
+def test_a_worker_pods_hook_drains_its_node_and_waits_until_it_has_ended(tmp_path: Path) -> None:
+    with hosts(2, tmp_path) as (head, worker):
+        of_worker = f"--node_ip_address={worker.address}"
+        (raylet,) = [
+            one for one in psutil.process_iter(["name", "cmdline"]) if of_worker in (one.info["cmdline"] or ())
+        ]
+        code = "import sys; import psutil; from dp_ray.places.pod import leave\n"
+        code += f"sys.exit(leave([psutil.Process({raylet.pid})], 60))"
+        left = worker.run(sys.executable, "-c", code, cwd=ROOT)
+        assert left.returncode == 0, left.stdout + left.stderr
+        assert not raylet.is_running() or raylet.status() == psutil.STATUS_ZOMBIE
+        assert head.is_up

@@ -80,6 +80,43 @@ NOT_RUN = {
     TO_SLURM: ON_SLURM,
     "dp-ray status slurm:12345": ON_SLURM,
     "dp-ray logs -f slurm:12345": ON_SLURM,
+    **dict.fromkeys(
+        (
+            "dp-ray fetch digits --address http://10.0.0.1:8265",
+            "dp-ray fetch digits models --weights --address http://10.0.0.1:8265",
+            "dp-ray fetch digits --storage s3://bucket/runs",
+            "dp-ray fetch digits_predict --storage s3://bucket/runs",
+        ),
+        OTHER_MACHINES,
+    ),
+    **dict.fromkeys(
+        (
+            "dp-ray kuberay jobs/digits.yaml --image registry.example/team/dp-ray:1 --storage s3://bucket/runs "
+            "--env-from s3-keys --nodes 2 --gpus-per-node 1 --out rayjob.yaml",
+            "kubectl apply -f rayjob.yaml",
+            "kubectl get rayjob digits",
+            "kubectl logs -f job/digits",
+        ),
+        "needs Kubernetes: tests/places/test_kuberay.py runs the manifest on a Ray",
+    ),
+    **dict.fromkeys(
+        (
+            "ray get-auth-token --generate",
+            "ray up -y jobs/places/machines.yaml",
+            "dp-ray run jobs/tutorial.yaml --workers 3 --address 10.0.0.1:6379 --storage /shared/runs",
+            "ray down -y jobs/places/machines.yaml",
+        ),
+        "needs machines: tests/places/test_ssh.py has them",
+    ),
+    **dict.fromkeys(
+        (
+            "pip install 'ray[default]' boto3",
+            "ray dashboard cluster.yaml",
+            "dp-ray submit jobs/digits.yaml --address http://127.0.0.1:8265 --storage s3://bucket/runs",
+            "ray down cluster.yaml",
+        ),
+        "needs machines on AWS",
+    ),
     "ray up cluster.yaml": "starts machines on AWS: tests/cluster/test_placement.py checks the file",
 }
 
