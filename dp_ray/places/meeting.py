@@ -230,7 +230,7 @@ def join(place: Place, hello: Message, seconds: float | None, waits: Callable[[]
             addresses, port, token = [], 0, None
         line = _line_to(addresses, port, token)
         if line and token:
-            line.send(**hello, address=line.own_address)
+            line.send(**hello)
             return line, token
         if until is not None and time.monotonic() > until:
             raise ClusterLost(

@@ -136,7 +136,6 @@ class _Guest:
 
     line: Line
     host: str
-    address: str
     is_up: bool = False
 
 
@@ -224,7 +223,7 @@ class _First(_Host):
                 self.refused[rank] = why
             return
         self.refused.pop(rank, None)
-        self.guests[rank] = _Guest(heard.line, said["host"], said["address"])
+        self.guests[rank] = _Guest(heard.line, said["host"])
         self.reached_at = self.reached_at or heard.line.own_address
         if self.ray is not None:
             heard.line.send(ray=self.ray)
@@ -239,12 +238,12 @@ class _First(_Host):
             if now > tell:
                 self.say(f"waiting for {listed(self._missing())}")
                 tell = now + 6 * TELL_SECONDS
-            if len(self.refused) and not self.wanted.is_elastic:
+            if self.refused and not self.wanted.is_elastic:
                 raise ClusterError(listed([f"{self._name(rank)}: {why}" for rank, why in self.refused.items()]))
             self.wait_or_leave(self.handle)
-            for rank in list(self.drains):  # it leaves before it has begun
+            for rank in self.drains.keys() & self.guests.keys():  # it leaves before the run has begun
                 self.guests[rank].line.send(drain=True)
-                del self.drains[rank]
+            self.drains.clear()
         return True
 
     def _go_on_without(self) -> None:

@@ -150,11 +150,15 @@ def test_a_host_without_a_first_one_ends_to_be_run_again(hosts: Hosts, tmp_path:
     assert hosts.statuses() == [75], hosts.all_said()
 
 
-def test_a_single_host_needs_no_meeting(hosts: Hosts, tmp_path: Path) -> None:
-    hosts.start(0, "run", job_in(tmp_path), hosts=1, meet="")
+@pytest.mark.parametrize("meet", ["", None], ids=["nowhere", "folder"])
+def test_a_single_host_needs_no_meeting(meet: str | None, hosts: Hosts, tmp_path: Path) -> None:
+    """A script that names a folder finds the status there all the same."""
+    hosts.start(0, "run", job_in(tmp_path), hosts=1, meet=meet)
     assert within(SECONDS, (tmp_path / "runs").exists), hosts.all_said()
-    (tmp_path / "ends").write_text("0")
-    assert hosts.statuses() == [0]
+    assert not (tmp_path / "meet").exists()
+    (tmp_path / "ends").write_text("1")
+    assert hosts.statuses() == [1]
+    assert meet == "" or (tmp_path / "meet" / "status").read_text() == "1\n"
 
 
 def test_the_script_to_copy_starts_all_hosts_and_has_the_runs_status(tmp_path: Path) -> None:
