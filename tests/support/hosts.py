@@ -181,6 +181,9 @@ def _remove_all() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(int(pid)).kill()
         ip("netns", "delete", name, check=False)
+    # The kernel removes the links of a namespace some time after it.
+    for link in re.findall(r"\bdp-ray-v\d+", ip("link", "show").stdout):
+        ip("link", "delete", link, check=False)
     ip("link", "delete", BRIDGE, check=False)
 
 
