@@ -182,6 +182,7 @@ class Trainer(TrainedModel):
             self.gradient.run(loaded, stats, on_shard)
             has_sums = True
             clock.enter(Part.UPDATE)
+            self.state.is_open = False
             return self._update(loaded, stats.total())
         except (RuntimeError, ModelError) as error:
             # The memory of an update does not depend on the rows. How many shards fit takes a while to estimate.

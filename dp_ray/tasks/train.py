@@ -4,9 +4,11 @@
 of the user's. `AfterStep` counts each step, and evaluates after it.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from dp_ray.engine.bad_samples import Quarantine
@@ -14,21 +16,32 @@ from dp_ray.engine.clock import Part
 from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.engine.loading import LoadedStep, OverlappedRead, Source, load_steps
 from dp_ray.engine.model import autocast
-from dp_ray.engine.placement import Placement, place
+from dp_ray.engine.placement import Placement
 from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, build_step, of_neighbours
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Trainer, Update
 from dp_ray.engine.user_code import reraise_as
-from dp_ray.engine.votes import LossWatch, NotFinite
+from dp_ray.engine.votes import LossWatch, NotFinite, StopRequested
 from dp_ray.engine.weights import check_all_tensors
 from dp_ray.engine.world import gathered
+from dp_ray.errors import WorkerError
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.messages import FlopsCounted
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.rundir.ledger import begin_attempt
-from dp_ray.tasks.checkpoints import PieceKeeper, Training, checkpointing, keep_weights, restored, sample_layout
+from dp_ray.tasks.checkpoints import (
+    PieceKeeper,
+    Training,
+    begin_best,
+    checkpointing,
+    keep_weights,
+    note_best,
+    restored,
+    sample_layout,
+)
 from dp_ray.tasks.early_stopping import Patience, Stopping
 from dp_ray.tasks.evaluate import Evaluator
+from dp_ray.tasks.held import levelled
 from dp_ray.tasks.hooks import HookCalls
 from dp_ray.tasks.loop import Run, times_of
 from dp_ray.tasks.setup import Context, begin_quarantine, drop_set_aside, load_dataset
@@ -45,10 +58,13 @@ def train(context: Context) -> None:
         watch = LossWatch(str(context.run)) if context.job.stop_on_nan else None
         return Trainer(placed.placement, step, measures, placed.split, times.clock, ahead, watch)
 
-    with begun_training(place_training(context), trainer_of) as (training, evaluation):
+    with (
+        begun_training(place_training(context), trainer_of) as (training, evaluation),
+        closing(training_steps(training, evaluation, ahead)) as steps,
+    ):
         trainer = training.trainer
         assert isinstance(trainer, Trainer)
-        for step in training_steps(training, evaluation, ahead):
+        for step in steps:
             step.update = trainer.step(step.number, step.loaded, step.on_shard, step.wants_stop)
 
 
@@ -78,6 +94,9 @@ def training_steps(
     """
     context, trainer, state, split = training.context, training.trainer, training.state, training.split
     job, world, control, watch = context.job, context.world, context.control, trainer.watch
+    held = context.held
+    if held is not None:
+        begin_best(training)
     hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
     # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
     quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
@@ -93,14 +112,17 @@ def training_steps(
         after = AfterStep(training, Evaluator(training, evaluation) if job.eval is not None else None, stopping)
         on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
         step = TrainingStep(loaded, on_shard)  # the same object for all steps
-        for step.number in run.steps(start):
-            number, step.wants_stop = step.number, control.wants_stop
-            yield step
-            update, step.update = step.update, None
-            assert update is not None
-            # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
-            # take long.
-            run.recorder.on_step(number)
+        for step.number in chain([] if state.unfinished is None else [state.unfinished[0]], run.steps(start)):
+            number, step.wants_stop, is_again = step.number, control.wants_stop, state.unfinished is not None
+            if state.unfinished is not None:  # its update is done, among other workers
+                update = state.unfinished[1]
+            else:
+                yield step
+                assert step.update is not None
+                update, step.update = step.update, None
+                # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
+                # take long.
+                run.recorder.on_step(number)
             if watch is not None and watch.not_finite is not None:
                 if checkpointer is not None:
                     checkpointer.after_step(number, update, {})  # logs it; no state is kept any more
@@ -112,13 +134,26 @@ def training_steps(
             stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
             run.stops = stops and number + 1 < split.total_steps
             if checkpointer is not None:
-                checkpointer.after_step(number, update, measured, run.stops or control.take_save())
+                must_save = run.stops and not control.is_to_rejoin
+                checkpointer.after_step(number, update, measured, must_save or control.take_save())
+            if held is not None:
+                held.rows.append((number, update, measured, time.perf_counter(), times.data_wait))
+                if len(held.rows) > held.most_rows:
+                    held.look(context.run)
+                if measured and checkpointer is None:
+                    note_best(training, measured)  # as rank 0 does
+            state.unfinished = None
+            if is_again and run.stops:
+                break
         if watch is not None:
             end_at_loss(watch.check_all, checkpointer)
         run.close()  # before the last step is kept: its times are kept with it
         control.through()  # writing the rest has no time limit
         if checkpointer is not None:
-            checkpointer.finish()
+            if run.stops and control.is_to_rejoin:
+                checkpointer.wait()
+            else:
+                checkpointer.finish()
         run.send_times()
         if trainer.flops is not None:
             context.send(FlopsCounted(trainer.flops))
@@ -159,7 +194,7 @@ def place_training(context: Context) -> PlacedTraining:
     """Load the dataset and build the model; every rank calls this."""
     job, dataset = context.job, load_dataset(context)
     split = split_of(job, len(dataset))
-    placement = place(with_schedule(job, split), context.world, context.notify)
+    placement = replace(context, job=with_schedule(job, split)).place()
     check_all_tensors(placement.model)
     return PlacedTraining(replace(context, world=placement.world), dataset, split, placement)
 
@@ -180,13 +215,20 @@ def begun_training(
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
         context = replace(context, attempt=begin_attempt(context.run).attempt)
         layout = sample_layout(job, split, dataset)
-        training = restored(Training(context, Source(job, dataset), split, layout, trainer, times))
+        trainer.state.keeps_start = context.held is not None
+        training = Training(context, Source(job, dataset), split, layout, trainer, times)
+        training = levelled(training) or restored(training)
         trainer.synchronise()  # with the restored state: the average of the weights begins with it
         forwards, trial = placement.forwards(), placement.row_trial()
-        yield (
-            training,
-            Evaluation(job, step, measures, states, world.device, forwards, trainer.over_batch, trial=trial),
-        )
+        try:
+            yield (
+                training,
+                Evaluation(job, step, measures, states, world.device, forwards, trainer.over_batch, trial=trial),
+            )
+        except (StopRequested, RuntimeError, WorkerError):
+            if context.held is not None:
+                context.held.keep(training)
+            raise
 
 
 def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> None:
@@ -229,18 +271,22 @@ class AfterStep:
     def take(self, step: int, update: Update) -> dict[str, float]:
         """Count a step; return the measurements after it: of an evaluation, and an epoch's loss at its end."""
         state = self._state
-        state.step = step + 1
-        state.add(update.sums)
+        if state.unfinished is None:
+            state.step = step + 1
+            state.add(update.sums)
+            state.unfinished = step, update, {}, 0.0, 0.0
         is_evaluated = self._evaluator is not None and self._evaluator.is_due(step)
         measured = self._evaluate(step) if is_evaluated else {}
         if (step + 1) % self._split.steps == 0:
+            state.is_torn = True
             measured = {**measured, "epoch_loss": state.end_epoch()}
             with reraise_as(f"step {step}: scheduler"):
                 self._schedule.after_epoch({**state.measured, "loss": measured["epoch_loss"]})
         if self._stopping is not None and self._stopping.take(measured):
-            self.stops = True
+            self.stops = state.is_torn = True
             if not is_evaluated:
                 measured |= self._evaluate(step)  # as after the last step
+        state.is_torn = False
         return measured
 
     def _evaluate(self, step: int) -> dict[str, float]:
