@@ -83,8 +83,8 @@ class Membership:
     _asking: dict[str, Member] = field(default_factory=dict)
     _since: dict[str, int] = field(default_factory=dict)  # the number of the first view of each process, by its name
     _gone: set[str] = field(default_factory=set)
-    _progress: int = -1  # of the newest worker that has asked
-    _settled_at: int = -1  # the same, when the view was made
+    progress: int = -1  # of the newest worker that has asked
+    _settled_at: int = -1  # the same, when a view was last made
 
     def ask(self, member: Member, progress: int, has_lost_peer: bool = False) -> bool:
         """Take in that a worker asks for a view; return whether it may have one.
@@ -95,7 +95,7 @@ class Membership:
             return False
         self._leave_out({one.name for one in self._known() if one.slot == member.slot} - {member.name})
         self._asking[member.name] = member
-        self._progress = max(self._progress, progress)
+        self.progress = max(self.progress, progress)
         is_newcomer = self.view.rank(member.name) is None
         if has_lost_peer and not is_newcomer:
             self.phase = Phase.BREAKING
@@ -124,6 +124,19 @@ class Membership:
     def _known(self) -> list[Member]:
         return [*self.view.members, *self._asking.values()]
 
+    @property
+    def is_breaking(self) -> bool:
+        """Whether the members leave their view at once."""
+        return self.phase is Phase.BREAKING
+
+    def is_asking(self, name: str) -> bool:
+        """Return whether the process of this name waits for a view."""
+        return name in self._asking
+
+    def has_survivors(self) -> bool:
+        """Return whether a process lives that is, or asks to be, in a view."""
+        return any(member.name not in self._gone for member in self._known())
+
     def awaited(self) -> list[Member]:
         """Return the members without whose asking there is no next view."""
         return [one for one in self.view.members if one.name not in self._gone and one.name not in self._asking]
@@ -143,8 +156,8 @@ class Membership:
         members = sorted(by_age, key=lambda one: nodes.index(one.node_id))
         self._since = {member.name: self._since.get(member.name, number) for member in members}
         self.view, self.phase, self._asking = View(number, tuple(members)), Phase.SETTLED, {}
-        if self._progress > self._settled_at:
-            self.losses, self._settled_at = 0, self._progress
+        if self.progress > self._settled_at:
+            self.losses, self._settled_at = 0, self.progress
         return self.view
 
     def asks(self, number: int) -> Leave:

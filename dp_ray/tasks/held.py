@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from dp_ray.engine.loading import seeded_dataset
 from dp_ray.engine.trainer import Update
+from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.world import broadcast, everyone, gathered, has_peers, own_rank
 from dp_ray.errors import ModelError
+from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.rundir.checkpoint import CHECKPOINTS, pack, steps_of, unpack
 from dp_ray.rundir.history import HISTORY, end_of_pieces
 from dp_ray.system.threads import waiting
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from dp_ray.engine.placement import Placement
     from dp_ray.job.job import Job
     from dp_ray.storage import Storage
+    from dp_ray.tasks.setup import Context
 
 ROWS = 4096  # of finished steps, before the first look at which of them are on the storage
 
@@ -67,11 +70,12 @@ class Held:
         """
         self.state, self.running = None, training.state
         trainer = training.trainer
+        assert isinstance(trainer.optimizer_step, OptimizerStep)
         if training.state.is_torn:
             return
         if (unfinished := training.state.unfinished) is not None:
-            step, update, *rest = unfinished
-            training.state.unfinished = step, update._replace(stops=False), *rest
+            step, update, measured, ended, data_wait = unfinished
+            training.state.unfinished = step, update._replace(stops=False), measured, ended, data_wait
         with suppress(ModelError):
             trainer.state.drop()
             trainer.optimizer_step.drop_gradients()
@@ -105,6 +109,17 @@ class Held:
         self.state, self.running = sent["state"], TrainState(**sent["running"])
         self.running.unfinished = steps.pop() if sent["is_unfinished"] else None
         self.rows = steps
+
+
+def prepare(context: "Context") -> None:
+    """Hold what a worker needs that is to join others, while they go on without it: datasets and model."""
+    job = context.job
+    dataset = context.dataset(job, job.dataset_key)
+    if job.task == "train":
+        if job.eval is not None:
+            context.dataset(job.over_eval(), "eval.dataset")
+        job = with_schedule(job, split_of(job, len(dataset)))
+    replace(context, job=job).place()
 
 
 def newest(progress: Sequence[int]) -> int | None:

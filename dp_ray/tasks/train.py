@@ -5,7 +5,7 @@ of the user's. `AfterStep` counts each step, and evaluates after it.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -87,7 +87,7 @@ def training_steps(
     evaluation: Evaluation,
     ahead: OverlappedRead | None = None,
     stopping: Stopping | None = None,
-) -> Iterator[TrainingStep]:
+) -> Generator[TrainingStep, None, None]:
     """Yield the steps that are left of a training, and do after each what follows it; then keep the weights.
 
     After a step come its reports, evaluations, hooks, history and checkpoint. `stopping` is by default the job's.

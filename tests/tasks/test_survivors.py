@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from dp_ray.job.job import Job
 from tests.support.group import history_of, run_group, weights_of
 from tests.support.survivors import Fault, run_surviving
 from tests.support.trainings import job_of
@@ -21,9 +22,21 @@ KEYS: dict[str, Any] = {
 }
 
 
+def images(length: int | None = None) -> dict[str, Any]:
+    args = {} if length is None else {"length": length}
+    return {"target": "tests.support.training:Images", "args": args}
+
+
+OF_IMAGES = {"dataset": images(), "eval": {"dataset": images(20), "every_steps": 4}}
+
+
+def made(model: str = "mlp", **keys: Any) -> Job:
+    return job_of(model, **{**KEYS, **(OF_IMAGES if model == "conv" else {}), **keys})
+
+
 def undisturbed(tmp_path: Path, model: str = "mlp", **keys: Any) -> Path:
     folder = tmp_path / "undisturbed"
-    run_group(job_of(model, workers=1, **{**KEYS, **keys}), folder)
+    run_group(made(model, workers=1, **keys), folder)
     return folder
 
 
@@ -37,6 +50,45 @@ def assert_same(folder: Path, expected: Path) -> None:
 @pytest.mark.parametrize("slot", [0, 1, 2])
 def test_one_of_three_is_killed(tmp_path: Path, slot: int) -> None:
     expected = undisturbed(tmp_path)
-    told = run_surviving(job_of("mlp", workers=3, **KEYS), tmp_path / "run", [Fault(slot, 7)])
+    told = run_surviving(made(workers=3), tmp_path / "run", [Fault(slot, 7)])
     assert told.views == [[0, 1, 2], [one for one in (0, 1, 2) if one != slot]]
+    assert_same(tmp_path / "run", expected)
+
+
+@pytest.mark.parametrize("part", ["backward", "exchange", "update", "after", "evaluation", "checkpoint", "weights"])
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_worker_is_killed_in_a_part_of_a_step(tmp_path: Path, part: str, slot: int) -> None:
+    expected = undisturbed(tmp_path, "conv")
+    job = made("conv", workers=3)
+    step = {"weights": 14, "evaluation": 7}.get(part, 9)
+    told = run_surviving(job, tmp_path / "run", [Fault(slot, step, part)])
+    assert len(told.views) == (1 if part == "checkpoint" and slot == 1 else 2)
+    assert_same(tmp_path / "run", expected)
+
+
+def test_two_of_four_are_killed_at_once_with_a_shard_each(tmp_path: Path) -> None:
+    expected = undisturbed(tmp_path, "conv", shards=4)
+    job = made("conv", workers=4, shards=4)
+    told = run_surviving(job, tmp_path / "run", [Fault(0, 6, "update"), Fault(2, 6, "exchange")])
+    assert told.views[-1] == [1, 3]
+    assert_same(tmp_path / "run", expected)
+
+
+@pytest.mark.parametrize("slot", [0, 2])
+def test_another_worker_comes_in_the_place_of_a_dead_one(tmp_path: Path, slot: int) -> None:
+    slow = {"epochs": 60, "checkpoint": {"every_steps": 50, "best": "eval_loss"}}
+    expected = undisturbed(tmp_path, **slow)
+    job = made(workers=3, **slow)
+    told = run_surviving(job, tmp_path / "run", [Fault(slot, 7, "exchange")], replaces=True)
+    assert sorted(told.views[-1]) == [0, 1, 2] and len(told.views) >= 2
+    if slot:
+        assert all(view[0] == 0 for view in told.views)
+    assert_same(tmp_path / "run", expected)
+
+
+def test_the_last_of_three_goes_on_alone(tmp_path: Path) -> None:
+    expected = undisturbed(tmp_path)
+    faults = [Fault(0, 3, "exchange"), Fault(1, 8, "exchange")]
+    told = run_surviving(made(workers=3), tmp_path / "run", faults)
+    assert told.views == [[0, 1, 2], [1, 2], [2]]
     assert_same(tmp_path / "run", expected)
