@@ -357,8 +357,9 @@ class Channel:
             return None  # a member may have left for good
         async with self._changed:
             ranks = membership.lose(slots)
+            losses = membership.losses  # before the next view, at which steps since the last one count
             self._settle(membership)
-            return (ranks, membership.losses) if membership.has_survivors() else None
+            return (ranks, losses) if membership.has_survivors() else None
 
     async def leave(self, view: int, rank: int, world_size: int, is_kept: bool) -> bool:
         """Wait until all of a view have stopped after the same step; return whether they are to ask for another one.
