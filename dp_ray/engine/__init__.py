@@ -2,6 +2,6 @@
 
 Nothing here knows of Ray: the same code runs in one process and in processes of torch.distributed.
 
-Begin reading at `trainer.py`: `Trainer.step` trains on one global batch. A prediction begins at `prediction.predict`.
+Begin reading at `trainer.py`: a `TrainingStep` trains on a global batch. A prediction begins at `prediction.predict`.
 docs/how-it-works.md tells the story of a step.
 """

@@ -156,6 +156,9 @@ class CallState(Writable):
             self._before = None
         self._watched.note()
 
+    def keep(self) -> None:
+        """Keep nothing: the caller takes what it needs."""
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Find what the forward in the block writes; raises ModelError for a new parameter."""

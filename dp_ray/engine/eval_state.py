@@ -86,6 +86,9 @@ class EvalState(Writable):
     def begin(self, num_shards: int) -> None:
         """Begin a step: each shard starts from the values with which this was made."""
 
+    def keep(self) -> None:
+        """Keep nothing: an evaluation leaves no change."""
+
     def _see(self, written: Iterable[str], before: Before) -> list[str]:
         """Follow what a forward has written; return the names of those whose value of before is lost."""
         values = {name: before.value(name) for name in written if name not in self._followed}

@@ -15,18 +15,16 @@ import torch
 from torch import nn
 
 from dp_ray.engine.clock import StepClock
-from dp_ray.engine.gradient_hooks import check_sums_once
 from dp_ray.engine.loading import LoadedShard, LoadedStep
 from dp_ray.engine.model import autocast
-from dp_ray.engine.optimizer import scale_by
 from dp_ray.engine.placement import Placement
-from dp_ray.engine.reduce import ShardLoss, make_gradients_dense, numbers_of
+from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.replica import Replica
-from dp_ray.engine.step import Metrics, StepOutput
-from dp_ray.engine.trainer import Pass, TrainedModel
+from dp_ray.engine.step import Metrics, OnShard, StepOutput
+from dp_ray.engine.trainer import Pass, TrainedModel, TrainingStep
 from dp_ray.engine.update import PassGradients, Updates
-from dp_ray.engine.votes import Lagged, LossWatch, StepSums
-from dp_ray.engine.whole_batch import BatchLoss, ShardOutput, WholeBatches, merge
+from dp_ray.engine.votes import LossWatch
+from dp_ray.engine.whole_batch import BatchLoss, WholeBatches, detached, merge
 from dp_ray.engine.world import World, all_gather, everyone, gathered, has_peers, is_gpu, new_group
 from dp_ray.errors import ModelError
 from dp_ray.plan.split import Shard, Split, Work, worker_pieces
@@ -40,27 +38,24 @@ OfRows = Callable[[Any], Any]  # of a shard's batch
 class LoopModel(TrainedModel):
     """The model of a loop, its updates and passes."""
 
+    optimizer_step: Updates
+
     def __init__(
         self, placement: Placement, split: Split, updates: Updates, clock: StepClock, watch: LossWatch | None
     ) -> None:
-        world, job = placement.world, placement.job
-        self.placement, self.model, self.called, self.watch = placement, placement.model, placement.called, watch
-        self._split, self.clock = split, clock
-        if job.bitwise:
-            make_gradients_dense(self.model)  # the fixed tree adds only dense ones
-        self.optimizer_step, self.schedule = updates, updates.schedule
-        self.average = placement.average(updates)
-        if not self.model.training:
-            self.model.train()
-        check_sums_once({"": self.model})
+        super().__init__(placement, split, updates, clock, watch)
+        world = placement.world
         self.state = self._new_state({})
         self.measured = ["loss"]  # and what the first step logs
         self.calls = SameCalls(world)
-        self._votes = Lagged() if world.world_size > 1 else None
+        self.constant: dict[str, nn.Parameter] = {}  # what would have gradients but for the pass that runs
+        work = Work(split, world.world_size, world.rank)
+        self._replica = Replica(
+            placement.job.seed, self.model, world.device, self.state, work, placement.forwards(), self.clock
+        )
         self._passes: dict[Any, LoopPass] = {}
         self._names = {id(module): name or "model" for name, module in self.model.named_modules()}
-        self._replica: Replica | None = None
-        self.constant: dict[str, nn.Parameter] = {}  # what would have gradients but for the pass that runs
+        self._has_ended = False  # a step, which fixes the names that are logged
 
     def names_of(self, modules: Sequence[nn.Module]) -> list[str]:
         """Return the names of parts of the model."""
@@ -97,7 +92,7 @@ class LoopModel(TrainedModel):
         """Return the pass of a place in the code and what it trains; it is made once."""
         key = (_code_of(loss), _code_of(over) if over is not None else None, tuple(map(id, trained.values())))
         if key not in self._passes:
-            self._passes[key] = LoopPass(self, modules, trained, over is not None, self._split)
+            self._passes[key] = LoopPass(self, modules, trained, over is not None)
         return self._passes[key]
 
     def cut(self, loaded: LoadedStep, batch: Any) -> LoadedStep:
@@ -108,7 +103,7 @@ class LoopModel(TrainedModel):
             raise ModelError(
                 f"step {loaded.step}: batch has no rows; give a tree of tensors with a row for each sample"
             )
-        pieces = worker_pieces(rows, self._split.shards, world.world_size, world.rank)
+        pieces = worker_pieces(rows, self.split.shards, world.world_size, world.rank)
         shards = [Shard(loaded.step, shard, start, stop, loaded.whole.epoch) for shard, start, stop in pieces]
         read = [
             LoadedShard(one, np.asarray(one.positions), cut(batch, one.start, one.stop, job.batch_dim))
@@ -118,32 +113,55 @@ class LoopModel(TrainedModel):
 
     def gather(self, function: OfRows, loaded: LoadedStep, number: int) -> Any:
         """Call a function on this worker's shards; return the merged outputs of all workers."""
-        placement, world = self.placement, self.placement.world
-        job = placement.job
-        if self._replica is None:
-            work = Work(self._split, world.world_size, world.rank)
-            self._replica = Replica(
-                job.seed, self.model, world.device, self.state, work, placement.forwards(), self.clock
-            )
-        replica, own = self._replica, []
-        filled = [one for one in loaded.loaded if one.shard.rows]
-        replica.begin(len(filled))
-        for one in filled:
-            with autocast(job.precision, world.device):
-                outputs = replica.run(one.shard, function, one.batch, number=number)
-            own.append(ShardOutput(one.shard, outputs, None))
-            if one.shard.shard == 0:
-                self.state.keep()
-        if loaded.lacks_shard_0:
-            self.state.keep()
+        job, device, replica = self.placement.job, self.placement.world.device, self._replica
+
+        def outputs_of(batch: Any) -> StepOutput:
+            with autocast(job.precision, device):
+                return StepOutput(None, function(batch))
+
+        replica.begin(sum(bool(shard.rows) for shard in loaded.shards), loaded.lacks_shard_0)
+        own = []
+        for turn in replica.rounds(loaded, ()):
+            assert turn.shard is not None
+            outputs = replica.run(turn.shard, outputs_of, turn.batch, number=number, keeps=True)
+            own.append(detached(outputs, turn.shard))
         self.state.share()
         self.state.finish(ends_step=number == 0)
-        merged = merge(own, world.device, WholeBatches(job))
+        merged = merge(own, device, WholeBatches(job))
         return None if merged is None else merged.outputs
 
-    def votes_of(self, votes: Any) -> float | None:
-        """Return how many workers want to stop, as far as it is known; None for a worker alone."""
-        return None if self._votes is None else self._votes.take(votes)
+    def end(self, step: TrainingStep, logged: Mapping[str, Any]) -> None:
+        """End a step: make its sums and its first update those of its row in the history, with what was logged.
+
+        Raises ModelError if it left gradients, or logged other names than the first step.
+        """
+        left = [name for name, one in self.model.named_parameters() if one.grad is not None]
+        if left:
+            raise ModelError(
+                f"step {step.number}: the gradient of {listed(left)} is left at the step's end; update it "
+                "(update.step()), or drop it (zero_grad()); to accumulate over more rows, set a larger batch_size, "
+                "and shards"
+            )
+        self.calls.read()
+        device = self.placement.world.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        updates = {n: (one.learning_rate, zero) for n, one in enumerate(self.optimizer_step.each)} | step.updated
+        numbers = dict(logged)
+        for number in range(1, len(updates)):
+            numbers[f"learning_rate_{number}"], numbers[f"gradient_norm_{number}"] = updates[number]
+        if not self._has_ended:
+            self.measured[1:] = numbers
+            self._has_ended = True
+        elif numbers.keys() != set(self.measured[1:]):
+            raise ModelError(
+                f"step {step.number}: step.log has the names {listed(numbers)}, and in the first step it had "
+                f"{listed(self.measured[1:])}; log the same in each step"
+            )
+        sums = torch.zeros(4, dtype=torch.float64, device=device) if step.sums is None else step.sums
+        cells = [_scalar(one, device) for name in self.measured[1:] for one in (numbers[name], 1.0)]
+        step.sums = torch.cat([sums[:2], torch.stack(cells), sums[2:]]) if cells else sums
+        step.updated[0] = updates.get(0, (float("nan"), zero))
+        step.loaded = step.loaded._replace(loaded=())  # frees the batches before those of the next step are read
 
     def close(self) -> None:
         """Stop the threads of the reductions, and let the model be freed."""
@@ -151,38 +169,34 @@ class LoopModel(TrainedModel):
             one.close()
 
 
-class LoopPass:
-    """A pass of a loop: what it trains, and the sums of its gradients. `stats` has the sums of its loss."""
+class LoopPass(Pass):
+    """A pass of a loop: what it trains, and the sums of its gradients, which it adds to what is there.
+
+    `function` is the loop's, of a shard's batch, and `over` that of the merged outputs.
+    """
+
+    function: OfRows
+    over: Callable[[Any, Any], Any] | None
+    optimizer_step: PassGradients
 
     def __init__(
-        self,
-        model: LoopModel,
-        modules: Sequence[nn.Module],
-        trained: dict[str, nn.Parameter],
-        is_over_batch: bool,
-        split: Any,
+        self, model: LoopModel, modules: Sequence[nn.Module], trained: dict[str, nn.Parameter], is_over_batch: bool
     ) -> None:
-        placement: Placement = model.placement
-        job, world = placement.job, placement.world
+        placement = model.placement
+        job, device = placement.job, placement.world.device
         self._model, self._label = model, listed(model.names_of(modules))
-        self._may_lose_rows, self._is_over_batch = job.may_lose_rows, is_over_batch
-        self._loss: OfRows | None = None
-        self._over: Callable[[Any, Any], Any] | None = None
         called = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         if is_over_batch:
             batches = WholeBatches(job, placement.row_trial())
-            of_batch = {"loss": lambda outputs, target: self._over(outputs, target)}  # type: ignore[misc]
-            loss: ShardLoss = BatchLoss(called, self._outputs, Metrics({}), job, world.device, batches, of_batch)
+            of_batch = {"loss": lambda outputs, target: self.over(outputs, target)}  # type: ignore[misc]
+            loss: ShardLoss = BatchLoss(called, self._outputs, Metrics({}), job, device, batches, of_batch)
         else:
-            loss = ShardLoss(called, self._shard, Metrics({}), job, world.device)
-        self._gradients = PassGradients(trained)
-        self._pass = Pass(placement, loss, self._gradients, split, model.state, model.clock)
-        self.stats = StepSums(split.shards, 1, world)
+            loss = ShardLoss(called, self._shard, Metrics({}), job, device)
+        super().__init__(placement, loss, PassGradients(trained), model.split, model.state, model.clock)
         self._earlier: list[torch.Tensor | None] | None = None
 
     def _shard(self, _: nn.Module, batch: Any) -> Any:
-        assert self._loss is not None
-        value = self._loss(batch)
+        value = self.function(batch)
         total = value[0] if isinstance(value, tuple | list) and value else value
         if isinstance(total, torch.Tensor) and not total.requires_grad:
             self._refuse(batch)
@@ -190,11 +204,10 @@ class LoopPass:
 
     def _refuse(self, batch: Any) -> NoReturn:
         """Raise ModelError for a loss that trains nothing of its pass; it names what the loss does depend on."""
-        assert self._loss is not None
         constant = self._model.constant
         for one in constant.values():
             one.requires_grad_(True)
-        value = self._loss(batch)
+        value = self.function(batch)
         total = value[0] if isinstance(value, tuple | list) else value
         found: Sequence[Any] = [None] * len(constant)
         if total.requires_grad and constant:
@@ -206,53 +219,46 @@ class LoopPass:
         )
 
     def _outputs(self, _: nn.Module, batch: Any) -> StepOutput:
-        assert self._loss is not None
-        returned = self._loss(batch)
+        returned = self.function(batch)
         if not isinstance(returned, Mapping) or "outputs" not in returned:
             raise ModelError('with over, the loss function returns {"outputs": ..., "target": ...}')
         return StepOutput(None, returned["outputs"], returned.get("target"))
 
-    def run(self, loaded: LoadedStep, loss: OfRows, over: Any, on_shard: Any, number: int) -> None:
-        """Run the shards forward and backward; every rank calls this."""
-        self._loss, self._over = loss, over
-        has_any = any(one.grad is not None for one in self._gradients.trained.values())
-        self._earlier = self._pass.set_apart() if has_any else None
-        if not self._gradients.trained:
+    def run(self, loaded: LoadedStep, on_shard: OnShard | None = None, number: int = 0) -> None:
+        """Run a step's shards, with the gradients of earlier passes set apart: this pass's may be in their memory."""
+        trained = self.optimizer_step.trained.values()
+        if not trained:
             raise ModelError(f"step {loaded.step}: {self._label} has no parameter that requires a gradient")
-        self._pass.run(loaded, self.stats, on_shard, number)
+        self._earlier = None
+        if any(one.grad is not None for one in trained):
+            self._earlier = [None if one.grad is None else one.grad.clone() for one in trained]
+            for one in trained:
+                one.grad = None
+        super().run(loaded, on_shard, number)
 
-    def finish(self, sums: Any, rows: int, step: int) -> None:
-        """Make the gradients those of the mean, call hooks on them, and add what was there before."""
-        gradients = [one.grad for one in self._gradients.trained.values() if one.grad is not None]
-        weight = sums[1]
-        if not self._is_over_batch:
-            if isinstance(weight, torch.Tensor):
-                factor: Any = torch.where(weight > 0, rows / weight, 0.0)
-            else:
-                factor = None if weight == rows else rows / weight if weight > 0 else 0.0
-            if factor is not None and gradients:
-                scale_by(list(map(numbers_of, gradients)), factor)
+    def finish(self, weight: Any, loaded: LoadedStep, is_empty: bool) -> None:
+        """Make the gradients those of the mean, and add what was there before; all None if the pass `is_empty`."""
+        gradients, whole = self.optimizer_step, loaded.whole
+        if is_empty:
+            gradients.drop_gradients()
+        else:
+            rows = whole.stop - whole.start
+            gradients.weigh(weight if self.loss.is_of_rows else rows, rows, loaded.step)
         if has_peers():
             self._leave_buckets()
-        if self._may_lose_rows and float(weight) == 0:  # nothing was trained on: an update would only decay
-            self._gradients.drop_gradients()
-        if self._gradients.hooks.hooked and self._gradients.hooks.are_any():
-            self._gradients.hooks.run(step)
-        if self._earlier is not None:
-            self._pass.add(self._earlier)
-            self._earlier = None
+        for one, before in zip(gradients.trained.values(), self._earlier or (), strict=False):
+            if before is not None:
+                one.grad = before if one.grad is None else before.add_(one.grad)
+        self._earlier = None
 
     def _leave_buckets(self) -> None:
         """Give the gradients memory of their own: the loop may hold them while this pass runs again."""
-        held = [one for one in self._gradients.trained.values() if one.grad is not None and not one.grad.is_sparse]
+        trained = self.optimizer_step.trained.values()
+        held = [one for one in trained if one.grad is not None and not one.grad.is_sparse]
         if held:
             own = torch._foreach_mul([one.grad for one in held], 1.0)  # type: ignore[misc]
             for one, gradient in zip(held, own, strict=True):
                 one.grad = gradient
-
-    def close(self) -> None:
-        """Stop the threads of the reduction."""
-        self._pass.close()
 
 
 class SameCalls:
@@ -296,6 +302,13 @@ class SameCalls:
             + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
             + "; each worker must call the same in the same order, so decide by what all have alike"
         )
+
+
+def _scalar(number: Any, device: torch.device) -> torch.Tensor:
+    """Return a number as float64 on the device; no copy that the host would wait for is made of a plain one."""
+    if isinstance(number, torch.Tensor):
+        return number.detach().to(device, torch.float64).reshape(())
+    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 def _code_of(function: Any) -> Any:

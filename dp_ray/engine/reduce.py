@@ -66,6 +66,8 @@ class ShardLoss(nn.Module):
 
     _step: Step
 
+    is_of_rows = True  # whether the pass divides its gradients by rows; else they are the whole batch's
+
     def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
         super().__init__()
         self.model = model
@@ -153,7 +155,8 @@ class Trained:
 
     `parameters` are those of the loss's model that require a gradient, by name; of these `sparse` have sparse ones.
     `sums` add the shards by the fixed tree; without them autograd does. `ahead` reads a batch while others are waited
-    for. With `aligns`, each summed gradient begins at a multiple of 16 bytes (`engine/alignment.py`).
+    for. With `aligns`, each summed gradient begins at a multiple of 16 bytes (`engine/alignment.py`). `among_others`
+    says that other passes have backwards into the same parameters.
     """
 
     loss: ShardLoss
@@ -164,6 +167,7 @@ class Trained:
     clock: StepClock
     ahead: OverlappedRead | None = None
     aligns: bool = False
+    among_others: bool = False
 
 
 class Reduction:
@@ -274,8 +278,8 @@ class DdpReduction(Reduction):
     def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
         """Begin a step, in the hook too."""
         super().begin(step, shards, filled)
-        if self._finds_unused:
-            # The backward of another pass into these parameters has DDP note that they were used, in this one too.
+        if self._finds_unused and self.trained.among_others:
+            # Such a backward has DDP note that they were used, in this pass too. torch has no public way to undo it.
             self._ddp.reducer._reset_state()
         self._step = step
         self._reducer.begin(filled, self._leaves[-1] if self._leaves else None)

@@ -112,13 +112,20 @@ class Replica:
             yield Round(None, None, copied(batch), rows)  # a model may change its inputs in place
 
     def run(
-        self, shard: Shard | None, call: Callable[..., T], *args: Any, number: int = 0, seed: int | None = None
+        self,
+        shard: Shard | None,
+        call: Callable[..., T],
+        *args: Any,
+        number: int = 0,
+        seed: int | None = None,
+        keeps: bool = False,
     ) -> T:
         """Run a shard's forward, `call(*args)`, in the step's pass of this `number`; return what it returns.
 
         Its random numbers come from `seed`, by default from the job's seed, the shard and the pass. First it undoes
-        the writes of the forward before, unless `begin` or `leave_state` was called since. Without a shard, as in a
-        round for which others wait, the state is not watched. Raises ModelError, which names the shard.
+        the writes of the forward before, unless `begin` or `leave_state` was called since. If it `keeps`, all workers
+        go on after the step from what shard 0 writes. Without a shard, as in a round for which others wait, the state
+        is not watched. Raises ModelError, which names the shard.
         """
         if shard is None:
             return call(*args)
@@ -128,14 +135,22 @@ class Replica:
         self._seeds.begin(shard, number, seed)
         try:
             with self.state.forward():
-                return call(*args)
+                returned = call(*args)
+            if keeps and shard.shard == 0:
+                self.state.keep()
+            return returned
         except (Exception, SystemExit) as error:
             raise_located(error, self.of + location(shard))
 
-    def begin(self, num_runs: int) -> None:
-        """Begin a step of a training, or a part of one, in which so many shards run."""
+    def begin(self, num_runs: int, lacks_shard_0: bool = False) -> None:
+        """Begin a step of a training, or a part of one, in which so many shards run.
+
+        If this worker has shard 0, and it lacks rows, the step leaves the state as it is.
+        """
         self._ran = None
         self.state.begin(num_runs)
+        if lacks_shard_0:
+            self.state.keep()
 
     def leave_state(self) -> None:
         """Let the next run go on from the state as it is: its forward has run already."""

@@ -1,12 +1,13 @@
-"""A training on one worker: begin at `Trainer.step`, which is a page: load, forward, backward, exchange, update.
+"""A training on one worker: its model (`Trainer`), and the parts of which `train` in `tasks/train.py` makes a page.
 
 Four nouns: a run has steps, a step has shards, and an update ends it. A `Pass` runs a step's shards, and is the
-unit in which gradients are summed over the workers. A step of `Trainer` is one pass and one update.
+unit in which gradients are summed over the workers. A `TrainingStep` runs passes and updates: one of each in a
+training that its job declares, and as many as a loop of the user's asks for.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -63,19 +64,38 @@ class Update(NamedTuple):
 class TrainedModel:
     """A model in training on one worker, the same on all workers, and all that changes with its weights.
 
-    `optimizer_step` is the job's, or the updates of a loop of the user's. `watch` is for `stop_on_nan`.
+    `optimizer_step` is the job's, or the updates of a loop of the user's. `watch` is for `stop_on_nan`. `step` is the
+    one that runs.
     """
 
-    placement: Placement
-    model: nn.Module
-    called: nn.Module
-    watch: LossWatch | None
-    optimizer_step: OptimizerStep | Updates
-    schedule: Schedule
-    average: Average | ShardedAverage | None
+    over_batch: Mapping[str, Compare] | None = None
+    seeds_updates = False  # whether an update may run code of the user's, which may draw random numbers
+    ahead: OverlappedRead | None = None  # reads a batch while the gradients are summed over the workers
     state: ForwardState
     measured: list[str]  # what each step measures, by name: the loss, and then metrics or what a loop logs
-    over_batch: Mapping[str, Compare] | None = None
+
+    def __init__(
+        self,
+        placement: Placement,
+        split: Split,
+        updates: Updates | None,
+        clock: StepClock | None,
+        watch: LossWatch | None,
+    ) -> None:
+        job, world, model = placement.job, placement.world, placement.model
+        self.placement, self.model, self.called = placement, model, placement.called
+        self.split, self.clock, self.watch = split, clock or SilentClock(), watch
+        if job.bitwise:
+            make_gradients_dense(model)  # the fixed tree adds only dense ones
+        self.optimizer_step: OptimizerStep | Updates = placement.optimizer_step() if updates is None else updates
+        self.schedule: Schedule = self.optimizer_step.schedule
+        self.average: Average | ShardedAverage | None = placement.average(self.optimizer_step)
+        if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
+            model.train()
+        self.step: TrainingStep | None = None
+        self.may_lose_rows = job.may_lose_rows
+        self.is_on_gpu = is_gpu(world.device)
+        self.votes = Lagged() if world.world_size > 1 else None  # the loop of a worker alone stops without a vote
 
     @property
     def flops(self) -> Flops | None:
@@ -116,17 +136,32 @@ class TrainedModel:
         """Return the state that forwards write, of the model and of modules beside it."""
         placement, job = self.placement, self.placement.job
         aligns = must_align(job, placement.world.device)
+        check_sums_once({"": self.model, **beside})
         return ForwardState(self.model, job.compile, placement.blocks, beside, aligns)
+
+    @contextmanager
+    def advising(self) -> Iterator[None]:
+        """Have an error of the block say, if a step is out of memory, what to change: fewer rows, if a pass runs."""
+        try:
+            yield
+        except (RuntimeError, ModelError) as error:
+            step = self.step
+            if step is None:
+                raise
+            raise_advised(error, self.placement.job, f"step {step.number}", step.size, self._shards_that_fit)
+
+    def _shards_that_fit(self) -> int | None:
+        """Estimate, after an out-of-memory error, the fewest shards that fit; None if there is no estimate."""
+        return None
 
     def close(self) -> None:
         """Stop the threads of the reductions, and let the model be freed."""
 
 
 class Trainer(TrainedModel):
-    """The model of a training that its job declares, and the step that changes it: one pass and one update.
+    """The model of a training that its job declares: a step is one pass, `gradient`, and one update."""
 
-    `ahead` reads a batch, on CPUs, while the gradients are summed over the workers. `watch` is for `stop_on_nan`.
-    """
+    optimizer_step: OptimizerStep
 
     def __init__(
         self,
@@ -135,99 +170,26 @@ class Trainer(TrainedModel):
         measures: Metrics,
         split: Split,
         clock: StepClock | None = None,
-        ahead: OverlappedRead | None = None,
         watch: LossWatch | None = None,
     ) -> None:
-        job, model, world = placement.job, placement.model, placement.world
-        self.placement = placement
-        self.model, self.called = model, placement.called
-        self.watch = watch
-        self._job = job
-        self._split = split
-        self._clock = clock or SilentClock()
-        if job.bitwise:
-            make_gradients_dense(model)  # the fixed tree adds only dense ones
-        self.optimizer_step: OptimizerStep = placement.optimizer_step()
-        self.schedule = self.optimizer_step.schedule
-        self.average = placement.average(self.optimizer_step)
-        if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
-            model.train()
+        super().__init__(placement, split, None, clock, watch)
+        job, world = placement.job, placement.world
         loss = shard_loss(placement.called, step, measures, job, world.device, placement.row_trial())
-        check_sums_once({"": model, **loss.beside})
         self.over_batch = loss.over_batch
         self.state = self._new_state(loss.beside)
-        self.gradient = Pass(placement, loss, self.optimizer_step, split, self.state, self._clock, ahead)
+        self.ahead = OverlappedRead()
         self.measured = ["loss", *measures.functions]
-        self._stats = StepSums(split.shards, len(self.measured), world)
-        self._may_lose_rows = job.may_lose_rows
-        self._is_over_batch = job.loss_over_batch
-        self._is_on_gpu = is_gpu(world.device)
-        self._votes = Lagged() if world.world_size > 1 else None  # the loop of a worker alone stops without a vote
-        self._seeds_update = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
-
-    def step(self, step: int, steps: Iterator[LoadedStep], on_shard: OnShard, wants_stop: bool = False) -> Update:
-        """Train on the global batch of `step`; `steps` yields this worker's shards of it. Every rank calls this.
-
-        `on_shard` gets each shard with its batch and output. `wants_stop` asks all workers to stop. Raises
-        ModelError, which names step and shard, for user errors.
-        """
-        clock, stats, has_sums = self._clock, self._stats, False
-        stats.begin()
-        if wants_stop:
-            stats.vote()  # before the gradients: the vote rides on their all-reduce
-        try:
-            loaded = next(steps)
-            if self._may_lose_rows:
-                stats.set_aside(sum(len(shard.missing) for shard in loaded.shards))
-            self.gradient.run(loaded, stats, on_shard)
-            has_sums = True
-            clock.enter(Part.UPDATE)
-            self.state.is_open = False
-            return self._update(loaded, stats.total())
-        except (RuntimeError, ModelError) as error:
-            # The memory of an update does not depend on the rows. How many shards fit takes a while to estimate.
-            size = None if has_sums else self._size_of(step)
-            raise_advised(error, self._job, f"step {step}", size, self._shards_that_fit)
-
-    def _update(self, loaded: LoadedStep, sums: torch.Tensor) -> Update:
-        """Update the parameters from their gradients; these, and so all decisions, are the same on all workers."""
-        split, step, rate = self._split, loaded.step, self.optimizer_step.learning_rate
-        # User code up to the next read may draw: the same random numbers on all workers.
-        if self._seeds_update or self.optimizer_step.hooks.hooked:
-            seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self.placement.world.device)
-        known: Any = sums if self._is_on_gpu else sums.tolist()  # without waiting for a GPU
-        if self.watch is not None:
-            self.watch.take(step, known[0])
-        whole, is_empty = loaded.whole, False
-        if self._may_lose_rows:
-            on_error = self._job.on_error
-            # To read the number of missing samples waits for the device: only if the quarantine has room for so many.
-            may_be_empty = on_error is not None and whole.rows <= on_error.quarantine
-            is_empty = whole.rows == 0 or (may_be_empty and int(known[MISSING]) == whole.stop - whole.start)
-        if is_empty:
-            norm = self.optimizer_step.skip()
-        else:
-            # A loss over the batch is not divided by rows: its gradient is the whole batch's.
-            rows = whole.stop - whole.start
-            norm = self.optimizer_step.apply(rows if self._is_over_batch else known[1], rows, step)
-        # An update that fp16 skipped is none: the average takes in no weights twice.
-        if self.average is not None and not self.optimizer_step.has_skipped:
-            self.average.update()
-        votes = None if self._votes is None else self._votes.take(known[VOTES])
-        return Update(sums, rate, norm, bool(votes))
+        self.gradient = Pass(
+            placement, loss, self.optimizer_step, split, self.state, self.clock, self.ahead, len(self.measured)
+        )
+        self.seeds_updates = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
 
     @property
     def flops(self) -> Flops | None:
         """The operations of a row, on rank 0, from the first step on, if the job asks for them."""
         return self.gradient.flops
 
-    def _size_of(self, step: int) -> ShardSize:
-        world, split = self.placement.world, self._split
-        shards = split.worker(world.world_size, world.rank, step)
-        return ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
-
     def _shards_that_fit(self) -> int | None:
-        """Estimate, after an out-of-memory error, the fewest shards that fit; None if there is no estimate."""
         world, running = self.placement.world, self.gradient.replica.running_batch
         is_on_one_gpu = world.device.type == "cuda" and len(world.devices) == 1
         if self.placement.is_sharded or running is None or not is_on_one_gpu:
@@ -236,18 +198,7 @@ class Trainer(TrainedModel):
 
         # This worker can use the memory that torch has reserved, too.
         room = int(torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device))
-        return shards_that_fit(self._job, self._split, world.world_size, *running, room)
-
-    def sums_of(self, loaded: LoadedStep) -> list[float]:
-        """Run a step without its update; return the sum and weight of its loss, and then of each metric."""
-        self._stats.begin()
-        try:
-            self.gradient.run(loaded, self._stats)
-        except (RuntimeError, ModelError) as error:
-            raise_advised(error, self._job, f"step {loaded.step}", self._size_of(loaded.step))
-        self.optimizer_step.skip()
-        sums: list[float] = self._stats.total().tolist()
-        return sums[:VOTES]
+        return shards_that_fit(self.placement.job, self.split, world.world_size, *running, room)
 
     def close(self) -> None:
         """Stop the threads of the reduction, and let the model be freed."""
@@ -255,12 +206,117 @@ class Trainer(TrainedModel):
 
 
 @dataclass(eq=False)
+class TrainingStep:
+    """A step of a training: passes over a global batch, and updates by their gradients.
+
+    `loaded` has this worker's shards. `on_shard` gets each of the first pass, with its batch and output.
+    `wants_stop` asks all workers to stop after the step; `stops` says that one of them has asked. `updated` has the
+    learning rate of each update, and the norm of its gradient. `is_empty` says, once a pass has run, that no row is
+    left.
+    """
+
+    trainer: TrainedModel
+    number: int
+    loaded: LoadedStep
+    on_shard: OnShard | None = None
+    wants_stop: bool = False
+    sums: torch.Tensor | None = field(default=None, init=False)  # of the first pass
+    num_passes: int = field(default=0, init=False)  # that have begun
+    updated: dict[int, tuple[float, torch.Tensor]] = field(default_factory=dict, init=False)
+    has_updated: bool = field(default=False, init=False)
+    is_empty: bool = field(default=False, init=False)
+    stops: bool = field(default=False, init=False)
+    weight: Any = field(default=1.0, init=False)  # of the first pass
+    running: LoadedStep | None = field(default=None, init=False)  # what a pass goes over
+
+    def backward(self, a_pass: "Pass", loaded: LoadedStep | None = None) -> Any:
+        """Run a pass: forward and backward of the shards, and the sum of their gradients over all workers.
+
+        It goes over the step's shards, or over those of `loaded`. Every rank calls this. Returns the sums and weights
+        of what it measures: numbers, or on a GPU a tensor, for which the host does not wait. Those of the first pass
+        decide on all workers alike: whether to stop, and whether there is a row to update by.
+        """
+        trainer, stats, number, is_first = self.trainer, a_pass.stats, self.num_passes, self.sums is None
+        self.num_passes, self.running, trainer.step = number + 1, loaded or self.loaded, self
+        stats.begin()
+        if is_first:
+            if self.wants_stop:
+                stats.vote()  # before the gradients: the vote rides on their all-reduce
+            if trainer.may_lose_rows:
+                stats.set_aside(sum(len(shard.missing) for shard in self.loaded.shards))
+        a_pass.run(self.running, self.on_shard if is_first and loaded is None else None, number)
+        self.running = None
+        trainer.clock.enter(Part.UPDATE)
+        sums = stats.total()
+        known: Any = sums if trainer.is_on_gpu else sums.tolist()
+        if is_first:
+            self.sums = sums
+            # A loss over the batch is not divided by rows: its gradient is the whole batch's.
+            self.weight = known[1] if a_pass.loss.is_of_rows else self.loaded.whole.stop - self.loaded.whole.start
+            if trainer.watch is not None:
+                trainer.watch.take(self.number, known[0])
+            if trainer.votes is not None:
+                self.stops = bool(trainer.votes.take(known[VOTES]))
+            if trainer.may_lose_rows:
+                whole, on_error = self.loaded.whole, trainer.placement.job.on_error
+                # To read the number of missing samples waits for the device: only if the quarantine has room for it.
+                may_be_empty = on_error is not None and whole.rows <= on_error.quarantine
+                num_rows = whole.stop - whole.start
+                self.is_empty = whole.rows == 0 or (may_be_empty and int(known[MISSING]) == num_rows)
+        return known
+
+    def update(self, optimizer_step: OptimizerStep, number: int = 0) -> None:
+        """Update the parameters by their gradients: the training's update of this `number`. Without rows, do nothing.
+
+        The gradients are those of the first pass, of the sum of its losses divided by the rows of the whole batch.
+        """
+        trainer, whole = self.trainer, self.loaded.whole
+        trainer.state.is_open = False  # from here on the step cannot be dropped
+        if trainer.seeds_updates or optimizer_step.hooks.hooked:
+            self.seed()
+        if self.is_empty and optimizer_step.may_skip():
+            norm = optimizer_step.skip()
+        else:
+            norm = optimizer_step.apply(self.weight, whole.stop - whole.start, self.number)
+        self.updated[number] = optimizer_step.rate, norm
+        if not optimizer_step.has_skipped:  # as fp16 does where it overflows: the average takes in no weights twice
+            self.has_updated = True
+
+    def end(self) -> Update:
+        """End the step: the average of the weights takes them in. Return its results."""
+        trainer = self.trainer
+        if trainer.average is not None and self.has_updated:
+            trainer.average.update()
+        trainer.step = None
+        assert self.sums is not None
+        return Update(self.sums, *self.updated[0], self.stops)
+
+    def seed(self) -> None:
+        """Seed what code of the user's draws until the next pass: the same on all workers, whatever they have run."""
+        trainer, passes = self.trainer, self.num_passes
+        key = (self.number // trainer.split.steps, self.number, *((passes,) if passes != 1 else ()))
+        seed_all(derive_seed(trainer.placement.job.seed, "update", *key), trainer.placement.world.device)
+
+    @property
+    def size(self) -> ShardSize | None:
+        """How the rows of the pass that runs are cut; None between passes, whose memory does not depend on them."""
+        running, world, split = self.running, self.trainer.placement.world, self.trainer.split
+        if running is None:
+            return None
+        if running is not self.loaded:
+            whole = running.whole.stop - running.whole.start
+            return ShardSize(running.shards[0].rows if running.shards else 0, whole, split.shards, "batch")
+        shards = split.worker(world.world_size, world.rank, self.number)
+        return ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
+
+
+@dataclass(eq=False)
 class Pass:
     """Forward and backward over the shards of a step: the unit in which gradients are summed over the workers.
 
     After it, the gradients are those of the summed loss of the whole batch, divided by the batch's rows, on every
-    worker. A step may have several passes, as of a GAN, each with a loss of its own. Gradients that are there
-    before it are `set_apart`, and added after it: they are sums over the workers already.
+    worker. A step may have several passes, as of a GAN, each with a loss of its own. `stats` has the sums and weights
+    of the loss and of metrics, `num_measures` in all.
 
     The reduction is built in the first step: its batches show what DDP must expect.
     """
@@ -272,6 +328,7 @@ class Pass:
     state: ForwardState
     clock: StepClock
     ahead: OverlappedRead | None = None
+    num_measures: int = 1
 
     def __post_init__(self) -> None:
         placement, trained, self._world = self.placement, self.optimizer_step.trained, self.placement.world
@@ -281,26 +338,30 @@ class Pass:
         self.replica = Replica(job.seed, placement.model, device, self.state, work, forwards, self.clock)
         sparse, sums = sparse_parameters(self.loss.model), placement.sums(list(trained.values()))
         aligns = must_align(job, device)
-        self._trained = Trained(self.loss, trained, sparse, sums, self.state, self.clock, self.ahead, aligns)
+        among_others = isinstance(self.optimizer_step, PassGradients)
+        self._trained = Trained(
+            self.loss, trained, sparse, sums, self.state, self.clock, self.ahead, aligns, among_others
+        )
         self._reduction: Reduction | None = None
+        self.stats = StepSums(self.split.shards, self.num_measures, self._world)
         # DDP of the others waits for the gradients of a worker without rows; FSDP for its rounds, which dummies are.
         is_waited_for = self._world.world_size > 1 and not placement.is_sharded
         self._without_rows = [DummyBatch(None, 0)] if is_waited_for else []
         self.flops: Flops | None = None  # of a row, on rank 0, from the first step on, if the job asks for them
 
-    def run(self, loaded: LoadedStep, stats: StepSums, on_shard: OnShard | None = None, number: int = 0) -> None:
+    def run(self, loaded: LoadedStep, on_shard: OnShard | None = None, number: int = 0) -> None:
         """Run a step's shards forward and backward; return when gradients and `stats` are summed over the workers.
 
         Every rank calls this. `on_shard` gets each shard with its batch and output. `number` tells the passes of a
         step apart, for their random numbers. Raises ModelError, which names step and shard, for user errors.
         """
-        replica, clock = self.replica, self.clock
+        replica, clock, stats = self.replica, self.clock, self.stats
         if replica.forwards.are_collective:
             loaded = replica.forwards.begin(loaded)
         # Before the reduction is built, in the first step: for that a shard runs with its outputs' gradients.
         is_built = self._reduction is not None
         loaded, has_run = self.loss.prepare(replica, loaded, self.optimizer_step.seed, number, is_built)
-        reduction, loaded = (self._reduction, loaded) if self._reduction is not None else self._built(loaded, stats)
+        reduction, loaded = (self._reduction, loaded) if self._reduction is not None else self._built(loaded)
         # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
         # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Most losses have the rows as their
         # weight.
@@ -311,16 +372,14 @@ class Pass:
         if not filled and not dummies:
             dummies = self._without_rows
         if not has_run:  # else its forward has written them
-            replica.begin(len(filled))
-        if len(filled) < len(loaded.shards) and loaded.lacks_shard_0:
-            self.state.keep()  # without shard 0, the step leaves the state as it is
+            replica.begin(len(filled), len(filled) < len(loaded.shards) and loaded.lacks_shard_0)
         left = len(filled) + len(dummies)
         for turn in replica.rounds(loaded, dummies):
             left -= 1
             # Around the forward too: there DDP decides whether the backward exchanges gradients, as a worker's last.
             with reduction.shard(None if turn.shard is None else turn.shard.shard, not left):
                 clock.enter(Part.FORWARD)
-                loss = self._forward(reduction, turn, stats, number)
+                loss = self._forward(reduction, turn, number)
                 if turn.shard is not None and on_shard is not None:
                     on_shard(turn.shard, turn.batch, self.loss.result.step_output)
                 clock.enter(Part.BACKWARD)
@@ -335,7 +394,7 @@ class Pass:
             if self._world.world_size > 1:
                 self.optimizer_step.hooks.check_same()
 
-    def _forward(self, reduction: Reduction, turn: Round, stats: StepSums, number: int) -> torch.Tensor:
+    def _forward(self, reduction: Reduction, turn: Round, number: int) -> torch.Tensor:
         """Return the sum of a shard's losses, and take its sums and weights in.
 
         In a round without a shard, return a zero whose backward reaches the parameters for which others wait.
@@ -345,12 +404,11 @@ class Pass:
             zero = replica.run(None, reduction.called, turn.batch, turn.rows)
             return zero * 0.0 if turn.rows else zero
         replica.running_batch = turn.batch, turn.rows
-        loss = replica.run(shard, reduction.called, turn.batch, turn.rows, shard.shard, number=number)
+        args = turn.batch, turn.rows, shard.shard
+        loss = replica.run(shard, reduction.called, *args, number=number, keeps=True)
         row = self.loss.result.row
         assert row is not None
-        stats.put(shard.shard, row)
-        if shard.shard == 0:
-            self.state.keep()  # every worker goes on from the writes of shard 0
+        self.stats.put(shard.shard, row)
         return loss
 
     def _backward(
@@ -380,21 +438,7 @@ class Pass:
             hint = "" if turn.shard is None else batch_hint(error, turn.batch)
             raise_as(error, f"{where}: backward", lambda _: hint)
 
-    def set_apart(self) -> list[torch.Tensor | None]:
-        """Take the sums of earlier passes out of the gradients; this pass's may be in the same memory."""
-        parameters = self._trained.parameters.values()
-        earlier = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        return earlier
-
-    def add(self, earlier: list[torch.Tensor | None]) -> None:
-        """Add what was set apart to the gradients."""
-        for parameter, before in zip(self._trained.parameters.values(), earlier, strict=True):
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
-
-    def _built(self, loaded: LoadedStep, stats: StepSums) -> tuple[Reduction, LoadedStep]:
+    def _built(self, loaded: LoadedStep) -> tuple[Reduction, LoadedStep]:
         """Build the job's reduction; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
         job, trained, loaded_shards = self.placement.job, self._trained, iter(loaded.loaded)
         first = [next(loaded_shards) for _ in loaded.shards[:1]]
@@ -411,7 +455,7 @@ class Pass:
                 )
             if unused == "auto":
                 unused = self._leave_unused(first)
-        self._reduction = self.placement.reduction(trained, bool(unused), stats.numbers.numel())
+        self._reduction = self.placement.reduction(trained, bool(unused), self.stats.numbers.numel())
         return self._reduction, loaded._replace(loaded=chain(first, loaded_shards))
 
     def _leave_unused(self, first: Sequence[LoadedShard]) -> bool:

@@ -4,7 +4,7 @@
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +77,7 @@ class OptimizerStep:
         self._unscaled = UnscaledStep(self.optimizer)
         self._grad_clip = job.grad_clip
         self.has_skipped = False  # whether the last step has left the parameters as they were
+        self.rate = 0.0  # the learning rate of the last step
         self._all_named = list(model.named_parameters(remove_duplicate=False))
         self._names = {id(one): name for name, one in model.named_parameters()}
         instead = {} if aligned is None else aligned.flats
@@ -92,9 +93,7 @@ class OptimizerStep:
         self._is_plain = not any(map(is_sharded, trained)) and not sparse_parameters(model)
         self._is_alike = self._is_plain and len(kinds) == 1 and not any(dtype in HALVES for _, dtype in kinds)
         self._is_bare = self.scaler is None and not job.is_sharded  # an update is only `optimizer.step()`
-        is_wide = any(dtype.itemsize > torch.float32.itemsize for _, dtype in kinds)
-        self._factor_dtype = torch.float64 if is_wide else torch.float32
-        self._rows: dict[int, torch.Tensor] = {}  # numbers of rows, on the GPU
+        self._factor = MeanFactor(dtype for _, dtype in kinds)
         self._knows_early = self.scaler is None
         self._known: dict[int, torch.Tensor] = {}  # norms of gradients, by the parameter's id, before `apply`
         self._has_weighed = False
@@ -190,7 +189,9 @@ class OptimizerStep:
         The gradients must be those of (sum of losses) / `rows`. `weight` is the weight of the losses of the whole
         batch, which has `rows` rows. `step` names the step in errors.
         """
-        if sum(map(len, map(PARAMETERS, self.optimizer.param_groups))) != self._num_held:
+        groups = self.optimizer.param_groups
+        self.rate = float(groups[0]["lr"])
+        if sum(map(len, map(PARAMETERS, groups))) != self._num_held:
             self._find_left_out()
         if self.scaler is not None:
             self.scaler.unscale_(self._unscaled)  # type: ignore[arg-type]
@@ -223,18 +224,6 @@ class OptimizerStep:
                 self.schedule.scheduler.step()
         self.drop_gradients()
         return norm
-
-    def _factor(self, weight: torch.Tensor | float, rows: int) -> torch.Tensor | float | None:
-        """Return the factor from gradients of sum / rows to those of sum / weight: None for 1, 0 for no weight.
-
-        A weight that is a tensor is on a GPU; to read it would wait for the GPU.
-        """
-        if not isinstance(weight, torch.Tensor):
-            return None if weight == rows else 0.0 if weight <= 0 else rows / weight
-        if rows not in self._rows:
-            self._rows[rows] = torch.full_like(weight, rows)
-        factor = torch.empty((), dtype=self._factor_dtype, device=weight.device)
-        return torch.div(self._rows[rows], weight, out=factor).masked_fill_(weight <= 0, 0.0)
 
     def _numbers(self) -> list[Any]:
         """Return the numbers of the gradients, as they are now."""
@@ -278,10 +267,14 @@ class OptimizerStep:
         for param in self.left_out:
             param.grad = None
 
+    def may_skip(self) -> bool:
+        """Return whether a step without rows is no update."""
+        return True
+
     def skip(self) -> torch.Tensor:
         """Change nothing in a step without rows, and return the norm of its gradient, which is 0."""
         self.drop_gradients()
-        self.has_skipped = True
+        self.has_skipped, self.rate = True, self.learning_rate
         return torch.zeros((), device=self._parameters[0].device)
 
     def _update(self) -> bool:
@@ -295,6 +288,27 @@ class OptimizerStep:
                 self.scaler.step(self._unscaled)  # type: ignore[arg-type]
             self.scaler.update()
             return not self._unscaled.has_run
+
+
+class MeanFactor:
+    """The factor from gradients of sum / rows to those of sum / weight, for gradients of these dtypes."""
+
+    def __init__(self, dtypes: Iterable[torch.dtype]) -> None:
+        is_wide = any(dtype.itemsize > torch.float32.itemsize for dtype in dtypes)
+        self._dtype = torch.float64 if is_wide else torch.float32
+        self._rows: dict[int, torch.Tensor] = {}  # numbers of rows, on the GPU
+
+    def __call__(self, weight: torch.Tensor | float, rows: int) -> torch.Tensor | float | None:
+        """Return the factor; None for 1, and 0 for no weight.
+
+        A weight that is a tensor is on a GPU; to read it would wait for the GPU.
+        """
+        if not isinstance(weight, torch.Tensor):
+            return None if weight == rows else 0.0 if weight <= 0 else rows / weight
+        if rows not in self._rows:
+            self._rows[rows] = torch.full_like(weight, rows)
+        factor = torch.empty((), dtype=self._dtype, device=weight.device)
+        return torch.div(self._rows[rows], weight, out=factor).masked_fill_(weight <= 0, 0.0)
 
 
 class ShardedOptimizerStep(OptimizerStep):
@@ -356,8 +370,10 @@ class ShardedOptimizerStep(OptimizerStep):
 class GivenOptimizerStep(OptimizerStep):
     """The step of an optimizer that a loop of the user's has made for some of the model's parameters.
 
-    It trains these alone, and leaves all other gradients. It clips as its caller says, each time.
+    It trains these alone, and leaves all other gradients. `clip` is the norm to clip to in its next update.
     """
+
+    clip: float | None = None
 
     def __init__(
         self, job: Job, model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer, scheduler: Any
@@ -383,13 +399,18 @@ class GivenOptimizerStep(OptimizerStep):
         self._of_model = [(one, one) for one in self.trained.values()]
         super()._find_left_out()
 
-    def step(self, clip: float | None, step: int) -> torch.Tensor:
-        """Update the parameters; return their gradient's norm before it was clipped to `clip`."""
-        self._grad_clip = clip
-        return self.apply(1.0, 1, step)
+    def may_skip(self) -> bool:
+        """Return whether a step without rows is no update: no pass over a batch of the loop's own has run either."""
+        return all(one.grad is None for one in self.trained.values())
+
+    def apply(self, weight: torch.Tensor | float, rows: int, step: int) -> torch.Tensor:
+        """Update the parameters and return the gradient's norm before clipping; the passes have weighed it."""
+        self._grad_clip = self.clip
+        return super().apply(1.0, 1, step)
 
     def step_with(self, closure: Callable[[], Any], step: int) -> torch.Tensor:
         """Update the parameters by an optimizer that calls for the loss; return the last gradient's norm."""
+        self.rate = self.learning_rate
         with reraise_as(f"step {step}: optimizer", shards_hint):
             self.optimizer.step(closure)
         norm = self._norm(self._numbers())
@@ -464,6 +485,7 @@ class PassGradients:
     def __init__(self, trained: dict[str, nn.Parameter]) -> None:
         self.trained = trained
         self.hooks = ParameterHooks(trained)
+        self._factor = MeanFactor(one.dtype for one in trained.values())
 
     def seed(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the gradient with which a backward of `loss` begins: that of loss / rows."""
@@ -471,6 +493,15 @@ class PassGradients:
 
     def take_norms(self, parameters: Sequence[torch.Tensor]) -> None:
         """Do nothing: the loop may change a gradient before its norm is taken."""
+
+    def weigh(self, weight: torch.Tensor | float, rows: int, step: int) -> None:
+        """Make gradients of sum / `rows` those of sum / `weight`, and call the hooks on them."""
+        factor = self._factor(weight, rows)
+        gradients = [numbers_of(one.grad) for one in self.trained.values() if one.grad is not None]
+        if factor is not None and gradients:
+            scale_by(gradients, factor)
+        if self.hooks.hooked and self.hooks.are_any():
+            self.hooks.run(step)
 
     def drop_gradients(self) -> None:
         """Drop the gradients of what the pass trains."""

@@ -455,6 +455,8 @@ class BatchLoss(ShardLoss):
     a number, as for a dummy batch, the loss is the sum of all outputs.
     """
 
+    is_of_rows = False
+
     def __init__(
         self,
         model: nn.Module,

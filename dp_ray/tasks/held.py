@@ -5,8 +5,8 @@ holds: datasets, the placed model, and a training's state in memory. `levelled` 
 a worker which has finished most. Nothing is read from a checkpoint then.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from dp_ray.engine.loading import seeded_dataset
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.update import OptimizerStep
+from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import broadcast, everyone, gathered, has_peers, own_rank
-from dp_ray.errors import ModelError
+from dp_ray.errors import ModelError, WorkerError
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.rundir.checkpoint import CHECKPOINTS, pack, steps_of, unpack
 from dp_ray.rundir.history import HISTORY, end_of_pieces
@@ -109,6 +110,17 @@ class Held:
         self.state, self.running = sent["state"], TrainState(**sent["running"])
         self.running.unfinished = steps.pop() if sent["is_unfinished"] else None
         self.rows = steps
+
+
+@contextmanager
+def holding(training: Training) -> Iterator[None]:
+    """Hold the training's state where the block ends since its group does."""
+    try:
+        yield
+    except (StopRequested, RuntimeError, WorkerError):
+        if training.context.held is not None:
+            training.context.held.keep(training)
+        raise
 
 
 def prepare(context: "Context") -> None:

@@ -1,7 +1,7 @@
 """A training whose loop is the user's: `Loop` is what the job's key `loop` is called with, on every worker.
 
 Begin at `train_by_loop`, then `Loop.steps`. A step's passes are those of `engine.loop_model`; what stands around the
-steps is a declared training's (`tasks.train.training_steps`).
+steps is a declared training's (`tasks.train.TrainingRun`).
 """
 
 import hashlib
@@ -17,27 +17,24 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dp_ray.engine.clock import Part
+from dp_ray.engine.clock import StepClock
 from dp_ray.engine.gradient_hooks import InEachBackward
 from dp_ray.engine.loop_model import LoopModel, OfRows
-from dp_ray.engine.random import seed_all
 from dp_ray.engine.step import Metrics, Step
-from dp_ray.engine.trainer import TrainedModel, Update
+from dp_ray.engine.trainer import TrainingStep
 from dp_ray.engine.update import GivenOptimizerStep, Updates
 from dp_ray.engine.user_code import raise_as
-from dp_ray.engine.votes import VOTES, LossWatch
-from dp_ray.engine.world import gathered, has_peers, is_gpu
+from dp_ray.engine.world import gathered, has_peers
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import COLUMNS, Job
 from dp_ray.job.plan import checkpoints_of
 from dp_ray.job.targets import bound
 from dp_ray.messages import StoppedEarly
-from dp_ray.plan.order import derive_seed
 from dp_ray.rundir.checkpoint import pack
 from dp_ray.tasks.checkpoints import TrainState
 from dp_ray.tasks.early_stopping import Patience
 from dp_ray.tasks.setup import Context
-from dp_ray.tasks.train import PlacedTraining, TrainingStep, begun_training, place_training, training_steps
+from dp_ray.tasks.train import PlacedTraining, begun_training, place_training
 from dp_ray.tensors.files import is_dense
 from dp_ray.tensors.flat import as_bytes
 from dp_ray.text import listed
@@ -130,20 +127,17 @@ class Loop:
 
     def _steps(self) -> Iterator["LoopStep"]:
         try:
-            with begun_training(self._placed, self._trained) as (training, evaluation):
-                stopping = StopOfLoop(self, training.context.job, training.state)
-                trained = training.trainer
-                assert isinstance(trained, LoopModel)
-                for number, step in enumerate(training_steps(training, evaluation, stopping=stopping)):
-                    self._step = LoopStep(self, trained, step)
+            with begun_training(self._placed, self._model_of) as run:
+                for step in run.steps(StopOfLoop(self, run.training.context.job, run.training.state)):
+                    self._step = LoopStep(self, run.trainer, step)
                     yield self._step
                     if self._failed is not None:
                         raise self._failed
                     keeps = bool(self._states) and self._keeps_after(step.number)
                     if (self._reason or keeps) and step.number + 1 < self.num_steps:
                         stops = "run.stop" if self._reason else "no run.stop"
-                        trained.calls.check(f"step {step.number}: {stops}")
-                    step.update = self._step._end(is_first=number == 0)
+                        run.trainer.calls.check(f"step {step.number}: {stops}")
+                    run.trainer.end(step, self._step._logged)
                     if keeps:
                         check_same(self._states, step.number)
                     self._step = None
@@ -174,10 +168,9 @@ class Loop:
         periods = checkpoints_of(self._placed.context.job).due.periods(self._placed.split)
         return step + 1 == self.num_steps or any((step + 1) % period == 0 for period in periods)
 
-    def _trained(self, placed: PlacedTraining, step: Step, measures: Metrics, times: Any) -> TrainedModel:
+    def _model_of(self, placed: PlacedTraining, step: Step, measures: Metrics, clock: StepClock) -> LoopModel:
         updates = Updates([update._given for update in self._updates], self._states)
-        watch = LossWatch(str(placed.context.run)) if placed.context.job.stop_on_nan else None
-        return LoopModel(placed.placement, placed.split, updates, times.clock, watch)
+        return LoopModel(placed.placement, placed.split, updates, clock, placed.watch)
 
     def _throw(self, error: BaseException) -> None:
         """Have what stands around the steps end as after an error of the body's."""
@@ -186,7 +179,8 @@ class Loop:
             try:
                 running.throw(error)
             except BaseException as found:
-                if found is not error and found.__cause__ is not error:  # as a generator raises a StopIteration
+                # A generator raises a StopIteration in another error.
+                if found is not error and not (isinstance(error, StopIteration) and found.__cause__ is error):
                     raise
             self._error = None  # it is the body's own
 
@@ -273,24 +267,24 @@ class LoopUpdate:
             raise ModelError("update.step: is called outside a step of run.steps()")
         if closure is not None and clip is not None:
             raise ModelError("update.step: clip is not possible with a closure, whose gradients the optimizer takes")
-        step._model.clock.enter(Part.UPDATE)
-        rate, loop._is_updating = given.learning_rate, True
+        loop._is_updating = True
         try:
             with loop._calling(step):
                 if closure is None:
-                    norm = given.step(clip, step.number)
+                    given.clip = clip
+                    step._of.update(given, self._number)
                 else:
                     norm = given.step_with(self._again(closure, step), step.number)
+                    step._of.updated[self._number], step._of.has_updated = (given.rate, norm), True
         finally:
             loop._is_updating = False
-        step._updated[self._number] = rate, norm
 
     def _again(self, closure: Callable[[], Any], step: "LoopStep") -> Callable[[], Any]:
-        first = step._passes
+        first = step._of.num_passes
 
         def called() -> Any:
             self._given.drop_gradients()
-            step._passes, self._loop._is_updating = first, False
+            step._of.num_passes, self._loop._is_updating = first, False
             try:
                 with torch.enable_grad():
                     return closure()
@@ -303,24 +297,19 @@ class LoopUpdate:
 class LoopStep:
     """A step of a loop: a global batch, of which this worker has some shards."""
 
-    def __init__(self, loop: Loop, model: "LoopModel", step: TrainingStep) -> None:
+    def __init__(self, loop: Loop, model: LoopModel, step: TrainingStep) -> None:
         self._loop, self._model, self._of = loop, model, step
         self.number = step.number
-        self.epoch = step.number // loop._placed.split.steps
-        loaded = next(step.loaded)
+        self.epoch = step.number // model.split.steps
         # Each pass goes over them. An error of reading names the shard.
-        self._loaded = loaded._replace(loaded=list(loaded.loaded))
-        self._passes = 0  # so many have begun
-        self._sums: torch.Tensor | None = None  # of the first pass
-        self._first: Any = None  # the same, or its numbers where they are known
-        self._updated: dict[int, tuple[float, torch.Tensor]] = {}  # rate and norm, by the update's number
+        step.loaded = step.loaded._replace(loaded=list(step.loaded.loaded))
         self._logged: dict[str, Any] = {}
-        self._seed()
+        step.seed()
 
     @property
     def rows(self) -> int:
         """The number of rows of the global batch, on all workers."""
-        return self._loaded.whole.rows
+        return self._of.loaded.whole.rows
 
     def log(self, **numbers: Any) -> None:
         """Add numbers to the step's row of the history: numbers or scalar tensors, the same names in each step."""
@@ -353,35 +342,23 @@ class LoopStep:
             return self._backward(loss, of, over, batch)
 
     def _backward(self, loss: OfRows, of: Any, over: Any, batch: Any) -> torch.Tensor:
-        model, loop = self._model, self._loop
+        model, step = self._model, self._of
         modules = [of] if isinstance(of, nn.Module) else list(of)
         trained = model.trained_of(modules)
-        number, self._passes = self._passes, self._passes + 1
-        label = f"pass {number}: step.backward({_name_of(loss)}, {listed(model.names_of(modules))})"
+        label = f"pass {step.num_passes}: step.backward({_name_of(loss)}, {listed(model.names_of(modules))})"
         model.calls.check(f"step {self.number}, {label}")
         a_pass = model.pass_for(loss, over, modules, trained)
-        loaded = self._loaded if batch is None else model.cut(self._loaded, batch)
-        stats = a_pass.stats
-        stats.begin()
-        is_first = self._sums is None
-        if is_first:
-            if self._of.wants_stop:
-                stats.vote()  # it rides on the sums of the step's first pass
-            stats.set_aside(sum(len(shard.missing) for shard in self._loaded.shards))
-        loop._is_summing = True
+        a_pass.function, a_pass.over = loss, over
+        own = None if batch is None else model.cut(step.loaded, batch)
+        self._loop._is_summing = True
         try:
             with model.only(trained):
-                a_pass.run(loaded, loss, over, self._of.on_shard if is_first and batch is None else None, number)
+                known = step.backward(a_pass, own)
         finally:
-            loop._is_summing = False
-        sums = stats.total()
-        known: Any = sums if is_gpu(loop.device) else sums.tolist()
-        if is_first:
-            self._sums, self._first = sums, known
-            if model.watch is not None:
-                model.watch.take(self.number, known[0])
-        a_pass.finish(known, loaded.whole.stop - loaded.whole.start, self.number)
-        self._seed()
+            self._loop._is_summing = False
+        a_pass.finish(known[1], own or step.loaded, own is None and step.is_empty)
+        step.seed()
+        sums = a_pass.stats.total()
         return (sums[0] / sums[1]).detach()
 
     @torch.no_grad()
@@ -391,58 +368,16 @@ class LoopStep:
         It runs without gradients, but those that it enables itself. `batch` is that of `backward`. Returns None if
         all rows of the step were set aside.
         """
-        model = self._model
+        model, step = self._model, self._of
         with self._loop._calling(self):
-            number, self._passes = self._passes, self._passes + 1
+            number, step.num_passes = step.num_passes, step.num_passes + 1
             model.calls.check(f"step {self.number}, pass {number}: step.gather({_name_of(function)})")
-            loaded = self._loaded if batch is None else model.cut(self._loaded, batch)
+            loaded = step.loaded if batch is None else model.cut(step.loaded, batch)
             self._loop._is_gathering = True
             found = model.gather(function, loaded, number)
             self._loop._is_gathering = False  # after an error no call goes on
-            self._seed()
+            step.seed()
         return found
-
-    def _seed(self) -> None:
-        """Seed what the body draws until the next pass: the same on all workers, whatever shards they have run."""
-        key = (self.epoch, self.number, *((self._passes,) if self._passes else ()))
-        seed_all(derive_seed(self._model.placement.job.seed, "update", *key), self._loop.device)
-
-    def _end(self, is_first: bool) -> Update:
-        """Return what the step has come to; raises ModelError if it left gradients, or logged other names."""
-        model, device = self._model, self._loop.device
-        left = [name for name, one in model.model.named_parameters() if one.grad is not None]
-        if left:
-            raise ModelError(
-                f"step {self.number}: the gradient of {listed(left)} is left at the step's end; update it "
-                "(update.step()), or drop it (zero_grad()); to accumulate over more rows, set a larger batch_size, "
-                "and shards"
-            )
-        if self._updated and model.average is not None:
-            model.average.update()
-        model.calls.read()
-        rates = {number: update.rate for number, update in enumerate(self._loop._updates)}
-        rates |= {number: rate for number, (rate, _) in self._updated.items()}
-        numbers: dict[str, Any] = dict(self._logged)
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        for number in range(1, len(self._loop._updates)):
-            numbers[f"learning_rate_{number}"] = rates[number]
-            numbers[f"gradient_norm_{number}"] = self._updated[number][1] if number in self._updated else zero
-        if is_first:
-            model.measured[1:] = numbers
-        elif numbers.keys() == set(model.measured[1:]):
-            numbers = {name: numbers[name] for name in model.measured[1:]}
-        else:
-            raise ModelError(
-                f"step {self.number}: step.log has the names {listed(numbers)}, and in the first step it had "
-                f"{listed(model.measured[1:])}; log the same in each step"
-            )
-        sums = torch.zeros(4, dtype=torch.float64, device=device) if self._sums is None else self._sums
-        logged = [_scalar(number, device) for value in numbers.values() for number in (value, 1.0)]
-        if logged:
-            sums = torch.cat([sums[:2], torch.stack(logged), sums[2:]])
-        norm = self._updated[0][1] if 0 in self._updated else zero
-        votes = None if self._first is None else model.votes_of(self._first[VOTES])
-        return Update(sums, rates.get(0, float("nan")), norm, bool(votes))
 
 
 class PlainState:
@@ -542,13 +477,6 @@ class StopOfLoop:
             return StoppedEarly(self._state.step, "", "", 0.0, None, 0, reason)
         assert self._inner is not None
         return self._inner.stopped()
-
-
-def _scalar(number: Any, device: torch.device) -> torch.Tensor:
-    """Return a number as float64 on the device; no copy that the host would wait for is made of a plain one."""
-    if isinstance(number, torch.Tensor):
-        return number.detach().to(device, torch.float64).reshape(())
-    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 def _name_of(function: Any) -> str:

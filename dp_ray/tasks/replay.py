@@ -17,7 +17,7 @@ from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.engine.trainer import Trainer
+from dp_ray.engine.trainer import Trainer, TrainingStep
 from dp_ray.errors import JobError
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.plan.split import Split, Work
@@ -75,7 +75,10 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
         if choice.shard is None:
             with look.unchanged():
                 copies = [LoadedShard(part.shard, part.indices, copied(part.batch)) for part in loaded.loaded]
-                total, weight, *_ = trainer.sums_of(loaded._replace(loaded=iter(copies)))
+                again = TrainingStep(trainer, choice.step, loaded._replace(loaded=iter(copies)))
+                with trainer.advising():
+                    total, weight, *_ = map(float, again.backward(trainer.gradient))
+                trainer.optimizer_step.skip()
                 loss = total / weight if weight else float("nan")
         filled = [part for part in loaded.loaded if part.shard.rows]
         findings = look.find(filled, split, choice.shard)
@@ -133,12 +136,15 @@ def _run_steps_before(training: Training, history: StepRows, wanted: int) -> Loa
     context.notify(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
     progress, said = AfterStep(training, RecordedEvaluations(history)), time.monotonic()
     until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
-    with closing(load_steps(source, until, context.world.device, quarantine)) as steps:
-        for step in range(begun, wanted):  # nothing is reported or kept of them
+    with closing(load_steps(source, until, context.world.device, quarantine)) as steps, trainer.advising():
+        for number in range(begun, wanted):  # nothing is reported or kept of them
             if time.monotonic() - said >= LINE_SECONDS:
                 said = time.monotonic()
-                context.notify(f"step {step}, up to {wanted}")
-            progress.take(step, trainer.step(step, steps, lambda *_: None))
+                context.notify(f"step {number}, up to {wanted}")
+            step = TrainingStep(trainer, number, next(steps))
+            step.backward(trainer.gradient)
+            step.update(trainer.optimizer_step)
+            progress.take(number, step.end())
         loaded = next(steps)
         return loaded._replace(loaded=list(loaded.loaded))
 

@@ -1,7 +1,8 @@
 """The task `train` on one worker, from its dataset to the final weights: begin at `train`.
 
-`begun_training` sets a training up where its newest checkpoint ends. `training_steps` gives its steps, also to a loop
-of the user's. `AfterStep` counts each step, and evaluates after it.
+`begun_training` sets a training up where its newest checkpoint ends. `TrainingRun.steps` gives its steps, also to a
+loop of the user's (`own_loop.py`). `declared` makes what is a declared training's own. `AfterStep` counts each step,
+and evaluates after it.
 """
 
 import time
@@ -9,22 +10,20 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from dp_ray.engine.bad_samples import Quarantine
-from dp_ray.engine.clock import Part
+from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
-from dp_ray.engine.loading import LoadedStep, OverlappedRead, Source, load_steps
+from dp_ray.engine.loading import Source, load_steps
 from dp_ray.engine.model import autocast
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, build_step, of_neighbours
-from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.engine.trainer import TrainedModel, Trainer, Update
+from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
 from dp_ray.engine.user_code import reraise_as
-from dp_ray.engine.votes import LossWatch, NotFinite, StopRequested
+from dp_ray.engine.votes import LossWatch, NotFinite
 from dp_ray.engine.weights import check_all_tensors
 from dp_ray.engine.world import gathered
-from dp_ray.errors import WorkerError
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.messages import FlopsCounted
 from dp_ray.plan.split import Shard, Split, Work
@@ -41,10 +40,12 @@ from dp_ray.tasks.checkpoints import (
 )
 from dp_ray.tasks.early_stopping import Patience, Stopping
 from dp_ray.tasks.evaluate import Evaluator
-from dp_ray.tasks.held import levelled
+from dp_ray.tasks.held import holding, levelled
 from dp_ray.tasks.hooks import HookCalls
 from dp_ray.tasks.loop import Run, times_of
 from dp_ray.tasks.setup import Context, begin_quarantine, drop_set_aside, load_dataset
+
+M = TypeVar("M", bound=TrainedModel)
 
 
 def train(context: Context) -> None:
@@ -52,112 +53,98 @@ def train(context: Context) -> None:
 
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
-    ahead = OverlappedRead()
-
-    def trainer_of(placed: PlacedTraining, step: Step, measures: Metrics, times: StepTimes) -> Trainer:
-        watch = LossWatch(str(context.run)) if context.job.stop_on_nan else None
-        return Trainer(placed.placement, step, measures, placed.split, times.clock, ahead, watch)
-
-    with (
-        begun_training(place_training(context), trainer_of) as (training, evaluation),
-        closing(training_steps(training, evaluation, ahead)) as steps,
-    ):
-        trainer = training.trainer
-        assert isinstance(trainer, Trainer)
+    with begun_training(place_training(context), declared) as run, closing(run.steps()) as steps:
+        gradient, optimizer = run.trainer.gradient, run.trainer.optimizer_step
         for step in steps:
-            step.update = trainer.step(step.number, step.loaded, step.on_shard, step.wants_stop)
+            step.backward(gradient)  # forward and backward of the shards, and the sum over all workers
+            step.update(optimizer)  # of the mean's gradient: hooks, clip, optimizer, scheduler
 
 
-@dataclass
-class TrainingStep:
-    """A step of a training, which its task runs: `loaded` gives its shards next, and `update` is to be set.
-
-    `on_shard` gets each shard with its batch and output. `wants_stop` asks all workers to stop after the step.
-    """
-
-    loaded: Iterator[LoadedStep]
-    on_shard: OnShard
-    number: int = 0
-    wants_stop: bool = False
-    update: Update | None = None
+def declared(placed: "PlacedTraining", step: Step, measures: Metrics, clock: StepClock) -> Trainer:
+    """Return the model of a training as its job declares it: one loss, one optimizer."""
+    return Trainer(placed.placement, step, measures, placed.split, clock, placed.watch)
 
 
-def training_steps(
-    training: Training,
-    evaluation: Evaluation,
-    ahead: OverlappedRead | None = None,
-    stopping: Stopping | None = None,
-) -> Generator[TrainingStep, None, None]:
-    """Yield the steps that are left of a training, and do after each what follows it; then keep the weights.
+@dataclass(frozen=True)
+class TrainingRun(Generic[M]):
+    """A training that has begun, or goes on, and the loop over its steps; `trainer` is what they train."""
 
-    After a step come its reports, evaluations, hooks, history and checkpoint. `stopping` is by default the job's.
-    """
-    context, trainer, state, split = training.context, training.trainer, training.state, training.split
-    job, world, control, watch = context.job, context.world, context.control, trainer.watch
-    held = context.held
-    if held is not None:
-        begin_best(training)
-    hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
-    # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
-    quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
-    stopping = stopping or Patience.of(job, state)
-    start = split.total_steps if stopping is not None and stopping.has_stopped else state.step
-    work, times = Work(split, world.world_size, world.rank, start=start), training.times
-    with (
-        closing(load_steps(training.source, work, world.device, quarantine, times=times, ahead=ahead)) as loaded,
-        Run(context, trainer.called, split, times) as run,
-        # Within the run: the writer's thread has the recorder send, also after an error.
-        checkpointing(training, run.recorder.keep) as checkpointer,
-    ):
-        after = AfterStep(training, Evaluator(training, evaluation) if job.eval is not None else None, stopping)
-        on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
-        step = TrainingStep(loaded, on_shard)  # the same object for all steps
-        for step.number in chain([] if state.unfinished is None else [state.unfinished[0]], run.steps(start)):
-            number, step.wants_stop, is_again = step.number, control.wants_stop, state.unfinished is not None
-            if state.unfinished is not None:  # its update is done, among other workers
-                update = state.unfinished[1]
-            else:
-                yield step
-                assert step.update is not None
-                update, step.update = step.update, None
-                # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
-                # take long.
-                run.recorder.on_step(number)
-            if watch is not None and watch.not_finite is not None:
+    training: Training
+    trainer: M
+    evaluation: Evaluation
+
+    def steps(self, stopping: Stopping | None = None) -> Generator[TrainingStep, None, None]:
+        """Yield the steps that are left, to run passes and updates, and do after each what follows it.
+
+        These are its reports, evaluations, hooks, history and checkpoint; after the last one the weights are kept.
+        `stopping` is by default the job's.
+        """
+        training, trainer = self.training, self.trainer
+        context, state, split = training.context, training.state, training.split
+        job, world, control, watch, held = context.job, context.world, context.control, trainer.watch, context.held
+        hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
+        # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
+        quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
+        stopping = stopping or Patience.of(job, state)
+        start = split.total_steps if stopping is not None and stopping.has_stopped else state.step
+        work, source, times = Work(split, world.world_size, world.rank, start=start), training.source, training.times
+        with (
+            closing(load_steps(source, work, world.device, quarantine, times=times, ahead=trainer.ahead)) as loaded,
+            Run(context, trainer.called, split, times) as run,
+            # Within the run: the writer's thread has the recorder send, also after an error.
+            checkpointing(training, run.recorder.keep) as checkpointer,
+        ):
+            evaluator = Evaluator(training, self.evaluation) if job.eval is not None else None
+            after = AfterStep(training, evaluator, stopping)
+            on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
+            for number in chain([] if state.unfinished is None else [state.unfinished[0]], run.steps(start)):
+                if state.unfinished is None:
+                    step = TrainingStep(trainer, number, next(loaded), on_shard, control.wants_stop)
+                    yield step
+                    update = step.end()
+                    # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
+                    # take long.
+                    run.recorder.on_step(number)
+                else:
+                    update = state.unfinished[1]  # the step has ended among other workers
+                if watch is not None and watch.not_finite is not None:
+                    if checkpointer is not None:
+                        checkpointer.after_step(number, update, {})  # logs it; no state is kept any more
+                    end_at_loss(watch.check, checkpointer)
+                measured = after.take(number, update)
+                if hooks is not None:
+                    hooks.after_step(number, update, measured)
+                # A single worker stops as soon as it is asked; several agree on a step.
+                stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
+                run.stops = stops and number + 1 < split.total_steps
                 if checkpointer is not None:
-                    checkpointer.after_step(number, update, {})  # logs it; no state is kept any more
-                end_at_loss(watch.check, checkpointer)
-            measured = after.take(number, update)
-            if hooks is not None:
-                hooks.after_step(number, update, measured)
-            # A single worker stops as soon as it is asked; several agree on a step.
-            stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
-            run.stops = stops and number + 1 < split.total_steps
-            if checkpointer is not None:
-                must_save = run.stops and not control.is_to_rejoin
-                checkpointer.after_step(number, update, measured, must_save or control.take_save())
-            if held is not None:
-                held.rows.append((number, update, measured, time.perf_counter(), times.data_wait))
-                if len(held.rows) > held.most_rows:
-                    held.look(context.run)
-                if measured and checkpointer is None:
+                    must_save = run.stops and not control.is_to_rejoin
+                    checkpointer.after_step(number, update, measured, must_save or control.take_save())
+                elif measured and held is not None:
                     note_best(training, measured)  # as rank 0 does
-            state.unfinished = None
-            if is_again and run.stops:
-                break
-        if watch is not None:
-            end_at_loss(watch.check_all, checkpointer)
+                state.unfinished = None
+                if held is not None:
+                    held.rows.append((number, update, measured, time.perf_counter(), times.data_wait))
+                    if len(held.rows) > held.most_rows:
+                        held.look(context.run)
+            self._through(run, checkpointer)
+        end(training, stopping, hooks, quarantine)  # nothing is read or written in the background any more
+
+    def _through(self, run: Run, checkpointer: PieceKeeper | None) -> None:
+        """Keep what is left after the last step."""
+        context, trainer = self.training.context, self.trainer
+        if trainer.watch is not None:
+            end_at_loss(trainer.watch.check_all, checkpointer)
         run.close()  # before the last step is kept: its times are kept with it
-        control.through()  # writing the rest has no time limit
+        context.control.through()  # writing the rest has no time limit
         if checkpointer is not None:
-            if run.stops and control.is_to_rejoin:
+            if run.stops and context.control.is_to_rejoin:
                 checkpointer.wait()
             else:
                 checkpointer.finish()
         run.send_times()
         if trainer.flops is not None:
             context.send(FlopsCounted(trainer.flops))
-    end(training, stopping, hooks, quarantine)  # nothing is read or written in the background any more
 
 
 def end(
@@ -189,6 +176,11 @@ class PlacedTraining(NamedTuple):
     split: Split
     placement: Placement
 
+    @property
+    def watch(self) -> LossWatch | None:
+        """A new watch over the losses, if the job ends at one that is not finite."""
+        return LossWatch(str(self.context.run)) if self.context.job.stop_on_nan else None
+
 
 def place_training(context: Context) -> PlacedTraining:
     """Load the dataset and build the model; every rank calls this."""
@@ -201,15 +193,18 @@ def place_training(context: Context) -> PlacedTraining:
 
 @contextmanager
 def begun_training(
-    placed: PlacedTraining, trainer_of: Callable[[PlacedTraining, Step, Metrics, StepTimes], TrainedModel]
-) -> Iterator[tuple[Training, Evaluation]]:
-    """Give a training at the state where it begins or goes on, and its evaluation. Every rank calls this."""
+    placed: PlacedTraining, trainer_of: Callable[[PlacedTraining, Step, Metrics, StepClock], M]
+) -> Iterator[TrainingRun[M]]:
+    """Give a training at the state where it begins or goes on. Every rank calls this.
+
+    `trainer_of` makes what it trains, of the job's step and metrics: all that is its own beside other trainings.
+    """
     context, dataset, split, placement = placed
     job, world = context.job, context.world
     measures, states = build_metrics(job)
     check_watched(job, states)
     step, times = build_step(job, world), times_of(context)
-    with closing(trainer_of(placed, step, measures, times)) as trainer:
+    with closing(trainer_of(placed, step, measures, times.clock)) as trainer:
         if trainer.optimizer_step.says_left_out is not None:
             context.notify(trainer.optimizer_step.says_left_out)
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
@@ -218,17 +213,13 @@ def begun_training(
         trainer.state.keeps_start = context.held is not None
         training = Training(context, Source(job, dataset), split, layout, trainer, times)
         training = levelled(training) or restored(training)
+        if context.held is not None:
+            begin_best(training)
         trainer.synchronise()  # with the restored state: the average of the weights begins with it
         forwards, trial = placement.forwards(), placement.row_trial()
-        try:
-            yield (
-                training,
-                Evaluation(job, step, measures, states, world.device, forwards, trainer.over_batch, trial=trial),
-            )
-        except (StopRequested, RuntimeError, WorkerError):
-            if context.held is not None:
-                context.held.keep(training)
-            raise
+        evaluation = Evaluation(job, step, measures, states, world.device, forwards, trainer.over_batch, trial=trial)
+        with holding(training), trainer.advising():
+            yield TrainingRun(training, trainer, evaluation)
 
 
 def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> None:

@@ -15,7 +15,7 @@ from dp_ray.engine.world import World
 from dp_ray.errors import ModelError
 from dp_ray.job.plan import split_of
 from tests.gpu.support import run_here
-from tests.support.builders import steps_of, trainer_of
+from tests.support.builders import step_of, steps_of, trainer_of
 from tests.support.group import ProcessExit, history_of, run_group, weights_of
 from tests.support.training import Pairs, plain_loop
 from tests.support.trainings import assert_close, initial, job_of
@@ -222,9 +222,9 @@ def training_of(model: nn.Module, **keys: Any) -> Iterator[tuple[Trainer, Callab
     job = hooked_job(shards=3, **keys)
     split = split_of(job, len(Pairs()))
     steps = steps_of(job, Pairs())
-    trainer, numbers = trainer_of(job, World(), split, model), iter(range(split.total_steps))
+    trainer = trainer_of(job, World(), split, model)
     with closing(steps), closing(trainer):
-        yield trainer, lambda: trainer.step(next(numbers), steps, lambda *_: None) and None
+        yield trainer, lambda: step_of(trainer, steps) and None
 
 
 def test_a_hook_can_be_removed_and_set_between_steps_and_is_the_users_own_after_the_run() -> None:

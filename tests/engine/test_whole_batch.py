@@ -20,7 +20,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.targets import unmeasured
 from dp_ray.plan.split import Split
 from dp_ray.tasks.replay import StepChoice
-from tests.support.builders import run_dir_of, steps_of, trainer_of
+from tests.support.builders import run_dir_of, step_of, steps_of, trainer_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.trainings import initial
 
@@ -438,10 +438,10 @@ def steps_of_deep(shards: int, batch_size: int) -> int:
     split = job_plan.split_of(job, 64 * ROWS_OF_MANY)
     with closing(trainer_of(job, World(), split)) as trainer, closing(steps_of(job, Many())) as steps:
         trainer.synchronise()
-        for step in range(2):
-            trainer.step(step, steps, lambda *_: None)
+        for _ in range(2):
+            step_of(trainer, steps)
         with LiveMemory() as live:
-            trainer.step(2, steps, lambda *_: None)
+            step_of(trainer, steps)
     return live.peak["cpu"]
 
 

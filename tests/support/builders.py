@@ -20,7 +20,7 @@ from dp_ray.engine.prediction import PredictedShard, Prediction, predict
 from dp_ray.engine.reduce import DdpReduction, Trained
 from dp_ray.engine.step import Metrics, StepEnd, build_step
 from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.engine.trainer import Trainer
+from dp_ray.engine.trainer import Trainer, TrainingStep, Update
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
@@ -126,6 +126,15 @@ def trainer_of(job: Job, world: World, split: Split, model: nn.Module | None = N
     model = model or build_model(job, [world.device])
     placement = Placement(job, model, model, world)
     return Trainer(placement, build_step(job, world), Metrics({}), split)
+
+
+def step_of(trainer: Trainer, loaded: Iterator[LoadedStep]) -> Update:
+    """Run the next step of a training that its job declares."""
+    read = next(loaded)
+    step = TrainingStep(trainer, read.step, read)
+    step.backward(trainer.gradient)
+    step.update(trainer.optimizer_step)
+    return step.end()
 
 
 def optimizer_step_of(job: Job, model: nn.Module, device: torch.device = CPU) -> OptimizerStep:

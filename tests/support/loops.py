@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
+
+import dp_ray
 
 ROWS, BATCH, EPOCHS, LR = 23, 10, 3, 0.1  # the last batch is short, and its shards uneven
 
@@ -282,6 +285,20 @@ def ppo_of_one_pass(run: Any) -> None:
     for step in run.steps():
         step.backward(lambda rows: run.model.generator(rows).square().sum(1), run.model.generator, batch=table)
         update.step()
+
+
+def supervised(run: Any) -> None:
+    """The declared training, as the page on loops has it."""
+    page = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()
+    names: dict[str, Any] = {"dp_ray": dp_ray, "torch": torch}
+    (_, rest) = page.split("```python\ndef supervised")
+    exec(f"def supervised{rest.partition('```')[0]}", names)
+    names["supervised"](run)
+
+
+def normalised() -> nn.Module:
+    """A model with batch statistics and dropout, whose forwards write buffers and draw numbers."""
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
 
 
 def _rank() -> int:

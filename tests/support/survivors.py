@@ -42,7 +42,7 @@ SECONDS = 120.0
 PARTS_OF_A_STEP: dict[str, tuple[Any, str]] = {
     "backward": (trainer.Pass, "_backward"),
     "exchange": (reduce.DdpReduction, "summed"),
-    "update": (trainer.Trainer, "_update"),
+    "update": (trainer.TrainingStep, "update"),
     "after": (train.AfterStep, "take"),
     "evaluation": (evaluate.Evaluator, "measure"),
     "checkpoint": (checkpoint.CheckpointWriter, "_write"),

@@ -75,6 +75,30 @@ def test_a_gan_trains_as_in_plain_torch_on_any_number_of_workers(tmp_path: Path,
             assert [row[name] for row in rows] == pytest.approx([row[name] for row in logged], rel=1e-4)
 
 
+@pytest.mark.parametrize("keys", [{}, {"bitwise": True}], ids=["sums", "bitwise"])
+def test_the_declared_training_as_a_loop_has_its_bits_and_its_history(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """The loop is that of the page on loops. The last batch is short, and of several shards."""
+    data = {"target": "tests.support.training:Pairs", "args": {"length": 46}}
+    given = {"model": f"{LOOPS}:normalised", "dataset": data, "batch_size": 20, "shuffle": True, **keys}
+    given |= {"ema": {"decay": 0.9}, "task": "train", "epochs": 2, "shards": 3}
+    declared = {
+        "loss": "torch.nn:CrossEntropyLoss",
+        "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 0.01}},
+        "scheduler": {"target": "torch.optim.lr_scheduler:CosineAnnealingLR", "args": {"T_max": "auto"}},
+        "grad_clip": 1.0,
+    }
+    for workers in (1, 2, 3):
+        found = []
+        for name, own in (("declared", declared), ("loop", {"loop": f"{LOOPS}:supervised"})):
+            folder = tmp_path / f"{name}-{workers}"
+            run_group(Job.make({**given, **own, "workers": workers}, "job"), folder)
+            found.append((weights_of(folder), load_file(folder / "ema.safetensors"), history_of(folder)))
+        (weights, average, history), (own_weights, own_average, own_history) = found
+        assert all(torch.equal(tensor, own_weights[name]) for name, tensor in weights.items())
+        assert all(torch.equal(tensor, own_average[name]) for name, tensor in average.items())
+        assert history == own_history and len(history) == 6
+
+
 def test_a_hook_on_a_gradient_gets_that_of_the_whole_batch_in_each_pass(tmp_path: Path) -> None:
     expected, _ = loops.by_hand(loops.gan_by_hand, kind=loops.HookedGan)
     plain, _ = loops.by_hand(loops.gan_by_hand)
