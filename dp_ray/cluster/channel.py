@@ -368,14 +368,24 @@ class Channel:
         """
         if rank == 0 and is_kept:
             self._saved.add(view)
+        await self._break_if_waited_for(view, _end_of(view))
         if not await self.end(_leave_of(view), rank, world_size, True, view):
             return True
         stops = view in self._saved and self._request.ask in (Ask.STOP, Ask.RESTART)
         return self._rejoins.setdefault(view, not stops)
 
     async def through(self, view: int, rank: int, world_size: int) -> bool:
-        """Wait until all of a view have done their task; return False if one of them was lost before."""
+        """Wait until all of a view have done their task; return False if one of them was lost, or has left, before."""
+        await self._break_if_waited_for(view, _leave_of(view))
         return await self.end(_end_of(view), rank, world_size, True, view)
+
+    async def _break_if_waited_for(self, view: int, ended: str) -> None:
+        """Break a view of which some leave, and others wait for the end: in a prediction each stops by itself."""
+        membership = self._membership
+        if membership is not None and membership.view.number == view and self._ended.get(ended):
+            async with self._changed:
+                membership.break_up()
+                self._changed.notify_all()
 
     def _is_broken(self, view: int) -> bool:
         return bool(view) and (self._membership is None or self._membership.asks(view) is Leave.NOW)

@@ -111,6 +111,10 @@ class Membership:
         """Go on without a member that has given no sign for long, and may live."""
         self._leave_out({name})
 
+    def break_up(self) -> None:
+        """Have all members leave their view at once."""
+        self.phase = Phase.BREAKING
+
     def _leave_out(self, names: set[str]) -> tuple[int, ...]:
         ranks = tuple(rank for rank, member in enumerate(self.view.members) if member.name in names - self._gone)
         self._gone |= names

@@ -91,6 +91,22 @@ def test_all_that_waits_ends_when_the_view_breaks() -> None:
     played(play())
 
 
+@pytest.mark.parametrize("leaves_first", [True, False])
+def test_who_waits_for_the_end_goes_on_with_those_that_left_for_a_newcomer(leaves_first: bool) -> None:
+    async def play() -> None:
+        channel = await begun()
+        leaving, ending = channel.leave(1, 0, 3, False), channel.through(1, 1, 3)
+        first, second = (leaving, ending) if leaves_first else (ending, leaving)
+        waits = await soon(first)
+        assert not waits.done()
+        assert await second is not leaves_first
+        assert await waits is leaves_first
+        views = await asyncio.gather(*(asks(channel, member, 8) for member in (A, B, C)))
+        assert views == [View(2, (A, B, C))] * 3
+
+    played(play())
+
+
 def test_nobody_goes_on_after_all_were_through_or_are_dead() -> None:
     async def play() -> None:
         channel = await begun()
