@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.membership import Leave, Member, Membership, View
+from dp_ray.cluster.membership import Leave, Loss, Member, Membership, View
 
 GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all workers have that were started together
 
@@ -343,11 +343,10 @@ class Channel:
                     membership.exclude(member.name)
             self._settle(membership)
 
-    async def lose(self, number: int, slots: tuple[int, ...]) -> tuple[tuple[int, ...], int] | None:
-        """Take in that the processes in these slots have died, as Ray Train numbers them.
+    async def survey(self, number: int, slots: tuple[int, ...]) -> Loss | None:
+        """Return what the loss of the processes in these slots would be, as Ray Train numbers them.
 
-        Return their ranks, and how often workers were lost since a step was finished; None if nobody can go on: all
-        are to start again.
+        None if nobody could go on: all are to start again.
         """
         membership = self._membership
         if number != self._terms.number or membership is None or not membership.view.number:
@@ -355,11 +354,14 @@ class Channel:
         ended = self._ended.get(_end_of(membership.view.number), ())
         if len(ended) == len(membership.view.members) or self._idle_views > VIEWS:
             return None  # a member may have left for good
-        async with self._changed:
-            ranks = membership.lose(slots)
-            losses = membership.losses  # before the next view, at which steps since the last one count
-            self._settle(membership)
-            return (ranks, losses) if membership.has_survivors() else None
+        return membership.loss_of(slots)
+
+    async def lose(self, number: int, slots: tuple[int, ...]) -> None:
+        """Take in that the processes in these slots have died; the driver has been told."""
+        if number == self._terms.number and self._membership is not None:
+            async with self._changed:
+                self._membership.lose(slots)
+                self._settle(self._membership)
 
     async def leave(self, view: int, rank: int, world_size: int, is_kept: bool) -> bool:
         """Wait until all of a view have stopped after the same step; return whether they are to ask for another one.
@@ -375,7 +377,7 @@ class Channel:
         return self._rejoins.setdefault(view, not stops)
 
     async def through(self, view: int, rank: int, world_size: int) -> bool:
-        """Wait until all of a view have done their task; return False if one of them was lost, or has left, before."""
+        """Wait until all of a view have done their task; return False if one of them was lost or has left before."""
         await self._break_if_waited_for(view, _leave_of(view))
         return await self.end(_end_of(view), rank, world_size, True, view)
 

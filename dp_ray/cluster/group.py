@@ -79,7 +79,7 @@ def named_devices(names: Sequence[str], own: Sequence[torch.device] | None) -> l
 
 
 STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed
-VIEW_TIMEOUT = timedelta(seconds=10)  # the same where workers may be lost meanwhile, and all form another one
+VIEW_TIMEOUT = timedelta(seconds=5)  # the same where workers may be lost meanwhile, and all form another one
 
 _stores: list[TCPStore] = []  # rank 0 holds the last group's store until the next: others may still read from it
 

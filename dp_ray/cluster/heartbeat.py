@@ -78,7 +78,7 @@ class Heartbeat(StepControl):
     ) -> None:
         self._worker = worker
         self._view, self._name = view
-        self._leaves_since: float | None = None  # when this worker was asked to leave its view at once
+        self._stuck_since: float | None = None  # in a collective, since it was asked to leave its view at once
         self.attempt = attempt
         self.node_id = worker.node_id
         self.kind = worker.kind
@@ -189,16 +189,15 @@ class Heartbeat(StepControl):
                 return  # the driver is gone, and Ray will end this worker soon
             self.is_to_rejoin = self.is_to_rejoin or request in (Ask.LEAVE, Ask.LEAVE_NOW)
             self.wants_stop = self.is_to_rejoin or request in (Ask.RESTART, Ask.STOP)
-            if request is Ask.LEAVE_NOW:
-                self._end_if_stuck()
+            self._end_if_stuck(request is Ask.LEAVE_NOW)
             if request is Ask.SAVE and not self._has_saved:
                 self._save = self._has_saved = True
 
-    def _end_if_stuck(self) -> None:
+    def _end_if_stuck(self, is_to_leave: bool) -> None:
         """End this process if it waits for a peer that closes no connection: nothing else frees it."""
         now = time.monotonic()
-        self._leaves_since = self._leaves_since or now
-        if now - self._leaves_since > STUCK_SECONDS and waits_for():
+        self._stuck_since = (self._stuck_since or now) if is_to_leave and waits_for() else None
+        if self._stuck_since is not None and now - self._stuck_since > STUCK_SECONDS:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _state(self) -> Beat:

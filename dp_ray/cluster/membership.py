@@ -50,6 +50,15 @@ class Place:
     node_rank: int
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Members that are lost: their ranks and nodes, and how often some were since a step was finished, now too."""
+
+    ranks: tuple[int, ...]
+    node_ids: tuple[str, ...]
+    losses: int
+
+
 class Phase(Enum):
     """The state of a membership."""
 
@@ -137,9 +146,15 @@ class Membership:
         """Return whether the process of this name waits for a view."""
         return name in self._asking
 
-    def has_survivors(self) -> bool:
-        """Return whether a process lives that is, or asks to be, in a view."""
-        return any(member.name not in self._gone for member in self._known())
+    def loss_of(self, slots: Collection[int]) -> Loss | None:
+        """Return what the loss of the processes in these slots would be; None if no other one lives."""
+        living = [member for member in self._known() if member.name not in self._gone]
+        if all(member.slot in slots for member in living):
+            return None
+        lost = [member for member in self.view.members if member in living and member.slot in slots]
+        ranks = tuple(rank for rank, member in enumerate(self.view.members) if member in lost)
+        progress = self.losses if self.progress <= self._settled_at else 0
+        return Loss(ranks, tuple(dict.fromkeys(member.node_id for member in lost)), progress + bool(lost))
 
     def awaited(self) -> list[Member]:
         """Return the members without whose asking there is no next view."""

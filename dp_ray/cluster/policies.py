@@ -36,7 +36,8 @@ from dp_ray.cluster.decisions import (
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
 from dp_ray.errors import ClusterLost
-from dp_ray.messages import Ending, GaveUp, Message, Note, Starting, Waits
+from dp_ray.messages import Ending, GaveUp, Interrupted, Message, Note, Starting, Waits
+from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.system.imports import prepare_imports
 from dp_ray.text import counted, listed
 
@@ -183,6 +184,12 @@ def answers_at(node: dict[str, Any]) -> bool:
         return False
 
 
+def all_answer(node_ids: Sequence[str]) -> bool:
+    """Return whether all of these nodes are there, so that a worker can be replaced on them."""
+    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    return all(node_id in alive and answers_at(alive[node_id]) for node_id in node_ids)
+
+
 @dataclass(eq=False)
 class RestartPolicy:
     """Decides whether failed workers are restarted; it remembers a job's failures, and reports to the driver."""
@@ -203,6 +210,9 @@ class RestartPolicy:
             do = self._with_survivors(failure, job)
             if do is not None:
                 return do
+        if job.goes_on and isinstance(failure, StartFailed):
+            what = f"no other worker could be started in the place of the lost one: {failure.cause}"
+            send(self.channel, Interrupted(IncidentKind.RESIZE, what, ()))
         losses = ray.get(self.channel.count_loss.remote()) if job.serves else None
         snapshot = Snapshot(failure, request, self._memory, job.workers or None, losses)
         decision = decide_restart(snapshot, time.monotonic())
@@ -226,16 +236,17 @@ class RestartPolicy:
         """Replace lost workers alone, and tell the driver; None if all are to start again, or the job is given up."""
         if len(failure.of(Ending.LOST_PEER)) < len(failure.ended):
             return None  # an error of a survivor
-        lost = ray.get(self.channel.lose.remote(job.number, (*failure.died, *failure.ended)))
-        if lost is None:
+        slots = *failure.died, *failure.ended
+        loss = ray.get(self.channel.survey.remote(job.number, slots))
+        if loss is None or not all_answer(loss.node_ids):
             return None
-        ranks, losses = lost
-        if losses > job.retries:
+        if loss.losses > job.retries:
             self._memory = replace(self._memory, retries=0)
             return None
-        told = survived(failure, ranks)
+        told = survived(failure, loss.ranks)
         if told is not None:
-            send(self.channel, told)
+            send(self.channel, told)  # first: the next view may begin at once
+        ray.get(self.channel.lose.remote(job.number, slots))
         return Restart.REPLACE
 
 

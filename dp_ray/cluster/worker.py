@@ -7,7 +7,7 @@ that sends to the driver what user code prints (`prints.py`).
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -83,8 +83,10 @@ def run_in_views(worker: WorkerConfig, packed: Any, attempt: str, here: World) -
     """
     held, member = Held(), Member(uuid.uuid4().hex, here.rank, worker.node_id)
     group, has_lost_peer = os.environ[GROUP], False
-    if ray.get(worker.channel.has_views.remote(worker.number, group)):
-        hold_in_advance(worker, packed, attempt, here, held)
+    with reported_errors(worker, attempt, here, lambda: False):
+        assigned: Assignment = ray.get(packed).load()
+        if ray.get(worker.channel.has_views.remote(worker.number, group)):
+            hold_in_advance(assigned, here, held)
     while True:
         given = worker.number, group, member, held.progress, has_lost_peer, here.world_size
         view: View | None = ray.get(worker.channel.ask.remote(*given))
@@ -101,7 +103,7 @@ def run_in_views(worker: WorkerConfig, packed: Any, attempt: str, here: World) -
             node_rank=place.node_rank,
         )
         of_view = f"{attempt}-{view.number}"
-        ended = run_packed(worker, packed, of_view, world, Membered(view.number, member.name, held, place))
+        ended = run_packed(worker, assigned, of_view, world, Membered(view.number, member.name, held, place))
         free_memory()  # as in `left_together`
         leave_group()
         if isinstance(ended, bool):
@@ -109,14 +111,12 @@ def run_in_views(worker: WorkerConfig, packed: Any, attempt: str, here: World) -
         has_lost_peer = ended is Next.AFTER_LOSS
 
 
-def hold_in_advance(worker: WorkerConfig, packed: Any, attempt: str, here: World, held: Held) -> None:
+def hold_in_advance(assigned: Assignment, here: World, held: Held) -> None:
     """Build what a newcomer will need, while the others train without it."""
-    with reported_errors(worker, attempt, here, lambda: False):
-        assigned: Assignment = ray.get(packed).load()
-        job = assigned.job.for_task()
-        world = with_devices(here, job, job.num_devices)
-        with settings_of(job, world):
-            prepare(Context(job, world, Storage(assigned.run_dir), lambda _: None, held=held))
+    job = assigned.job.for_task()
+    world = with_devices(here, job, job.num_devices)
+    with settings_of(job, world):
+        prepare(Context(job, world, Storage(assigned.run_dir), lambda _: None, held=held))
 
 
 class Next(Enum):
@@ -140,16 +140,17 @@ def run_packed(
 ) -> bool | Next:
     """Run the job; return whether it stopped as the user asked. When this returns, nobody holds the job's objects.
 
-    In a view, it may return that the job goes on in another one.
+    In a view, `packed` is the Assignment itself, and the job may go on in another one.
     """
     with reported_errors(worker, attempt, here, lambda: False):
-        assigned: Assignment = ray.get(packed).load()
+        assigned: Assignment = packed if isinstance(packed, Assignment) else ray.get(packed).load()
         world = with_devices(here, assigned.job, assigned.job.num_devices)
         run = Storage(assigned.run_dir)
     limit, faults = assigned.job.timeouts.step, assigned.faults
     of_view = (0, "") if view is None else (view.number, view.name)
     heartbeat = Heartbeat(worker, attempt, world, run, limit, faults, of_view)
-    with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed):
+    beats: AbstractContextManager[Any] = nullcontext() if view is None else heartbeat  # also while a view forms
+    with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed), beats:
         try:
             run_assigned(worker, assigned, run, world, heartbeat, view)
         except WorkerError:
@@ -206,7 +207,7 @@ def run_assigned(
         context = ray.get_runtime_context()
         gpus = tuple(context.get_accelerator_ids().get("GPU", []))
         send(worker.channel, WorkerReady(attempt, world, os.getpid(), gpus, worker.node_id), worker.number)
-        with heartbeat:
+        with heartbeat if view is None else nullcontext():
             run_task(
                 job,
                 world,

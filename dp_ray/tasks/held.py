@@ -163,6 +163,7 @@ def levelled(training: Training) -> Training | None:
         return None
     assert held.state is not None
     training.trainer.load_state_dict(held.state)
+    held.state = None  # the trainer has it now
     return replace(training, state=held.running)
 
 

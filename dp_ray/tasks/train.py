@@ -213,13 +213,15 @@ def begun_training(
         trainer.state.keeps_start = context.held is not None
         training = Training(context, Source(job, dataset), split, layout, trainer, times)
         training = levelled(training) or restored(training)
-        if context.held is not None:
-            begin_best(training)
-        trainer.synchronise()  # with the restored state: the average of the weights begins with it
-        forwards, trial = placement.forwards(), placement.row_trial()
-        evaluation = Evaluation(job, step, measures, states, world.device, forwards, trainer.over_batch, trial=trial)
-        with holding(training), trainer.advising():
-            yield TrainingRun(training, trainer, evaluation)
+        with holding(training):
+            if context.held is not None:
+                begin_best(training)
+            trainer.synchronise()  # with the restored state: the average of the weights begins with it
+            ways = placement.forwards(), trainer.over_batch
+            trial = placement.row_trial()
+            evaluation = Evaluation(job, step, measures, states, world.device, *ways, trial=trial)
+            with trainer.advising():
+                yield TrainingRun(training, trainer, evaluation)
 
 
 def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> None:

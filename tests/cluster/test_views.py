@@ -8,7 +8,7 @@ import pytest
 
 from dp_ray.cluster import channel as module
 from dp_ray.cluster.channel import STOP, Ask, Channel, Terms
-from dp_ray.cluster.membership import Member, View
+from dp_ray.cluster.membership import Loss, Member, View
 from tests.cluster.test_channel import played, soon
 
 A, B, C = (Member(name, slot, "node") for slot, name in enumerate("abc"))
@@ -43,7 +43,8 @@ def test_survivors_get_the_next_view_once_all_that_live_have_asked() -> None:
         assert not first.done()
         second = await soon(asks(channel, C, 8, lost=True))
         assert not second.done(), "nobody knows that the third one is dead"
-        assert await channel.lose(1, (1,)) == ((1,), 1)
+        assert await channel.survey(1, (1,)) == Loss((1,), ("node",), 1)
+        await channel.lose(1, (1,))
         assert await first == await second == View(2, (A, C))
         assert await beat(channel, B, 1) is Ask.LEAVE_NOW
         assert await asks(channel, B, 8) is None
@@ -111,9 +112,10 @@ def test_nobody_goes_on_after_all_were_through_or_are_dead() -> None:
     async def play() -> None:
         channel = await begun()
         assert await asyncio.gather(*(channel.through(1, rank, 3) for rank in range(3))) == [True] * 3
-        assert await channel.lose(1, (1,)) is None, "the others may have left"
+        assert await channel.survey(1, (1,)) is None, "the others may have left"
         other = await begun()
-        assert await other.lose(1, (0, 1, 2)) is None
+        assert await other.survey(1, (0, 1, 2)) is None
+        assert await other.survey(1, (7,)) == Loss((), (), 0)
 
     played(play())
 
