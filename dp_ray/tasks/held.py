@@ -67,20 +67,31 @@ class Held:
     def keep(self, training: Training) -> None:
         """Hold the state of a training whose group ends; what a step in flight has changed is undone.
 
-        If a step cannot be undone, nothing is held.
+        If a step cannot be undone, neither state nor model is held.
         """
-        self.state, self.running = None, training.state
+        placement, running = self.placement, training.state
+        self.forget()
         trainer = training.trainer
         assert isinstance(trainer.optimizer_step, OptimizerStep)
-        if training.state.is_torn:
+        if running.is_torn:
             return
-        if (unfinished := training.state.unfinished) is not None:
+        if (unfinished := running.unfinished) is not None:
             step, update, measured, ended, data_wait = unfinished
-            training.state.unfinished = step, update._replace(stops=False), measured, ended, data_wait
+            running.unfinished = step, update._replace(stops=False), measured, ended, data_wait
         with suppress(ModelError):
             trainer.state.drop()
             trainer.optimizer_step.drop_gradients()
             self.state = trainer.state_dict()
+            self.placement, self.running = placement, running
+
+    def forget(self) -> None:
+        """Hold neither state nor model: the next view reads a checkpoint, or begins with new weights."""
+        self.state = self.placement = None
+        self.running = TrainState()
+
+    def begin(self, step: int) -> None:
+        """Drop the rows of steps that run again, since a checkpoint was read after all."""
+        self.rows[:] = [row for row in self.rows if row[0] < step]
 
     def look(self, run: "Storage") -> None:
         """Drop the rows that pieces of the history hold by now."""
@@ -141,10 +152,11 @@ def newest(progress: Sequence[int]) -> int | None:
 
 
 def levelled(training: Training) -> Training | None:
-    """Return the training at the state of the worker that has finished most; None if all are to read a checkpoint.
+    """Return the training at the state of the worker that has finished most; None if none has a state.
 
-    Every rank calls this, at the begin of a view. A checkpoint is read if none has a state, or if the best weights so
-    far are in none, since the worker that was to write them is gone: an earlier checkpoint leads to them again.
+    Every rank calls this, at the begin of a view. If the best weights so far are in no checkpoint, since the worker
+    that was to write them is gone, all forget what they hold, and raise WorkerError: in another view an earlier
+    checkpoint leads to those weights again.
     """
     held = training.context.held
     if held is None:
@@ -160,7 +172,8 @@ def levelled(training: Training) -> Training | None:
     best = held.running.best_step
     is_there = best is None or best in steps_of(training.context.run.child(CHECKPOINTS))
     if not broadcast("there" if is_there else ""):
-        return None
+        held.forget()
+        raise WorkerError("the best weights so far were to be kept by a worker that is lost")
     assert held.state is not None
     training.trainer.load_state_dict(held.state)
     held.state = None  # the trainer has it now

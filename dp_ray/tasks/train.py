@@ -101,6 +101,7 @@ class TrainingRun(Generic[M]):
                 if state.unfinished is None:
                     step = TrainingStep(trainer, number, next(loaded), on_shard, control.wants_stop)
                     yield step
+                    state.is_torn = True  # until the step is counted
                     update = step.end()
                     # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
                     # take long.
@@ -216,6 +217,7 @@ def begun_training(
         with holding(training):
             if context.held is not None:
                 begin_best(training)
+                context.held.begin(training.state.step)
             trainer.synchronise()  # with the restored state: the average of the weights begins with it
             ways = placement.forwards(), trainer.over_batch
             trial = placement.row_trial()
@@ -267,7 +269,7 @@ class AfterStep:
         if state.unfinished is None:
             state.step = step + 1
             state.add(update.sums)
-            state.unfinished = step, update, {}, 0.0, 0.0
+            state.unfinished, state.is_torn = (step, update, {}, 0.0, 0.0), False
         is_evaluated = self._evaluator is not None and self._evaluator.is_due(step)
         measured = self._evaluate(step) if is_evaluated else {}
         if (step + 1) % self._split.steps == 0:
