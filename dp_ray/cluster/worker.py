@@ -23,7 +23,7 @@ from dp_ray.cluster.membership import Member, Place, View
 from dp_ray.cluster.prints import forwarded_prints
 from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
 from dp_ray.engine.votes import NotFinite, StopRequested
-from dp_ray.engine.world import Trouble, World, leave_group, trouble_of
+from dp_ray.engine.world import Trouble, World, leave_group, trouble_of, without_frames
 from dp_ray.errors import JobError, StorageError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.messages import Ending, Finished, Logged, WorkerExit, WorkerReady
@@ -153,9 +153,10 @@ def run_packed(
     with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed), beats:
         try:
             run_assigned(worker, assigned, run, world, heartbeat, view)
-        except WorkerError:
+        except WorkerError as lost:
             if view is None:
                 raise
+            without_frames(lost)  # so that the group can be left
             return Next.AFTER_LOSS
         except StopRequested:
             if view is not None and heartbeat.is_to_rejoin:

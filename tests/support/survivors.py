@@ -4,6 +4,7 @@ This process makes the views, as the channel does, and starts another worker in 
 to. A fault is due in a worker of a slot, in a step, at a part of it.
 """
 
+import faulthandler
 import os
 import signal
 import threading
@@ -23,7 +24,7 @@ from dp_ray.cluster.membership import Leave, Member, Membership
 from dp_ray.engine import reduce, trainer
 from dp_ray.engine.out_of_memory import free_memory
 from dp_ray.engine.votes import StepControl, StopRequested
-from dp_ray.engine.world import World, form_group, leave_group
+from dp_ray.engine.world import World, form_group, leave_group, without_frames
 from dp_ray.errors import WorkerError
 from dp_ray.job.job import Job
 from dp_ray.messages import Logged
@@ -36,7 +37,7 @@ from dp_ray.tasks.task import run_task
 from tests.support.forked import new_process
 from tests.support.group import LOCALHOST
 
-SECONDS = 120.0
+SECONDS = 60.0
 
 # Where a part of a step begins: what is called then, of which object.
 PARTS_OF_A_STEP: dict[str, tuple[Any, str]] = {
@@ -141,7 +142,7 @@ class _Parent:
         try:
             until = time.monotonic() + SECONDS
             while self.pipes:
-                assert time.monotonic() < until, ("nothing more happens", self.told)
+                assert time.monotonic() < until, f"nothing more happens: {self.told}\n{self.stacks()}"
                 for pipe in wait(list(self.pipes), 1.0):
                     try:
                         self.hear(pipe, *pipe.recv())
@@ -155,6 +156,13 @@ class _Parent:
                 pipe.close()
                 process.join(60)
         return self.told
+
+    def stacks(self) -> str:
+        """Where the workers that are left stand."""
+        for process, _ in self.pipes.values():
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(2)
+        return "\n".join(f"{file.name}:\n{file.read_text()}" for file in sorted(self.plans.glob("stacks-*")))
 
     def hear(self, pipe: Any, kind: str, what: Any) -> None:
         member = self.pipes[pipe][1]
@@ -215,6 +223,8 @@ def new_pipe() -> tuple[Any, Any]:
 
 def _work(pipe: Any, slot: int, job: Job, folder: str, plans: str, faults: list[Fault]) -> None:
     torch.set_num_threads(1)
+    stacks = open(f"{plans}/stacks-{slot}-{os.getpid()}", "w")  # noqa: SIM115  (it is open as long as this process)
+    faulthandler.register(signal.SIGUSR1, stacks)
     held, control = Held(), Control(slot, faults, Path(plans), pipe)
     one_at_a_time = threading.Lock()
 
@@ -241,8 +251,8 @@ def _work(pipe: Any, slot: int, job: Job, folder: str, plans: str, faults: list[
                 is_whole = pipe.recv()
             except StopRequested:
                 has_lost_peer = False
-            except (WorkerError, torch.distributed.DistError):
-                pass
+            except (WorkerError, torch.distributed.DistError) as lost:
+                without_frames(lost)
             free_memory()
             leave_group()
             if is_whole:

@@ -66,12 +66,18 @@ def test_a_worker_is_killed_in_a_part_of_a_step(tmp_path: Path, part: str, slot:
     assert_same(tmp_path / "run", expected)
 
 
-def test_two_of_four_are_killed_at_once_with_a_shard_each(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path, "conv", shards=4)
-    job = made("conv", workers=4, shards=4)
-    told = run_surviving(job, tmp_path / "run", [Fault(0, 6, "update"), Fault(2, 6, "exchange")])
-    assert told.views[-1] == [1, 3]
-    assert_same(tmp_path / "run", expected)
+@pytest.mark.parametrize("bitwise", [True, False])
+@pytest.mark.parametrize("faults", [[Fault(0, 6, "update"), Fault(2, 6, "exchange")], [Fault(2, 6, "exchange")]])
+def test_of_four_those_hear_of_a_death_that_are_no_neighbours(
+    tmp_path: Path, faults: list[Fault], bitwise: bool
+) -> None:
+    expected = undisturbed(tmp_path, "conv", shards=4, bitwise=bitwise)
+    told = run_surviving(made("conv", workers=4, shards=4, bitwise=bitwise), tmp_path / "run", faults)
+    assert told.views[-1] == [slot for slot in range(4) if slot not in {fault.slot for fault in faults}]
+    if bitwise:
+        assert_same(tmp_path / "run", expected)
+    there, here = weights_of(expected), weights_of(tmp_path / "run")
+    assert all(torch.allclose(there[name], here[name], rtol=1e-4, atol=1e-5) for name in there)
 
 
 @pytest.mark.parametrize("slot", [0, 2])
