@@ -538,8 +538,8 @@ class TreeReducer(Reducer):
                     sent.record_stream(stream)  # so that backward does not reuse their memory before they are sent
                 future.set_result(tree_sum(flat, flats, self._nodes, self._root, self._group))
         except Exception as error:  # DDP raises it again where it waits for the bucket
-            # Its frames hold the future: a cycle through C++ is never collected. The group would stay, while its peers
-            # wait to see it gone.
+            # Its frames hold the future, and a cycle through C++ is never collected: the group would stay, while its
+            # peers wait to see it gone.
             without_frames(error)
             future.set_exception(error)
 
