@@ -34,11 +34,12 @@ from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.imports import imported_files
 from dp_ray.system.process import environment
-from dp_ray.tasks.held import Held, prepare
+from dp_ray.tasks.held import Held
 from dp_ray.tasks.isolation import isolated
 from dp_ray.tasks.numerics import OtherKind
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.task import run_task, settings_of
+from dp_ray.tasks.views import prepare
 
 
 @dataclass(frozen=True)

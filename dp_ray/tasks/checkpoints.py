@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import torch
 
 from dp_ray.engine.clock import Part
-from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.loading import Source
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Update
@@ -38,9 +37,9 @@ from dp_ray.rundir.history import HISTORY, write_piece
 from dp_ray.rundir.ledger import check_newest
 from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start
 from dp_ray.rundir.weights import BEST, EMA, parts_of, write_best, write_weights
-from dp_ray.system.threads import waiting
 from dp_ray.tasks.setup import Context
-from dp_ray.telemetry.times import FinishedStep, History
+from dp_ray.tasks.train_state import TrainState
+from dp_ray.telemetry.times import History
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
 
 SHARE = 0.01  # of the training's time may go into checkpoints
@@ -48,51 +47,6 @@ LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any 
 EXPECTED = 0.005, 200e6  # the first checkpoint's cost: fixed seconds, and bytes a second
 TrainingLayout: TypeAlias = dict[str, Any]  # all that decides which samples a step holds
 Updates: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
-
-
-@dataclasses.dataclass
-class TrainState:
-    """The running values of a training: `step` steps are done; `measured` holds the last evaluation."""
-
-    step: int = 0
-    # Sum and weight since the epoch's start.
-    epoch_loss: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
-    measured: dict[str, float] = dataclasses.field(default_factory=dict)
-    _unread: list[torch.Tensor] = dataclasses.field(default_factory=list, init=False, repr=False)
-    best: float | None = None
-    best_step: int | None = None
-    best_by: list[str] = dataclasses.field(default_factory=list)  # the metric and the mode that `best` refers to
-    stopping: dict[str, Any] = dataclasses.field(default_factory=dict)  # what early stopping counts; empty without it
-    # The last step, while not all is done that follows it. In memory alone.
-    unfinished: FinishedStep | None = dataclasses.field(default=None, init=False, repr=False)
-    is_torn: bool = dataclasses.field(default=False, init=False, repr=False)  # and it cannot be done again
-
-    def add(self, sums: torch.Tensor) -> None:
-        """Add a step's loss, whose sum and weight come first in `sums`, without waiting for the device."""
-        self._unread.append(sums)
-        if len(self._unread) >= 256:
-            self._read()
-
-    def end_epoch(self) -> float:
-        """Return the epoch's mean loss and begin the next epoch."""
-        self._read()
-        (total, weight), self.epoch_loss = self.epoch_loss, [0.0, 0.0]
-        return total / weight if weight else float("nan")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values as a checkpoint holds them."""
-        self._read()
-        values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self) if name.init}
-        if not self.stopping:
-            del values["stopping"]  # earlier versions do not know it
-        return values
-
-    def _read(self) -> None:
-        with waiting(ON_GPU):
-            unread = torch.stack(self._unread)[:, :2].tolist() if self._unread else ()
-        for total, weight in unread:
-            self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
-        self._unread = []
 
 
 @dataclasses.dataclass(frozen=True)

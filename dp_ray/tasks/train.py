@@ -40,10 +40,10 @@ from dp_ray.tasks.checkpoints import (
 )
 from dp_ray.tasks.early_stopping import Patience, Stopping
 from dp_ray.tasks.evaluate import Evaluator
-from dp_ray.tasks.held import holding, levelled
 from dp_ray.tasks.hooks import HookCalls
 from dp_ray.tasks.loop import Run, times_of
 from dp_ray.tasks.setup import Context, begin_quarantine, drop_set_aside, load_dataset
+from dp_ray.tasks.views import holding, levelled
 
 M = TypeVar("M", bound=TrainedModel)
 
