@@ -266,7 +266,7 @@ class AfterStep:
     def take(self, step: int, update: Update) -> dict[str, float]:
         """Count a step; return the measurements after it: of an evaluation, and an epoch's loss at its end."""
         state = self._state
-        if state.unfinished is None:
+        if state.step == step:  # else it is counted, and what follows it was begun among other workers
             state.step = step + 1
             state.add(update.sums)
             state.unfinished, state.is_torn = (step, update, {}, 0.0, 0.0), False

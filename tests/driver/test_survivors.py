@@ -25,19 +25,6 @@ PREDICTS: dict[str, Any] = {
 
 
 @pytest.mark.ray
-def test_three_workers_of_which_two_are_killed_at_once_and_then_rank_0(run: Run, tmp_path: Path) -> None:
-    faults = "kill worker 1 at step 5; kill worker 2 at step 5; kill worker 0 at step 95"
-    result = run(None, **GOES_ON, workers=3, inject=faults)
-    undisturbed = run(None, **GOES_ON, workers=0, name="undisturbed")
-    assert result.weights_sha256 == undisturbed.weights_sha256
-    assert told(result) == told(undisturbed)
-    assert {one["level"] for one in result.interruptions} == {"memory"}
-    assert sorted(rank for one in result.interruptions for rank in one["ranks"]) == [0, 1, 2]
-    assert all(one["step"] == one["resumed_step"] for one in result.interruptions), "no step is run again"
-    assert result.world_sizes[0] == 3 and max(result.world_sizes[2:]) == 3, "others come in their places"
-
-
-@pytest.mark.ray
 def test_a_prediction_whose_worker_is_killed(run: Run, tmp_path: Path) -> None:
     result = run(None, **PREDICTS, workers=3, inject="kill worker 1 at step 4")
     undisturbed = run(None, **PREDICTS, workers=0, name="undisturbed")
@@ -56,3 +43,16 @@ def test_workers_of_a_session_go_on_and_its_next_job_has_all_of_them(session: Se
     assert killed.weights_sha256 == after.weights_sha256 == expected.weights_sha256
     assert [one["level"] for one in killed.interruptions] == ["memory"]
     assert after.world_sizes == [2]
+
+
+@pytest.mark.ray
+def test_three_workers_of_which_two_are_killed_at_once_and_then_rank_0(run: Run, tmp_path: Path) -> None:
+    faults = "kill worker 1 at step 5; kill worker 2 at step 5; kill worker 0 at step 95"
+    result = run(None, **GOES_ON, workers=3, inject=faults)
+    undisturbed = run(None, **GOES_ON, workers=0, name="undisturbed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert told(result) == told(undisturbed)
+    assert {one["level"] for one in result.interruptions} == {"memory"}
+    assert sorted(rank for one in result.interruptions for rank in one["ranks"]) == [0, 1, 2]
+    assert all(one["step"] == one["resumed_step"] for one in result.interruptions), "no step is run again"
+    assert result.world_sizes[0] == 3 and max(result.world_sizes[2:]) == 3, "others come in their places"
