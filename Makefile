@@ -22,7 +22,7 @@ endif
 # Else each of a thousand processes compiles dp_ray's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test below on-ray lowest quick gpu sim ray fuzz check bench docs lock dist matrix clean
+.PHONY: demo test below on-ray lowest quick places gpu sim ray fuzz check bench docs lock dist matrix clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -43,11 +43,11 @@ test: $(VENV)/installed
 	$(MAKE) --no-print-directory on-ray
 
 below: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not ray' $(FILES)
+	$(BIN)/python -m pytest -m 'not ray and not places' $(FILES)
 
 # Only files with such tests are imported.
 on-ray: $(VENV)/installed
-	$(BIN)/python -m pytest -m ray -n 2 --dist loadgroup $$(grep -rl --include='test_*.py' --exclude-dir=gpu mark.ray tests)
+	$(BIN)/python -m pytest -m 'ray and not places' -n 2 --dist loadgroup $$(grep -rl --include='test_*.py' --exclude-dir=gpu mark.ray tests)
 
 # As `test`: what needs the bits of a newer processor fails here.
 lowest: $(VENV)/installed
@@ -55,7 +55,11 @@ lowest: $(VENV)/installed
 	$(LOWEST) $(MAKE) --no-print-directory test
 
 quick: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not ray and not slow' $(FILES)
+	$(BIN)/python -m pytest -m 'not ray and not slow and not places' $(FILES)
+
+# One after the other: each has Rays of its own.
+places: $(VENV)/installed
+	$(BIN)/python -m pytest tests/places --durations=10
 
 gpu: $(VENV)/installed
 	$(BIN)/python -m pytest tests/gpu --durations=20

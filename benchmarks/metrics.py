@@ -36,8 +36,8 @@ from dp_ray.rundir.files import RESULT_JSON, RUN_JSON
 from dp_ray.rundir.history import RECENT_SECONDS, RecentHistory
 from dp_ray.storage import Storage
 from dp_ray.system.threads import repeated
-from dp_ray.telemetry.times import packed
-from dp_ray.trackers.feed import MEMORY_JSON, TRACKERS
+from dp_ray.telemetry.times import packed_steps
+from dp_ray.trackers.feed import TRACKED_JSON, TRACKERS
 from dp_ray.trackers.process import RunTrackers
 from dp_ray.trackers.tensorboard import TensorBoardWriter
 
@@ -86,7 +86,7 @@ def _split_alone(folder: Path) -> list[float]:
             for part in (*marks, Part.EVALUATION, Part.OTHER, Part.CHECKPOINT, Part.OTHER):
                 clock.enter(part)
             timed += clock.end_step(step, 1024)
-        packed(timed)
+        packed_steps(timed)
 
     return _spent(run)
 
@@ -172,7 +172,7 @@ class _Fed:
     def wait(self) -> None:
         """Wait until the tracker has all steps."""
         until = time.monotonic() + 120
-        while MEMORY_JSON.read(self._run.child(TRACKERS), "wandb.json").next_step <= self._given:
+        while TRACKED_JSON.read(self._run.child(TRACKERS), "wandb.json").next_step <= self._given:
             assert time.monotonic() < until, "the tracker does not answer"
             time.sleep(0.1)
 
@@ -245,6 +245,6 @@ def _progress() -> Progress:
     progress.advance(10, 100)
     progress.last = {"step": 9, "loss": 0.5, "accuracy": 0.5, "eval_loss": 0.5, "eval_accuracy": 0.5}
     for rank in range(2):
-        times = packed([TimedStep(9, 5, [0.1] * len(PARTS))])
+        times = packed_steps([TimedStep(9, 5, [0.1] * len(PARTS))])
         progress.take(Report(World(rank), 9, times=times), 5)
     return progress

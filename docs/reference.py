@@ -77,8 +77,8 @@ def _values(key: dict[str, Any]) -> Iterator[str]:
     match key:
         case {"anyOf": [{"type": "string", "pattern": _}, {"$ref": _}, *others]}:
             yield "a target"
-            for one in others:
-                yield from _values(one)
+            for other in others:
+                yield from _values(other)
         case {"anyOf": several}:
             for one in several:
                 yield from _values(one)

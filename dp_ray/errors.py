@@ -20,7 +20,7 @@ import functools
 import itertools
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
@@ -131,7 +131,7 @@ class RunInterrupted(KeyboardInterrupt):
 PACKAGE = str(Path(__file__).resolve().parent)
 INSTALLED = {"site-packages", "dist-packages"}
 COMPILED = {".pyx", ".pxi"}  # Cython files, as pyarrow's: their frames have no folder
-Wanted: TypeAlias = Callable[[str], bool]
+IsShown: TypeAlias = Callable[[str], bool]
 
 
 def is_users(filename: str) -> bool:
@@ -223,13 +223,13 @@ def shorten(error: Error) -> None:
         shown = shown.__cause__ or shown.__context__
 
 
-def _frames_to_show(cause: BaseException) -> Wanted:
+def _frames_to_show(cause: BaseException) -> IsShown:
     """Return which frames to show: the user's; if there are none (an installed project), those of other packages."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
     return is_users if any(map(is_users, files)) or isinstance(cause, SyntaxError) else is_others
 
 
-def _keep(shown: traceback.TracebackException, wanted: Wanted) -> bool:
+def _keep(shown: traceback.TracebackException, wanted: IsShown) -> bool:
     """Keep only the wanted frames, and drop causes without any; return whether any frame is left."""
     shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if wanted(frame.filename)])
     if shown.__cause__ is not None and not _keep(shown.__cause__, wanted):
@@ -239,7 +239,7 @@ def _keep(shown: traceback.TracebackException, wanted: Wanted) -> bool:
     return bool(shown.stack) or shown.__cause__ is not None or shown.__context__ is not None
 
 
-def _part(trace: TracebackType | None, wanted: Wanted) -> TracebackType | None:
+def _part(trace: TracebackType | None, wanted: IsShown) -> TracebackType | None:
     """Return the wanted frames of a traceback."""
     kept: list[TracebackType] = []
     while trace is not None:
@@ -250,3 +250,12 @@ def _part(trace: TracebackType | None, wanted: Wanted) -> TracebackType | None:
     for frame in reversed(kept):
         part = TracebackType(part, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return part
+
+
+def other_calls(calls: Mapping[int, str]) -> str:
+    """Return what tells that a loop of the user's makes other calls on some workers, whose calls are by rank."""
+    each = "; ".join(f"rank {rank}: {call}" for rank, call in calls.items())
+    return (
+        f"loop: the workers make other calls: {each}; each worker must call the same in the same order, so decide by "
+        "what all have alike"
+    )

@@ -205,7 +205,8 @@ class Beat:
 
     `step` is None before its first step and after its last. `waits_for` names the collective in which it waits for
     other workers, if any. Once the step is too long, `device` says how far its GPU has come, if it has one, and
-    `collectives` has the last of each process group.
+    `collectives` has the last of each process group. `call` is the last one that a loop of the user's began, with its
+    number: all workers make the same.
     """
 
     attempt: str
@@ -216,6 +217,7 @@ class Beat:
     waits_for: str = ""
     device: "DevicePlace | None" = None
     collectives: tuple["Collective", ...] = ()
+    call: tuple[int, str] = (0, "")
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ BESIDE = {
     "cluster/test_submitted.py",
     "driver/test_shards_auto.py",
     "engine/test_fsdp.py",
+    "places/test_node.py",
+    "places/test_slurm.py",
     "sweeps/test_sweeps.py",
     "test_wheel.py",
 }
@@ -195,6 +197,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", Path(folder))
         finally:
             end(process)
+
+
+@pytest.fixture
+def variables_kept() -> Iterator[None]:
+    """A process that shows its token to a cluster's dashboard, and forgets it."""
+    from dp_ray.cluster.internals.core import read_variables_anew  # imports Ray
+
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    read_variables_anew()
 
 
 @pytest.fixture

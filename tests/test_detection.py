@@ -60,10 +60,10 @@ def test_torchvisions_detector_trains_and_predicts_as_alone_on_any_number_of_wor
     with torch.inference_mode():
         wanted = [found for at in range(IMAGES) for found in model(images[at : at + 1])]
     assert len(result.outputs) == IMAGES
-    for one, found in zip(result.outputs, wanted, strict=True):
-        assert torch.equal(one["labels"], found["labels"])
-        assert torch.allclose(one["boxes"], found["boxes"], atol=1e-3)
-        assert torch.allclose(one["scores"], found["scores"], atol=1e-5)
+    for output, found in zip(result.outputs, wanted, strict=True):
+        assert torch.equal(output["labels"], found["labels"])
+        assert torch.allclose(output["boxes"], found["boxes"], atol=1e-3)
+        assert torch.allclose(output["scores"], found["scores"], atol=1e-5)
 
 
 def test_rectangles_are_drawn_where_their_boxes_are() -> None:

@@ -14,7 +14,7 @@ from tests.support.sources import ORDER, nodes_of
 
 PACKAGE = Path(dp_ray.__file__).parent
 INNER = {"plan", "job", "tensors", "engine", "rundir", "outputs", "telemetry"}
-SATELLITES = {"data", "report", "trackers", "sweeps"}  # each could be removed as a folder
+SATELLITES = {"data", "report", "trackers", "sweeps", "places"}  # each could be removed as a folder
 
 
 def modules() -> list[Path]:
@@ -54,6 +54,32 @@ def test_packages_import_in_one_order() -> None:
             if module.startswith("dp_ray."):
                 assert ORDER.index(package(module)) <= ORDER.index(own), f"{relative(path)} imports {module}"
                 assert own not in INNER or package(module) not in SATELLITES, f"{relative(path)} imports {module}"
+
+
+def test_places_know_nothing_of_the_engine() -> None:
+    """They start programs; no other package imports them, but the command line."""
+    foreign = {
+        "engine",
+        "tensors",
+        "tasks",
+        "telemetry",
+        "outputs",
+        "monitor",
+        "parallel",
+        "driver",
+        "sweeps",
+        "data",
+    }
+    for path in modules():
+        own = package(module_name(path)) if path != PACKAGE / "__init__.py" else ""
+        of_dp_ray = {module for module in imported(path) if module.startswith("dp_ray.")}
+        if own == "places":
+            assert not {package(module) for module in of_dp_ray} & foreign, relative(path)
+            assert not {module for module in of_dp_ray if module.startswith("dp_ray.cluster.")} - {
+                "dp_ray.cluster.internals.variables"
+            }, relative(path)
+        elif own != "cli":
+            assert not [module for module in of_dp_ray if package(module) == "places"], relative(path)
 
 
 # Which files may import a library, wherever in them. CONTRIBUTING.md has the same table.

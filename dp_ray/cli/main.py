@@ -17,7 +17,10 @@ import click
 from dp_ray import __version__
 from dp_ray.cli import completion, options
 from dp_ray.cli.begin import FIRST_SCREEN, init
+from dp_ray.cli.fetch import fetch
+from dp_ray.cli.kuberay import kuberay
 from dp_ray.cli.options import KeyOptions, announced, forked_early, say, say_import, show_error, take
+from dp_ray.cli.places import node, slurm
 from dp_ray.cli.remote import logs, status, stop, submit
 from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
 from dp_ray.cli.sweep import sweep
@@ -133,14 +136,14 @@ def plan(job_file: str, memory: bool, gpu_memory: float | None, as_json: bool, *
     """Show what a run of a job will do: its steps, and which worker gets which shards; starts no Ray."""
     job = load_job(job_file, KeyOptions(**keys).overrides())
     from dp_ray.driver.planning import plan_job, plan_memory_of
-    from dp_ray.plan.costs import table
+    from dp_ray.plan.costs import plan_table
 
     planned = plan_job(job)
     needed = plan_memory_of(job, gpu_memory) if memory or gpu_memory is not None else None
     if as_json:
         click.echo(json_text({**planned.to_json(), **({} if needed is None else {"memory": needed.to_json()})}))
     else:
-        click.echo(harmless("\n".join([table(planned), *(() if needed is None else needed.lines())])))
+        click.echo(harmless("\n".join([plan_table(planned), *(() if needed is None else needed.lines())])))
 
 
 @cli.command()
@@ -236,11 +239,15 @@ for command in (
     status,
     logs,
     stop,
+    fetch,
+    kuberay,
     report,
     compare,
     list_runs,
     watch,
     track,
     replay,
+    node,
+    slurm,
 ):
     cli.add_command(command)

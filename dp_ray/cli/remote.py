@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,21 @@ from dp_ray.job.files import load_job
 from dp_ray.text import harmless, hide, json_text
 
 DASHBOARD = click.option("--address", required=True, help="The cluster's dashboard, like http://HEAD:8265.")
+OF_SLURM = "slurm:"  # before the id of a job of Slurm
+DASHBOARD_OR_SLURM = click.option(
+    "--address", help="The cluster's dashboard, like http://HEAD:8265; none for slurm:ID."
+)
+
+
+def _slurm_job(name: str | None, address: str | None) -> str | None:
+    """Return the id of a job of Slurm; None for one of a cluster with a dashboard, whose address it must have."""
+    if name is not None and name.startswith(OF_SLURM):
+        if address is not None:
+            raise click.UsageError(f"{name} is a job of Slurm, which has no --address")
+        return name.removeprefix(OF_SLURM)
+    if address is None:
+        raise click.UsageError("Missing option '--address'; or name a job of Slurm, as slurm:12345.")
+    return None
 
 
 @click.command()
@@ -55,18 +71,27 @@ def submit(job_file: str, address: str, **flags: Any) -> None:
         )
     # Values of env are kept out of the command, which Ray's dashboard and logs show.
     secrets = [setting for setting in keys.settings if is_env(setting)]
-    sys.exit(submit_and_follow(address, program, secrets, job.run_name))
+    sys.exit(submit_and_follow(address, program, secrets, job.run_name, job.storage))
 
 
 @click.command()
-@click.argument("name", required=False)
-@DASHBOARD
+@click.argument("name", metavar="[NAME|slurm:ID]", required=False)
+@DASHBOARD_OR_SLURM
 @options.JSON
-def status(name: str | None, address: str, as_json: bool) -> None:
+def status(name: str | None, address: str | None, as_json: bool) -> None:
     """Show the submitted jobs of a cluster, or a single one: by its id, or the newest by a run's name."""
+    if (of_slurm := _slurm_job(name, address)) is not None:
+        from dp_ray.places.slurm import shown as shown_by_slurm
+
+        tasks = [job.to_json() for job in shown_by_slurm(of_slurm)]
+        if as_json:
+            click.echo(json_text(tasks))
+        else:
+            _print_columns(tasks, [key for key in tasks[0] if key != "output"])
+        return
     from dp_ray.cluster.submit import Dashboard
 
-    dashboard = Dashboard(address)
+    dashboard = Dashboard(address or "")
     rows = [_row(job) for job in ([dashboard.find(name)] if name else dashboard.jobs())]
     if as_json:
         click.echo(json_text(rows))
@@ -74,12 +99,16 @@ def status(name: str | None, address: str, as_json: bool) -> None:
     if not rows:
         click.echo("no job was submitted")
         return
-    from dp_ray.results.text import in_columns
-
-    shown = [["-" if row[key] is None else str(row[key]) for key in SHOWN] for row in rows]
-    click.echo(harmless(in_columns([[key.replace("_", " ") for key in SHOWN], *shown])))
+    _print_columns(rows, SHOWN)
     if name and rows[0]["message"]:
         click.echo(harmless(rows[0]["message"]))
+
+
+def _print_columns(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> None:
+    from dp_ray.results.text import in_columns
+
+    shown = [["-" if row[key] in (None, "") else str(row[key]) for key in keys] for row in rows]
+    click.echo(harmless(in_columns([[key.replace("_", " ") for key in keys], *shown])))
 
 
 SHOWN = ("name", "id", "status", "started", "seconds", "exit_status")
@@ -103,16 +132,22 @@ def _row(job: Any) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", metavar="NAME|slurm:ID")
 @click.option(
     "--follow", "-f", "follows", is_flag=True, help="Go on until the job ends; its exit status is the job's."
 )
-@DASHBOARD
-def logs(name: str, follows: bool, address: str) -> None:
+@DASHBOARD_OR_SLURM
+def logs(name: str, follows: bool, address: str | None) -> None:
     """Show what a submitted job has printed."""
+    if (of_slurm := _slurm_job(name, address)) is not None:
+        from dp_ray.places.slurm import printed, single
+
+        for text in printed(of_slurm, follows):
+            click.echo(harmless(hide(text)), nl=False)
+        sys.exit((single(of_slurm).exit_status or 0) if follows else 0)
     from dp_ray.cluster.submit import Dashboard, follow
 
-    dashboard = Dashboard(address)
+    dashboard = Dashboard(address or "")
     job = dashboard.find(name)
     if follows:
         sys.exit(follow(dashboard, job.submission_id))
@@ -120,7 +155,7 @@ def logs(name: str, follows: bool, address: str) -> None:
 
 
 @click.command()
-@click.argument("run", metavar="RUN_DIR|NAME", shell_complete=run_dirs)
+@click.argument("run", metavar="RUN_DIR|NAME|slurm:ID", shell_complete=run_dirs)
 @click.option("--address", help="The dashboard of the cluster on which the submitted run NAME is.")
 @click.option("--no-wait", is_flag=True, help="Do not wait until it has stopped.")
 @click.option(
@@ -128,6 +163,11 @@ def logs(name: str, follows: bool, address: str) -> None:
 )
 def stop(run: str, address: str | None, no_wait: bool, run_again: bool) -> None:
     """Stop a run or a sweep after its current step, and keep its work: the same command goes on from there."""
+    if run.startswith(OF_SLURM):
+        from dp_ray.places.slurm import stop as stop_by_slurm
+
+        click.echo(harmless(stop_by_slurm(str(_slurm_job(run, address)), not no_wait, say, run_again)))
+        return
     if address is None:
         from dp_ray.rundir.lease import stop_run
 

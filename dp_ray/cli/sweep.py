@@ -123,12 +123,12 @@ def _defined(job_file: str, of: TrialOptions, keys: KeyOptions) -> "Definition":
 
 def _show(record: "SweepRecord", base: "Storage", dry_run: bool, as_json: bool) -> None:
     """Print the trials, best first, and exit with status 1 if one has failed."""
-    from dp_ray.sweeps.record import space, table, to_json
+    from dp_ray.sweeps.record import space, to_json, trials_table
 
     if as_json:
         click.echo(json_text(to_json(record, base)))
     else:
         lines = space(record.definition) if dry_run else []
-        click.echo(harmless("\n".join([*lines, *([table(record, base)] if record.trials else [])])))
+        click.echo(harmless("\n".join([*lines, *([trials_table(record, base)] if record.trials else [])])))
     if not dry_run and any(trial.state == "failed" for trial in record.trials):
         sys.exit(1)

@@ -34,6 +34,7 @@ from dp_ray.system.threads import handlers_kept, signals_put_off
 from dp_ray.text import counted, hide
 
 RUN_NAME = "dp_ray_run"  # in a Ray job's metadata: the run's name
+RUN_STORAGE = "dp_ray_storage"  # and in which folder or URL its directory is, as the driver sees it
 OF_MODULES = "dp_ray.DataParallel"  # the namespace of an embedded Ray that is there for parallel modules alone
 AWAIT_SECONDS = 10.0  # after which a line says that Ray is waited for
 
@@ -374,20 +375,21 @@ def in_ray_job() -> bool:
     return JOB_CONFIG in os.environ
 
 
-def name_ray_job(name: str) -> None:
+def name_ray_job(name: str, storage: str) -> None:
     """Have the Ray job of this process go by the name of its first run, where `dp-ray submit` has not named it.
 
-    `dp-ray status`, `logs` and `stop` find it by that. A run does without, if Ray does not take the name.
+    `dp-ray status`, `logs` and `stop` find it by that, and `dp-ray fetch` its directory by the storage. A run does
+    without, if Ray does not take them.
     """
     address = core.address_of_own_raylet()
     if address is not None and in_ray_job():
         with suppress(OSError, RuntimeError, ValueError, LookupError, TypeError, RayError), _environment_kept():
             authenticate(address)
-            core.name_own_job(address, RUN_NAME, name)
+            core.name_own_job(address, {RUN_NAME: name, RUN_STORAGE: storage})
 
 
 def code_to_ship() -> dict[str, Any]:
     """Return the runtime_env that ships the working directory, without what .gitignore excludes, and dp_ray."""
     here = Path.cwd()
-    excludes = [f"/{name}/" for name in (".git", ".venv", "runs") if (here / name).is_dir()]
+    excludes = [f"/{name}/" for name in (".git", ".venv", "runs", ".dp-ray") if (here / name).is_dir()]
     return {"working_dir": str(here), "excludes": excludes, "py_modules": [str(Path(dp_ray.__file__).parent)]}

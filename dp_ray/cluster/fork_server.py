@@ -15,8 +15,8 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TextIO
 
 
 class Request(NamedTuple):
@@ -33,24 +33,19 @@ class Request(NamedTuple):
     files: list[int]
 
 
-def main(listening: int, path: list[str], modules: list[str]) -> None:
-    """Import `modules` with `path` as sys.path, and fork workers until stdin ends.
+def main(listening: int, path: list[str], modules: list[str], light: Sequence[str] = (), num_light: int = 0) -> None:
+    """Import modules with `path` as sys.path, and fork workers until stdin ends: first `light`, then `modules`.
 
-    In each worker, `serve` returns what it is to be.
+    Of the workers that are asked for meanwhile, the first `num_light` do not wait for `modules`. In each worker,
+    `serve` returns what it is to be.
     """
     own_path = [
         folder for folder in sys.path[1:] if folder not in python_path(os.environ)
     ]  # the first is this file's folder
     sys.path[:] = path
-    gc.disable()
-    for name in modules:
-        with contextlib.suppress(ImportError):  # a worker that needs it says so
-            importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
+    import_all(light)
     with socket.socket(fileno=listening) as listener:
-        request = serve(listener)
+        request = serve_meanwhile(listener, num_light, lambda: import_all(modules)) or serve(listener, sys.stdin)
     if request is not None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         take_place(request)
@@ -59,11 +54,41 @@ def main(listening: int, path: list[str], modules: list[str]) -> None:
         runpy.run_path(program, run_name="__main__")
 
 
-def serve(listener: socket.socket) -> Request | None:
-    """Fork a worker for each request. In a worker return the request; in the server, None once stdin ends."""
-    while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
-        if sys.stdin in ready:
+def import_all(modules: Sequence[str]) -> None:
+    """Import modules, whose objects the garbage collector then leaves alone: to look at them would copy them."""
+    gc.disable()
+    for name in modules:
+        with contextlib.suppress(ImportError):  # a worker that needs it says so
+            importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+
+
+def serve_meanwhile(listener: socket.socket, num_workers: int, do: Callable[[], object]) -> Request | None:
+    """Do something, while a helper forks as many workers. In a worker return the request, else None."""
+    end, held = os.pipe()
+    helper = os.fork()
+    if helper == 0:
+        os.close(held)
+        with open(end) as until:  # which ends if the server is killed, too
+            request = serve(listener, until, num_workers)
+        if request is None:
+            os._exit(0)
+        return request
+    os.close(end)
+    do()
+    os.close(held)
+    # Not before it has ended: of two that wait for the same request, one would wait for the next, which needs `do`.
+    os.waitpid(helper, 0)
+    return None
+
+
+def serve(listener: socket.socket, until: TextIO, most: int | None = None) -> Request | None:
+    """Fork a worker for each request, `most` in all. In a worker return the request, else None once `until` ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
+    while most != 0:
+        ready, _, _ = select.select([listener.fileno(), until.fileno()], [], [])
+        if until.fileno() in ready:
             return None
         connection, _ = listener.accept()
         with connection:
@@ -79,6 +104,8 @@ def serve(listener: socket.socket) -> Request | None:
                 connection.sendall(b"forked")
         for file in request.files:
             os.close(file)
+        most = None if most is None else most - 1
+    return None
 
 
 def received(connection: socket.socket) -> Request:

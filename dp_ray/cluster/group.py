@@ -71,10 +71,10 @@ def named_devices(names: Sequence[str], own: Sequence[torch.device] | None) -> l
     gpus = [device for device in own if device.type == "cuda"]
     devices = []
     for name in names:
-        number = gpu_number(name)
-        if number is not None and number >= len(gpus):
+        at = gpu_number(name)
+        if at is not None and at >= len(gpus):
             raise JobError(f"devices: {name} is of the worker's own GPUs, of which it has {len(gpus)}")
-        devices.append(torch.device(name) if number is None else gpus[number])
+        devices.append(torch.device(name) if at is None else gpus[at])
     return devices
 
 
@@ -144,11 +144,11 @@ def _group_errors() -> Iterator[None]:
         raise type(cause)(f"the process group could not be formed: {cause}") from error
 
 
-def report(channel: Any, number: int, attempt: str, world: World, error: BaseException) -> str:
-    """Report a worker's error to the driver, and return its text."""
+def report(channel: Any, job_number: int, attempt: str, world: World, error: BaseException) -> str:
+    """Report a worker's error in a job to the driver, and return its text."""
     kind = kind_of(error)
     text = str(error) if kind else f"{type(error).__name__}: {text_of(error)}"
-    send(channel, Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error)), number)
+    send(channel, Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error)), job_number)
     return text
 
 

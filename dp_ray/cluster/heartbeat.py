@@ -25,7 +25,7 @@ from dp_ray.messages import Beat, FaultInjected, Message, Note, Started, beat_in
 from dp_ray.monitor.faults import Fault
 from dp_ray.rundir.files import FLIGHT_RECORDER
 from dp_ray.storage import Storage
-from dp_ray.system.threads import waits_for
+from dp_ray.system.threads import last_call, waits_for
 
 
 def bring_about(fault: Fault, driver_node: str) -> None:
@@ -203,7 +203,7 @@ class Heartbeat(StepControl):
     def _state(self) -> Beat:
         since, step = self._since, self._step
         seconds = time.monotonic() - since
-        beat = Beat(self.attempt, self._world.rank, step, seconds, "")
+        beat = Beat(self.attempt, self._world.rank, step, seconds, "", call=last_call())
         if step is None or seconds <= (self._limit or TIMEOUT.total_seconds()):
             return beat
         if self._recorded_since != since:

@@ -32,7 +32,7 @@ class Serving(Protocol):
         Others have come in the place of lost ones, or will be returned once they have.
         """
 
-    def call(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
+    def ask(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the answers to messages; that of a member that is gone is `Lost`."""
 
     def keep_one_kind(self) -> None:

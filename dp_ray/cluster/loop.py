@@ -1,6 +1,6 @@
-"""The function that Ray Train runs on every worker: one job after another, or calls of modules.
+"""The function that Ray Train runs on every worker: one job after another, or parallel modules.
 
-What a job needs is in `cluster/worker.py`, what calls need in `cluster/server.py`: a worker imports what it is for.
+What a job needs is in `cluster/worker.py`, what modules need in `cluster/server.py`: a worker imports what it is for.
 """
 
 import os
@@ -17,13 +17,13 @@ from dp_ray.messages import Ending, WorkerExit
 from dp_ray.system.imports import end_imports
 from dp_ray.system.linux import keep_freed_memory
 
-JOBS, CALLS = "dp_ray.cluster.worker", "dp_ray.cluster.server"
+JOBS, MODULES = "dp_ray.cluster.worker", "dp_ray.cluster.server"
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     """Run the session's jobs, and serve its modules, one after another, until the session ends."""
     worker = config["worker"]
-    import_module(CALLS if worker.is_for_modules else JOBS)
+    import_module(MODULES if worker.is_for_modules else JOBS)
     end_imports()
     keep_freed_memory()
     with suppress(JobError):  # a job may be told to run on the CPU nevertheless; another one raises it again
@@ -31,13 +31,13 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
         if first.type == "cuda" and torch.cuda.is_available():
             with suppress(RuntimeError):  # of a GPU that is busy or broken: a job that needs it meets that
                 torch.cuda.set_device(first)
-    rank, number = place_of_this_worker().get_world_rank(), 0
-    while (answer := ray.get(worker.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.STOP:
+    rank, job_number = place_of_this_worker().get_world_rank(), 0
+    while (answer := ray.get(worker.channel.next_job.remote(job_number, os.environ[GROUP]))) is not Ask.STOP:
         if answer is Ask.RESTART:
             raise WorkerExit(Ending.STOPPED, "asked to leave while no job runs", False)
         terms, given = answer
-        number = terms.number
+        job_number = terms.number
         if terms.serves:
-            import_module(CALLS).serve(worker, terms, *given)
+            import_module(MODULES).serve(worker, terms, *given)
         elif rank < terms.workers:
             import_module(JOBS).run_job(worker, terms, *given)

@@ -1,7 +1,7 @@
 """A worker that serves parallel modules: begin at `serve`, which the loop of `cluster/loop.py` calls.
 
-The train function's thread answers one call after another. The driver says by the calls themselves with whom the
-worker forms a process group; the channel says only when the modules are closed.
+The train function's thread answers one message after another. The driver says by messages too with whom the worker
+forms a process group; the channel says only when the modules are closed.
 """
 
 import os
@@ -14,11 +14,11 @@ import ray
 import torch
 from ray.cloudpickle import CloudPickler
 
-from dp_ray.cluster.calls import Join, Leave, Serves, framed, unframed
 from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, encoded, send
 from dp_ray.cluster.group import place_of_worker, process_group, report, with_devices
 from dp_ray.cluster.internals.context import place_of_this_worker
-from dp_ray.cluster.internals.train_worker import calls
+from dp_ray.cluster.internals.train_worker import messages
+from dp_ray.cluster.serving_messages import Join, Leave, Serves, framed, unframed
 from dp_ray.engine.world import leave_group
 from dp_ray.errors import WorkerError
 from dp_ray.messages import Ending, Finished, WorkerExit
@@ -30,7 +30,7 @@ from dp_ray.tasks.wire import WorkerPlace
 
 
 def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
-    """Answer the calls of a process's parallel modules until they are closed; `packed` are the workers' keys."""
+    """Serve a process's parallel modules until they are closed; `packed` are the workers' keys."""
     attempt, here = f"{os.environ[GROUP]}-{terms.number}", place_of_worker(terms.workers)
     restored: AbstractContextManager[list[str]] = nullcontext([])
     if not terms.is_last:
@@ -54,10 +54,10 @@ def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
         ray.get(worker.channel.serves.remote(said, terms.number))
         threading.Thread(target=_await_end, args=(worker.channel, terms.number), name="end", daemon=True).start()
         with ExitStack() as group:
-            while (call := calls.get()) is not None:
-                asked, answer = call
+            while (taken := messages.get()) is not None:
+                message, answer = taken
                 try:
-                    answer.put((framed(_answer(unframed(asked), served, worker.channel, group)), None))
+                    answer.put((framed(_answer(unframed(message), served, worker.channel, group)), None))
                 except Exception as error:
                     answer.put((None, error))
             leave_group()
@@ -66,15 +66,15 @@ def serve(worker: WorkerConfig, terms: Terms, packed: bytes) -> None:
     send(worker.channel, Finished(attempt, here.rank, False, tuple(remains), imported), terms.number)
 
 
-def _await_end(channel: Any, number: int) -> None:
+def _await_end(channel: Any, job_number: int) -> None:
     """Have the loop end once the channel has ended what it serves, or is gone."""
     with suppress(ray.exceptions.RayError):  # the driver is gone, and Ray will end this worker soon
-        ray.get(channel.ended.remote(number))
-    calls.put(None)
+        ray.get(channel.ended.remote(job_number))
+    messages.put(None)
 
 
-def _answer(asked: Any, served: Served, channel: Any, group: ExitStack) -> Any:
-    match asked:
+def _answer(message: Any, served: Served, channel: Any, group: ExitStack) -> Any:
+    match message:
         case Leave():
             leave_group()
             group.close()
@@ -87,4 +87,4 @@ def _answer(asked: Any, served: Served, channel: Any, group: ExitStack) -> Any:
                 return str(error)
             return None
         case _:
-            return served.answer(asked)
+            return served.answer(message)

@@ -1,8 +1,8 @@
-"""Workers that serve a process's parallel modules, as the driver sees them: members, their group, calls and losses.
+"""Workers that serve a process's parallel modules, as the driver sees them: members, their group, answers and losses.
 
-Calls and answers go between the driver and a worker's actor directly. The channel brings what else happens: a worker
-begins to serve, one is lost, or the workers wait for room. Survivors of a loss stay: they form another group, and the
-newcomer joins it later.
+Messages and answers go between driver and worker directly. The channel brings what else happens: a worker begins to
+serve, one is lost, or the workers wait for room. Survivors of a loss stay: they form another group, and the newcomer
+joins it later.
 """
 
 import math
@@ -19,9 +19,9 @@ import torch
 from ray.cloudpickle import CloudPickler
 from ray.exceptions import RayActorError, RayError
 
-from dp_ray.cluster.calls import Join, Leave, Serves, framed, unframed
 from dp_ray.cluster.channel import receive
 from dp_ray.cluster.resources import resources_text
+from dp_ray.cluster.serving_messages import Join, Leave, Serves, framed, unframed
 from dp_ray.engine.world import World
 from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
@@ -89,7 +89,7 @@ class RayServing:
         self._gives_up = False  # to hear the rest
         self._thread = threading.Thread(target=self._listen, name="workers of modules", daemon=True)
         with ExitStack() as opening:
-            self._number = workers.begin_serving(keys, is_last)
+            self._job_number = workers.begin_serving(keys, is_last)
             self._thread.start()
             opening.callback(self.close)
             workers.trainer.when_ended(self._wake)
@@ -155,10 +155,10 @@ class RayServing:
             self._await(lambda: bool(self.members))
             if not self._has_changed:
                 return list(self.members)
-            if any(isinstance(answer, Lost) for answer in self.call(dict.fromkeys(self.members, Leave())).values()):
+            if any(isinstance(answer, Lost) for answer in self.ask(dict.fromkeys(self.members, Leave())).values()):
                 continue
             self._lost_since = None
-            failed = [answer for answer in self.call(self._joins()).values() if answer is not None]
+            failed = [answer for answer in self.ask(self._joins()).values() if answer is not None]
             why = next((answer for answer in failed if isinstance(answer, str)), why)
             self._has_changed = bool(failed)
         raise ClusterError(f"the workers cannot form a process group: {why}")
@@ -181,7 +181,7 @@ class RayServing:
                 node=member.place.node,
                 device=torch.device(member.place.device),
             )
-            attempt = f"{self._number}-{self._num_groups}"
+            attempt = f"{self._job_number}-{self._num_groups}"
             joins[member] = Join(attempt, world, backend, node_ids.count(member.place.node_id))
         return joins
 
@@ -241,17 +241,17 @@ class RayServing:
         self.members = sorted([*others, newcomer], key=lambda member: member.slot)
         self._has_changed = True
 
-    # Calls.
+    # Messages.
 
-    def call(self, messages: Mapping[RayMember, Any]) -> dict[RayMember, Any]:
+    def ask(self, messages: Mapping[RayMember, Any]) -> dict[RayMember, Any]:
         """Have members answer a message each; return the answers, in order.
 
         The answer of a member that is gone is `Lost`. Raises what answering has raised, once all have ended.
         """
         self._settle()
         try:
-            for member, asked in messages.items():
-                self._unsettled[member] = member.handle.call.remote(framed(asked))
+            for member, message in messages.items():
+                self._unsettled[member] = member.handle.answer.remote(framed(message))
         except BaseException:  # as of Ctrl-C: those that have a message may wait for others that have none
             self._has_changed, self._lost_since = True, self._lost_since or time.monotonic()
             raise
@@ -266,7 +266,7 @@ class RayServing:
         return answers
 
     def _settle(self) -> dict[RayMember, Any]:
-        """Wait for the calls that are under way; give up workers that hang in a collective with one that is gone."""
+        """Wait for all answers; give up workers that hang in a collective with one that is gone."""
         answers: dict[RayMember, Any] = {}
         failures: list[Exception] = []
         hangs_since: dict[RayMember, float] = {}
@@ -312,7 +312,7 @@ class RayServing:
         self.is_closed = True
         with suppress(RayError):  # the workers have ended, or the cluster has
             if ray.is_initialized():
-                ray.get(self._workers.channel.finish.remote(self._number))
+                ray.get(self._workers.channel.finish.remote(self._job_number))
         self._thread.join(END_SECONDS)
         self._gives_up = True
         self._thread.join()

@@ -22,7 +22,7 @@ from ray.exceptions import AuthenticationError, RayError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from dp_ray.cluster.connect import RUN_NAME, address_of, authenticate, code_to_ship
-from dp_ray.cluster.internals.core import find_users_token, leave_on_head, packed_files, take_from_head
+from dp_ray.cluster.internals.core import find_users_token, leave_on_head, log_file, packed_files, take_from_head
 from dp_ray.cluster.internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
 from dp_ray.errors import DONE, FAILED, INTERRUPTED, ClusterError, JobError
 from dp_ray.system.threads import Terminated
@@ -32,6 +32,7 @@ from dp_ray.text import counted, harmless, hide, listed
 STOP_SECONDS = 600
 AWAY_SECONDS = 30.0  # so long a dashboard may not answer
 LOOK_SECONDS = 0.5
+OWN = "dp_ray-own-"  # before the ids of jobs that are no user's
 
 STATUSES = {
     JobStatus.PENDING: "waiting",
@@ -78,10 +79,37 @@ class Dashboard:
             )
             return submitted
 
+    def start(self, program: list[str]) -> str:
+        """Start a program of dp_ray's own as a job, without the working directory; return its id, which it also gets.
+
+        It is not among the `jobs`. The caller ends it by `ask_to_stop`.
+        """
+        submission = f"{OWN}{uuid.uuid4().hex[:12]}"
+        with self._answering("no Ray dashboard takes the job"):
+            self.client.submit_job(
+                entrypoint=shlex.join([*program, submission]),
+                runtime_env={"py_modules": code_to_ship()["py_modules"]},
+                submission_id=submission,
+            )
+        return submission
+
+    def leave(self, data: bytes, name: str) -> None:
+        """Leave bytes in the memory of the head node, where `take_from_head` finds them under this name."""
+        with self._answering("the dashboard no longer answers"):
+            leave_on_head(self.client, data, name)
+
+    @contextmanager
+    def reading(self, node_id: str, name: str) -> Iterator[Iterator[bytes]]:
+        """Within the block, read a file in the log folder of a node, in pieces; raises FileNotFoundError."""
+        away = self._answering("the dashboard no longer answers")
+        with away, log_file(self.client, node_id, name, AWAY_SECONDS) as pieces:
+            yield pieces
+
     def jobs(self) -> list[JobDetails]:
         """Return the submitted jobs, the newest first."""
         with self._answering("no Ray dashboard answers"):
-            jobs = [job for job in self.client.list_jobs() if job.submission_id]
+            listed_jobs = [job for job in self.client.list_jobs() if job.submission_id]
+        jobs = [job for job in listed_jobs if not str(job.submission_id).startswith(OWN)]
         return sorted(jobs, key=lambda job: -(job.start_time or 0))
 
     def find(self, name: str) -> JobDetails:
@@ -181,7 +209,7 @@ def name_of(job: JobDetails) -> str | None:
     return (job.metadata or {}).get(RUN_NAME)
 
 
-def submit_and_follow(address: str, program: list[str], secrets: list[str], name: str) -> int:
+def submit_and_follow(address: str, program: list[str], secrets: list[str], name: str, storage: str) -> int:
     """Run `program` on the cluster behind a dashboard as the run `name`, follow it, and return its exit status.
 
     Ctrl-C asks whether to stop the job or to leave it running. Raises ClusterError if no dashboard answers.
@@ -189,6 +217,9 @@ def submit_and_follow(address: str, program: list[str], secrets: list[str], name
     dashboard = Dashboard(address)
     submission = dashboard.submit(program, secrets, name, _say)
     _say(f"submitted as {submission}")
+    is_below_home = "://" not in storage and not storage.startswith(("/", "~"))
+    where = f"{storage.rstrip('/')}/{name}{' in the home of the head node' if is_below_home else ''}"
+    _say(f"the run will lie in {hide(where)}; dp-ray fetch {name} --address {dashboard.address} brings it here")
     return follow(dashboard, submission)
 
 

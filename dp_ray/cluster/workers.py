@@ -40,7 +40,7 @@ from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Failed, Finished, GaveUp, Note, WorkerReady, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Progress
-from dp_ray.rundir.history import NOT_MEASURED
+from dp_ray.rundir.history import is_measured
 from dp_ray.rundir.incidents import Level
 from dp_ray.system.imports import postponed
 from dp_ray.system.process import environment
@@ -166,7 +166,7 @@ class StartedWorkers:
         from dp_ray.monitor.monitor import listening
 
         self._number += 1
-        monitor.node_control = RayNodeControl(self.channel, self._number)
+        monitor.take_control(RayNodeControl(self.channel, self._number))
         terms = Terms(
             self._number,
             job.max_workers,
@@ -502,7 +502,7 @@ def values_of(
     yield "dp_ray_workers", {}, len(progress.workers) if is_running else 0
     yield "dp_ray_interruptions", {}, interruptions
     for name, value in progress.last.items():
-        if name not in NOT_MEASURED and value is not None and math.isfinite(value):
+        if is_measured(name) and value is not None and math.isfinite(value):
             yield "dp_ray_metric", {"metric": name}, value
     each = list(progress.seconds.values())
     for part, seconds in zip(PARTS, zip(*each, strict=True), strict=False):

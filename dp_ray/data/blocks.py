@@ -20,7 +20,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from dp_ray.data.files import File
-from dp_ray.data.values import MissingValue, Rows
+from dp_ray.data.values import MissingValue, RowNumbers
 from dp_ray.errors import DataError
 
 READ_AT_ONCE = 8  # of what is needed now
@@ -29,7 +29,7 @@ CACHE_BYTES = 256 << 20
 END_SECONDS = 5.0  # how long the end of a job waits for reads in the background, which nobody needs any more
 
 Key = TypeVar("Key", bound=Hashable)
-Source = TypeVar("Source")
+BlockSource = TypeVar("BlockSource")
 Item = dict[str, Any]
 Load: TypeAlias = Callable[[Any], tuple[Any, int]]  # the value of a key, and its size in bytes
 
@@ -189,25 +189,27 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 @dataclass(frozen=True)
-class Block(Generic[Source]):
+class Block(Generic[BlockSource]):
     """Consecutive samples of a file that are read at once; `source` says where they lie, `where` in words."""
 
     file: File
     rows: int
-    source: Source
+    source: BlockSource
     where: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}, {self.where}" if self.where else str(self.file)
 
 
-class Blocks(Dataset[Item], Generic[Source]):
+class Blocks(Dataset[Item], Generic[BlockSource]):
     """A map-style dataset of the rows of blocks, in order; the blocks that were read last stay in memory.
 
     `__getitems__` reads each block once, whatever the order of the samples asked for.
     """
 
-    def __init__(self, files: list[File], blocks: Sequence[Block[Source]], cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(
+        self, files: list[File], blocks: Sequence[Block[BlockSource]], cache_bytes: int = CACHE_BYTES
+    ) -> None:
         self.files = tuple(files)
         self._blocks = tuple(blocks)
         self._starts = np.cumsum([0, *(block.rows for block in blocks)])
@@ -246,7 +248,7 @@ class Blocks(Dataset[Item], Generic[Source]):
             row = self._starts[number] - self._starts[first] + error.row
             raise DataError(f"row {row} of {file}, counted from 0: {error}") from None
 
-    def _by_block(self, indices: Sequence[int]) -> Iterator[tuple[Rows, Any, Rows]]:
+    def _by_block(self, indices: Sequence[int]) -> Iterator[tuple[RowNumbers, Any, RowNumbers]]:
         """For each block with samples at the indices, return their places in these, its contents, and their rows."""
         wanted = np.asarray(indices, np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
@@ -296,7 +298,7 @@ class Blocks(Dataset[Item], Generic[Source]):
         return self._cache.take_seconds()
 
     @property
-    def block_rows(self) -> Rows:
+    def block_rows(self) -> RowNumbers:
         """The number of rows of each block: int64 [blocks]."""
         return np.diff(self._starts)
 
@@ -316,10 +318,10 @@ class Blocks(Dataset[Item], Generic[Source]):
     def _load(self, number: int) -> tuple[Any, int]:
         return self._read(self._blocks[number])
 
-    def _read(self, block: Block[Source]) -> tuple[Any, int]:
+    def _read(self, block: Block[BlockSource]) -> tuple[Any, int]:
         """Return what a block holds, and its size in bytes."""
         raise NotImplementedError
 
-    def _items(self, read: Any, rows: Rows) -> list[Item]:
+    def _items(self, read: Any, rows: RowNumbers) -> list[Item]:
         """Return the samples at these rows of a block that was read."""
         raise NotImplementedError

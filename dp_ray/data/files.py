@@ -89,7 +89,7 @@ def find_files(paths: Paths, suffixes: Sequence[str]) -> list[File]:
         return files
     # The times of an object store are in whole seconds, so its ETag is the version.
     return in_threads(
-        lambda file: replace(file, version=retried(lambda: _etag(file), str(file), file.is_local)), files
+        lambda file: replace(file, version=with_retries(lambda: _etag(file), str(file), file.is_local)), files
     )
 
 
@@ -247,7 +247,7 @@ def _etag(file: File) -> str:
     return str(metadata.get(b"ETag", b"").decode().strip('"') or file.version)
 
 
-def retried(read: Callable[[], T], what: str, is_local: bool = False) -> T:
+def with_retries(read: Callable[[], T], what: str, is_local: bool = False) -> T:
     """Return what `read` returns; after an error of the storage that may pass, call it again.
 
     For a local file, only some errors of the system may pass, as of a network disk that does not answer; others are
@@ -312,7 +312,7 @@ def index_of(file: File, kind: str, build: Callable[[], tuple[list[Stretch], pa.
     index = INDEX_JSON.read(file.folder, name)
     if index is not None and (index.size, index.version, index.form) == (file.size, file.version, VERSION):
         return index
-    stretches, schema = retried(build, str(file), file.is_local)
+    stretches, schema = with_retries(build, str(file), file.is_local)
     text = "" if schema is None else base64.b64encode(schema.serialize().to_pybytes()).decode()
     built = Index(file.size, file.version, stretches, text)
     INDEX_JSON.write(file.folder, built, name)

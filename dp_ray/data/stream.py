@@ -19,7 +19,7 @@ from dp_ray.errors import DataError, JobError
 from dp_ray.plan.split import chunk_sizes
 from dp_ray.system.process import patched
 
-Source: TypeAlias = str | Iterable[Any] | Callable[..., Iterable[Any]]
+IterableSource: TypeAlias = str | Iterable[Any] | Callable[..., Iterable[Any]]
 
 END = object()
 COUNTED = "give the number of items that are to be read; counting them would mean to read all of them first"
@@ -46,7 +46,7 @@ class Stream(Dataset[Any]):
 
     def __init__(
         self,
-        iterable: Source,
+        iterable: IterableSource,
         rows: int | Sequence[int] | None = None,
         decode: Decoder | str | None = None,
         files: Sequence[str] | None = None,

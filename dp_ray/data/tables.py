@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Cache, Item, Source
-from dp_ray.data.files import File, Paths, find_files, in_threads, retried
-from dp_ray.data.values import Decode, Decoder, Rows, decode_of, decoded, dicts, stacked, values_of
+from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, BlockSource, Cache, Item
+from dp_ray.data.files import File, Paths, find_files, in_threads, with_retries
+from dp_ray.data.values import Decode, Decoder, RowNumbers, decode_of, decoded, dicts, row_getter, stacked
 from dp_ray.errors import DataError
 from dp_ray.text import did_you_mean, listed
 
-Column = np.ndarray[Any, Any]
+ColumnValues = np.ndarray[Any, Any]
 
 FOOTER_BYTES = 64 << 20  # of footers kept in each process
 FIRST_MESSAGE = 8  # where it lies in an Arrow file
@@ -35,21 +35,21 @@ class TableBlock:
         self.size: int = table.nbytes
         self.names: list[str] = table.column_names
         self._table = table
-        self._values = {name: values_of(name, table.column(name)) for name in table.column_names}
-        self._columns: dict[str, Column | None] = {}
+        self._values = {name: row_getter(name, table.column(name)) for name in table.column_names}
+        self._columns: dict[str, ColumnValues | None] = {}
         self._has_all = all(column.null_count == 0 for column in table.columns)
 
-    def items(self, rows: Rows) -> list[dict[str, Any]]:
+    def items(self, rows: RowNumbers) -> list[dict[str, Any]]:
         """Return the values of some rows, by column."""
         return dicts({name: give(rows) for name, give in self._values.items()}, len(rows))
 
-    def some(self, rows: Rows, names: Sequence[str]) -> list[dict[str, Any]] | None:
+    def some(self, rows: RowNumbers, names: Sequence[str]) -> list[dict[str, Any]] | None:
         """Return the values of some rows, of some columns alone; None if one of these is not there."""
         if not self._values.keys() >= set(names):
             return None
         return dicts({name: self._values[name](rows) for name in names}, len(rows))
 
-    def column(self, name: str) -> Column | None:
+    def column(self, name: str) -> ColumnValues | None:
         """Return a column's values of all rows; None if a batch cannot be cut from them, or a value is missing."""
         if name not in self._values or not self._has_all:
             return None
@@ -58,13 +58,13 @@ class TableBlock:
         return self._columns[name]
 
 
-class Tabular(Blocks[Source]):
+class Tabular(Blocks[BlockSource]):
     """A dataset of the rows of files of columns; the base class of those in Parquet and Arrow."""
 
     _columns: list[str]
     _decode: dict[str, Decoder]
 
-    def _table(self, block: Block[Source]) -> pa.Table:
+    def _table(self, block: Block[BlockSource]) -> pa.Table:
         """Return the rows of a block, with the columns that are read."""
         raise NotImplementedError
 
@@ -82,7 +82,7 @@ class Tabular(Blocks[Source]):
         """Return `read_columns`, and items of the columns `beside`; None too if a block lacks one of these."""
         if self._decode:
             return None
-        columns: dict[str, Column] = {}
+        columns: dict[str, ColumnValues] = {}
         items: list[Item] = [{}] * len(indices)
         for places, block, rows in self._by_block(indices):
             with self._placed(indices[places[0]]):
@@ -108,10 +108,10 @@ class Tabular(Blocks[Source]):
 
     def _place(
         self,
-        columns: dict[str, Column],
-        places: Rows,
+        columns: dict[str, ColumnValues],
+        places: RowNumbers,
         block: TableBlock,
-        rows: Rows,
+        rows: RowNumbers,
         size: int,
         names: Sequence[str] | None,
     ) -> bool:
@@ -126,8 +126,8 @@ class Tabular(Blocks[Source]):
             whole[places] = column[rows]
         return True
 
-    def _read(self, block: Block[Source]) -> tuple[TableBlock, int]:
-        table = retried(lambda: self._table(block), str(block), block.file.is_local)
+    def _read(self, block: Block[BlockSource]) -> tuple[TableBlock, int]:
+        table = with_retries(lambda: self._table(block), str(block), block.file.is_local)
         check_columns(block.file, table.column_names, self._columns)
         if len(table) != block.rows:
             raise DataError(f"{block}: is damaged: has {len(table)} rows where it had {block.rows}")
@@ -137,7 +137,7 @@ class Tabular(Blocks[Source]):
             raise DataError(f"{block}: {error}") from None
         return read, read.size
 
-    def _items(self, read: TableBlock, rows: Rows) -> list[Item]:
+    def _items(self, read: TableBlock, rows: RowNumbers) -> list[Item]:
         items = read.items(rows)
         return [decoded(item, self._decode) for item in items] if self._decode else items
 
@@ -168,7 +168,7 @@ class ColumnFiles(Tabular[int]):
         super().__init__(files, [index for _, several in looks for index in several], cache_bytes)
 
     def _blocks_of(self, file: File, columns: Sequence[str] | None) -> tuple[list[str], list[Block[int]]]:
-        names, sizes = retried(lambda: self._look(file), str(file), file.is_local)
+        names, sizes = with_retries(lambda: self._look(file), str(file), file.is_local)
         check_columns(file, names, columns)
         if any(rows < 0 for rows in sizes):
             raise DataError(f"{file}: is damaged: a {self.BLOCK} has {min(sizes)} rows")

@@ -19,7 +19,6 @@ from dp_ray.data.tables import Tabular, check_columns, check_once, columns_of
 from dp_ray.data.values import Decode, decode_of
 from dp_ray.errors import DataError, JobError
 
-Rows = np.ndarray[Any, Any]
 Types = Mapping[str, str]
 
 NEWLINE, RETURN, QUOTE = ord("\n"), ord("\r"), ord('"')

@@ -19,8 +19,8 @@ from dp_ray.errors import DataError, JobError
 from dp_ray.system.process import importing_from_here
 from dp_ray.text import did_you_mean, listed
 
-Rows = np.ndarray[Any, np.dtype[np.int64]]
-Values = Callable[[Rows], list[Any]]
+RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
+RowGetter = Callable[[RowNumbers], list[Any]]
 Decoder: TypeAlias = Callable[[Any], Any]
 Decode: TypeAlias = Mapping[str, Decoder | str]
 
@@ -38,7 +38,7 @@ class MissingValue(DataError):
         self.row = row
 
 
-def values_of(name: str, column: pa.ChunkedArray) -> Values:
+def row_getter(name: str, column: pa.ChunkedArray) -> RowGetter:
     """Return a function that gives the values of rows of a column: a list with one for each.
 
     Numbers and truth values are numpy scalars of the column's own type, so that torch's collate keeps it. Lists of
@@ -63,7 +63,7 @@ def values_of(name: str, column: pa.ChunkedArray) -> Values:
         return give
     missing = array.is_null().to_numpy(zero_copy_only=False)
 
-    def checked(rows: Rows) -> list[Any]:
+    def checked(rows: RowNumbers) -> list[Any]:
         lacking = np.flatnonzero(missing[rows])
         if lacking.size:
             row = int(rows[lacking[0]])
@@ -107,7 +107,7 @@ def _one(column: pa.ChunkedArray) -> pa.Array:
     return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
 
 
-def _values(kind: pa.DataType, array: pa.Array) -> Values:
+def _values(kind: pa.DataType, array: pa.Array) -> RowGetter:
     if isinstance(kind, pa.FixedShapeTensorType):
         give, shape, order = _lists(array), kind.shape, _order(kind)
         return lambda rows: [value.reshape(shape).permute(order) for value in give(rows)]
@@ -119,12 +119,12 @@ def _values(kind: pa.DataType, array: pa.Array) -> Values:
         return _lists(array)
     if pa.types.is_struct(kind):
         inner = zip(array.type, array.flatten(), strict=True)
-        fields = {field.name: values_of(field.name, pa.chunked_array([values])) for field, values in inner}
+        fields = {field.name: row_getter(field.name, pa.chunked_array([values])) for field, values in inner}
         return lambda rows: dicts({name: give(rows) for name, give in fields.items()}, len(rows))
     return functools.partial(_one_by_one, array, _plain)
 
 
-def _one_by_one(array: pa.Array, convert: Callable[[pa.Scalar], Any], rows: Rows) -> list[Any]:
+def _one_by_one(array: pa.Array, convert: Callable[[pa.Scalar], Any], rows: RowNumbers) -> list[Any]:
     """Return values that are not cut from an array, as `convert` gives each."""
     values = []
     for row in rows.tolist():
@@ -153,7 +153,7 @@ def _lacks(value: Any) -> bool:
     return any(map(_lacks, value)) if isinstance(value, list | tuple) else value is None
 
 
-def _numbers(array: pa.Array) -> Values:
+def _numbers(array: pa.Array) -> RowGetter:
     if array.null_count:  # else numpy would make floats of them
         array = array.fill_null(False if pa.types.is_boolean(array.type) else 0)
     numbers = array.to_numpy(zero_copy_only=False)
@@ -167,7 +167,7 @@ def dicts(columns: dict[str, list[Any]], rows: int) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _lists(array: pa.Array) -> Values:
+def _lists(array: pa.Array) -> RowGetter:
     inner = innermost = array.type.value_type
     while _is_list(innermost):
         innermost = innermost.value_type
@@ -183,11 +183,11 @@ def _lists(array: pa.Array) -> Values:
     return lambda rows: [torch.from_numpy(numbers[starts[row] : starts[row + 1]].copy()) for row in rows.tolist()]
 
 
-def _starts(array: pa.Array) -> Rows:
+def _starts(array: pa.Array) -> RowNumbers:
     """Return where each list begins among the values of all, and the end of the last: int64 [lists + 1]."""
     if not pa.types.is_fixed_size_list(array.type):
         return np.asarray(array.offsets, np.int64)
-    starts: Rows = np.arange(array.offset, array.offset + len(array) + 1) * array.type.list_size
+    starts: RowNumbers = np.arange(array.offset, array.offset + len(array) + 1) * array.type.list_size
     return starts
 
 

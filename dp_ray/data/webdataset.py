@@ -22,9 +22,9 @@ from dp_ray.data.files import (
     in_threads,
     index_of,
     read_stretch,
-    retried,
+    with_retries,
 )
-from dp_ray.data.values import BY_EXTENSION, Decode, Rows, decode_of, decoded, image
+from dp_ray.data.values import BY_EXTENSION, Decode, RowNumbers, decode_of, decoded, image
 from dp_ray.errors import DataError
 from dp_ray.text import did_you_mean, listed, printable
 
@@ -67,7 +67,7 @@ class WebDataset(Blocks[Stretch]):
         super().__init__(files, blocks, cache_bytes)
 
     def _read(self, block: Block[Stretch]) -> tuple[list[tuple[str, Item]], int]:
-        encoded = retried(lambda: read_stretch(block.file, block.source), str(block), block.file.is_local)
+        encoded = with_retries(lambda: read_stretch(block.file, block.source), str(block), block.file.is_local)
         with _tar(str(block), io.BytesIO(encoded)) as tar:
             samples = [sample for sample, _ in _grouped(str(block), tar, lambda member: _contents(tar, member))]
             if tar.offset != len(encoded):
@@ -76,7 +76,7 @@ class WebDataset(Blocks[Stretch]):
             raise DataError(f"{block}: has {len(samples)} samples where it had {block.rows}")
         return [(f"{block.file}, sample {printable(item[KEY])}", item) for item in samples], len(encoded)
 
-    def _items(self, read: list[tuple[str, Item]], rows: Rows) -> list[Item]:
+    def _items(self, read: list[tuple[str, Item]], rows: RowNumbers) -> list[Item]:
         return [self._item(*read[row]) for row in rows.tolist()]
 
     def _item(self, shown: str, encoded: Item) -> Item:
@@ -249,7 +249,7 @@ class Images(Blocks[int]):
             with block.file.open() as stream:
                 return stream.read()  # type: ignore[no-any-return]
 
-        encoded = retried(read, str(block.file), block.file.is_local)
+        encoded = with_retries(read, str(block.file), block.file.is_local)
         try:
             item: Item = {"image": image(encoded, self._size), "path": block.file.name}
         except DataError as error:
@@ -269,7 +269,7 @@ class Images(Blocks[int]):
     def _label(self, block: Block[int]) -> np.int64:
         return np.int64(self._labels[_class_of(str(block.file), block.file.name)])
 
-    def _items(self, read: Item, rows: Rows) -> list[Item]:
+    def _items(self, read: Item, rows: RowNumbers) -> list[Item]:
         return [{**read, "image": read["image"].clone()} for _ in rows]
 
 

@@ -9,35 +9,31 @@ import torch
 
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.engine.devices import devices_here
-from dp_ray.engine.model import check_model, target_with_devices
-from dp_ray.engine.optimizer import check_optimizer, check_unbuilt
+from dp_ray.engine.model import check_model
+from dp_ray.engine.optimizer import check_optimizer, check_scheduler
 from dp_ray.engine.prediction import check_after
 from dp_ray.errors import Error, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
-from dp_ray.job.targets import bind, check_args, resolve
+from dp_ray.job.targets import bind, check_args
 from dp_ray.tasks.hooks import check_hook
 
 
 def check_targets(job: Job) -> None:
     """Check the job's targets, with their args, and devices; raises JobError that names the key at fault."""
     for key, target in job.targets.items():
-        if key == "optimizer":
-            check_unbuilt(target)
-        elif key == "model":
+        if key == "model":
             check_model(target)
-        elif key == "scheduler" and isinstance(target, list | tuple):
-            raise JobError("scheduler: is a list; give one, or a function of the optimizer with torch's SequentialLR")
-        if isinstance(target, Target) and key in ("model", "dataset", "eval.dataset"):
-            bind(key, target_with_devices(target, ()) if key == "model" else target)
-        elif isinstance(target, Target) and key in ("optimizer", "scheduler"):
-            if key == "optimizer":
-                check_optimizer(resolve(key, target))
-            bind(key, target, leading=1)
+        elif key == "optimizer":
+            check_optimizer(target)
+        elif key == "scheduler":
+            check_scheduler(target)
         elif key == "outputs.after" and target is not None:
             check_after(target)
         elif key.startswith("hooks."):
             check_hook(key, target)
+        elif isinstance(target, Target) and key in ("dataset", "eval.dataset"):
+            bind(key, target)
         elif isinstance(target, Target):
             check_args(key, target)
     for key, names in (("devices", job.devices), ("input_device", [job.input_device] if job.input_device else None)):

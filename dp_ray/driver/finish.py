@@ -95,7 +95,7 @@ def result_of(
         weights_sha256=weights_sha256(storage) if trained else None,
         **(_training_values(job, storage, monitor) if trained else {}),
         error=None if error is None else hide(f"{type(error).__name__}: {error}"),
-        failure=None if error is None else failure_of(error),
+        failure=None if error is None else where_raised(error),
     )
 
 
@@ -111,7 +111,7 @@ def _training_values(job: Job, storage: Storage, monitor: Monitor | None) -> dic
     return {"best": with_best_weights(best, storage), "ema": ema, "stopped_early": early and early.to_json()}
 
 
-def failure_of(error: BaseException) -> dict[str, Any]:
+def where_raised(error: BaseException) -> dict[str, Any]:
     """Return where an error was raised, as far as its text tells, and the frames of the user's code."""
     text = str(error)
     worker = re.search(r"\brank (\d+) on ([^\s:,]+)", text)
@@ -209,7 +209,7 @@ def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor
         run.remove_unfinished(recursive=True)
 
 
-def summary_of(result: Result, is_resumed: bool, is_cut_short: bool = False) -> str:
+def last_line(result: Result, is_resumed: bool, is_cut_short: bool = False) -> str:
     """Return the last line of a run: `done, 1797 rows in 3.2 s, loss 0.1: runs/digits/weights.safetensors`.
 
     A training that `max_steps` cuts short has run steps, not its last epoch.

@@ -14,6 +14,7 @@ from dp_ray.job.files import dotted, job_of
 from dp_ray.job.job import Job
 from dp_ray.outputs.reopen import reopen
 from dp_ray.plan.split import Split
+from dp_ray.rundir.content import check_fetched
 from dp_ray.rundir.files import BEFORE_RETRY, RUN, RUN_JSON, is_finished, kept_job
 from dp_ray.rundir.quarantine import merged_positions
 from dp_ray.rundir.start import goes_on
@@ -50,6 +51,7 @@ def follow_up(
     kept = kept_job(run, "a training")
     if kept["task"] != "train":
         raise JobError(f"{run} is a run of task {kept['task']}, not of a training")
+    check_fetched(run, "weights")
     values = {key: value for key, value in kept.items() if key not in LEFT_OUT}
     if task == "evaluate":
         values.pop("outputs", None)

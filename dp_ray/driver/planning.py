@@ -16,7 +16,7 @@ from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, faults_for
 from dp_ray.monitor.in_process import ONE_AT_A_TIME
 from dp_ray.plan.costs import GIB, MemoryPlan, Plan
-from dp_ray.rundir.claim import Resume, Wanted, check
+from dp_ray.rundir.claim import Resume, Wanted, check_claim
 from dp_ray.rundir.settled import run_of, settled, taken_over
 from dp_ray.rundir.unfinished import resumption
 from dp_ray.system.process import environment
@@ -75,7 +75,7 @@ def _plan_to_claim(asked: Job, rows: Mapping[str, int]) -> Plan:
     try:
         job, run = settled(asked), run_of(asked)
         plan = plan_of(job, rows, taken_over(asked, job))
-        if not isinstance(check(run, Wanted(job, rows, plan.split.total_steps)), Resume):
+        if not isinstance(check_claim(run, Wanted(job, rows, plan.split.total_steps)), Resume):
             return plan
         return dataclasses.replace(plan, remarks=(*plan.remarks, resumption(run, job.task, plan.split)))
     except StorageError as error:

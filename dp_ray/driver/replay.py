@@ -11,19 +11,21 @@ from typing import Any
 import torch
 
 from dp_ray.engine.devices import devices_here
+from dp_ray.engine.inspect_passes import InspectedPass
+from dp_ray.engine.inspect_step import Findings, StepInspection
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError, StorageError, cause_of
 from dp_ray.job.args import object_in
 from dp_ray.job.files import job_of
 from dp_ray.job.job import Job
 from dp_ray.messages import Note
-from dp_ray.results.replayed import Replayed
+from dp_ray.results.replayed import Replayed, ReplayedLoop, ReplayedStep
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, kept_job
 from dp_ray.rundir.history import StepRows, history_of
 from dp_ray.rundir.numerics import change_between, kinds_of
 from dp_ray.storage import Storage, located
 from dp_ray.tasks.numerics import numerics_of
-from dp_ray.tasks.replay import Rerun, StepChoice, run_again
+from dp_ray.tasks.replay import LoopAgain, StepChoice, run_again
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.task import settings_of
 
@@ -31,7 +33,9 @@ from dp_ray.tasks.task import settings_of
 WITHOUT: dict[str, Any] = {"workers": 0, "env": {}, "stop_on_nan": False, "flops": False, "profile": None}
 
 
-def replay(run_dir: str, choice: StepChoice, say: Callable[[str], None], debugs: bool = False) -> Iterator[Replayed]:
+def replay(
+    run_dir: str, choice: StepChoice, say: Callable[[str], None], debugs: bool = False
+) -> Iterator[ReplayedStep]:
     """Run a step of the training in `run_dir` again and yield what it gave; the run directory stays as it is.
 
     `say` gets lines on what happens meanwhile. If it `debugs`, a debugger then stops in the forward of the first
@@ -54,15 +58,39 @@ def replay(run_dir: str, choice: StepChoice, say: Callable[[str], None], debugs:
         try:
             # Of what the task sends, its lines for the user alone.
             context = Context(job, world, run, lambda sent: say(sent.text) if isinstance(sent, Note) else None)
-            with settings_of(job, world), run_again(context, StepRows(history_of(run)), choice) as rerun:
-                yield rerun.replayed
-                if debugs:
-                    _debug(rerun, say)
+            with settings_of(job, world):
+                yield from (_step_of if job.loop is None else _step_of_loop)(
+                    context, StepRows(history_of(run)), choice, debugs
+                )
         except Error as error:
             if debugs and (cause := cause_of(error)) is not None and not isinstance(cause, bdb.BdbQuit):
                 say(str(error))
                 pdb.post_mortem(cause.__traceback__)
             raise
+
+
+def _step_of(context: Context, history: StepRows, choice: StepChoice, debugs: bool) -> Iterator[Replayed]:
+    with run_again(context, history, choice) as rerun:
+        yield rerun.replayed
+        if debugs:
+            _debug(rerun.look, rerun.findings, context.say)
+
+
+def _step_of_loop(context: Context, history: StepRows, choice: StepChoice, debugs: bool) -> Iterator[ReplayedLoop]:
+    replayed = LoopAgain(context, history, choice).run()
+    yield replayed
+    if not debugs:
+        return
+    # Only now it is known which pass to debug, and the weights have changed since: the steps run once more.
+    passes = [one for one in replayed.passes if one.call == "backward"]
+    if not passes:
+        context.say("the step has no pass, so there is nothing to debug")
+        return
+    spoilt = next((one for one in passes if one.output or one.gradient), passes[0])
+    context.say(f"once more, up to {spoilt.title}")
+    LoopAgain(context, history, choice).debug(
+        spoilt.place, lambda look, findings, of_loop: _debug(look, findings, context.say, of_loop)
+    )
 
 
 def _change_since(run: Storage, devices: Sequence[torch.device]) -> str:
@@ -81,8 +109,6 @@ def _job_kept(run: Storage, say: Callable[[str], None]) -> Job:
     kept = kept_job(run, "a training")
     if kept["task"] != "train":
         raise JobError(f"replay: {run} is a run of task {kept['task']}; only a training has steps to replay")
-    if kept.get("loop") is not None:
-        raise JobError(f"replay: {run} was trained by a loop of its own, whose steps cannot be replayed yet")
     _check_objects(run, kept)
     _check_can_run(kept)
     if lost := list(kept["env"]):
@@ -132,24 +158,33 @@ def _placed(job: Job) -> tuple[Job, tuple[torch.device, ...]]:
     return job, devices_here(job)
 
 
-def _debug(rerun: Rerun, say: Callable[[str], None]) -> None:
-    """Run a shard once more, with a debugger that stops in the forward of the module to look at."""
-    look, found = rerun.look, rerun.findings.output or rerun.findings.gradient
-    shards = [row for row, _ in rerun.findings.rows if found is None or row.shard.shard == found.shard]
+def _debug(
+    look: StepInspection, findings: Findings, say: Callable[[str], None], of_loop: InspectedPass | None = None
+) -> None:
+    """Run a shard once more, with a debugger that stops in the forward of the module to look at.
+
+    If all is finite, it stops in the function of a pass `of_loop`, which may call any part of the model.
+    """
+    found = findings.output or findings.gradient
+    shards = [one.loaded for one in findings.shards if found is None or one.loaded.shard.shard == found.shard]
     if not shards:
         say("no rows, so there is nothing to debug")
         return
-    name = found.module if found is not None else ""
+    name, stepped = found.module if found is not None else "", functools.partial(_stepped, pdb.Pdb())
     module = look.model.get_submodule(name)
-    say(f"in the forward of {name or 'the model'} ({type(module).__name__}), shard {shards[0].shard.shard}:")
-    module.forward = functools.partial(_stepped, pdb.Pdb(), module.forward)
+    if found is None and of_loop is not None:
+        say(f"in the function of the pass, shard {shards[0].shard.shard}:")
+        of_loop.call_by(stepped)
+    else:
+        say(f"in the forward of {name or 'the model'} ({type(module).__name__}), shard {shards[0].shard.shard}:")
+        module.forward = functools.partial(stepped, module.forward)
     try:
         look.forward(shards[0])
     except Error as error:
         if not isinstance(cause_of(error), bdb.BdbQuit):
             raise
     finally:
-        del module.forward
+        module.__dict__.pop("forward", None)
 
 
 def _stepped(debugger: pdb.Pdb, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dp_ray.cluster.kinds import Workers, own_workers
-from dp_ray.driver.finish import clear, merge, result_of, save_unfinished, summary_of, time_lines
+from dp_ray.driver.finish import clear, last_line, merge, result_of, save_unfinished, time_lines
 from dp_ray.driver.planning import Prepared, prepare
 from dp_ray.engine.votes import StopRequested
 from dp_ray.errors import ClusterError, Error, RunInterrupted, StorageError, WorkerError, shorten
@@ -22,10 +22,10 @@ from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
-from dp_ray.plan.costs import table
+from dp_ray.plan.costs import plan_table
 from dp_ray.plan.split import Split
 from dp_ray.results.result import Result
-from dp_ray.rundir.claim import Replace, Resume, RunDir, Wanted, check, claim, keep_shards
+from dp_ray.rundir.claim import Replace, Resume, RunDir, Wanted, check_claim, claim, keep_shards
 from dp_ray.rundir.files import recorded_about
 from dp_ray.rundir.history import RECENT_SECONDS, RecentHistory
 from dp_ray.rundir.lease import RENEW_SECONDS, TELL_SECONDS, held, take_request, wait_until_free
@@ -136,9 +136,9 @@ def execute(
         job, plan = prepared.job, prepared.plan
         steps = plan.split.total_steps
         wanted = Wanted(job, plan.rows, steps, options.overwrite, options.resume, is_reopened=reopen is not None)
-        decision = check(run, wanted)
+        decision = check_claim(run, wanted)
         claimed = claim(run, wanted, decision, reopen and functools.partial(reopen, plan.split))
-        name_ray_job(run.name)
+        name_submitted_job(run.name, str(run.parent))
         if decision == Replace(is_asked=False):
             console.say("replaces the run of this name, which had ended before it kept a step")
         if isinstance(decision, Resume) and decision.lengths:
@@ -155,15 +155,15 @@ def execute(
                 execution.write_page()
 
 
-def name_ray_job(name: str) -> None:
-    """In a submitted Ray job, have `dp-ray status` show the name of the run or of the sweep."""
+def name_submitted_job(name: str, storage: str) -> None:
+    """In a submitted Ray job, have Ray keep the name and the storage of the run or sweep, by which one finds it."""
     with contextlib.suppress(ClusterError):  # `workers: 0` runs with any Ray, and with none
         from dp_ray.cluster.internals.variables import JOB_CONFIG
 
         if JOB_CONFIG in os.environ:
             from dp_ray.cluster import connect  # imports Ray
 
-            connect.name_ray_job(name)
+            connect.name_ray_job(name, storage)
 
 
 PAGE_SECONDS = 1.0  # between two looks at whether to import what the page needs
@@ -202,7 +202,7 @@ class Execution:
                     self._find_shards()
                 with (
                     # Within this block only: what removes unfinished files would remove the one that it writes.
-                    recorded_about(storage, table(self.prepared.plan), self.workers.is_here),
+                    recorded_about(storage, plan_table(self.prepared.plan), self.workers.is_here),
                     repeated("stop requests", look_seconds, lambda: self._look(stop)),
                 ):
                     self._follow_workers()
@@ -249,7 +249,7 @@ class Execution:
             self.trackers = RunTrackers(job.trackers, self.claimed.storage, job.env, self.console.say)
         # Where the job's own code runs, an import would take its time.
         page = contextlib.nullcontext() if self.workers.is_here else repeated("page", PAGE_SECONDS, self._import_page)
-        with follow(prepared, self.claimed, self.console, self.options.shapes) as monitor, page:
+        with followed(prepared, self.claimed, self.console, self.options.shapes) as monitor, page:
             self.monitor = monitor
             self.workers.run(job, self.claimed, prepared.plan.rows, monitor, prepared.faults)
 
@@ -320,7 +320,7 @@ class Execution:
         clear(storage, keeps_ledger=result.task == "predict" and result.quarantined > 0)
         for line in time_lines(result):
             self.console.say(line)
-        self.console.say(summary_of(result, self.claimed.is_resumed, self.prepared.plan.split.is_cut_short))
+        self.console.say(last_line(result, self.claimed.is_resumed, self.prepared.plan.split.is_cut_short))
         self._end_trackers(result)
         return result
 
@@ -348,7 +348,7 @@ class Execution:
 
 
 @contextmanager
-def follow(prepared: Prepared, claimed: RunDir, console: Console, shapes: bool) -> Iterator[Monitor]:
+def followed(prepared: Prepared, claimed: RunDir, console: Console, shapes: bool) -> Iterator[Monitor]:
     """Follow a run with a monitor, which continues the reports and incidents of the run's earlier drivers.
 
     When the block ends, also by an error, the file of shape reports is complete.

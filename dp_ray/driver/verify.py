@@ -14,10 +14,10 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.results.result import Result
 from dp_ray.results.text import in_columns
-from dp_ray.rundir.checkpoint import CHECKPOINTS, load_checkpoint, name_of
+from dp_ray.rundir.checkpoint import CHECKPOINTS, checkpoint_name, load_checkpoint
 from dp_ray.rundir.files import ABOUT_JSON
 from dp_ray.rundir.history import CLOCKED, DIGEST, is_inner
-from dp_ray.rundir.numerics import difference, places_of
+from dp_ray.rundir.numerics import difference, places_of_kinds
 from dp_ray.tensors.tree import flatten
 from dp_ray.text import json_text
 
@@ -26,7 +26,7 @@ NOT_COMPARED = set(CLOCKED)
 
 
 @dataclass(frozen=True)
-class Row:
+class VerifiedRun:
     """The run on one number of workers: first and last loss, hashes, and the comparison with the first run.
 
     One that `is_resumed` was stopped halfway, and has gone on.
@@ -44,7 +44,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """The result of `dp-ray verify`; `first` says where a bitwise job's runs first differ.
 
     `numerics` says in what their workers compute differently, None if in nothing.
@@ -53,7 +53,7 @@ class Verdict:
     job sets none.
     """
 
-    rows: list[Row]
+    rows: list[VerifiedRun]
     bitwise: bool
     tolerance: float
     shards: int
@@ -103,12 +103,12 @@ class Verdict:
         return "\n".join(text)
 
 
-Run = Callable[..., Result]
+RunJob = Callable[..., Result]
 
 
 def verify(
     job: Job, counts: Sequence[int], options: Options, tolerance: float | None = None, resumed: bool = False
-) -> Verdict:
+) -> Verification:
     """Run the job on each number of workers, all in one session, and compare every run with the first.
 
     With `resumed`, a training is also stopped halfway, on the first number, and goes on: what its loop keeps nowhere
@@ -155,10 +155,10 @@ def verify(
         if different and bitwise:  # runs the job again, in the same session
             first = _first_difference(run, (counts[0], runs[0]), (rows[different[0]], runs[different[0]]))
         kept = [run.run_dir for run in (runs if different else [])]
-        verdict = Verdict(rows, bitwise, tolerance, job.num_shards, alone, first, kept, _numerics(runs))
+        verdict = Verification(rows, bitwise, tolerance, job.num_shards, alone, first, kept, _numerics(runs))
     if verdict.same:
-        for one in runs:
-            one.storage().remove()
+        for result in runs:
+            result.storage().remove()
     return verdict
 
 
@@ -203,10 +203,10 @@ def _check(job: Job, counts: Sequence[int], resumed: bool) -> None:
 def _numerics(runs: Sequence[Result]) -> str | None:
     """Return in what the workers of the runs compute differently; None if in nothing."""
     attempts = [attempt for run in runs for attempt in ABOUT_JSON.read(run.storage()).attempts]
-    return difference(place for attempt in attempts for place in places_of(attempt.kinds)) or None
+    return difference(place for attempt in attempts for place in places_of_kinds(attempt.kinds)) or None
 
 
-def _row(count: int, first: Result, result: Result, bitwise: bool, tolerance: float) -> Row:
+def _row(count: int, first: Result, result: Result, bitwise: bool, tolerance: float) -> VerifiedRun:
     history = _history(result)
     difference = _difference(first, result)
     same = _hashes(first) == _hashes(result) if bitwise else difference <= tolerance
@@ -215,7 +215,7 @@ def _row(count: int, first: Result, result: Result, bitwise: bool, tolerance: fl
     digests = [row.get(DIGEST) for row in history] or [result.metrics.get(DIGEST)]
     if outputs is None and not any(value is None for value in digests):
         outputs = hashlib.sha256(repr(digests).encode()).hexdigest()
-    return Row(
+    return VerifiedRun(
         workers=count,
         first_loss=losses[0] if losses else result.metrics.get("loss"),
         last_loss=losses[-1] if losses else None,
@@ -248,28 +248,30 @@ def _difference(first: Result, other: Result) -> float:
         names = [name for name in first.metrics if name != DIGEST]
         return max(apart(torch.tensor(first.metrics[name]), torch.tensor(other.metrics[name]))[0] for name in names)
     batches = zip(first.batches(), other.batches(), strict=True)
-    return max(apart(one, two)[0] for a, b in batches for one, two in zip(_leaves(a), _leaves(b), strict=True))
+    return max(
+        apart(mine, others)[0] for a, b in batches for mine, others in zip(_leaves(a), _leaves(b), strict=True)
+    )
 
 
 def _leaves(batch: Any) -> list[torch.Tensor]:
     return [torch.as_tensor(leaf) for leaf in flatten(batch)[0]]
 
 
-def apart(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
+def apart(first: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
     """Return the largest difference of two tensors: relative to the first one's largest magnitude, and absolute.
 
     Both are infinite if the shapes differ.
     """
-    if one.shape != two.shape:
+    if first.shape != other.shape:
         return float("inf"), float("inf")
-    a, b = one.double(), two.double()
+    a, b = first.double(), other.double()
     if torch.equal(a, b) or not a.numel():
         return 0.0, 0.0
     largest = float((a - b).abs().nan_to_num(0.0 if torch.equal(a.isnan(), b.isnan()) else float("inf")).max())
     return largest / max(float(a.abs().nan_to_num().max()), 1e-30), largest
 
 
-def _first_difference(run: Run, first: tuple[int, Result], other: tuple[Row, Result]) -> str:
+def _first_difference(run: RunJob, first: tuple[int, Result], other: tuple[VerifiedRun, Result]) -> str:
     """Say where the runs on two numbers of workers first differ: the step, and the first parameter after it."""
     row = other[0]
     who = "resumed" if row.is_resumed else f"on {row.workers} workers against {first[0]}"
@@ -289,10 +291,12 @@ def _first_difference(run: Run, first: tuple[int, Result], other: tuple[Row, Res
     return f"{who}, first in step {step}: {values} differs{also}"
 
 
-def _first_parameter(run: Run, first: int, other: int, steps: int) -> str | None:
+def _first_parameter(run: RunJob, first: int, other: int, steps: int) -> str | None:
     """Name the first tensor of the state that differs after `steps` steps, and by how much; None if none differs."""
     ends = [run(count, max_steps=steps, name=f"verify-{count}-until-{steps}") for count in (first, other)]
-    states = [load_checkpoint(end.storage().child(CHECKPOINTS), name_of(steps)).state["model"] for end in ends]
+    states = [
+        load_checkpoint(end.storage().child(CHECKPOINTS), checkpoint_name(steps)).state["model"] for end in ends
+    ]
     for end in ends:
         end.storage().remove()
     for name, tensor in states[0].items():

@@ -7,19 +7,21 @@ worker has depends on the number of workers. So with `bitwise` a view that begin
 """
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dp_ray.engine.world import is_gpu
-from dp_ray.job.job import Job
 from dp_ray.tensors.files import is_sharded
 from dp_ray.tensors.tree import map_batch
+
+if TYPE_CHECKING:
+    from dp_ray.job.job import Job
 
 BYTES = 16
 
 
-def must_align(job: Job, device: torch.device) -> bool:
+def must_align(job: "Job", device: torch.device) -> bool:
     """Return whether the job's tensors on the device have to begin at multiples of 16 bytes."""
     return job.bitwise and is_gpu(device)
 

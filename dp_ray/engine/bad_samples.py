@@ -26,8 +26,8 @@ from dp_ray.job.samples import ReadRequest
 from dp_ray.plan.split import Shard
 from dp_ray.text import hide
 
-Form: TypeAlias = Any  # the structure and shapes of an item, as JSON values
-Collate: TypeAlias = Callable[[list[Any]], Any]
+ItemForm: TypeAlias = Any  # the structure and shapes of an item, as JSON values
+CollateFn: TypeAlias = Callable[[list[Any]], Any]
 TEXT_LENGTH = 10_000  # kept of a message or a traceback
 SLOT = 8  # numbers that each process notes: its pid, since when it reads, how long it may, and what
 _SINCE = 1  # where in a slot
@@ -54,7 +54,7 @@ class Reference:
     """The sample with which the others are compared: its index, and its form."""
 
     sample: int
-    form: Form
+    form: ItemForm
 
 
 class Screened(NamedTuple):
@@ -268,7 +268,7 @@ class Screen:
     def _limited(self, indices: list[int]) -> AbstractContextManager[None]:
         return nullcontext() if self.limit is None else self.limit.reading(self._wanted, indices)
 
-    def collate(self, items: Sequence[Any], indices: Sequence[int], collate: Collate) -> Screened:
+    def collate(self, items: Sequence[Any], indices: Sequence[int], collate: CollateFn) -> Screened:
         """Collate the good samples of those that were read.
 
         Raises what `collate` raises if no sample alone is to blame.
@@ -289,7 +289,7 @@ class Screen:
             batch = collate(good) if good else None
         return Screened(batch, bad)
 
-    def _collate_if_good(self, items: list[Any], collate: Collate) -> Any:
+    def _collate_if_good(self, items: list[Any], collate: CollateFn) -> Any:
         """Collate the samples if all fit the reference; return None if one does not, or if there are none.
 
         The other samples of a read must not decide whether one is bad. So torch's collate is no test: it takes a
@@ -314,7 +314,7 @@ class Screen:
             return None
         return None if self.is_finite and not self.has_own_collate and not_finite(batch) else batch
 
-    def _beside_reference(self, index: int, item: Any, collate: Collate, reference: Reference) -> BadSample | None:
+    def _beside_reference(self, index: int, item: Any, collate: CollateFn, reference: Reference) -> BadSample | None:
         """Return why the user's collate cannot collate a sample with the reference; None if it can, in either order.
 
         Raises DataError if the reference cannot be read any more.
@@ -328,7 +328,7 @@ class Screen:
         in_order = _misfit_of(index, [beside, item], collate, reference)
         return in_order if in_order is not None else _misfit_of(index, [item, beside], collate, reference)
 
-    def _misfit(self, index: int, item: Any, collate: Collate) -> BadSample | None:
+    def _misfit(self, index: int, item: Any, collate: CollateFn) -> BadSample | None:
         """Return why a sample that could be read is bad; None if it is good."""
         reference = self.reference
         if self.is_finite and (where := not_finite(item)):
@@ -343,7 +343,7 @@ class Screen:
         return _misfit_of(index, [item], collate, None)
 
 
-def _misfit_of(index: int, items: list[Any], collate: Collate, reference: Reference | None) -> BadSample | None:
+def _misfit_of(index: int, items: list[Any], collate: CollateFn, reference: Reference | None) -> BadSample | None:
     try:
         collate(items)
     except Error as error:
@@ -365,7 +365,7 @@ def bad_sample(index: int, error: BaseException) -> BadSample:
     return BadSample(index, type(cause).__name__, hide(message)[:TEXT_LENGTH], hide(frames)[-TEXT_LENGTH:])
 
 
-def choose_reference(read: Sequence[tuple[int, Any]], collate: Collate | None) -> Reference | None:
+def choose_reference(read: Sequence[tuple[int, Any]], collate: CollateFn | None) -> Reference | None:
     """Choose, from some samples that were read, the first of those with which most others can be collated.
 
     `collate` is the user's; with torch's, samples of one form can be collated. None if there is no good sample.
@@ -381,15 +381,15 @@ def choose_reference(read: Sequence[tuple[int, Any]], collate: Collate | None) -
     return Reference(index, form_of(item))
 
 
-def _can_collate(collate: Collate, one: Any, two: Any) -> bool:
+def _can_collate(collate: CollateFn, first: Any, second: Any) -> bool:
     try:
-        collate([one, two])
+        collate([first, second])
     except Exception:
         return False
     return True
 
 
-def form_of(item: Any) -> Form:
+def form_of(item: Any) -> ItemForm:
     """Return the structure and shapes of an item as torch's collate tells them apart, in JSON values.
 
     >>> form_of((torch.zeros(2, 3), {"label": 1}))

@@ -60,8 +60,8 @@ def _reached(name: str, value: Any, seen: set[int], is_called: bool = True) -> I
                 inner[variable] = cell.cell_contents
     elif is_called:
         inner = _modules(getattr(value, "__dict__", {}))
-    for key, one in inner.items():
-        yield from _reached(f"{name}.{key}", one, seen, is_called=False)
+    for key, member in inner.items():
+        yield from _reached(f"{name}.{key}", member, seen, is_called=False)
 
 
 def _modules(values: Mapping[Any, Any]) -> dict[str, Any]:

@@ -64,7 +64,9 @@ class Stamps:
         versioned = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
         # A fake or an empty tensor has no address: to ask a fake one for it warns, or raises.
         placed = {
-            name: one for name, one in tensors.items() if not isinstance(one, FakeTensor) and one.data_ptr() != 0
+            name: tensor
+            for name, tensor in tensors.items()
+            if not isinstance(tensor, FakeTensor) and tensor.data_ptr() != 0
         }
         self._names = [*versioned, *placed]
         self._versioned, self._placed = list(versioned.values()), list(placed.values())
@@ -103,8 +105,8 @@ class Copies:
             and not any(tensor.is_inference() or (self._aligns and not is_aligned(tensor)) for tensor in self._live)
         )
         pairs = [
-            (one, value)
-            for name, one in present_in(tensors).items()
+            (tensor, value)
+            for name, tensor in present_in(tensors).items()
             if (value := values.get(name)) is not None and name not in apart
         ]
         groups = grouped(pairs)
@@ -176,7 +178,7 @@ class Writable:
         self._parameters = dict(named_parameters_of(self._roots))
         self._known = {id(parameter) for parameter in self._parameters.values()}
         self._sharded = {name: parameter for name, parameter in self._parameters.items() if is_sharded(parameter)}
-        self._plain = {name: one for name, one in self._parameters.items() if can_be_copied(one)}
+        self._plain = {name: parameter for name, parameter in self._parameters.items() if can_be_copied(parameter)}
         self._places = places_of(self._roots)
         self._static = frozenset(self._always_followed())
         self._followed: dict[str, nn.Parameter] = {}  # they are copied
@@ -266,8 +268,8 @@ class Writable:
 
     def _check_parameters(self) -> None:
         """Raise ModelError if there is a parameter that was not there before."""
-        for name, one in named_parameters_of(self._roots):
-            if name not in self._parameters or (not self._sharded and id(one) not in self._known):
+        for name, parameter in named_parameters_of(self._roots):
+            if name not in self._parameters or (not self._sharded and id(parameter) not in self._known):
                 raise ModelError(
                     f"the forward made the parameter {shown(name)}, which no optimizer trains and each worker draws "
                     "by itself: make it in the constructor, or run a batch through the model where it is made"
@@ -349,28 +351,28 @@ def on_copies(modules: Roots) -> Iterator[None]:
     A graph that waits for its backward may need the tensors as they are: to write their old values would be a write.
     """
     places = {name: (held, key, tensor_at(held, key)) for name, (held, key) in places_of(modules).items()}
-    large = sum(one.nbytes for _, one in named_parameters_of(modules)) > LARGEST_COPY
+    large = sum(parameter.nbytes for _, parameter in named_parameters_of(modules)) > LARGEST_COPY
     parameters = [
-        (module._parameters, key, one)
+        (module._parameters, key, parameter)
         for _, module in (() if large else modules_of(modules))
-        for key, one in module._parameters.items()
-        if one is not None and can_be_copied(one)
+        for key, parameter in module._parameters.items()
+        if parameter is not None and can_be_copied(parameter)
     ]
     held_now = [*places.values(), *parameters]
     copies = {id(tensor): tensor.detach().clone() for _, _, tensor in held_now if tensor is not None}
     try:
-        for held, key, one in held_now:
-            fresh = None if one is None else copies[id(one)]
-            if fresh is not None and isinstance(one, nn.Parameter):
-                fresh = nn.Parameter(fresh, one.requires_grad)
+        for held, key, parameter in held_now:
+            fresh = None if parameter is None else copies[id(parameter)]
+            if fresh is not None and isinstance(parameter, nn.Parameter):
+                fresh = nn.Parameter(fresh, parameter.requires_grad)
             held[key] = fresh
         yield
     finally:
         for name, (held, key) in places_of(modules).items():
             if name not in places:
                 del held[key]
-        for held, key, one in held_now:
-            held[key] = one
+        for held, key, parameter in held_now:
+            held[key] = parameter
 
 
 def shown(name: str) -> str:
@@ -403,10 +405,10 @@ def named_parameters_of(roots: Roots) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of modules, each once, by their names."""
     seen: set[int] = set()
     for prefix, root in roots.items():
-        for name, one in root.named_parameters(prefix):
-            if id(one) not in seen:
-                seen.add(id(one))
-                yield name, one
+        for name, parameter in root.named_parameters(prefix):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
 
 
 def joined(prefix: str, key: str) -> str:
@@ -418,8 +420,8 @@ def places_of(roots: Roots) -> dict[str, Place]:
     return {
         joined(prefix, key): (module._buffers, key)
         for prefix, module in modules_of(roots)
-        for key, one in module._buffers.items()
-        if one is None or (one.layout is torch.strided and not one.is_quantized)
+        for key, buffer in module._buffers.items()
+        if buffer is None or (buffer.layout is torch.strided and not buffer.is_quantized)
     }
 
 
@@ -427,11 +429,11 @@ def shared_in(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Shared]:
     """Return which tensors share memory with one before them."""
     firsts: dict[int, str] = {}
     shared: dict[str, Shared] = {}
-    for name, one in tensors.items():
-        if one is not None:
-            first = firsts.setdefault(one.untyped_storage()._cdata, name)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            first = firsts.setdefault(tensor.untyped_storage()._cdata, name)
             if first != name:
-                shared[name] = first, one is tensors[first]
+                shared[name] = first, tensor is tensors[first]
     return shared
 
 
@@ -441,12 +443,12 @@ def sharing(tensors: Values, wanted: Mapping[str, Shared]) -> Values:
     What is a part of another can be made apart, but not made a part.
     """
     now, made = shared_in(tensors), dict(tensors)
-    for name, one in tensors.items():
+    for name, tensor in tensors.items():
         first, is_same = wanted.get(name, (name, True))
-        if one is None or now.get(name, (name, True)) == (first, is_same):
+        if tensor is None or now.get(name, (name, True)) == (first, is_same):
             continue
         if first == name:
-            made[name] = one.detach().clone()
+            made[name] = tensor.detach().clone()
         elif is_same and made.get(first) is not None:
             made[name] = made[first]
     return made
@@ -455,10 +457,10 @@ def sharing(tensors: Values, wanted: Mapping[str, Shared]) -> Values:
 def share(places: Mapping[str, Place], wanted: Mapping[str, Shared]) -> None:
     """Have the tensors in these places share memory as is wanted."""
     tensors = held_in(places)
-    for name, one in sharing(tensors, wanted).items():
-        if one is not tensors[name]:
+    for name, tensor in sharing(tensors, wanted).items():
+        if tensor is not tensors[name]:
             held, key = places[name]
-            held[key] = one
+            held[key] = tensor
 
 
 def held_in(places: Mapping[str, Place]) -> Values:
@@ -513,11 +515,11 @@ def layout_of(tensor: torch.Tensor | None) -> Form | None:
 
 
 def layouts_of(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Form | None]:
-    return {name: layout_of(one) for name, one in tensors.items()}
+    return {name: layout_of(tensor) for name, tensor in tensors.items()}
 
 
 def present_in(values: Values) -> dict[str, torch.Tensor]:
-    return {name: one for name, one in values.items() if one is not None}
+    return {name: tensor for name, tensor in values.items() if tensor is not None}
 
 
 @torch.no_grad()
@@ -529,7 +531,10 @@ def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 def grouped(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Groups:
     """Return the tensors of each device and dtype, and the values to copy into them."""
     kinds = [(into.device, into.dtype) for into, _ in pairs]
-    groups = [[pair for pair, one in zip(pairs, kinds, strict=True) if one == kind] for kind in dict.fromkeys(kinds)]
+    groups = [
+        [pair for pair, own_kind in zip(pairs, kinds, strict=True) if own_kind == kind]
+        for kind in dict.fromkeys(kinds)
+    ]
     return [([into for into, _ in group], [value for _, value in group]) for group in groups]
 
 
@@ -538,5 +543,5 @@ def copy_groups(groups: Groups) -> None:
         if into[0].dtype in TOGETHER:
             torch._foreach_copy_(into, values)
         else:
-            for one, value in zip(into, values, strict=True):
-                one.copy_(value)
+            for tensor, value in zip(into, values, strict=True):
+                tensor.copy_(value)

@@ -45,7 +45,7 @@ class CallState(Writable):
     """The state that the forwards of a parallel module write: the forward of each shard starts from the caller's.
 
     A graph that waits for its backward may need a tensor as its forward has left it. So values come back in tensors
-    of their own: `tensors` are those that the model holds now, in the caller's order. The tensors with the numbers
+    of their own: `tensors` are those that the model holds now, in the caller's order. The tensors with the indices
     `apart` also stand outside of modules, as in a list; they are written in place. A call begins with `load`,
     `restore` and `begin`; then `restore` comes before each forward but the first, and `written` after shard 0's.
     """
@@ -54,7 +54,7 @@ class CallState(Writable):
         super().__init__(model, NONE)
         self.tensors = list(tensors)
         self._apart = apart
-        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        indices = {id(tensor): index for index, tensor in enumerate(tensors)}
         self._modules = {name for name, _ in modules_of(self._roots)}
         self._held = [module._buffers for _, module in modules_of(self._roots)]
         self._lengths = list(map(len, self._held))
@@ -62,12 +62,12 @@ class CallState(Writable):
         for _, module in modules_of(self._roots):
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None:
-                    self._holders[numbers[id(tensor)]].append((module, key))
+                    self._holders[indices[id(tensor)]].append((module, key))
         buffers = {name: tensor for name, place in self._places.items() if (tensor := tensor_at(*place)) is not None}
-        self._numbers = {name: numbers[id(tensor)] for name, tensor in {**buffers, **self._plain}.items()}
+        self._indices = {name: indices[id(tensor)] for name, tensor in {**buffers, **self._plain}.items()}
         self._empty = [place for name, place in self._places.items() if name not in buffers]
-        self._kept = {self._numbers[name] for name in {**buffers, **self._followed}}
-        self._values = {number: self.tensors[number].detach().clone() for number in self._kept}
+        self._kept = {self._indices[name] for name in {**buffers, **self._followed}}
+        self._values = {index: self.tensors[index].detach().clone() for index in self._kept}
         self._before: Before | None = None  # in early calls
         self._lost: dict[int, str] = {}  # written in place, and no value of before is known
         self._num_calls = 0
@@ -81,36 +81,36 @@ class CallState(Writable):
     def _keep(self, name: str, value: torch.Tensor) -> None:
         """Follow a parameter from now on, whose forward starts from this value."""
         self._follow([name])
-        self._kept.add(self._numbers[name])
-        self._values[self._numbers[name]] = value
+        self._kept.add(self._indices[name])
+        self._values[self._indices[name]] = value
 
-    def load(self, numbers: Sequence[int], values: Sequence[torch.Tensor], anew: bool) -> None:
+    def load(self, indices: Sequence[int], values: Sequence[torch.Tensor], anew: bool) -> None:
         """Take the caller's new values of these tensors, with `anew` in new tensors."""
-        for number, value in zip(numbers, values, strict=True):
-            tensor = self.tensors[number]
+        for index, value in zip(indices, values, strict=True):
+            tensor = self.tensors[index]
             if anew:
-                self._set(number, _like(tensor, value))
+                self._set(index, _like(tensor, value))
             else:
                 with torch.no_grad():
                     tensor.copy_(value)
-            self._lost.pop(number, None)
-            if number in self._kept:
-                self._values[number] = self.tensors[number].detach().clone()
-        if numbers:
+            self._lost.pop(index, None)
+            if index in self._kept:
+                self._values[index] = self.tensors[index].detach().clone()
+        if indices:
             self._before = None
             self._follow(())
 
-    def _set(self, number: int, tensor: torch.Tensor) -> None:
-        self.tensors[number] = tensor
-        for module, key in self._holders[number]:
+    def _set(self, index: int, tensor: torch.Tensor) -> None:
+        self.tensors[index] = tensor
+        for module, key in self._holders[index]:
             if isinstance(tensor, nn.Parameter) or key in module._buffers:
                 setattr(module, key, tensor)  # as an RNN wants it, which holds its weights in a list too
             else:
                 module._buffers[key] = tensor  # a forward has removed it
         if isinstance(tensor, nn.Parameter):
             self._known.add(id(tensor))
-            for name, held in self._numbers.items():
-                if held == number:
+            for name, held in self._indices.items():
+                if held == index:
                     self._parameters[name] = self._plain[name] = tensor
                     if name in self._followed:
                         self._followed[name] = tensor
@@ -126,23 +126,23 @@ class CallState(Writable):
                     del held[key]
         for held, key in self._empty:
             held[key] = None
-        for number in sorted(self._differing(and_others=True)):
-            tensor, value = self.tensors[number], self._values[number]
-            if number in self._apart and layout_of(tensor) == layout_of(value):
+        for index in sorted(self._differing(and_others=True)):
+            tensor, value = self.tensors[index], self._values[index]
+            if index in self._apart and layout_of(tensor) == layout_of(value):
                 with torch.no_grad():
                     tensor.copy_(value)
-                self._set(number, tensor)
+                self._set(index, tensor)
             else:
-                self._set(number, _like(tensor, value))
+                self._set(index, _like(tensor, value))
 
     def renew(self) -> None:
         """Put buffers into new tensors, so that no forward writes what a graph may need.
 
         Autograd finds most such writes and raises, but not those of a BatchNorm's statistics, which it needs in eval.
         """
-        for number in self._kept - set(self._apart):
-            if not isinstance(self.tensors[number], nn.Parameter):
-                self._set(number, _like(self.tensors[number], self._values[number]))
+        for index in self._kept - set(self._apart):
+            if not isinstance(self.tensors[index], nn.Parameter):
+                self._set(index, _like(self.tensors[index], self._values[index]))
 
     @property
     def is_lost(self) -> bool:
@@ -174,7 +174,7 @@ class CallState(Writable):
                     continue
                 value = None if self._before is None else self._before.value(name)
                 if value is None:
-                    self._lost[self._numbers[name]] = name
+                    self._lost[self._indices[name]] = name
                     value = self._plain[name].detach().clone()
                 self._keep(name, value)
         if is_early:
@@ -183,23 +183,23 @@ class CallState(Writable):
     running = forward  # what sees a whole batch: a call has none
 
     def _differing(self, and_others: bool = False) -> set[int]:
-        """Return the numbers of the tensors that differ from the caller's; `and_others`: or is in another tensor."""
+        """Return the indices of the tensors that differ from the caller's; `and_others`: or is in another tensor."""
         found = set(self._lost)
         pairs = []
-        for number, value in self._values.items():
-            now = {id(tensor): tensor for tensor in (_standing(*place) for place in self._holders[number])}
+        for index, value in self._values.items():
+            now = {id(tensor): tensor for tensor in (_standing(*place) for place in self._holders[index])}
             for tensor in now.values():
                 if (
                     tensor is None
                     or tensor.shape != value.shape
                     or tensor.dtype != value.dtype
-                    or (and_others and tensor is not self.tensors[number])
+                    or (and_others and tensor is not self.tensors[index])
                 ):
-                    found.add(number)
+                    found.add(index)
                 else:
-                    pairs.append((number, tensor, value))
+                    pairs.append((index, tensor, value))
         differ = bits_differ([(tensor, value) for _, tensor, value in pairs])
-        return found | {number for (number, *_), differs in zip(pairs, differ, strict=True) if differs}
+        return found | {index for (index, *_), differs in zip(pairs, differ, strict=True) if differs}
 
     def written(self) -> list[Written]:
         """Return what the last forward has written of the caller's values; raises ModelError for a new module."""
@@ -213,8 +213,8 @@ class CallState(Writable):
         firsts: dict[int, str] = {}
         found = []
         for name, tensor in {**now, **self._followed}.items():
-            number = self._numbers.get(name)
-            if number not in changed if number is not None else (tensor is None and name in self._places):
+            index = self._indices.get(name)
+            if index not in changed if index is not None else (tensor is None and name in self._places):
                 continue
             if name.rpartition(".")[0] not in self._modules:
                 raise ModelError(
@@ -222,7 +222,7 @@ class CallState(Writable):
                     "constructor, or run one forward of the bare module before it is wrapped"
                 )
             first = name if tensor is None else firsts.setdefault(id(tensor), name)
-            is_anew = number is None or tensor is not self.tensors[number]
+            is_anew = index is None or tensor is not self.tensors[index]
             found.append(Written(name, first, tensor if first == name else None, name not in lasting, is_anew))
         return found + [Written(name, "", None) for name in self._places if name not in now]
 

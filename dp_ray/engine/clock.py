@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from dp_ray.job.job import Job
 from dp_ray.system.process import patched
+
+if TYPE_CHECKING:
+    from dp_ray.job.job import Job
 
 
 class Part(IntEnum):
@@ -280,7 +282,7 @@ def uncounted() -> Iterator[None]:
             counter.repeated += counter.get_total_flops() - before
 
 
-def counted_flops(run: Callable[[], object], rows: int, job: Job, device: torch.device) -> Flops:
+def counted_flops(run: Callable[[], object], rows: int, job: "Job", device: torch.device) -> Flops:
     """Count the operations of the matrix products and convolutions of `run`, which runs over `rows` rows."""
     # A compiled model's kernels cannot be counted; setting the stance imports the compiler, which takes seconds.
     eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()

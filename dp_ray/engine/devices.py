@@ -52,7 +52,7 @@ def check_machine(key: str, names: Sequence[str]) -> None:
         number = gpu_number(name)
         count = num_gpus()
         if number is not None and number >= count:
-            known = f": {listed(f'cuda:{one}' for one in range(count))}" if count else ""
+            known = f": {listed(f'cuda:{gpu}' for gpu in range(count))}" if count else ""
             raise JobError(f"{key}: {name} is named, and {gpus_found()}{known}; {runs_anywhere()}")
 
 
@@ -105,7 +105,7 @@ def input_device(job: Job, model: nn.Module, own: Sequence[torch.device]) -> tor
     return own[number]
 
 
-class Block(NamedTuple):
+class ModelBlock(NamedTuple):
     """A block of a model over several devices: its name, its bytes (parameters and buffers), its device's number."""
 
     name: str
@@ -113,7 +113,7 @@ class Block(NamedTuple):
     device: int
 
 
-def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
+def blocks_of(job: Job, model: nn.Module, count: int) -> list[ModelBlock]:
     """Return the blocks of a model, each placed on one of `count` devices.
 
     Raises JobError if a named block does not exist or is part of another one. Raises JobError if there are fewer
@@ -134,14 +134,14 @@ def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
     if len(names) < count:
         raise JobError(f"device_map: {len(names)} blocks ({listed(names)}) cannot be placed on {count} devices")
     blocks = [modules[name] for name in names]
-    sizes = [sum(one.nbytes for one in [*block.parameters(), *block.buffers()]) for block in blocks]
+    sizes = [sum(tensor.nbytes for tensor in [*block.parameters(), *block.buffers()]) for block in blocks]
     numbers = [number for number, part in enumerate(balance(sizes, count)) for _ in part]
-    placed = [Block(name, size, number) for name, size, number in zip(names, sizes, numbers, strict=True)]
+    placed = [ModelBlock(name, size, number) for name, size, number in zip(names, sizes, numbers, strict=True)]
     _check_shared(model, placed)
     return placed
 
 
-def _check_shared(model: nn.Module, blocks: Sequence[Block]) -> None:
+def _check_shared(model: nn.Module, blocks: Sequence[ModelBlock]) -> None:
     """Raise JobError if modules on different devices share a parameter, which can be on one device only."""
     seen: dict[int, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -179,7 +179,7 @@ def spread(job: Job, model: nn.Module, own: Sequence[torch.device]) -> nn.Module
 
 def has_own(module: nn.Module) -> bool:
     """Return whether a module has parameters or buffers of its own."""
-    return any(one is not None for one in [*module._parameters.values(), *module._buffers.values()])
+    return any(tensor is not None for tensor in [*module._parameters.values(), *module._buffers.values()])
 
 
 def move_inputs(module: nn.Module, device: torch.device) -> None:
@@ -188,7 +188,7 @@ def move_inputs(module: nn.Module, device: torch.device) -> None:
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # the usual case, made fast
             return (moved(args[0], device),), kwargs
-        return tuple(map_leaves(lambda leaf: moved(leaf, device), one) for one in (args, kwargs))
+        return tuple(map_leaves(lambda leaf: moved(leaf, device), values) for values in (args, kwargs))
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -212,5 +212,5 @@ def mixed_devices(model: nn.Module, error: BaseException) -> str:
         where = names.get(id(trace.tb_frame.f_locals.get("self")), where)
         trace = trace.tb_next
     name = f"module {where!r}" if where else "the model's own forward"
-    one, two = match["one"].rstrip(":"), match["two"].rstrip(":")
-    return f"; {name} got tensors on two devices, {one} and {two}: move them in forward, as in x.to(device)"
+    first, second = match["one"].rstrip(":"), match["two"].rstrip(":")
+    return f"; {name} got tensors on two devices, {first} and {second}: move them in forward, as in x.to(device)"

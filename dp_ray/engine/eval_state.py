@@ -48,9 +48,9 @@ class EvalState(Writable):
         # To copy a large one takes time, so its stamps must show a write first.
         self._large = Stamps(
             {
-                name: one
-                for name, one in taken.tensors.items()
-                if trusts_stamps and one is not None and one.nbytes > SMALL and name not in self._followed
+                name: tensor
+                for name, tensor in taken.tensors.items()
+                if trusts_stamps and tensor is not None and tensor.nbytes > SMALL and name not in self._followed
             }
         )
         self._copies = Copies(self, taken.tensors, taken.values, self._large.tensors)

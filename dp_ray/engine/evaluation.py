@@ -21,7 +21,14 @@ from dp_ray.engine.replica import Forwards, Replica
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.step import Compare, Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
-from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, build_over_batch, detached, merge, seed_of_batch
+from dp_ray.engine.whole_batch import (
+    ShardOutput,
+    WholeBatches,
+    build_over_batch,
+    detached,
+    merged_batch,
+    seed_of_batch,
+)
 from dp_ray.engine.world import CPU, everyone, gathered, has_peers
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
@@ -177,6 +184,7 @@ class Evaluation:
     def _measured(self, sums: torch.Tensor, states: dict[int, dict[str, Any]]) -> Evaluated:
         """Return the means and the metrics with a state, over all workers; every rank calls this."""
         with waiting("the other workers' sums"):
+            # In a row all workers but one have zeros, or it is a count: this sum is exact, in any order.
             if has_peers():
                 dist.all_reduce(sums, group=everyone())
             *totals, rows = sums.sum(0).tolist()
@@ -216,7 +224,7 @@ class Evaluation:
 
     def _measure_batch(self, own: Sequence[ShardOutput], whole: Shard, sums: torch.Tensor) -> None:
         """Add what sees the whole batch, weighed by rows, to the sums of own shards; every rank calls this."""
-        merged = merge(own, self.device, self._batches)
+        merged = merged_batch(own, self.device, self._batches)
         if merged is None:
             return
         seed_of_batch(self.job.seed, whole, self.device)

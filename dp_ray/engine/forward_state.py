@@ -61,7 +61,7 @@ from dp_ray.tensors.flat import Form, room, views
 from dp_ray.text import listed
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-Blocks = Iterable[tuple[nn.Module, list[Any]]]
+BlockTensors = Iterable[tuple[nn.Module, list[Any]]]
 
 
 class _SeesReplaced(TorchFunctionMode):
@@ -86,7 +86,7 @@ class ForwardState(Writable):
         self,
         model: nn.Module,
         is_compiled: bool = False,
-        blocks: Blocks = (),
+        blocks: BlockTensors = (),
         beside: Roots = NONE,
         aligns: bool = False,
     ) -> None:
@@ -94,8 +94,8 @@ class ForwardState(Writable):
         self._is_compiled = is_compiled
         self._has_peers, self._is_first = has_peers(), is_rank_0()
         for held, key in self._places.values() if aligns else ():
-            if (one := tensor_at(held, key)) is not None:
-                held[key] = aligned(one)  # alone in its memory then, as all are that are moved to a GPU
+            if (tensor := tensor_at(held, key)) is not None:
+                held[key] = aligned(tensor)  # alone in its memory then, as all are that are moved to a GPU
         self._built = frozenset(self._places)
         self._blocks = [(block, list(units)) for block, units in blocks]
         self._versions: list[int] = []  # of sharded parameters
@@ -138,7 +138,10 @@ class ForwardState(Writable):
 
     def _versions_of_sharded(self) -> list[int]:
         whole = [getattr(unit, "_unsharded_param", None) for _, units in self._blocks for unit in units]
-        return [*map(VERSION, self._sharded.values()), *(0 if one is None else one._version for one in whole)]
+        return [
+            *map(VERSION, self._sharded.values()),
+            *(0 if tensor is None else tensor._version for tensor in whole),
+        ]
 
     def forward(self) -> AbstractContextManager[object]:
         """Return the context of a shard's forward, which looks at what it has written.
@@ -203,10 +206,12 @@ class ForwardState(Writable):
         if self._sharded and (now := self._versions_of_sharded()) != self._versions:
             names = [*self._sharded, *(self._name_of(unit) for _, units in self._blocks for unit in units)]
             pairs = zip(names, now, self._versions, strict=True)
-            raise ModelError(_of_sharded([name for name, one, other in pairs if one != other]))
+            raise ModelError(_of_sharded([name for name, version, other in pairs if version != other]))
 
     def _name_of(self, unit: Any) -> str:
-        return next((name for name, one in self._parameters.items() if one is unit.sharded_param), "of a block")
+        return next(
+            (name for name, parameter in self._parameters.items() if parameter is unit.sharded_param), "of a block"
+        )
 
     @contextmanager
     def _comparing(self) -> Iterator[None]:
@@ -215,14 +220,14 @@ class ForwardState(Writable):
 
         def digests_of(units: list[Any]) -> dict[str, int]:
             whole = {self._name_of(unit): getattr(unit, "_unsharded_param", None) for unit in units}
-            return digests({name: one.detach() for name, one in whole.items() if one is not None})
+            return digests({name: tensor.detach() for name, tensor in whole.items() if tensor is not None})
 
         def begin(units: list[Any], block: nn.Module, *_: Any) -> None:
             before[id(block)] = digests_of(units)
 
         def end(units: list[Any], block: nn.Module, *_: Any) -> None:
             earlier, now = before.pop(id(block)), digests_of(units)
-            written = [name for name, one in now.items() if earlier.get(name) != one]
+            written = [name for name, digest in now.items() if earlier.get(name) != digest]
             if written:
                 raise ModelError(_of_sharded(written))
 
@@ -259,12 +264,14 @@ class ForwardState(Writable):
         """Start the broadcast of rank 0's values; every rank calls this once a step."""
         if not self._has_peers:
             return
+        # All send and take the same bytes: first they agree on the buffers that these are.
         if self._is_early:
             self._agree()
         if not any(self._layouts.values()):
             return
         if self._is_first and (self._kept is None or self._kept.values is not self._views):
             self._fill()
+        # The memory is the same in each step, so `finish` waits for this before the next forward may write there.
         self._work = dist.broadcast(self._flat, src=0, group=everyone(), async_op=True)
 
     def _fill(self) -> None:
@@ -309,11 +316,11 @@ class ForwardState(Writable):
         self._places = places_of(self._roots)
         layouts = {
             **of_buffers,
-            **layouts_of({name: one for name, one in self._plain.items() if name in self._followed}),
+            **layouts_of({name: tensor for name, tensor in self._plain.items() if name in self._followed}),
         }
         if layouts != self._layouts:
             self._layouts = layouts
-            present = {name: one for name, one in layouts.items() if one is not None}
+            present = {name: layout for name, layout in layouts.items() if layout is not None}
             device = next(iter(self._parameters.values())).device
             self._flat = torch.empty(sum(map(room, present.values())), dtype=torch.uint8, device=device)
             # They are copied to the tensors, so that no forward reads them.
@@ -363,8 +370,8 @@ class ForwardState(Writable):
 
     def _check_untrained(self) -> None:
         """Raise ModelError if a parameter beside the model got a gradient, which no optimizer takes."""
-        for name, one in self._parameters.items():
-            if name.startswith(OUTSIDE) and one.requires_grad and one.grad is not None:
+        for name, parameter in self._parameters.items():
+            if name.startswith(OUTSIDE) and parameter.requires_grad and parameter.grad is not None:
                 raise ModelError(
                     f"{shown(name)} got a gradient, and no optimizer trains it: make it a part of the model, or "
                     "freeze it (requires_grad_(False))"
@@ -382,11 +389,11 @@ class ForwardState(Writable):
         self._check_parameters()
         lasting = non_persistent(self._roots)
         now = {
-            name: one.detach()
-            for name, one in self._now().items()
-            if one is not None and (name in lasting or name.startswith(OUTSIDE))
+            name: tensor.detach()
+            for name, tensor in self._now().items()
+            if tensor is not None and (name in lasting or name.startswith(OUTSIDE))
         }
-        found = digests({**now, **{name: local(one.detach()) for name, one in self._unseen().items()}})
+        found = digests({**now, **{name: local(tensor.detach()) for name, tensor in self._unseen().items()}})
         before = found if self._digests is None else self._digests
         written = [name for name in self._unseen() if before.get(name, found[name]) != found[name]]
         if written and not self._was_alone:
@@ -400,7 +407,7 @@ class ForwardState(Writable):
         state = {
             "parameters": sorted(self._followed.keys() - self._static),
             "made": [[name, name not in lasting] for name in self._places if name not in self._built],
-            "buffers": {name: one for name, one in now.items() if name in self._changed},
+            "buffers": {name: buffer for name, buffer in now.items() if name in self._changed},
             "shared": [
                 [name, *shared.get(name, (name, True))]
                 for name in self._places
@@ -412,12 +419,12 @@ class ForwardState(Writable):
     def _unseen(self) -> dict[str, nn.Parameter]:
         """Return the frozen parameters that no forward was seen to write, by name; all of those beside the model."""
         return {
-            name: one
-            for name, one in self._parameters.items()
-            if (not one.requires_grad or name.startswith(OUTSIDE))
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if (not parameter.requires_grad or name.startswith(OUTSIDE))
             and name not in self._followed
-            and one.layout is torch.strided
-            and not one.is_quantized
+            and parameter.layout is torch.strided
+            and not parameter.is_quantized
         }
 
     def make(self, state: Mapping[str, Any]) -> None:

@@ -48,6 +48,7 @@ class HostCopy:
             self._copied.record(stream)
             stream = side_stream(numbers.device, "outputs")
             stream.wait_event(self._copied)
+            # Else the allocator could give their memory away before the side stream has read it.
             numbers.record_stream(stream)
         with entered(stream):
             self.here.copy_(numbers, non_blocking=True)

@@ -3,7 +3,8 @@
 Begin at `StepInspection`. It finds the loss of each row, and the first module whose output or gradient is not finite.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch import nn
 
 from dp_ray.engine.bad_samples import not_finite
 from dp_ray.engine.beside import modules_in
-from dp_ray.engine.buffers import on_copies
+from dp_ray.engine.buffers import NONE, on_copies
 from dp_ray.engine.eval_state import EvalState, evaluating
 from dp_ray.engine.gradient_hooks import InEachBackward, ParameterHooks
 from dp_ray.engine.loading import LoadedShard, LoadedStep
@@ -28,7 +29,7 @@ from dp_ray.engine.user_code import location, reraise_as
 from dp_ray.engine.whole_batch import BatchLoss, shard_loss
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
-from dp_ray.plan.split import Split
+from dp_ray.plan.split import Shard
 from dp_ray.tensors.scatter import has_rows, scatter
 from dp_ray.tensors.tree import copied, flatten
 
@@ -49,6 +50,7 @@ MEANS = "the mean of what the loss returned for a row's elements"
 OF_OUTPUTS = "the loss of each row's outputs and target, one row at a time"
 OF_BATCH = "the norm of the gradient that the loss of the whole batch gives a row's outputs"
 ALONE = "each row run alone, with the model in eval mode: not the numbers of the step itself"
+OF_SHARD = "not known: the function returns the sum and weight of a shard"
 OF_ANY_FORM = "not known: not all that the collate gave are tensors with one row for each sample"
 
 
@@ -64,13 +66,21 @@ class ModulePlace(NamedTuple):
         return f"{self.what} of {self.module or 'the model'} ({self.kind}), in shard {self.shard}"
 
 
-class Findings(NamedTuple):
-    """The loss of each row of some shards, and the first place of each kind that is not finite.
+class ShardFindings(NamedTuple):
+    """A shard, the losses of its rows, and its own; None if the loss is over the batch."""
 
-    `weights` names a parameter or buffer of the state before the step, `batch` the place in a shard's batch.
+    loaded: LoadedShard
+    losses: RowLosses
+    loss: float | None
+
+
+class Findings(NamedTuple):
+    """The losses of some shards, and the first place of each kind that is not finite.
+
+    `weights` names a parameter or buffer of the state before the pass, `batch` the place in a shard's batch.
     """
 
-    rows: list[tuple[LoadedShard, RowLosses]]
+    shards: list[ShardFindings]
     weights: str | None
     batch: str | None
     output: ModulePlace | None
@@ -137,43 +147,69 @@ class NotFiniteFinder:
             self.gradient = ModulePlace(name, kind, what, self._shard)
 
 
-class StepInspection:
-    """Runs the shards of a step as the training does, with its seeds, buffers and modes, but makes no update."""
+def inspection_of(
+    job: Job, model: nn.Module, step: Step, device: torch.device, trained: ShardLoss
+) -> "StepInspection":
+    """Return the inspection of the one pass that each step of a declared training is."""
+    trial = RowTrial(job, device, "", lambda text: None)  # the run itself has logged the notes
+    over_batch = trained.over_batch if isinstance(trained, BatchLoss) else None
+    loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device, trial, over_batch)
+    return StepInspection(job, model, device, loss, trained.beside, step)
 
-    def __init__(self, job: Job, model: nn.Module, step: Step, device: torch.device, trained: ShardLoss) -> None:
+
+class StepInspection:
+    """Runs the shards of a pass as the training does, with its seeds, buffers and modes, but makes no update.
+
+    `loss` runs a shard forward, and what it calls may write to the modules `beside` the model. `number` is that of
+    the step's pass. `step` is called for a row alone; without it, as in a loop of the user's, none is.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        device: torch.device,
+        loss: ShardLoss,
+        beside: Mapping[str, nn.Module] = NONE,
+        step: Step | None = None,
+        number: int = 0,
+    ) -> None:
         self.model = model
-        self._beside = trained.beside
+        self._beside = beside
         self._job = job
         self._step = step
+        self._number = number
         self._device = device
-        trial = RowTrial(job, device, "", lambda text: None)  # the run itself has logged the notes
-        over_batch = trained.over_batch if isinstance(trained, BatchLoss) else None
-        self._loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device, trial, over_batch)
+        self._loss = loss
         self._hooks = ParameterHooks({name: param for name, param in model.named_parameters() if param.requires_grad})
 
-    def find(self, step: Sequence[LoadedShard], split: Split, only: int | None = None) -> Findings:
+    def find(self, step: Sequence[LoadedShard], whole: Shard, only: int | None = None) -> Findings:
         """Run forward and backward of a step's shards with rows; raise ModelError, naming it, for user errors.
 
-        `only` is the shard to look at; None for all. The model stays as it is.
+        `whole` is the global batch. `only` is the shard to look at; None for all. The model stays as it is.
         """
-        if step:
-            whole = split.whole(step[0].shard.step)
-            every = LoadedStep(whole.step, [part.shard for part in step], step, whole)
-            size = ShardSize(step[0].shard.rows, whole.rows, self._job.num_shards)
-            with self._alone() as replica, advised(self._job, f"step {whole.step}", size):
-                self._loss.prepare(replica, every, lambda value, _: torch.ones_like(value), 0, False)
+        self.prepare(step, whole)
         loaded = [part for part in step if only in (None, part.shard.shard)]
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         weights = next((name for name, tensor in named if not is_finite(tensor)), None)
         finder, batch = NotFiniteFinder(self.model), None
-        rows = []
+        shards = []
         with finder.hooked():
             for part in loaded:
                 where = not_finite(part.batch) if batch is None else ""
                 if where:
                     batch = f"{where}, in shard {part.shard.shard}"
-                rows.append((part, self._shard(part, split.whole(part.shard.step).rows, finder)))
-        return Findings(rows, weights, batch, finder.output, finder.gradient)
+                shards.append(self._shard(part, whole.rows, finder))
+        return Findings(shards, weights, batch, finder.output, finder.gradient)
+
+    def prepare(self, step: Sequence[LoadedShard], whole: Shard) -> None:
+        """Compute what the shards of a pass need from each other: the gradients of a loss over the batch."""
+        if not step:
+            return
+        every = LoadedStep(whole.step, [part.shard for part in step], step, whole)
+        size = ShardSize(step[0].shard.rows, whole.rows, self._job.num_shards)
+        with self._alone() as replica, advised(self._job, f"step {whole.step}", size):
+            self._loss.prepare(replica, every, lambda value, _: torch.ones_like(value), self._number, False)
 
     def forward(self, loaded: LoadedShard) -> torch.Tensor:
         """Return the sum of a shard's losses; the model stays as it is."""
@@ -182,10 +218,11 @@ class StepInspection:
 
     def _run(self, replica: Replica, loaded: LoadedShard) -> torch.Tensor:
         shard = loaded.shard
-        loss: torch.Tensor = replica.run(shard, self._loss, copied(loaded.batch), shard.rows, shard.shard)
+        args = self._loss, copied(loaded.batch), shard.rows, shard.shard
+        loss: torch.Tensor = replica.run(shard, *args, number=self._number)
         return loss
 
-    def _shard(self, loaded: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
+    def _shard(self, loaded: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> ShardFindings:
         shard = loaded.shard
         size = ShardSize(shard.rows, batch_rows, self._job.num_shards)
         before = finder.output
@@ -194,18 +231,22 @@ class StepInspection:
                 loss = self._run(replica, loaded)
             step_output = self._loss.result.step_output
             if isinstance(self._loss, BatchLoss):
-                losses = RowLosses(self._loss.row_norms(shard), OF_BATCH, float(self._loss.value or 0.0))
+                norms = RowLosses(self._loss.row_norms(shard), OF_BATCH, float(self._loss.value or 0.0))
+                found = ShardFindings(loaded, norms, None)
             else:
                 losses = row_losses(
                     self._job, self._step, self.model, copied(loaded.batch), step_output, shard.rows, self._device
                 )
+                assert self._loss.result.row is not None
+                total, weight, *_ = self._loss.result.row
+                found = ShardFindings(loaded, losses, float(total) / float(weight) if weight else math.nan)
             self._hooks.look()  # a training runs them on the whole batch's gradient
             if self._loss.result.is_nothing:  # the weight is 0, so numbers that are not finite do not count
                 finder.output = before
-                return losses
+                return found
             with reraise_as(f"{location(shard)}: backward"):
                 (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
-            return losses
+            return found
 
     @contextmanager
     def _alone(self) -> Iterator[Replica]:
@@ -227,7 +268,13 @@ class StepInspection:
 
 @torch.no_grad()
 def row_losses(
-    job: Job, step: Step, model: nn.Module, batch: Any, step_output: StepOutput, rows: int, device: torch.device
+    job: Job,
+    step: Step | None,
+    model: nn.Module,
+    batch: Any,
+    step_output: StepOutput,
+    rows: int,
+    device: torch.device,
 ) -> RowLosses:
     """Return the loss of each of a shard's `rows` rows, of the step's output for its batch.
 
@@ -241,6 +288,8 @@ def row_losses(
         at = next((place for place, length in enumerate(numbers.shape) if length == rows), None)
         by_row = numbers.reshape(rows, -1) if at is None else numbers.movedim(at, 0).reshape(rows, -1)
         return RowLosses(by_row.mean(1).tolist(), OWN if numbers.numel() == rows else MEANS)
+    if step is None:
+        return RowLosses([], OF_SHARD)
     try:
         with preserved(device), autocast(job.precision, device):
             compared = (step_output.outputs, step_output.target)

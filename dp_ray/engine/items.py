@@ -18,7 +18,7 @@ from dp_ray.job.samples import Indices
 from dp_ray.tensors.tree import is_plain
 from dp_ray.text import did_you_mean, encodable, listed
 
-Keys: TypeAlias = str | Sequence[str]
+PickedKeys: TypeAlias = str | Sequence[str]
 
 
 class ItemKeys(NamedTuple):
@@ -27,8 +27,8 @@ class ItemKeys(NamedTuple):
     With `as_tensors`, values of plain Python become what torch's default collate takes; see `tensor_of`.
     """
 
-    inputs: Keys
-    target: Keys | None
+    inputs: PickedKeys
+    target: PickedKeys | None
     as_tensors: bool = False
 
     @property
@@ -46,7 +46,7 @@ class ItemKeys(NamedTuple):
         picked = self._of(item, self.inputs)
         return picked if self.target is None else (picked, self._of(item, self.target))
 
-    def _of(self, item: Mapping[str, Any], keys: Keys) -> Any:
+    def _of(self, item: Mapping[str, Any], keys: PickedKeys) -> Any:
         picked = value_of(item, keys) if isinstance(keys, str) else {key: value_of(item, key) for key in keys}
         return tensor_of(picked) if self.as_tensors else picked
 
@@ -210,7 +210,7 @@ class SampleReader:
         if many is None:
             get, index = self.dataset.__getitem__, -1
             try:
-                return [get(index := one) for one in indices]
+                return [get(index := wanted) for wanted in indices]
             except Error:
                 raise
             except (Exception, SystemExit) as error:

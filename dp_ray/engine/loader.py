@@ -180,7 +180,7 @@ def _check_can_be_sent(context: BaseContext, samples: Samples, collate: Any) -> 
     set_spawning_popen(standing_in)
     try:
         own = [(samples.reader.name, samples.dataset), ("collate", collate)]
-        found = [(what, *fails) for what, one in own if (fails := part_that_fails(one, dump))]
+        found = [(what, *fails) for what, value in own if (fails := part_that_fails(value, dump))]
     finally:
         set_spawning_popen(None)
     for what, name, part, error in found:
@@ -235,9 +235,9 @@ class Collated(NamedTuple):
         if type(batch) is torch.Tensor:  # as most of a prediction
             return Collated(self.seconds, (indices, batch.pin_memory()))
         if (bare := bare_tensors(batch)) is not None:
-            return Collated(self.seconds, (indices, with_tensors(batch, [one.pin_memory() for one in bare])))
+            return Collated(self.seconds, (indices, with_tensors(batch, [tensor.pin_memory() for tensor in bare])))
         parts, spec = flatten(batch, is_whole=_can_pin)
-        pinned = unflatten(spec, [one.pin_memory() if _can_pin(one) else one for one in parts])
+        pinned = unflatten(spec, [part.pin_memory() if _can_pin(part) else part for part in parts])
         return Collated(self.seconds, (indices, pinned))
 
 

@@ -32,7 +32,8 @@ from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.samples import Indices, hold_blocks, order_of
-from dp_ray.job.targets import build_dataset, dataset_seed, resolve
+from dp_ray.job.targets import build_dataset, resolve
+from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.tensors.files import moved_batch
 from dp_ray.tensors.scatter import cut, num_rows
@@ -228,10 +229,10 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
     Nobody but the user knows which parts of a batch of their own collate hold rows, or for their own step.
     """
     inputs_of, checks, dim = ModelInputs(job), not job.takes_batches and job.collate is None, job.batch_dim
-    for one in loaded:
-        shard, indices, batch = one
+    for loaded_shard in loaded:
+        shard, indices, batch = loaded_shard
         if not shard.rows:
-            yield one._replace(batch=None)
+            yield loaded_shard._replace(batch=None)
             continue
         items = batch.batch if isinstance(batch, PassthroughBatch) else batch
         picked = items if pick is None else pick(items)
@@ -240,7 +241,7 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
             if type(inputs) is not torch.Tensor or dim or not inputs.ndim or inputs.shape[0] != shard.rows:
                 check_rows(job, inputs, shard)
         taken = picked if items is batch else batch._replace(batch=picked)
-        yield one if taken is batch else LoadedShard(shard, indices, taken)
+        yield loaded_shard if taken is batch else LoadedShard(shard, indices, taken)
 
 
 def check_rows(job: Job, inputs: Any, piece: Shard) -> None:
@@ -418,7 +419,7 @@ def seeded_dataset(job: Job, name: str = "dataset") -> Any:
     if isinstance(job.dataset, Target):
         resolve(name, job.dataset)  # before seeding: a module may draw random numbers, but on its first import only
     with preserved(CPU):
-        seed_all(dataset_seed(job, name))
+        seed_all(derive_seed(job.seed, "dataset", name != "dataset"))
         return build_dataset(job, name)
 
 

@@ -6,30 +6,35 @@ gradients summed with others'; so before each pass all compare what they are abo
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine.clock import StepClock
+from dp_ray.engine.devices import mixed_devices
 from dp_ray.engine.loading import LoadedShard, LoadedStep
 from dp_ray.engine.model import autocast
+from dp_ray.engine.out_of_memory import batch_hint
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.step import Metrics, OnShard, StepOutput
 from dp_ray.engine.trainer import Pass, TrainedModel, TrainingStep
 from dp_ray.engine.update import PassGradients, Updates
+from dp_ray.engine.user_code import locating, reraise_as, shards_hint
 from dp_ray.engine.votes import LossWatch
-from dp_ray.engine.whole_batch import BatchLoss, WholeBatches, detached, merge
-from dp_ray.engine.world import World, all_gather, everyone, gathered, has_peers, is_gpu, new_group
-from dp_ray.errors import ModelError
+from dp_ray.engine.whole_batch import BatchLoss, MergedBatch, WholeBatches, detached, merged_batch
+from dp_ray.engine.world import World, all_gather, everyone, has_peers, is_gpu, new_group
+from dp_ray.errors import ModelError, other_calls
 from dp_ray.plan.split import Shard, Split, Work, worker_pieces
-from dp_ray.system.threads import waiting
+from dp_ray.system.threads import note_call, waiting
 from dp_ray.tensors.scatter import cut, num_rows
+from dp_ray.tensors.tree import flatten, map_leaves
 from dp_ray.text import listed
 
 OfRows = Callable[[Any], Any]  # of a shard's batch
@@ -55,6 +60,7 @@ class LoopModel(TrainedModel):
         )
         self._passes: dict[Any, LoopPass] = {}
         self._names = {id(module): name or "model" for name, module in self.model.named_modules()}
+        self.foreign: dict[int, nn.Parameter] = {}  # parameters outside the model to which passes give gradients
         self._has_ended = False  # a step, which fixes the names that are logged
 
     def names_of(self, modules: Sequence[nn.Module]) -> list[str]:
@@ -71,6 +77,20 @@ class LoopModel(TrainedModel):
         if any(id(one) not in names for one in own):
             raise ModelError(f"step.backward: {listed(self.names_of(modules))} is no part of run.model")
         return {names[id(one)]: one for one in own if one.requires_grad}
+
+    def look_for_foreign(self, tensors: Iterable[Any]) -> None:
+        """Note the parameters outside the model that graphs of these tensors reach: nothing sums their gradients."""
+        own = {id(one) for one in self.model.parameters()}
+        nodes = [one.grad_fn for one in tensors if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+                self.foreign[id(leaf)] = leaf
+            new = {following for following, _ in node.next_functions if following is not None} - seen
+            seen |= new
+            nodes += new
 
     @contextmanager
     def only(self, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
@@ -92,8 +112,12 @@ class LoopModel(TrainedModel):
         """Return the pass of a place in the code and what it trains; it is made once."""
         key = (_code_of(loss), _code_of(over) if over is not None else None, tuple(map(id, trained.values())))
         if key not in self._passes:
-            self._passes[key] = LoopPass(self, modules, trained, over is not None)
+            self._passes[key] = self.new_pass(modules, trained, over is not None)
         return self._passes[key]
+
+    def new_pass(self, *args: Any) -> "LoopPass":
+        """Return a pass that has not run yet."""
+        return LoopPass(self, *args)
 
     def cut(self, loaded: LoadedStep, batch: Any) -> LoadedStep:
         """Return a step whose shards are those of a batch of the loop's own."""
@@ -111,13 +135,13 @@ class LoopModel(TrainedModel):
         ]
         return LoadedStep(loaded.step, shards, read, Shard(loaded.step, -1, 0, rows, loaded.whole.epoch))
 
-    def gather(self, function: OfRows, loaded: LoadedStep, number: int) -> Any:
-        """Call a function on this worker's shards; return the merged outputs of all workers."""
+    def gather(self, function: OfRows, loaded: LoadedStep, number: int) -> MergedBatch | None:
+        """Call a function on this worker's shards; return the merged outputs of all workers, None without any row."""
         job, device, replica = self.placement.job, self.placement.world.device, self._replica
 
         def outputs_of(batch: Any) -> StepOutput:
-            with autocast(job.precision, device):
-                return StepOutput(None, function(batch))
+            with reraise_as(name_of(function)), autocast(job.precision, device):
+                return StepOutput(None, map_leaves(_without_graph, function(batch)))
 
         replica.begin(sum(bool(shard.rows) for shard in loaded.shards), loaded.lacks_shard_0)
         own = []
@@ -127,8 +151,8 @@ class LoopModel(TrainedModel):
             own.append(detached(outputs, turn.shard))
         self.state.share()
         self.state.finish(ends_step=number == 0)
-        merged = merge(own, device, WholeBatches(job))
-        return None if merged is None else merged.outputs
+        with locating(f"step {loaded.step}: step.gather({name_of(function)})"):
+            return merged_batch(own, device, WholeBatches(job, joins_lists=True))
 
     def end(self, step: TrainingStep, logged: Mapping[str, Any]) -> None:
         """End a step: make its sums and its first update those of its row in the history, with what was logged.
@@ -158,6 +182,8 @@ class LoopModel(TrainedModel):
                 f"{listed(self.measured[1:])}; log the same in each step"
             )
         sums = torch.zeros(4, dtype=torch.float64, device=device) if step.sums is None else step.sums
+        if step.sums is None and self.watch is not None:  # without a pass: it counts the steps
+            self.watch.take(step.number, sums[0] if self.is_on_gpu else 0.0)
         cells = [_scalar(one, device) for name in self.measured[1:] for one in (numbers[name], 1.0)]
         step.sums = torch.cat([sums[:2], torch.stack(cells), sums[2:]]) if cells else sums
         step.updated[0] = updates.get(0, (float("nan"), zero))
@@ -165,6 +191,7 @@ class LoopModel(TrainedModel):
 
     def close(self) -> None:
         """Stop the threads of the reductions, and let the model be freed."""
+        self.calls.close()
         for one in self._passes.values():
             one.close()
 
@@ -194,9 +221,23 @@ class LoopPass(Pass):
             loss = ShardLoss(called, self._shard, Metrics({}), job, device)
         super().__init__(placement, loss, PassGradients(trained), model.split, model.state, model.clock)
         self._earlier: list[torch.Tensor | None] | None = None
+        self._has_looked = False  # at a graph of its
+
+    def _called(self, batch: Any) -> Any:
+        """Call the loop's function; an error names it."""
+
+        def hint(error: BaseException) -> str:
+            return mixed_devices(self._model.model, error) or shards_hint(error) or batch_hint(error, batch)
+
+        with reraise_as(name_of(self.function), hint):
+            returned = self.function(batch)
+        if not self._has_looked:
+            self._has_looked = True
+            self._model.look_for_foreign(flatten(returned)[0])
+        return returned
 
     def _shard(self, _: nn.Module, batch: Any) -> Any:
-        value = self.function(batch)
+        value = self._called(batch)
         total = value[0] if isinstance(value, tuple | list) and value else value
         if isinstance(total, torch.Tensor) and not total.requires_grad:
             self._refuse(batch)
@@ -219,7 +260,7 @@ class LoopPass(Pass):
         )
 
     def _outputs(self, _: nn.Module, batch: Any) -> StepOutput:
-        returned = self.function(batch)
+        returned = self._called(batch)
         if not isinstance(returned, Mapping) or "outputs" not in returned:
             raise ModelError('with over, the loss function returns {"outputs": ..., "target": ...}')
         return StepOutput(None, returned["outputs"], returned.get("target"))
@@ -265,7 +306,9 @@ class SameCalls:
     """Compares what the workers are about to run, so that none sums its gradients with those of another pass.
 
     On a GPU the comparison runs while the pass is launched, and is read before the next one and at the step's end: so
-    the host waits for no other, and nothing is kept of a step whose calls are not known to be the same.
+    the host waits for no other, and nothing is kept of a step whose calls are not known to be the same. A worker may
+    wait there for its GPU, and that for the others', and never read it: so beats carry the call too, and the driver
+    compares them.
     """
 
     def __init__(self, world: World) -> None:
@@ -274,12 +317,15 @@ class SameCalls:
         if has_peers():
             self._group = new_group("gloo") if self._reads_later else everyone()
         self._begun: tuple[Any, torch.Tensor, int, str] | None = None
+        self._number = 0
 
     def check(self, call: str) -> None:
         """Raise ModelError, on all workers, unless all make this call. Every rank calls this."""
         if self._group is None:
             return
         self.read()
+        self._number += 1
+        note_call(self._number, call)
         digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "little")
         theirs = torch.empty(self._size, dtype=torch.int64)
         work = all_gather(theirs, torch.tensor([digest]), group=self._group, async_op=True)
@@ -296,12 +342,23 @@ class SameCalls:
             work.wait()
         if (theirs == digest).all():
             return
-        calls = gathered(call)
-        raise ModelError(
-            "loop: the workers make other calls: "
-            + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
-            + "; each worker must call the same in the same order, so decide by what all have alike"
-        )
+        calls: list[Any] = [None] * self._size
+        with waiting("the other workers' calls"):  # not in the group of the passes, which the GPUs may still be in
+            dist.all_gather_object(calls, call, group=self._group)
+        raise ModelError(other_calls(dict(enumerate(calls))))
+
+    def close(self) -> None:
+        """Have the beats carry no call any more."""
+        note_call(0, "")
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function of the loop's, for messages."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__)).replace(".<locals>", "")
+
+
+def _without_graph(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _scalar(number: Any, device: torch.device) -> torch.Tensor:

@@ -49,8 +49,8 @@ from dp_ray.system.process import patched
 from dp_ray.tensors.files import is_sharded, local, moved_batch
 from dp_ray.tensors.tree import holds_objects, map_leaves
 
-Bytes: TypeAlias = Counter[str]  # by device
-Run: TypeAlias = Callable[[bool], None]  # of a shard, which may be the last of its step
+BytesByDevice: TypeAlias = Counter[str]  # by device
+RunShard: TypeAlias = Callable[[bool], None]  # of a shard, which may be the last of its step
 OF_NCCL = "memory: of what is left of a GPU NCCL takes 0.3 to 0.6 GB"  # for the channels of a group
 
 
@@ -124,13 +124,13 @@ class Held:
     the bytes of gradients during the pass on the first device, each with the most activations beside them.
     """
 
-    parameters: Bytes
-    gradients: Bytes
-    buffers: Bytes
-    activations: Bytes
-    peak: Bytes
-    optimizer: Bytes
-    step_peak: Bytes
+    parameters: BytesByDevice
+    gradients: BytesByDevice
+    buffers: BytesByDevice
+    activations: BytesByDevice
+    peak: BytesByDevice
+    optimizer: BytesByDevice
+    step_peak: BytesByDevice
     growing: tuple[tuple[int, int], ...] = ()
 
 
@@ -249,7 +249,7 @@ class FakeShard:
 
     def _runner(
         self, model: nn.Module, devices: Sequence[torch.device], mode: FakeTensorMode, sharded: Sharded | None = None
-    ) -> Run:
+    ) -> RunShard:
         """Return a function that runs the shard as the job's task does; the last of a step's exchanges gradients."""
         job, rows = self.job, self.rows
         world = World(device=input_device(job, model, devices), all_devices=tuple(devices))
@@ -385,7 +385,7 @@ def _part(job: Job, held: Held, whole: Held, seen: int, workers: int, on_gpu: bo
 
 
 def _forward_backward(
-    model: nn.Module, live: LiveMemory, runs: Sequence[Run], sharded: Sharded | None = None
+    model: nn.Module, live: LiveMemory, runs: Sequence[RunShard], sharded: Sharded | None = None
 ) -> Held:
     """Run the shards of a step one after another, and count."""
     parameters, buffers = list(map(local, model.parameters())), list(map(local, model.buffers()))
@@ -417,10 +417,10 @@ def _tell_gradients(sharded: Sharded, live: LiveMemory) -> None:
     sharded.round.ask = lambda: None  # type: ignore[method-assign]  # whether others run the same blocks
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> Bytes:
+def _bytes(tensors: Iterable[torch.Tensor]) -> BytesByDevice:
     """Return the bytes of tensors by device; memory that they share counts once."""
     storages = {id(storage := tensor.untyped_storage()): (str(tensor.device), storage) for tensor in tensors}
-    sizes: Bytes = Counter()
+    sizes: BytesByDevice = Counter()
     for device, storage in storages.values():
         sizes[device] += storage.nbytes()
     return sizes

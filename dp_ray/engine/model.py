@@ -17,7 +17,7 @@ from dp_ray.engine.world import text_of
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
-from dp_ray.job.targets import build, check_gives, resolve
+from dp_ray.job.targets import bind, build, check_gives, resolve
 from dp_ray.plan.costs import PlacedBlock
 from dp_ray.tensors.files import is_sharded, overlaps
 
@@ -74,7 +74,7 @@ class BatchNormOfShard(_BatchNorm):
 
 
 def check_model(spec: Any) -> None:
-    """Raise JobError if it is known, without building the model, that it is not a torch.nn.Module."""
+    """Check the key `model` as far as is known without building it: a torch.nn.Module. Raises JobError."""
     if isinstance(spec, Target):
         named = resolve("model", spec)
         if isinstance(named, nn.Module):
@@ -83,6 +83,7 @@ def check_model(spec: Any) -> None:
                 f"model: {spec.target} is a {kind} that is made already; name its class, or a function that makes it"
             )
         check_gives("model", named, nn.Module, "torch.nn.Module")
+        bind("model", target_with_devices(spec, ()))
     elif not isinstance(spec, nn.Module):
         raise JobError(f"model: must be a torch.nn.Module, got a {type(spec).__qualname__}")
 
@@ -208,4 +209,6 @@ def plan_blocks(job: Job) -> tuple[PlacedBlock, ...]:
     except JobError:  # a constructor that reads its weights from a file, or computes with them, needs real memory
         with cpu:
             model = constructed(job, [cpu] * len(names))
-    return tuple(PlacedBlock(one.name, one.bytes, names[one.device]) for one in blocks_of(job, model, len(names)))
+    return tuple(
+        PlacedBlock(block.name, block.bytes, names[block.device]) for block in blocks_of(job, model, len(names))
+    )

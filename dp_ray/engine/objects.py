@@ -115,8 +115,8 @@ def what_fails(module: nn.Module, dump: Callable[[Any], object], with_hooks: boo
     """Return the name of the first attribute that cannot be pickled, or hook of a parameter; else the class."""
 
     def parts() -> Iterator[tuple[str, Any]]:
-        for name, one in module.named_modules():
-            for key, value in vars(one).items():
+        for name, submodule in module.named_modules():
+            for key, value in vars(submodule).items():
                 if key not in ("_modules", "_parameters", "_buffers"):
                     yield f"the module's attribute {name}.{key}" if name else f"the module's attribute {key}", value
         for name, parameter in module.named_parameters() if with_hooks else ():

@@ -25,7 +25,7 @@ from dp_ray.engine.weights import check_has_shape, tensors_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Optimizer, Scheduler, Target
-from dp_ray.job.targets import bind, check_gives
+from dp_ray.job.targets import bind, check_gives, resolve
 from dp_ray.plan.costs import num_scheduled, too_short
 from dp_ray.plan.split import Split
 from dp_ray.tensors.files import is_dense, is_sharded, laid_out, overlaps
@@ -48,7 +48,7 @@ def build_optimizer(
         check_has_shape(name, parameter)
         if overlaps(parameter):
             raise ModelError(f"{name} is an expanded tensor, whose elements no optimizer can update: clone() it")
-    check_unbuilt(spec)
+    _check_unbuilt(spec)
     named = {name: (instead or {}).get(id(parameter), parameter) for name, parameter in named.items()}
     if isinstance(spec, Optimizer):
         optimizer = bind("optimizer", spec, leading=1)(_groups(spec, named))
@@ -56,7 +56,7 @@ def build_optimizer(
         optimizer = _call("optimizer", spec, list(named.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
-    check_optimizer(type(optimizer))
+    _check_kind(type(optimizer))
     # No worker would sum the gradient of another parameter.
     allowed = {id(parameter) for parameter in named.values()}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -98,7 +98,23 @@ def _groups(spec: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
     return [*groups, {"params": rest}] if rest else groups
 
 
-def check_unbuilt(spec: Any) -> None:
+def check_optimizer(spec: Any) -> None:
+    """Check the key `optimizer` as far as is known without building it; raises JobError."""
+    _check_unbuilt(spec)
+    if isinstance(spec, Target):
+        _check_kind(resolve("optimizer", spec))
+        bind("optimizer", spec, leading=1)
+
+
+def check_scheduler(spec: Any) -> None:
+    """Check the key `scheduler` as far as is known without building it; raises JobError."""
+    if isinstance(spec, list | tuple):
+        raise JobError("scheduler: is a list; give one, or a function of the optimizer with torch's SequentialLR")
+    if isinstance(spec, Target):
+        bind("scheduler", spec, leading=1)
+
+
+def _check_unbuilt(spec: Any) -> None:
     """Raise JobError for an optimizer that is made already, for other parameters than the workers'."""
     if isinstance(spec, torch.optim.Optimizer):
         raise JobError(
@@ -121,7 +137,7 @@ def switches(optimizer: Any) -> bool:
 SAMS = ("first_step", "second_step")  # what optimizers like SAM have: each needs a backward of its own
 
 
-def check_optimizer(kind: Any) -> None:
+def _check_kind(kind: Any) -> None:
     """Raise JobError if a class is not an optimizer, or needs the loss again within a step, as LBFGS and SAM do."""
     check_gives("optimizer", kind, torch.optim.Optimizer, "torch.optim.Optimizer")
     if not inspect.isclass(kind) or not issubclass(kind, torch.optim.Optimizer):

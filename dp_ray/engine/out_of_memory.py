@@ -4,16 +4,18 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from dp_ray.engine.user_code import describe_input
 from dp_ray.engine.world import Cause, failed_collective, text_of
 from dp_ray.errors import ModelError
-from dp_ray.job.job import Job
 from dp_ray.plan.split import chunk_sizes
 from dp_ray.text import counted, listed
+
+if TYPE_CHECKING:
+    from dp_ray.job.job import Job
 
 CHANGES = "set one of: "  # in an error of memory that says what to change
 
@@ -40,7 +42,7 @@ class ShardSize(NamedTuple):
 
 
 @contextmanager
-def advised(job: Job, where: str, size: ShardSize | None) -> Iterator[None]:
+def advised(job: "Job", where: str, size: ShardSize | None) -> Iterator[None]:
     """Turn an out-of-memory error of the block into a ModelError that says what to change.
 
     `where` is the step. `size` is None if the memory does not depend on the rows. An error that says so already
@@ -54,7 +56,7 @@ def advised(job: Job, where: str, size: ShardSize | None) -> Iterator[None]:
 
 def raise_advised(
     error: RuntimeError | ModelError,
-    job: Job,
+    job: "Job",
     where: str,
     size: ShardSize | None,
     shards_that_fit: Callable[[], int | None] = lambda: None,
@@ -86,7 +88,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or has_text or of_nccl or is_out_of_memory(error.__cause__)
 
 
-def advice(job: Job, size: ShardSize | None, more: int | None = None) -> str:
+def advice(job: "Job", size: ShardSize | None, more: int | None = None) -> str:
     """Return the changes to the job of which any one may be enough; `more` is a number of shards that would fit."""
     changes = []
     if size is not None and size.rows > 1:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dp_ray.engine.devices import input_device
-from dp_ray.engine.forward_state import Blocks
+from dp_ray.engine.forward_state import BlockTensors
 from dp_ray.engine.model import BatchNormOfShard, build_model, compiled
 from dp_ray.engine.optimizer import Average
 from dp_ray.engine.recompute import recompute_blocks
@@ -39,14 +39,14 @@ from dp_ray.job.job import Job
 class Placement:
     """A model that each worker holds whole; `called` is the module to call. The world's device is that of inputs.
 
-    `note` takes lines for the user.
+    `say` takes lines for the user.
     """
 
     job: Job
     model: nn.Module
     called: nn.Module
     world: World
-    note: Callable[[str], None] = field(default=lambda text: None, kw_only=True)
+    say: Callable[[str], None] = field(default=lambda text: None, kw_only=True)
 
     is_sharded = False  # whether each worker holds a part
 
@@ -61,7 +61,7 @@ class Placement:
         return self.job.flops and self.world.rank == 0 and not self.is_sharded
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockTensors:
         """The blocks of which each worker gathers the parameters, with torch's records of them."""
         return ()
 
@@ -74,7 +74,7 @@ class Placement:
         cannot = "with strategy: fsdp no worker can run a shard by itself" if self.is_sharded else ""
         if self.job.sync_batchnorm and self.world.world_size > 1:
             cannot = "with sync_batchnorm no worker can run a shard by itself"
-        return RowTrial(self.job, self.world.device, cannot, self.note)
+        return RowTrial(self.job, self.world.device, cannot, self.say)
 
     def sums(self, parameters: list[nn.Parameter]) -> ShardSums | None:
         """Return the sums of a worker's shards by the fixed tree, if the job is bitwise."""
@@ -124,7 +124,7 @@ class ShardedPlacement(Placement):
     is_sharded = True
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockTensors:
         """The blocks of which each worker gathers the parameters, with torch's records of them."""
         return self.sharded.blocks
 
@@ -172,16 +172,16 @@ class ShardedPlacement(Placement):
         load_part(name, part, state)
 
 
-def place(job: Job, world: World, note: Callable[[str], None]) -> Placement:
+def place(job: Job, world: World, say: Callable[[str], None]) -> Placement:
     """Build the job's model, sharded over the workers if the job says so. Every rank calls this.
 
-    A single worker holds it whole, unless `fsdp.mixed_precision` changes the numbers. `note` gets lines for the user.
+    A single worker holds it whole, unless `fsdp.mixed_precision` changes the numbers. `say` gets lines for the user.
     BatchNorm layers become SyncBatchNorm if the job asks for it and has several workers. Raises JobError on CPUs,
     where SyncBatchNorm does not run, and if the code of a bitwise job's model has cuDNN choose kernels by their
     speed.
     """
-    note = functools.cache(note)  # a training and its evaluations say the same
-    placed = place_sharded(job, world, note) if shards_over(job, world) else place_whole(job, world, note)
+    say = functools.cache(say)  # a training and its evaluations say the same
+    placed = place_sharded(job, world, say) if shards_over(job, world) else place_whole(job, world, say)
     if job.bitwise and torch.backends.cudnn.benchmark:
         raise JobError(
             "bitwise: the model's code sets torch.backends.cudnn.benchmark, with which cuDNN takes the kernel "
@@ -190,15 +190,15 @@ def place(job: Job, world: World, note: Callable[[str], None]) -> Placement:
     return placed
 
 
-def place_sharded(job: Job, world: World, note: Callable[[str], None]) -> Placement:
+def place_sharded(job: Job, world: World, say: Callable[[str], None]) -> Placement:
     """Build the job's model, of which each worker holds a part; raises what `place` raises."""
     from dp_ray.engine.sharded.build import build_sharded  # here: its imports take seconds
 
     if job.flops:
-        note("flops: not counted: with strategy: fsdp no worker can run a shard alone")
-    sharded = build_sharded(job, world, note)
+        say("flops: not counted: with strategy: fsdp no worker can run a shard alone")
+    sharded = build_sharded(job, world, say)
     world = world.with_inputs_on(input_device(job, sharded.model, world.devices))
-    return ShardedPlacement(job, sharded.model, compiled(sharded.model, job), world, sharded, note=note)
+    return ShardedPlacement(job, sharded.model, compiled(sharded.model, job), world, sharded, say=say)
 
 
 OF_SHARDS = (
@@ -207,7 +207,7 @@ OF_SHARDS = (
 )
 
 
-def place_whole(job: Job, world: World, note: Callable[[str], None] = lambda text: None) -> Placement:
+def place_whole(job: Job, world: World, say: Callable[[str], None] = lambda text: None) -> Placement:
     """Build the job's model whole on this worker; raises what `place` raises."""
     model = recompute_blocks(job, build_model(job, world.devices), world.devices)
     if job.sync_batchnorm and world.world_size > 1:
@@ -218,9 +218,9 @@ def place_whole(job: Job, world: World, note: Callable[[str], None] = lambda tex
             if isinstance(module, nn.SyncBatchNorm):
                 module.__class__ = BatchNormOfWorkers
     if world.world_size > 1 and any(isinstance(module, BatchNormOfShard) for module in model.modules()):
-        note(OF_SHARDS)
+        say(OF_SHARDS)
     world = world.with_inputs_on(input_device(job, model, world.devices))
-    return Placement(job, model, compiled(model, job), world, note=note)
+    return Placement(job, model, compiled(model, job), world, say=say)
 
 
 class BatchNormOfWorkers(nn.SyncBatchNorm):

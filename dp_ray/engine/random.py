@@ -83,6 +83,10 @@ class ForwardSeeds:
             seed_own(self._own, number)
 
 
+with torch.inference_mode(False):
+    _cell = torch.empty((), dtype=torch.float32, device="cpu")  # made once: a new tensor takes longer than the draw
+
+
 class RngProbe:
     """Detects whether a random number was drawn from the global generators, at less cost than seeding them."""
 
@@ -90,14 +94,14 @@ class RngProbe:
 
     def begin(self) -> None:
         """Seed the global generators and start to watch them."""
-        if self._undrawn is None:  # not when it is made: torch's default dtype may change before the first use
+        if self._undrawn is None:
             seed_all(0)
-            self._undrawn = (random.random(), np.random.random_sample(), torch.rand(()).item())
+            self._undrawn = (random.random(), np.random.random_sample(), _cell.uniform_().item())
         seed_all(0)
 
     def is_broken(self) -> bool:
         """Return whether a number was drawn since `begin`: then a generator's next number differs."""
-        return (random.random(), np.random.random_sample(), torch.rand(()).item()) != self._undrawn
+        return (random.random(), np.random.random_sample(), _cell.uniform_().item()) != self._undrawn
 
 
 @contextmanager

@@ -336,6 +336,7 @@ class DdpReduction(Reduction):
                 if self.trained.aligns:
                     align_gradients(mine)
                 yield mine
+            # DDP puts its parameter into any of the buckets, so it is there for certain only after all of them.
             if loss.stats_bucket is not None:
                 loss.stats_bucket.unload()
             if self._work is not None:
@@ -424,6 +425,7 @@ class Reducer:
             first: Sums = begun.get_future().then(lambda tensors: tensors.value()[0])
             return first
         self._begun.append((begun, bucket.parameters()))
+        # DDP waits at the backward's end for what its hooks return: nothing here, so the worker can read meanwhile.
         at_once: Sums = torch.futures.Future()
         at_once.set_result(bucket.buffer())
         return at_once
@@ -609,12 +611,14 @@ class StatsBucket:
 
     def load(self, numbers: torch.Tensor) -> None:
         """Send `numbers`, float64 and contiguous, with the gradients of the next backward."""
+        # Not a copy: the backward reads it when it comes to the bucket, and `unload` writes the sums back into it.
         self._loaded = numbers
 
     def unload(self) -> None:
         """Set the numbers that were loaded to their sums, once the gradients are summed."""
         if self._loaded is not None and self.parameter.grad is not None:
             self._loaded.view(PIECE).view(-1).copy_(self.parameter.grad[: self._pieces])
+        # Else the next backward would add to the numbers of this step.
         self.parameter.grad = self._loaded = None
 
     def attach(self, loss: torch.Tensor) -> torch.Tensor:
@@ -668,6 +672,8 @@ def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
     # For a sparse gradient, the number of its rows.
     gradients = [parameter.grad for parameter in parameters]
     own = [_UNUSED if grad is None else grad.values().shape[0] if grad.is_sparse else _DENSE for grad in gradients]
+    # All workers learn what each of them has: dense and sparse gradients take different collectives, and a worker
+    # that went the other way would hang the rest.
     counts = torch.tensor(own, device=device)
     everybodys = [torch.empty_like(counts) for _ in range(group.size())]
     dist.all_gather(everybodys, counts, group=group)

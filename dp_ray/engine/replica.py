@@ -19,7 +19,6 @@ from dp_ray.engine.out_of_memory import ShardSize, raise_advised
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.user_code import locating, location, raise_located
 from dp_ray.errors import ModelError
-from dp_ray.job.job import Job
 from dp_ray.plan.split import Shard, Work
 from dp_ray.tensors.tree import copied
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from dp_ray.engine.eval_state import EvalState
     from dp_ray.engine.forward_state import ForwardState
     from dp_ray.engine.loading import LoadedStep
+    from dp_ray.job.job import Job
 
 T = TypeVar("T")
 
@@ -56,9 +56,9 @@ class Forwards:
         """Return the step to go on with; all ranks call this before a step."""
         return loaded
 
-    def gathering(self, call: Callable[..., T]) -> Callable[..., T]:
+    def gathering(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return a function that runs the model, so that it has the parameters that it needs."""
-        return call
+        return function
 
     def dummies(self, work: Work, step: int, ran: int) -> list[DummyBatch]:
         """Return a dummy batch for each round that this worker, with `ran` shards to run, runs without rows."""
@@ -114,13 +114,13 @@ class Replica:
     def run(
         self,
         shard: Shard | None,
-        call: Callable[..., T],
+        forward: Callable[..., T],
         *args: Any,
         number: int = 0,
         seed: int | None = None,
         keeps: bool = False,
     ) -> T:
-        """Run a shard's forward, `call(*args)`, in the step's pass of this `number`; return what it returns.
+        """Run a shard's forward, `forward(*args)`, in the step's pass of this `number`; return what it returns.
 
         Its random numbers come from `seed`, by default from the job's seed, the shard and the pass. First it undoes
         the writes of the forward before, unless `begin` or `leave_state` was called since. If it `keeps`, all workers
@@ -128,14 +128,15 @@ class Replica:
         is not watched. Raises ModelError, which names the shard.
         """
         if shard is None:
-            return call(*args)
+            return forward(*args)
+        # Only now: the backward of the forward before may have needed what that wrote.
         if self._ran is not None:
             self.restore()
         self._ran = shard
         self._seeds.begin(shard, number, seed)
         try:
             with self.state.forward():
-                returned = call(*args)
+                returned = forward(*args)
             if keeps and shard.shard == 0:
                 self.state.keep()
             return returned
@@ -169,7 +170,7 @@ class Replica:
                 raise
             raise_located(error, self.of + location(ran))
 
-    def raise_advised(self, error: RuntimeError | ModelError, shard: Shard, job: Job) -> NoReturn:
+    def raise_advised(self, error: RuntimeError | ModelError, shard: Shard, job: "Job") -> NoReturn:
         """Raise an error of a shard again; one of memory says what to change."""
         assert self.work is not None
         split = self.work.split
@@ -177,7 +178,7 @@ class Replica:
         size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards, key)
         raise_advised(error, job, self.of + location(shard), size)
 
-    def run_batch(self, step: int, call: Callable[..., T], *args: Any) -> T:
-        """Run what sees a whole batch, `call(*args)`, which all workers call alike; an error names the step."""
+    def run_batch(self, step: int, function: Callable[..., T], *args: Any) -> T:
+        """Run what sees a whole batch, `function(*args)`, which all workers call alike; an error names the step."""
         with locating(f"{self.of}step {step}"), self.state.running():
-            return call(*args)
+            return function(*args)

@@ -27,7 +27,6 @@ from dp_ray.tensors.tree import Ragged, TreeSpec, all_nodes, copied, flatten, is
 NO_BATCH = "the batch of a shard cannot be cut: not all that is in it are tensors with a row for each sample"
 
 Size = tuple[int, ...]
-Note = Callable[[str], None]
 
 
 class Less(NamedTuple):
@@ -75,17 +74,17 @@ Tried = Mapping[str, Less] | str  # by path; or why a shard could not be tried
 class RowTrial:
     """The trial of a run, on one worker.
 
-    `cannot` says why this worker may not run a shard by itself; "" if it may. `note` gets a line for the user if
+    `cannot` says why this worker may not run a shard by itself; "" if it may. `say` gets a line for the user if
     there is no trial, so that sizes alone decide.
     """
 
     running = False  # whether a trial runs in this process: what measures forwards leaves it out
 
-    def __init__(self, job: Job, device: torch.device, cannot: str, note: Note) -> None:
+    def __init__(self, job: Job, device: torch.device, cannot: str, say: Callable[[str], None]) -> None:
         self._job = job
         self._device = device
         self._cannot = cannot
-        self._note = note
+        self._say = say
         self.is_open = self._is_single_due = True  # `is_open` until a shard of more rows has been tried
         self._tried: Tried = ""
 
@@ -128,7 +127,7 @@ class RowTrial:
         self.is_open = False
         self._tried = tried
         if isinstance(tried, str):
-            self._note(
+            self._say(
                 f"outputs: only sizes tell which have a row for each sample, since {tried.rstrip('.')}; one whose "
                 f"dimension {self._job.batch_dim} is by chance as long as a shard has rows counts as such"
             )

@@ -278,14 +278,14 @@ class Metrics:
                 _check_numbers(size, *counts, describe_compared(outputs, target))
 
 
-def _check_numbers(says: str, one: int, two: int, hint: str) -> None:
+def _check_numbers(says: str, of_one: int, of_two: int, hint: str) -> None:
     """Raise ModelError if so many numbers for one row and for two show that they are not of single rows."""
-    if 0 < one == two:
+    if 0 < of_one == of_two:
         raise ModelError(
             f"{says}, and returns as many numbers for one row as for two: so they are not one for each row, but one "
             "for each class, say; return one number for each row, or (sum, weight)"
         )
-    if one > 0 and two == 4 * one:
+    if of_one > 0 and of_two == 4 * of_one:
         raise ModelError(
             f"{says}, and returns four times as many numbers for two rows as for one: each output has been compared "
             f"with each target; give both the same size, or return one number for each row{hint}"
@@ -323,13 +323,13 @@ def _count_numbers(function: Compare, outputs: Any, target: Any, batch_dim: int)
         row = copied(scatter((outputs, target), num_rows((outputs, target), batch_dim) or 1, batch_dim)[0])
         trial = copy.deepcopy(function)  # it may keep a state
         with preserved(_device_of(row)), on_copies(modules_in("", function)):  # deepcopy copies no closure
-            two = trial(*gather([row, row], [1, 1], batch_dim))
-            one = trial(*row)
+            of_two = trial(*gather([row, row], [1, 1], batch_dim))
+            of_one = trial(*row)
     except Exception:  # it may need more rows, or other outputs and targets than one tensor row each
         return None
-    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+    if not isinstance(of_one, torch.Tensor) or not isinstance(of_two, torch.Tensor):
         return None
-    return one.numel(), two.numel()
+    return of_one.numel(), of_two.numel()
 
 
 def weighted_sum(value: Any, rows: int, what: str, hint: str = "") -> Weighted:
@@ -529,13 +529,13 @@ class ModelInputs:
 class PredictInputs(ModelInputs):
     """Picks the model's part of each batch of a prediction; with `inputs: auto`, by the signature of its forward.
 
-    `note` is called once if a target is left out, or if one may reach the model.
+    `say` is called once if a target is left out, or if one may reach the model.
     """
 
-    def __init__(self, job: Job, model: nn.Module, note: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, model: nn.Module, say: Callable[[str], None]) -> None:
         super().__init__(job)
         self._arguments = _num_positional(model)
-        self._note = note
+        self._say = say
         self._has_noted = False
         self._is_auto = job.inputs == "auto"
 
@@ -547,7 +547,7 @@ class PredictInputs(ModelInputs):
         gives_first = _takes_first(self._job, least, most, batch[0])
         may_take_target = self._job.call in ("auto", "args") and least < 2 <= most
         if not self._has_noted and (gives_first or may_take_target):
-            self._note(LEAVES_OUT if gives_first else GIVES_BOTH)
+            self._say(LEAVES_OUT if gives_first else GIVES_BOTH)
         self._has_noted = True
         return batch[0] if gives_first else batch
 

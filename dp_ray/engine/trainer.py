@@ -367,6 +367,7 @@ class Pass:
         # weight.
         whole = loaded.whole.stop - loaded.whole.start
         filled = [shard.shard for shard in loaded.shards if shard.rows]
+        # By the rows of the whole batch, which all workers know: so they plan the same exchange.
         reduction.begin(loaded.step, filled, num_filled(whole, self.split.shards))
         dummies = replica.dummies(loaded.step, len(filled)) if replica.forwards.are_collective else []
         if not filled and not dummies:
@@ -387,8 +388,10 @@ class Pass:
                 self._backward(reduction, turn, loss, seed, None if left else stats.numbers, loaded.step)
             del loss  # and its graph, before the next batch is read
         replica.running_batch = None
+        # On every worker to its end, where it waits for the last sums: `stats` is whole only then.
         for parameters in reduction.summed(stats.numbers):
             self.optimizer_step.take_norms(parameters)
+        # After the sums: the broadcast of buffers, for which this waits, goes on while they come.
         if self.state.finish(number == 0):  # in early steps
             check_sums_once({"": self.placement.model, **self.state.beside})  # a forward may have made one
             if self._world.world_size > 1:
@@ -469,6 +472,7 @@ class Pass:
                     continue
                 self._try(called, loaded)
                 unused += any(param.grad is None for param in trained.parameters.values() if id(param) not in sparse)
+        # All decide alike: one whose DDP does not look for unused parameters would never send what others wait for.
         with waiting("the other workers' first shards"):
             dist.all_reduce(unused, dist.ReduceOp.MAX, group=everyone())
             return bool(unused.item())

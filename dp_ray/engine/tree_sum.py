@@ -28,10 +28,12 @@ def zeros_that_add_nothing(like: torch.Tensor) -> torch.Tensor:
 
 def add(left: Gradients, right: Gradients) -> Gradients:
     """Add `left` to `right`, in place, and return the sums; a parameter without a gradient counts nothing."""
-    pairs = [(one, two) for one, two in zip(left, right, strict=True) if one is not None and two is not None]
+    pairs = [
+        (addend, total) for addend, total in zip(left, right, strict=True) if addend is not None and total is not None
+    ]
     if pairs:
-        torch._foreach_add_([two for _, two in pairs], [tensor for tensor, _ in pairs])
-    return [one if two is None else two for one, two in zip(left, right, strict=True)]
+        torch._foreach_add_([total for _, total in pairs], [tensor for tensor, _ in pairs])
+    return [addend if total is None else total for addend, total in zip(left, right, strict=True)]
 
 
 class ShardSums:
@@ -60,6 +62,7 @@ class ShardSums:
     def take(self, node: Node) -> None:
         """Move the parameters' gradients, those of `node`, into the sums, and add them as far as the tree allows."""
         sums = [parameter.grad for parameter in self.parameters]
+        # Else the next backward would add its gradients to these sums, in the same memory.
         for parameter in self.parameters:
             parameter.grad = None
         climb(self.held, node, sums, self._parents, add)
@@ -69,6 +72,7 @@ class ShardSums:
         sums = fold(self.held, self.root, add) or [None] * len(self.parameters)
         for parameter, gradient in zip(self.parameters, sums, strict=True):
             parameter.grad = gradient
+        # These tensors are the gradients now: the next step must not add to them.
         self.held = {}
 
 
@@ -85,6 +89,7 @@ def tree_sum(
     """
     ranks = len(nodes)
     width = -(-into.numel() // ranks)
+    # Longer than the rows by up to `ranks - 1` numbers, so that all slices are of one length.
     sent = into.new_zeros(len(rows), ranks * width)
     for row, tensor in zip(sent, rows, strict=True):
         row[: tensor.numel()] = tensor
@@ -106,6 +111,7 @@ def exchanged(
     count, ranks, width = rows.shape
     counts = [len(theirs) * width for theirs in nodes]
     received = rows.new_empty(sum(counts))
+    # An all-to-all sends each rank one piece: its slices of all nodes stand together.
     by_owner = rows.transpose(0, 1).contiguous()
     dist.all_to_all_single(received, by_owner.view(-1), counts, [count * width] * ranks, group=group)
     owners = [node for theirs in nodes for node in theirs]

@@ -4,11 +4,11 @@ Begin at `why_not`. The model, its gradients, the optimizer's state and the work
 the job. The numbers of the step mean nothing. The model is made for the trial, and is gone after it.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.eval_state import EvalState, evaluating
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.forward_state import ForwardState
-from dp_ray.engine.loading import LoadedStep, Source, find_reference, load_steps
+from dp_ray.engine.loading import LoadedStep, Pick, Source, find_reference, load_steps
 from dp_ray.engine.model import autocast
 from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
 from dp_ray.engine.placement import Placement, ShardedPlacement, place
@@ -37,8 +37,6 @@ from dp_ray.job.plan import with_schedule
 from dp_ray.plan.split import Split, Work, num_filled
 
 HEADROOM = 0.1  # of each GPU, kept free: for other workers' numbers, gaps between tensors, and rows that are larger
-
-Run = Callable[..., Any]
 
 
 class Data(NamedTuple):
@@ -97,7 +95,7 @@ def _shards(world: World, data: Data) -> Work:
     return mine if any(shards for _, shards in mine) else Work(split, world.world_size)
 
 
-def _load(world: World, data: Data, pick: Run | None = None) -> tuple[Work, Generator[LoadedStep, None, None]]:
+def _load(world: World, data: Data, pick: Pick | None = None) -> tuple[Work, Generator[LoadedStep, None, None]]:
     """Return the shards of the trial, and the step that loads them on the worker's device, without bad samples."""
     source = data.source
     job = source.job.model_copy(update={"loader": Loader(pin_memory=source.job.loader.pin_memory)})

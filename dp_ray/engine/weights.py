@@ -55,11 +55,11 @@ def _raise_first_difference(mine: list[str]) -> None:
     first = json.loads(broadcast(json.dumps(mine)))
     pairs = itertools.zip_longest(first, mine, fillvalue="nothing")
     difference = next(((there, here) for there, here in pairs if there != here), None)
-    for rank, one in enumerate(gathered(difference)):
-        if one is not None:
+    for rank, theirs in enumerate(gathered(difference)):
+        if theirs is not None:
             raise ModelError(
-                f"the models of the workers differ: where rank 0 has {one[0]}, rank {rank} has {one[1]}; build the "
-                "same modules in the same order everywhere (a set of names has another order in each process)"
+                f"the models of the workers differ: where rank 0 has {theirs[0]}, rank {rank} has {theirs[1]}; build "
+                "the same modules in the same order everywhere (a set of names has another order in each process)"
             )
 
 
@@ -71,15 +71,17 @@ def check_has_shape(name: str, tensor: torch.Tensor) -> None:
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of the module's state_dict, without its other values."""
-    return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+    return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
 
 
 def other_sizes(own: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> dict[str, str]:
     """Return the tensors of a model of which some weights have another size, each with both sizes in words."""
     return {
-        name: f"{name} {list(weights[name].shape)} in place of {list(one.shape)}"
-        for name, one in own.items()
-        if hasattr(weights.get(name), "shape") and not is_lazy(one) and tuple(weights[name].shape) != tuple(one.shape)
+        name: f"{name} {list(weights[name].shape)} in place of {list(tensor.shape)}"
+        for name, tensor in own.items()
+        if hasattr(weights.get(name), "shape")
+        and not is_lazy(tensor)
+        and tuple(weights[name].shape) != tuple(tensor.shape)
     }
 
 
@@ -93,10 +95,10 @@ def unwrapped(own: Set[str], weights: Mapping[str, Any]) -> tuple[Mapping[str, A
     """
     best, stripped, named, before = weights, "", weights, ""
     while named:
-        wrapper = next((one for one in WRAPPERS if all(str(name).startswith(one) for name in named)), None)
+        wrapper = next((prefix for prefix in WRAPPERS if all(str(name).startswith(prefix) for name in named)), None)
         if wrapper is None:
             break
-        named, before = {name.removeprefix(wrapper): one for name, one in named.items()}, before + wrapper
+        named, before = {name.removeprefix(wrapper): weight for name, weight in named.items()}, before + wrapper
         if len(own & named.keys()) > len(own & best.keys()):
             best, stripped = named, before
     return best, stripped
@@ -139,15 +141,15 @@ def advice_on(own: Mapping[str, torch.Tensor], weights: Mapping[str, Any], advic
 
 
 def _nested(weights: Mapping[str, Any]) -> str:
-    for key, one in weights.items():
-        if isinstance(one, Mapping) and one and all(isinstance(inner, torch.Tensor) for inner in one.values()):
+    for key, value in weights.items():
+        if isinstance(value, Mapping) and value and all(isinstance(inner, torch.Tensor) for inner in value.values()):
             return f"; it holds weights in {key!r}: save that alone, torch.save(found[{key!r}], file)"
     return ""
 
 
 def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Give memory to the buffers that are None, and of which there are weights: a first forward had made them."""
-    device = next((one.device for one in model.parameters()), None)
+    device = next((parameter.device for parameter in model.parameters()), None)
     for name, (held, key) in places_of({"": model}).items():
         weight = weights.get(name)
         if tensor_at(held, key) is None and weight is not None:
@@ -164,14 +166,14 @@ def _make_apart(model: nn.Module, weights: Mapping[str, Any]) -> None:
     shared = shared_in(tensors)
     wanted: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name in {**{first: None for first, _ in shared.values()}, **shared}:
-        weight, one = weights.get(name), tensors[name]
+        weight, tensor = weights.get(name), tensors[name]
         if isinstance(weight, Stored):
             weight = weight.whole()
-        if one is not None and isinstance(weight, torch.Tensor) and weight.shape == one.shape:
-            wanted[name] = one, weight.to(one)
-            one.copy_(weight)
-    for name, (one, weight) in wanted.items():
-        if not torch.equal(as_bytes(one), as_bytes(weight)):
+        if tensor is not None and isinstance(weight, torch.Tensor) and weight.shape == tensor.shape:
+            wanted[name] = tensor, weight.to(tensor)
+            tensor.copy_(weight)
+    for name, (tensor, weight) in wanted.items():
+        if not torch.equal(as_bytes(tensor), as_bytes(weight)):
             held, key = places[name]
             held[key] = weight
 
@@ -187,7 +189,7 @@ def load_weights(
     own = tensors_of(model)
     sizes = {} if is_strict else other_sizes(own, weights)
     try:
-        keys = model.load_state_dict({key: one for key, one in weights.items() if key not in sizes}, is_strict)
+        keys = model.load_state_dict({key: weight for key, weight in weights.items() if key not in sizes}, is_strict)
     except (RuntimeError, TypeError, AttributeError) as error:
         advice = advice_on(own, weights, advice if is_strict else "")
         raise ModelError(f"the weights of {where} are not this model's: {str(error).rstrip('.')}{advice}") from None
@@ -202,9 +204,9 @@ def check_all_tensors(model: nn.Module) -> None:
 
     A model is loaded with all values of its state_dict, so such a file could never be loaded.
     """
-    for name, one in model.state_dict().items():
-        if not isinstance(one, torch.Tensor):
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
             raise ModelError(
-                f"model.{name} is of type {type(one).__qualname__}: a weights file holds tensors only, and could not "
-                "be loaded without it; have get_extra_state give a tensor, or keep the value in a buffer"
+                f"model.{name} is of type {type(value).__qualname__}: a weights file holds tensors only, and could "
+                "not be loaded without it; have get_extra_state give a tensor, or keep the value in a buffer"
             )

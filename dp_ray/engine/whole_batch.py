@@ -1,6 +1,6 @@
 """Losses and metrics that see the whole batch (`over: batch`): the outputs of all shards, merged in order.
 
-Each worker runs its shards forward and keeps their outputs. `merge` gathers the outputs of all workers: every worker
+Each worker runs its shards forward and keeps their outputs. `merged_batch` gathers those of all workers: every worker
 has the whole batch, computes the same loss, and so the gradient of its own shards' outputs. Then each shard runs
 again, and its backward begins with that gradient: memory is that of all outputs and of one shard's graph. A worker
 with a single shard keeps the graph of its forward, and runs it once.
@@ -57,7 +57,7 @@ OF_ROWS = (
     f"it in the loss from outputs that have rows, or {LEAVE_OUT}"
 )
 
-Gradients = Mapping[str, torch.Tensor]  # of a shard's outputs, by their paths
+OutputGradients = Mapping[str, torch.Tensor]  # of a shard's outputs, by their paths
 
 
 def build_over_batch(job: Job, device: torch.device) -> dict[str, Compare]:
@@ -118,11 +118,13 @@ _Piece = tuple[_Form, dict[str, torch.Tensor]]  # a shard's form, and its leaves
 class WholeBatches:
     """How a run merges the shards of its batches: which leaves have rows, as `trial` has shown on some worker.
 
+    A list with a number or text for each row is joined if it is another one in some shard, or if this `joins_lists`.
     All workers know the same, since they merge the same shards.
     """
 
-    def __init__(self, job: Job, trial: RowTrial | None = None) -> None:
+    def __init__(self, job: Job, trial: RowTrial | None = None, joins_lists: bool = False) -> None:
         self.batch_dim = job.batch_dim
+        self.joins_lists = joins_lists
         self.has_rows: dict[str, bool] = {}  # by path, as far as the trial shows it
         self._trial = trial if job.num_shards > 1 else None  # one shard is the whole batch
 
@@ -214,7 +216,9 @@ class MergedBatch:
             )
         return value.reshape(())
 
-    def gradients(self, loss: torch.Tensor, seed: torch.Tensor, shards: Sequence[Shard]) -> dict[int, Gradients]:
+    def gradients(
+        self, loss: torch.Tensor, seed: torch.Tensor, shards: Sequence[Shard]
+    ) -> dict[int, OutputGradients]:
         """Return the gradients of the shards' outputs, of a backward of `loss` that begins with `seed`.
 
         Outputs that the loss does not use have none. For an output without rows, the first shard gets the gradient,
@@ -237,7 +241,7 @@ class MergedBatch:
 
 
 @torch.no_grad()
-def merge(own: Sequence[ShardOutput], device: torch.device, batches: WholeBatches) -> MergedBatch | None:
+def merged_batch(own: Sequence[ShardOutput], device: torch.device, batches: WholeBatches) -> MergedBatch | None:
     """Merge the shards of all workers, in order; None if no shard has rows. Every rank calls this.
 
     `device` is the worker's. Raises ModelError, naming the shard, if the outputs of the shards do not fit together.
@@ -333,7 +337,7 @@ def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merg
                 "outputs and targets, if the loss or a metric is over: batch"
             )
     dims = {path: _dim_of_rows(path, [(form, tensors[path]) for form, tensors in pieces], batches) for path in names}
-    lists = _joined_lists([form for form, _ in pieces])
+    lists = _joined_lists([form for form, _ in pieces], batches.joins_lists)
     _check_constants(pieces, [path for path, dim in dims.items() if dim is None], lists)
     cut = [{path: tensor for path, tensor in tensors.items() if dims[path] is not None} for _, tensors in pieces]
     whole = {**pieces[0][1], **(gather(cut, rows, batch_dim) if cut[0] else {})}
@@ -367,13 +371,13 @@ def _dim_of_rows(path: str, pieces: Sequence[tuple[_Form, torch.Tensor]], batche
     return None
 
 
-def _joined_lists(forms: Sequence[_Form]) -> dict[str, list[Any]]:
-    """Return by path the lists with a constant for each row, joined in order; not lists that all shards share."""
+def _joined_lists(forms: Sequence[_Form], joins_same: bool) -> dict[str, list[Any]]:
+    """Return by path the lists with a constant for each row, joined in order; what all share only if `joins_same`."""
     joined = {}
     for path in forms[0].lists:
         if all(path in form.lists for form in forms):
             pieces = [[form.constants[f"{path}.{at}"] for at in range(form.rows)] for form in forms]
-            if len({repr(piece) for piece in pieces}) > 1:
+            if joins_same or len({repr(piece) for piece in pieces}) > 1:
                 joined[path] = [tensor for piece in pieces for tensor in piece]
     return joined
 
@@ -396,11 +400,11 @@ def _check_constants(pieces: Sequence[_Piece], paths: Sequence[str], lists: Mapp
     (first, leaves), *others = pieces
     for form, _ in others:
         for path in sorted(first.constants.keys() | form.constants.keys()):
-            one, other = (
+            mine, other = (
                 repr(each.constants[path]) if path in each.constants else "not there" for each in (first, form)
             )
-            if one != other and path.rpartition(".")[0] not in lists:
-                what = f"{one:.40} in shard {first.shard}, and {other:.40} in shard {form.shard}"
+            if mine != other and path.rpartition(".")[0] not in lists:
+                what = f"{mine:.40} in shard {first.shard}, and {other:.40} in shard {form.shard}"
                 raise ModelError(f"{_named(path)} is {what}: {OF_ROWS}")
     if not others or not paths:
         return
@@ -474,7 +478,7 @@ class BatchLoss(ShardLoss):
         self.batches = batches
         self._seed = job.seed
         self._aligns = must_align(job, device)
-        self._gradients: dict[int, Gradients] = {}
+        self._gradients: dict[int, OutputGradients] = {}
         self._dims: Mapping[str, int | None] = {}
         self.value: torch.Tensor | None = None  # the loss of the step's batch
         self._kept: StepOutput | None = None
@@ -539,7 +543,7 @@ class BatchLoss(ShardLoss):
         `seed` makes the gradient with which the loss's backward begins. `number` is that of the step's pass.
         """
         self._gradients, self.value = {}, None
-        merged = merge(own, self._device, self.batches)
+        merged = merged_batch(own, self._device, self.batches)
         if merged is None:
             return
         seed_of_batch(self._seed, whole, self._device, number)
@@ -601,7 +605,7 @@ def _sum_of(outputs: Any) -> torch.Tensor:
     return torch.stack([tensor.to(sums[0].device) for tensor in sums]).sum()
 
 
-def _giving(outputs: Any, given: Gradients) -> torch.Tensor:
+def _giving(outputs: Any, given: OutputGradients) -> torch.Tensor:
     """Return a zero whose backward gives the outputs the gradients."""
     pairs = [(leaf, given[path]) for path, leaf in _with_graph(outputs).items() if path in given]
     if not pairs:

@@ -55,14 +55,14 @@ def object_in(values: Any, path: str = "args") -> str | None:
     if isinstance(values, str):
         return path if MARKED.match(values) else None
     if isinstance(values, list):
-        inner = [object_in(one, inner_path(path, at)) for at, one in enumerate(values)]
+        inner = [object_in(item, inner_path(path, at)) for at, item in enumerate(values)]
     elif isinstance(values, Mapping):
         inner = [
-            path if MARKED.match(str(key)) else object_in(one, inner_path(path, key)) for key, one in values.items()
+            path if MARKED.match(str(key)) else object_in(item, inner_path(path, key)) for key, item in values.items()
         ]
     else:
         return None
-    return next((one for one in inner if one is not None), None)
+    return next((found for found in inner if found is not None), None)
 
 
 def _plain(value: Any, path: str, unknown: list[str], around: frozenset[int]) -> Any:
@@ -72,13 +72,13 @@ def _plain(value: Any, path: str, unknown: list[str], around: frozenset[int]) ->
         raise ValueError(f"{path}: holds itself")
     around = around | {id(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(one, inner_path(path, key), unknown, around) for key, one in value.items()}
+        return {key: _plain(item, inner_path(path, key), unknown, around) for key, item in value.items()}
     if isinstance(value, list | tuple | deque):
-        return [_plain(one, inner_path(path, at), unknown, around) for at, one in enumerate(value)]
+        return [_plain(item, inner_path(path, at), unknown, around) for at, item in enumerate(value)]
     if isinstance(value, set | frozenset):
-        return {"(set)": sorted((_plain(one, path, unknown, around) for one in value), key=_text)}
+        return {"(set)": sorted((_plain(item, path, unknown, around) for item in value), key=_text)}
     if (parts := _parts(value)) is not None:
-        return {key: _plain(one, inner_path(path, key), unknown, around) for key, one in parts.items()}
+        return {key: _plain(item, inner_path(path, key), unknown, around) for key, item in parts.items()}
     text = _in_full(value) or _name(value) or _array(value) or _tensor(value) or _by_state(value, around)
     if text is None:
         unknown.append(path)
@@ -107,7 +107,7 @@ def _parts(value: Any) -> dict[str, Any] | None:
     if isinstance(value, BaseModel):
         parts = dict(value)
     elif dataclasses.is_dataclass(kind):
-        parts = {one.name: getattr(value, one.name, None) for one in dataclasses.fields(kind)}
+        parts = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(kind)}
         if vars(value).keys() - parts.keys() if hasattr(value, "__dict__") else False:
             return None  # it has more than its fields
     else:

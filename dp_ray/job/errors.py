@@ -123,8 +123,8 @@ def _models(kind: Any) -> Iterator[type[BaseModel]]:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         yield kind
     inner = (kind.json_schema_input_type,) if isinstance(kind, BeforeValidator) else get_args(kind)
-    for one in inner:
-        yield from _models(one)
+    for member in inner:
+        yield from _models(member)
 
 
 def _nearest(path: str) -> str:

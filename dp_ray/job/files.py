@@ -210,8 +210,8 @@ def differences(there: Any, here: Any, path: str = "") -> Iterator[str]:
         for key in dict.fromkeys([*there, *here]):
             yield from differences(there.get(key, NOT_SET), here.get(key, NOT_SET), inner_path(path, key))
     elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        for number, (one, other) in enumerate(zip(there, here, strict=True)):
-            yield from differences(one, other, inner_path(path, number))
+        for number, (theirs, ours) in enumerate(zip(there, here, strict=True)):
+            yield from differences(theirs, ours, inner_path(path, number))
     elif not same(there, here):
         yield f"{path}: {_shown(there, here)} there, {_shown(here, there)} here"
 
@@ -232,6 +232,6 @@ def _shown(value: Any, other: Any) -> str:
     if isinstance(value, list):
         return f"{len(value)} items" if len(repr(value)) > SHOWN else repr(value)
     if isinstance(value, str) and isinstance(other, str) and value[:SHOWN] == other[:SHOWN]:
-        alike = next(at for at, (one, two) in enumerate(zip_longest(value, other)) if one != two)
+        alike = next(at for at, (char, others) in enumerate(zip_longest(value, other)) if char != others)
         return "..." + repr(value[max(0, alike - SHOWN // 4) : alike + SHOWN // 2])
     return f"{value!r:.{SHOWN}}"

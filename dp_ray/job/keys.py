@@ -287,7 +287,7 @@ def _metric(value: Any) -> Any:
     return {"metric": value} if isinstance(value, str) else value
 
 
-def location(value: Any) -> Any:
+def path_text(value: Any) -> Any:
     """Return a path, or the run directory of a Result, as text."""
     if hasattr(value, "run_dir"):
         return getattr(value, "location", "") or value.run_dir
@@ -303,7 +303,7 @@ class Best(Strict):
     """Whether the smallest or the largest value is best."""
 
 
-class Checkpoint(Strict):
+class CheckpointKeys(Strict):
     """When a training writes checkpoints, besides at its end, and which it keeps."""
 
     every_steps: PositiveInt | None = None
@@ -695,9 +695,9 @@ class JobKeys(WorkerKeys, WorkKeys):
     torch's own, which is 25 after a first one of 1."""
     bitwise: bool = False
     """Weights, losses and outputs are the same bits on any number of workers from 1 to `shards`."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointKeys = CheckpointKeys()
     """When a training writes checkpoints, besides at its end, and which it keeps."""
-    init_from: Annotated[str, Field(min_length=1), BeforeValidator(location)] | None = None
+    init_from: Annotated[str, Field(min_length=1), BeforeValidator(path_text)] | None = None
     """Start from a weights file (`.safetensors`, `.pt`), a run directory or a checkpoint. From Python, a Result
     too."""
     strict: bool = True

@@ -46,7 +46,7 @@ def current(job: Mapping[str, Any]) -> dict[str, Any]:
         if key.is_taken and has(values, key.name):
             if has(values, key.new):
                 raise JobError(f"{key.name}: is the old name of {key.new}, which is set too; leave {key.name} out")
-            values = moved(values, key.name, current_name(key.name))
+            values = key_moved(values, key.name, current_name(key.name))
     return values
 
 
@@ -69,7 +69,7 @@ def of_a_run(job: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(job)
     for key in OLD_KEYS:
         if has(values, key.name):
-            values = moved(values, key.name, key.new)
+            values = key_moved(values, key.name, key.new)
     return values
 
 
@@ -80,7 +80,7 @@ def has(values: Mapping[str, Any], name: str) -> bool:
     return first in values and (not rest or (isinstance(inner, Mapping) and has(inner, rest)))
 
 
-def moved(values: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
+def key_moved(values: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
     """Return a copy of nested mappings with the value of a dotted key under another one.
 
     It keeps its place if both are in one mapping; else it comes last.
@@ -94,7 +94,7 @@ def moved(values: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
     if not rest and not below:
         return {target if key == first else key: value for key, value in values.items()}
     if rest and below and first == target:
-        return {**values, first: moved(values[first], rest, below)}
+        return {**values, first: key_moved(values[first], rest, below)}
     *parents, last = old.split(".")
     copied: dict[str, Any] = dict(values)
     inner = copied

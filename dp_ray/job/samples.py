@@ -110,9 +110,9 @@ class IndexLists:
                 order = dataclasses.replace(self.order, epoch=pieces[0].epoch)
             # The indices of several pieces are computed at once.
             every = [np.arange(piece.start, piece.stop) for piece in pieces]
-            for number, one in enumerate(pieces):
-                if one.missing:
-                    every[number] = np.delete(every[number], [at - one.start for at in one.missing])
+            for number, piece in enumerate(pieces):
+                if piece.missing:
+                    every[number] = np.delete(every[number], [at - piece.start for at in piece.missing])
             of_pieces = np.split(order.at(np.concatenate(every)), np.cumsum([piece.rows for piece in pieces[:-1]]))
             for piece, indices, blocks in zip(pieces, of_pieces, ahead, strict=False):
                 yield ReadRequest(piece.epoch, piece.step, piece.shard, indices.tolist(), blocks)

@@ -17,7 +17,6 @@ from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.errors import SAMPLER
 from dp_ray.job.job import Job
 from dp_ray.job.keys import TARGET, Target, is_over_batch
-from dp_ray.plan.order import derive_seed
 from dp_ray.system.process import importing_from_here
 from dp_ray.text import did_you_mean, listed
 
@@ -128,11 +127,6 @@ def _is_torchs(name: str, value: Any) -> bool:
     """Return whether an object is of a class of torch.utils.data; an import of it would take seconds."""
     cls = getattr(sys.modules.get("torch.utils.data"), name, None)
     return cls is not None and isinstance(value, cls)
-
-
-def dataset_seed(job: Job, key: str) -> int:
-    """Return the seed with which the dataset of the job's `key` is built."""
-    return derive_seed(job.seed, "dataset", key != "dataset")
 
 
 def _has(dataset: Any, name: str) -> bool:

@@ -193,8 +193,10 @@ class Hangs:
     def check(self, control: NodeControl) -> None:
         """Kill the workers that hang, so that they are replaced.
 
-        Raises WorkerError if the same ranks hang in the same step again, or if no retries are left.
+        Raises WorkerError if the same ranks hang in the same step again, or if no retries are left; and ModelError if
+        the loops of workers make other calls.
         """
+        self.watchdog.check_calls()
         hang = self.watchdog.hang()
         if hang is None:
             return

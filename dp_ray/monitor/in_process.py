@@ -63,18 +63,9 @@ class InProcess:
         monitor.take(WorkerReady(HERE, world, os.getpid(), ()))
 
         control = DriverStepControl(monitor)
-
-        def send(message: Message) -> None:
-            with control.one_at_a_time:
-                monitor.take(message)
-                monitor.tick()
-
-        def ask_to_stop(by: str) -> bool:
-            control.wants_stop = monitor.ask_to_stop(by)
-            return control.wants_stop
-
-        with ONE_AT_A_TIME, planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
-            run_task(job, world, claimed.storage, send, control, rows)
+        stops = planned_stops(control.ask_to_stop)
+        with ONE_AT_A_TIME, stops, contextlib.redirect_stdout(sys.stderr), environment(job.env):
+            run_task(job, world, claimed.storage, control.send, control, rows)
 
     def serve(self, keys: WorkerKeys) -> "ServingHere":
         """Have this process serve parallel modules."""
@@ -97,7 +88,18 @@ class DriverStepControl(StepControl):
     attempt: str = field(default=HERE, init=False)
     _reported: float = field(default=0.0, init=False)
     # A recorder's thread sends reports, the task's thread the rest.
-    one_at_a_time: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def send(self, message: Message) -> None:
+        """Have the monitor take in a message, and all that follows from it."""
+        with self._one_at_a_time:
+            self.monitor.take(message)
+            self.monitor.tick()
+
+    def ask_to_stop(self, by: str) -> bool:
+        """Ask the task to stop after its step; return whether it will."""
+        self.wants_stop = self.monitor.ask_to_stop(by)
+        return self.wants_stop
 
     def before(self, step: int) -> None:
         """Report the step that begins to the monitor, if it is time to."""
@@ -105,7 +107,7 @@ class DriverStepControl(StepControl):
         if now < self._reported + REPORT_SECONDS:
             return
         self._reported = now
-        with self.one_at_a_time:
+        with self._one_at_a_time:
             self.monitor.take(Started(HERE, 0, step))
 
 
@@ -136,7 +138,7 @@ def _copied(job: Job, all_objects: bool) -> Job:
         if error is None:
             shared |= reach
         elif key == "model" and not all_objects:
-            raise refused(key, value, error, lambda one: copied_object(one, kept)) from error
+            raise refused(key, value, error, lambda part: copied_object(part, kept)) from error
         else:
             kept.append(value)
     reaches = {key: reached(value, kept) for key, value in others.items()}
@@ -148,10 +150,10 @@ def _copied(job: Job, all_objects: bool) -> Job:
             elif all_objects:
                 kept.append(others[key])
             else:
-                raise refused(key, others[key], error, lambda one: copied_object(one, kept)) from error
+                raise refused(key, others[key], error, lambda part: copied_object(part, kept)) from error
     kept += [others[key] for key in reaches]
     try:
-        own_job: Job = copied_object(job, [one for one in kept if one is not None])
+        own_job: Job = copied_object(job, [target for target in kept if target is not None])
         return own_job
     except Exception as error:  # a user's __setstate__ may raise anything
-        raise refused("model", job.model, error, lambda one: copied_object(one, kept)) from error
+        raise refused("model", job.model, error, lambda part: copied_object(part, kept)) from error

@@ -27,7 +27,7 @@ from dp_ray.monitor.console import Console, Losses, Progress
 from dp_ray.plan.split import Split
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
-from dp_ray.rundir.history import NOT_MEASURED
+from dp_ray.rundir.history import is_measured
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog
 from dp_ray.rundir.listing import PROGRESS_JSON
 from dp_ray.storage import Storage
@@ -64,7 +64,7 @@ class Monitor:
         shapes: bool,
         run: RunDir | None = None,
     ) -> None:
-        self.node_control = attempts.NodeControl()
+        self._nodes = attempts.NodeControl()
         self.failed: messages.Failed | None = None
         self.end = attempts.JobEnd()
         self.attempts = attempts.Attempts()
@@ -89,6 +89,10 @@ class Monitor:
         self._reports = ReportTables(storage, split.total_steps) if storage else None
         self._must_keep = False
         self._shape_lines = ShapeLines(console, job.batch_dim, storage) if shapes else None
+
+    def take_control(self, nodes: attempts.NodeControl) -> None:
+        """Control the workers by `nodes` from now on: which ones run the job is known only once it begins there."""
+        self._nodes = nodes
 
     def take(self, message: messages.Message) -> None:
         """Process a message."""
@@ -156,7 +160,7 @@ class Monitor:
         lost, hung = self.attempts.workers(message.ranks), self._hangs.end(message.ranks)
         self.attempts.interrupt()
         self.failed = None  # the next attempt may succeed
-        by = attempts.interruption_of(message, lost, hung, self.progress.step, self.node_control)
+        by = attempts.interruption_of(message, lost, hung, self.progress.step, self._nodes)
         self.incidents.interrupt(by)
 
     def _ended_by_nccl(self, ranks: tuple[int, ...]) -> set[int]:
@@ -215,7 +219,7 @@ class Monitor:
             self._reports.keep()
         self._must_keep = False
         self._console.progress(self.progress)
-        self._hangs.check(self.node_control)
+        self._hangs.check(self._nodes)
 
     def _advance(self) -> None:
         done, before = 1 + min(self._through.values(), default=-1), self.progress.step
@@ -232,7 +236,7 @@ class Monitor:
         asked before. A signal handler calls this.
         """
         runs_a_step = self.attempts.runs_a_step and not self.incidents.log.is_interrupted
-        return self.planned_stop.ask(self.node_control, runs_a_step, by)
+        return self.planned_stop.ask(self._nodes, runs_a_step, by)
 
     def close(self) -> None:
         """Finish the shape reports, also of unfinished steps, and the history; workers cannot be asked to stop."""
@@ -363,7 +367,7 @@ def progress_noted(run: Storage, progress: Progress) -> Iterator[None]:
 def progress_values(progress: Progress) -> dict[str, Any]:
     """Return the progress as JSON values: steps, rows, rate, phase, metrics, each worker's place, rows and time."""
     counts = {name: getattr(progress, name) for name in ("step", "steps", "rows", "rows_in_all", "phase")}
-    metrics = {name: value for name, value in progress.last.items() if name not in NOT_MEASURED and value is not None}
+    metrics = {name: value for name, value in progress.last.items() if is_measured(name) and value is not None}
     workers = []
     for rank in sorted(progress.workers):
         world, rows = progress.workers[rank]

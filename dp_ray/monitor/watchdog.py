@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dp_ray.engine.clock import DevicePlace, Part
 from dp_ray.engine.world import STATES, Collective
+from dp_ray.errors import ModelError, other_calls
 from dp_ray.messages import Beat, WorkerReady, beat_interval
 from dp_ray.rundir.files import FLIGHT_RECORDER
 from dp_ray.text import listed
@@ -27,6 +28,7 @@ class _WorkerState:
     waits_for: str = ""
     device: DevicePlace | None = None
     collectives: tuple[Collective, ...] = ()
+    call: tuple[int, str] = (0, "")
 
 
 def devices_behind(places: Mapping[int, DevicePlace]) -> tuple[int, ...]:
@@ -151,6 +153,20 @@ class Watchdog:
         state.heard, state.moved, state.step = now, now - beat.seconds, beat.step
         state.stack, state.waits_for = beat.stack, beat.waits_for
         state.device, state.collectives = beat.device, beat.collectives
+        state.call = beat.call
+
+    def check_calls(self) -> None:
+        """Raise ModelError if the loops of workers make other calls: then these wait in other collectives, for ever.
+
+        On GPUs the workers may not find it themselves, since a host waits for its GPU.
+        """
+        by_number: dict[int, dict[int, str]] = {}
+        for rank, state in sorted(self._states.items()):
+            number, what = state.call
+            by_number.setdefault(number, {})[rank] = what
+        for number, calls in by_number.items():
+            if number and len(set(calls.values())) > 1:
+                raise ModelError(other_calls(calls))
 
     @property
     def found(self) -> str:

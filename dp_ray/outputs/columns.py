@@ -32,7 +32,7 @@ from dp_ray.tensors.tree import (
     Leaf,
     Ragged,
     TreeSpec,
-    difference,
+    first_difference,
     flatten,
     is_plain,
     leaf_keys,
@@ -237,7 +237,7 @@ class Layout:
 
         Raises ModelError, which names the column, if the nesting or the dtypes differ.
         """
-        if (problem := difference(self.spec, other.spec)) is not None:
+        if (problem := first_difference(self.spec, other.spec)) is not None:
             raise ModelError(
                 f"the model's outputs are not nested alike on all shards: {problem}; what differs from row to row "
                 "must be a tensor, or a list of texts, with a row for each sample"
@@ -290,10 +290,12 @@ def rows_of(
     return layout, [*carried.values(), *(leaf for _, leaf in kept)]
 
 
-Form = tuple[Any, ...]
+LayoutKey = tuple[Any, ...]
 
 
-def layout_key(outputs: Any, tensors: Sequence[torch.Tensor], rows: int, carried: Mapping[str, pa.Array]) -> Form:
+def layout_key(
+    outputs: Any, tensors: Sequence[torch.Tensor], rows: int, carried: Mapping[str, pa.Array]
+) -> LayoutKey:
     """Return what decides the layout of outputs of bare `tensors`, of so many rows."""
     keys = tuple((type(key), key) for key in outputs) if type(outputs) is dict else ()  # 1 and True are equal
     form: list[Any] = [rows, type(outputs), keys]
@@ -335,7 +337,7 @@ def _kept(name: str, leaf: Any, batch_dim: int, copies: list[HostCopy] | None) -
         return Column(name, _name(tensor), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray)), tensor
     numbers = rows_first(_tensor(name, leaf.data), 0, copies)
     shape: tuple[int | None, ...] | None = None
-    inner = {one[1:] for one in leaf.shapes}
+    inner = {sizes[1:] for sizes in leaf.shapes}
     if not any(leaf.shapes):
         shape = ()
     elif all(leaf.shapes) and len(inner) == 1 and 0 not in next(iter(inner)):

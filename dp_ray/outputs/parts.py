@@ -25,8 +25,9 @@ import torch
 from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.world import CPU, is_gpu
 from dp_ray.errors import StorageError
+from dp_ray.job.samples import Indices
 from dp_ray.outputs import columns
-from dp_ray.outputs.columns import SAMPLE_INDEX, Form, Layout, Rows
+from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, LayoutKey, Rows
 from dp_ray.plan.split import FilePlan, Range, Shard
 from dp_ray.rundir.ledger import part_name
 from dp_ray.storage import LocalFile, Storage, UnfinishedFile
@@ -44,7 +45,6 @@ TENSOR_BYTES = 1 << 10  # a tensor's overhead beside its numbers
 PART_BYTES = 128 << 20  # of the parts of all workers together: so much is left to merge after the last step
 PART_SECONDS = 60.0
 MERGE_BYTES = 256 << 20  # of the blocks of all workers together: a merging worker holds one of each
-Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ShardRows(NamedTuple):
@@ -83,7 +83,7 @@ class PartWriter:
 
     `find_plan` returns how the outputs are cut into files, given the bytes of a row. It returns None if the worker is
     to stop before that is known: then nothing is kept.
-    An output that is no tensor, number or text is left out, and its path reported once with `note`.
+    An output that is no tensor, number or text is left out, and its path reported once with `say`.
 
     A GPU, the `device`, need not wait for it: the outputs of a step come to the host while the next step is computed,
     and a thread writes them.
@@ -92,14 +92,14 @@ class PartWriter:
     parts: WorkerParts
     find_plan: FindPlan
     before_commit: Callable[[], None] = lambda: None
-    note: Callable[[str], None] = lambda text: None
+    say: Callable[[str], None] = lambda text: None
     device: torch.device = CPU
 
     def __post_init__(self) -> None:
         self._plan: FilePlan | None = None
         self._left_out: set[str] = set()
         self._layout: Layout | None = None
-        self._forms: set[Form] = set()  # those of bare tensors whose rows the layout holds
+        self._forms: set[LayoutKey] = set()  # those of bare tensors whose rows the layout holds
         self._file: PartFile | None = None
         self._step: list[ShardRows] = []
         self._group: list[ShardRows] = []
@@ -141,7 +141,7 @@ class PartWriter:
         """Return a shard's rows, and have the layout hold them."""
         kept, left_out = columns.without_objects(outputs)
         for path in left_out.keys() - self._left_out:
-            self.note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
+            self.say(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
         self._left_out |= left_out.keys()
         layout, rows = columns.rows_of(kept, shard.rows, self.parts.batch_dim, beside, copies)
         joined = layout if self._layout is None else self._layout.join(layout)

@@ -65,7 +65,7 @@ class Previews:
 def read_previews(run: Storage) -> list[Preview]:
     """Read the previews of a run; files that are damaged are passed over."""
     folder = run.child(PREVIEWS)
-    return [one for name in folder.names() for one in PREVIEWS_JSON.read(folder, name)]
+    return [preview for name in folder.names() for preview in PREVIEWS_JSON.read(folder, name)]
 
 
 def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) -> Iterator[Preview]:
@@ -78,7 +78,7 @@ def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) ->
             text = "\n".join([*itertools.starmap(_named_text, values.items()), *more])
             yield Preview(int(indices[at]), png=next(filter(None, map(_image, values.values())), ""), text=text)
         return
-    tensors = [one for one in flatten(inputs)[0] if isinstance(one, torch.Tensor)]
+    tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, torch.Tensor)]
     if isinstance(inputs, list | tuple) and len(tensors) == len(inputs) == len(indices) and all(map(_image, tensors)):
         kept: Any = [tensors[at].detach().cpu() for at in rows]
     elif tensors and tensors[0].ndim > batch_dim and tensors[0].shape[batch_dim] == len(indices):
@@ -114,7 +114,7 @@ def _named_text(name: str, row: Any) -> str:
 
 
 def _numbers(row: torch.Tensor) -> str:
-    text = ", ".join(f"{one:.4g}" for one in row.flatten()[:NUMBERS].tolist())
+    text = ", ".join(f"{number:.4g}" for number in row.flatten()[:NUMBERS].tolist())
     return text if row.numel() <= NUMBERS else f"{text} ..."
 
 

@@ -50,7 +50,7 @@ class SharedWorkers:
         self.serving = kind.serve(keys)
         self.users: set[int] = set()  # numbers of the modules that are open
         self.closed: deque[int] = deque()  # of those that the workers may forget
-        self._numbers = 0
+        self._num_modules = 0
         self._is_of_one_kind = False
         for owner in kind.owners:
             self.by_owner.setdefault(owner, self)
@@ -120,19 +120,19 @@ class SharedWorkers:
 
     def enter(self) -> int:
         """Return the number of a module that begins to use the workers."""
-        self._numbers += 1
-        self.users.add(self._numbers)
-        return self._numbers
+        self._num_modules += 1
+        self.users.add(self._num_modules)
+        return self._num_modules
 
-    def forget(self, module: int) -> None:
+    def forget(self, module_number: int) -> None:
         """Note that nobody holds a module any more; this runs in the garbage collector."""
-        self.users.discard(module)
-        self.closed.append(module)
+        self.users.discard(module_number)
+        self.closed.append(module_number)
 
-    def leave(self, module: int) -> None:
+    def leave(self, module_number: int) -> None:
         """Note that a module uses them no longer; the last one ends them."""
         with self.lock:
-            self.forget(module)
+            self.forget(module_number)
             if not self.users:
                 self.close()
 
@@ -162,12 +162,12 @@ class Call:
     spec: bytes
     shards: int
     inputs: Sequence[Sequence[torch.Tensor | Any]]  # of each shard that runs: its leaves, on the caller's device
-    requires_grad: frozenset[int]  # numbers of leaves
+    requires_grad: frozenset[int]  # indices of leaves
     seed: int
     owners: dict[int, wire.Member] = field(default_factory=dict)  # of the shards' graphs
     lost: str = ""  # why a worker was lost in the forward, last
     sparse: frozenset[int] = frozenset()  # which of the trained parameters have sparse gradients
-    versions: list[int] = field(default_factory=list)  # of the leaves, which tell whether they were written to
+    input_versions: list[int] = field(default_factory=list)  # torch's, of the inputs: whether they were written to
 
     @property
     def filled(self) -> range:
@@ -190,15 +190,15 @@ class Exchange:
         if bitwise:
             self.threads = max(1, int(workers.serving.keys.cpus_per_worker))
             workers.keep_one_kind()
-        self.number = workers.enter()
+        self.module_number = workers.enter()
         # Once nobody holds the module, and no call of it waits for its backward: tickets hold this too.
-        self._end = weakref.finalize(self, workers.forget, self.number)
+        self._end = weakref.finalize(self, workers.forget, self.module_number)
         self._end.atexit = False
         self.pickler = workers.serving.pickler
         self.max_waiting = max_waiting
         self.max_workers = max(1, max_workers)
-        self.waiting: dict[int, int] = {}  # calls that wait for their backward, with the bytes that are kept here
-        self._dropped: deque[int] = deque()  # calls whose graphs nobody waits for any more
+        self.waiting: dict[int, int] = {}  # bytes kept here, by the number of a call that waits for its backward
+        self._dropped: deque[int] = deque()  # numbers of calls whose graphs nobody waits for any more
 
     def check_open(self) -> None:
         """Raise ClusterError if the workers have ended."""
@@ -210,12 +210,12 @@ class Exchange:
     def close(self) -> None:
         """Leave the workers; the last module that does ends them."""
         if self._end.detach() is not None and self.workers.is_open:
-            self.workers.leave(self.number)
+            self.workers.leave(self.module_number)
 
-    def drop(self, number: int) -> None:
+    def drop(self, call_number: int) -> None:
         """Have the workers drop a call's graphs; the message goes with the next call."""
-        del self.waiting[number]
-        self._dropped.append(number)
+        del self.waiting[call_number]
+        self._dropped.append(call_number)
 
     def check_waiting(self) -> None:
         """Raise ModelError, naming calls and bytes, if too many calls wait for their backward."""
@@ -226,7 +226,7 @@ class Exchange:
             return
         with self.workers.lock:
             members = self.workers.serving.ready()
-            held = self.workers.serving.call(dict.fromkeys(members, wire.HeldBytes(self.number)))
+            held = self.workers.serving.ask(dict.fromkeys(members, wire.HeldBytes(self.module_number)))
         most = max(((size, rank) for rank, size in enumerate(held.values()) if isinstance(size, int)), default=(0, 0))
         raise ModelError(
             f"{len(self.waiting)} calls of this module wait for their backward, as many as max_waiting allows; they "
@@ -274,11 +274,11 @@ class Exchange:
                 spec = call.spec if shards else None
                 messages[member] = wire.Forward(call.number, sync, call.modes, spec, call.requires_grad, shards)
         raised: list[tuple[wire.Raised, wire.Member]] = []
-        for member, answer in self.workers.serving.call(messages).items():
+        for member, answer in self.workers.serving.ask(messages).items():
             if isinstance(answer, list) or (isinstance(answer, wire.Raised) and answer.has_module):
-                member.loaded[self.number] = call.version
+                member.loaded[self.module_number] = call.version
             else:
-                member.loaded.pop(self.number, None)
+                member.loaded.pop(self.module_number, None)
             if isinstance(answer, wire.Lost):
                 call.lost = answer.why
             if isinstance(answer, wire.Raised):
@@ -292,7 +292,7 @@ class Exchange:
 
     def _seed(self, call: Call, shard: int) -> int:
         """Return the number from which a shard's random numbers come: no two modules draw the same."""
-        of_module = (self.number,) if self.number > 1 else ()
+        of_module = (self.module_number,) if self.module_number > 1 else ()
         return derive_seed(call.seed, "parallel", call.number, shard, *of_module)
 
     def _syncs(self, version: Version, members: Sequence[wire.Member]) -> dict[wire.Member, wire.Sync]:
@@ -300,20 +300,20 @@ class Exchange:
 
         All get the same elements, since they come to rank 0 alone, and from there to all.
         """
-        had = [member.loaded.get(self.number) for member in members]
+        had = [member.loaded.get(self.module_number) for member in members]
         base = had[0] if all(known is had[0] for known in had) else None
         changed = version.changed_since(base)
         dropped, closed = popped(self._dropped), popped(self.workers.closed)
         if closed:
             for member in members:
-                for number in closed:
-                    member.loaded.pop(number, None)
+                for module_number in closed:
+                    member.loaded.pop(module_number, None)
         syncs = {}
         for rank, (member, has) in enumerate(zip(members, had, strict=True)):
             lacks = has is None or has.structure is not version.structure
             data = version.flat(changed) if changed and rank == 0 else None
             structure = version.structure if lacks else None
-            syncs[member] = wire.Sync(self.number, structure, changed, data, dropped, closed)
+            syncs[member] = wire.Sync(self.module_number, structure, changed, data, dropped, closed)
         return syncs
 
     def _raise(
@@ -356,10 +356,10 @@ class Exchange:
                 layout = wire.Layout(call.forms, call.sparse, len(members))
                 owners, call.owners = call.owners, {}  # until all have answered: some may have dropped their graphs
                 ranks = {shard: members.index(owners[shard]) for shard in call.filled}
-                answers = self.workers.serving.call(
+                answers = self.workers.serving.ask(
                     {
                         member: wire.Backward(
-                            self.number,
+                            self.module_number,
                             call.number,
                             keep_graph,
                             {shard: given[shard] for shard in call.filled if owners[shard] is member},
@@ -387,7 +387,7 @@ class Exchange:
     def _run_again(self, call: Call) -> None:
         """Run a call's forward again, for graphs that were lost."""
         versions = [tensor._version for shard in call.inputs for tensor in tensors_in(shard)]
-        if versions != call.versions:
+        if versions != call.input_versions:
             raise WorkerError(
                 f"the backward of call {call.number}: a worker was lost, and its shard cannot be run again, since "
                 "the call's inputs were written to since"
@@ -404,10 +404,10 @@ class Exchange:
         slices = zip(*(part.slices for part in parts), strict=True)
         vectors = [on_device(torch.cat(list(map(wire.unpacked, pieces))), device) for pieces in slices]
         views, counts = layout.views(vectors)
-        sparse = {number: wire.of_parts(one, device) for part in parts for number, one in part.sparse.items()}
+        sparse = {index: wire.of_parts(one, device) for part in parts for index, one in part.sparse.items()}
         return [
-            (sparse[number] if number in sparse else views[number]) if count else None
-            for number, count in enumerate(counts.tolist())
+            (sparse[index] if index in sparse else views[index]) if count else None
+            for index, count in enumerate(counts.tolist())
         ]
 
 
@@ -419,7 +419,7 @@ class Ticket:
 
     def __init__(self, exchange: Exchange, call: Call) -> None:
         tensors = [one for shard in call.inputs for one in tensors_in(shard)]
-        call.versions = [one._version for one in tensors]
+        call.input_versions = [one._version for one in tensors]
         exchange.waiting[call.number] = sum(one.nbytes for one in tensors)
         self.of: tuple[Exchange, Call] | None = exchange, call
         self._end = weakref.finalize(self, exchange.drop, call.number)

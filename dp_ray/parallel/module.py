@@ -25,7 +25,7 @@ from dp_ray.plan.split import chunk_bounds, num_filled
 from dp_ray.tasks.modes import modes_of
 from dp_ray.tasks.shipped import Wrapper, dumped_input
 from dp_ray.tasks.wire import Packed, ShardOutput, unpacked
-from dp_ray.tensors.scatter import gather, num_rows, rows_dim
+from dp_ray.tensors.scatter import gather_leaves, num_rows, rows_dim
 from dp_ray.tensors.tree import TreeSpec, flatten, leaf_keys, sizes, unflatten
 
 PREFIX = "module."
@@ -93,7 +93,7 @@ class DataParallel(Wrapper):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise JobError(f"{key}: must be a number of 1 or more, got {value!r}")
         self._keys = _worker_keys({"workers": workers, **keys})
-        self._calls = 0
+        self._num_calls = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -127,14 +127,14 @@ class DataParallel(Wrapper):
         version = self._watch.look(self.module)
         modes = modes_of(self.module, self._watch.tensors, self._exchange.threads)
         wants = frozenset(
-            number
-            for number, leaf in enumerate(batch.leaves)
+            index
+            for index, leaf in enumerate(batch.leaves)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and modes.is_grad_enabled
         )
         trained = [tensor for tensor in self._watch.tensors if tensor.requires_grad]
         in_attributes = self._watch.of_graphs()
-        call = Call(self._calls, version, modes, batch.pickled, self.shards, batch.shards, wants, self.seed)
-        self._calls += 1
+        call = Call(self._num_calls, version, modes, batch.pickled, self.shards, batch.shards, wants, self.seed)
+        self._num_calls += 1
         ticket: Ticket | None = None
         if modes.is_grad_enabled and (wants or trained):
             self._exchange.check_waiting()
@@ -145,7 +145,7 @@ class DataParallel(Wrapper):
         ends, spec, rows = self._merged(results, batch)
         has_graph = [any(flags) for flags in zip(*(output.requires_grad for output in outputs), strict=True)]
         if ticket is not None and any(has_graph):
-            inputs = [batch.leaves[number] for number in sorted(wants)]
+            inputs = [batch.leaves[index] for index in sorted(wants)]
             lost = {at: tensor for at, tensor in enumerate(trained) if id(tensor) in in_attributes}
             path = functools.partial(self._watch.path, self.module)
             node = _Backward(ticket, batch, rows, has_graph, sorted(wants), self.dim, lost, path)
@@ -164,15 +164,18 @@ class DataParallel(Wrapper):
         ranks: Sequence[int],
     ) -> None:
         """Take in what comes beside the outputs: shapes, printed lines, and the buffers of shard 0."""
-        self.shapes = []
+        shapes: list[ShardShape] = []
         for output, result, rank in zip(outputs, results, ranks, strict=True):
             place = call.owners[output.shard].place
             args, kwargs = sizes(unflatten(batch.spec, batch.shards[output.shard]))
             given = (args, kwargs) if kwargs else args[0] if len(args) == 1 else args
-            where = rank, place.node, place.device
-            self.shapes.append(ShardShape(output.shard, given, sizes(result.tree), *where, output.seconds * 1000))
+            made = sizes(unflatten(result.spec, result.leaves))
+            shapes.append(
+                ShardShape(output.shard, given, made, rank, place.node, place.device, output.seconds * 1000)
+            )
             if output.text:
                 sys.stdout.write(output.text)
+        self.shapes = shapes
         if outputs and outputs[0].written:
             self._watch.take_written(self.module, outputs[0].written)
 
@@ -184,22 +187,21 @@ class DataParallel(Wrapper):
         The rows are None for a leaf that was a scalar in each shard.
         """
         device = self._device(batch)
-        trees, rows = [], []
+        flat, rows = [], []
         keys = leaf_keys(results[0].spec)
-        for spec, leaves, tree in results:
+        for spec, leaves in results:
             by_key = dict(zip(leaf_keys(spec), leaves, strict=True))
             own = [by_key.get(key) for key in keys]
             rows.append([one.shape[rows_dim(one, self.dim)] if one is not None and one.ndim else None for one in own])
-            if self.shards > 1 and any(leaf.ndim == 0 for leaf in leaves):
-                tree = unflatten(spec, [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves])
-            trees.append(tree)
-        if len(trees) == 1:
-            merged, spec = flatten(trees[0])
-            merged = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy() for leaf in merged]
+            if self.shards > 1:
+                leaves = [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves]
+            flat.append((leaves, spec))
+        if len(flat) == 1:
+            merged = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy() for leaf in flat[0][0]]
         else:
-            merged, spec = flatten(gather(trees, None, self.dim))
+            merged = gather_leaves(flat, [None] * len(flat), self.dim)
         ends = [on_device(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in merged]
-        return ends, spec, [list(column) for column in zip(*rows, strict=True)]
+        return ends, flat[0][1], [list(column) for column in zip(*rows, strict=True)]
 
     def _device(self, batch: "_Batch") -> torch.device:
         """Return the caller's device: that of the module's parameters, else of the inputs."""
@@ -295,17 +297,15 @@ class _Batch:
 
 
 class _Result(NamedTuple):
-    """The output of a shard."""
+    """The output of a shard, taken apart."""
 
     spec: TreeSpec
     leaves: list[Any]
-    tree: Any
 
     @classmethod
     def of(cls, output: ShardOutput) -> "_Result":
         """Read what a worker has sent."""
-        spec, leaves = pickle.loads(output.tree), [unpacked(leaf) for leaf in output.leaves]
-        return cls(spec, leaves, unflatten(spec, leaves))
+        return cls(pickle.loads(output.tree), [unpacked(leaf) for leaf in output.leaves])
 
 
 def _usual(leaf: Any) -> Any:
@@ -343,24 +343,22 @@ class _Backward(NamedTuple):
     def of_inputs(self, found: Mapping[int, Mapping[int, Packed | None]]) -> list[torch.Tensor | None]:
         """Merge the shards' gradients of the inputs; of one that each shard had whole, add them up."""
         merged: list[torch.Tensor | None] = []
-        for number in self.inputs:
-            whole = self.batch.leaves[number]
+        for index in self.inputs:
+            whole = self.batch.leaves[index]
             assert isinstance(whole, torch.Tensor)
             pieces = [
-                None if found[shard][number] is None else unpacked(found[shard][number])  # type: ignore[arg-type]
+                None if found[shard][index] is None else unpacked(found[shard][index])  # type: ignore[arg-type]
                 for shard in range(len(self.batch.shards))
             ]
             if all(piece is None for piece in pieces):
                 merged.append(None)
                 continue
             own = [
-                torch.zeros(shard[number].shape, dtype=whole.dtype) if piece is None else piece
+                torch.zeros(shard[index].shape, dtype=whole.dtype) if piece is None else piece
                 for shard, piece in zip(self.batch.shards, pieces, strict=True)
             ]
-            if self.batch.is_cut[number]:
-                total = torch.cat(own, rows_dim(whole, self.dim))
-            else:
-                total = torch.stack(own).sum(0)
+            is_cut = self.batch.is_cut[index]
+            total = torch.cat(own, rows_dim(whole, self.dim)) if is_cut else torch.stack(own).sum(0)
             merged.append(on_device(total, whole.device))
         return merged
 

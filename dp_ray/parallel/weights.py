@@ -24,7 +24,7 @@ from dp_ray.errors import JobError, ModelError
 from dp_ray.tasks.shipped import (
     OF_MODULES,
     Apart,
-    Refused,
+    NotByValue,
     Structure,
     TensorForm,
     Wrapper,
@@ -47,15 +47,15 @@ class Version:
     tensors: tuple[torch.Tensor, ...]
 
     def changed_since(self, other: "Version | None") -> tuple[int, ...]:
-        """Return the numbers of the tensors that differ from those of another version; None has none."""
+        """Return the indices of the tensors that differ from those of another version; None has none."""
         if other is None or other.structure is not self.structure:
             return tuple(range(len(self.tensors)))
         pairs = zip(self.tensors, other.tensors, strict=True)
-        return tuple(number for number, (mine, theirs) in enumerate(pairs) if mine is not theirs)
+        return tuple(index for index, (mine, theirs) in enumerate(pairs) if mine is not theirs)
 
     def flat(self, changed: tuple[int, ...]) -> Any:
         """Return the elements of these tensors, one after the other, as bytes."""
-        tensors = [self.tensors[number] for number in changed]
+        tensors = [self.tensors[index] for index in changed]
         return packed(flat(tensors, tensors[0].device)).data
 
 
@@ -89,8 +89,8 @@ class ModuleWatch:
             self._version = Version(structure, tuple(_copy(tensor) for tensor in tensors))
         elif changed := _changed(tensors, last.tensors):
             copies = list(last.tensors)
-            for number in changed:
-                copies[number] = _copy(tensors[number])
+            for index in changed:
+                copies[index] = _copy(tensors[index])
             self._version = Version(last.structure, tuple(copies))
         self.tensors, self._num_registered = tensors, seen.num_registered
         self._key, self._held = seen.key, seen.held
@@ -158,7 +158,7 @@ class _Look:
     """What a module is now.
 
     `key` tells its structure: which modules it has, by identity, and by content all that they refer to. Plain values
-    stand there themselves, tensors as their numbers, classes and functions that workers import by identity. All else
+    stand there themselves, tensors as their indices, classes and functions that workers import by identity. All else
     is told by a digest of its pickle, as workers would get it.
     """
 
@@ -171,7 +171,7 @@ class _Look:
         self._pickler = pickler
         self._modules: dict[int, nn.Module] = {}
         self._find(module)
-        numbers = {id(module): at for at, module in enumerate(self._modules.values())}
+        of_modules = {id(module): at for at, module in enumerate(self._modules.values())}
         self.held += self._modules.values()
         for one in self._modules.values():
             self._add(one._parameters)
@@ -181,7 +181,7 @@ class _Look:
         self.num_registered = len(self.apart.all)
         pickled: list[Any] = []  # what is told by its pickle
         for at, one in enumerate(self._modules.values()):
-            self.key.append((id(one), type(one), *one._modules, *map(numbers.get, map(id, one._modules.values()))))
+            self.key.append((id(one), type(one), *one._modules, *map(of_modules.get, map(id, one._modules.values()))))
             for name, value in _state(one).items():
                 if name in APART or (name in OF_MODULES and not value):
                     continue
@@ -191,7 +191,7 @@ class _Look:
                 else:
                     self.key.append((name, told))
         if pickled:
-            self._numbers = numbers
+            self._module_indices = of_modules
             self.key.append(self._pickle(digest, pickled, self._name))
         self.forms = tuple(map(self._form, range(len(self.apart.all)), self.apart.all))
         self.key.append(self.forms)
@@ -209,8 +209,8 @@ class _Look:
     def _add(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Note a module's parameters or buffers."""
         if tensors:
-            number = self.apart.number
-            self.key.append((*tensors, *(None if tensor is None else number(tensor) for tensor in tensors.values())))
+            index = self.apart.index
+            self.key.append((*tensors, *(None if tensor is None else index(tensor) for tensor in tensors.values())))
 
     def _told(self, value: Any, depth: int = 0) -> Any:
         """Return what tells a value, None if only its pickle does."""
@@ -226,32 +226,32 @@ class _Look:
             told = [self._told(part, depth + 1) for part in inner]
             return None if None in told else (kind, *told)
         if isinstance(value, torch.Tensor):
-            return None if why_odd(value) else (kind, self.apart.number(value))
+            return None if why_odd(value) else (kind, self.apart.index(value))
         if isinstance(value, type) or (isinstance(value, FUNCTIONS) and _is_imported(value)):
             self.held.append(value)
             return kind, id(value)
         return None
 
     def _name(self, value: Any) -> Any:
-        """Return the number of a tensor, or the name of one of the modules."""
+        """Return the index of a tensor, or the name of one of the modules."""
         if isinstance(value, torch.Tensor):
-            is_in_object = id(value) not in self.apart.numbers and not value.requires_grad
-            return None if why_odd(value) or (self._by_value and is_in_object) else self.apart.number(value)
-        return f"module {self._numbers[id(value)]}" if id(value) in self._numbers else None
+            is_in_object = id(value) not in self.apart.indices and not value.requires_grad
+            return None if why_odd(value) or (self._by_value and is_in_object) else self.apart.index(value)
+        return f"module {self._module_indices[id(value)]}" if id(value) in self._module_indices else None
 
     def pickled(self) -> tuple[bytes, bool]:
-        """Return the module's structure, pickled, and whether all tensors stand there by their numbers."""
-        numbers, found = self.apart.numbers, set[int]()
+        """Return the module's structure, pickled, and whether all tensors stand there by their indices."""
+        indices, found = self.apart.indices, set[int]()
 
         def name(value: Any) -> int | None:
-            number = numbers.get(id(value))
-            if number is not None:
-                found.add(number)
+            index = indices.get(id(value))
+            if index is not None:
+                found.add(index)
             elif isinstance(value, torch.Tensor) and value.requires_grad:
-                raise Refused  # as an attribute of a class that goes by value
-            return number
+                raise NotByValue  # as an attribute of a class that goes by value
+            return index
 
-        return self._pickle(dumped, self.module, name), len(found) == len(numbers)
+        return self._pickle(dumped, self.module, name), len(found) == len(indices)
 
     def _pickle(self, by: Callable[..., bytes], value: Any, name: Callable[[Any], Any]) -> bytes:
         try:
@@ -259,7 +259,7 @@ class _Look:
         except Exception as error:
             # Hooks of parameters stay here, where the gradients come.
             what = what_fails(self.module, lambda value: by(value, self._pickler, name), with_hooks=False)
-            if isinstance(error, Refused):
+            if isinstance(error, NotByValue):
                 raise ModelError(
                     f"{what}: holds a tensor that wants a gradient, which would not come to it: make it a parameter"
                 ) from None
@@ -268,7 +268,7 @@ class _Look:
                 "or give its class a __getstate__ that leaves it out, and a __setstate__ that makes it"
             ) from error
 
-    def _form(self, number: int, tensor: torch.Tensor) -> TensorForm:
+    def _form(self, index: int, tensor: torch.Tensor) -> TensorForm:
         why = why_odd(tensor)
         if why is not None:
             why = f"is {why}: a parallel module takes dense tensors with elements"
@@ -281,7 +281,7 @@ class _Look:
             raise ModelError(f"{_path(self.module, tensor, self._pickler)} {why}")
         shape = tuple(tensor.shape)
         # In a functional_call what stands for a parameter is none.
-        is_parameter = number < self._num_parameters or isinstance(tensor, nn.Parameter)
+        is_parameter = index < self._num_parameters or isinstance(tensor, nn.Parameter)
         strides = tensor.stride() if tensor.is_contiguous() else _strides_of(shape, tensor.stride())
         return TensorForm(is_parameter, tensor.dtype, shape, strides)
 
@@ -294,7 +294,7 @@ def _path(module: nn.Module, tensor: torch.Tensor, pickler: Any) -> str:
 
     def refuse(value: Any) -> None:
         if value is tensor:
-            raise Refused
+            raise NotByValue
 
     return what_fails(module, lambda value: digest(value, pickler, refuse), with_hooks=False)
 
@@ -344,11 +344,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _changed(tensors: list[torch.Tensor], copies: tuple[torch.Tensor, ...]) -> list[int]:
-    """Return the numbers of the tensors whose elements differ from their copies."""
+    """Return the indices of the tensors whose elements differ from their copies."""
     pairs = [(_bits(tensor), _bits(copy)) for tensor, copy in zip(tensors, copies, strict=True)]
-    on_gpu = [number for number, tensor in enumerate(tensors) if is_gpu(tensor.device)]
-    found = [number for number, (one, two) in enumerate(pairs) if one.is_cpu and not torch.equal(one, two)]
+    on_gpu = [index for index, tensor in enumerate(tensors) if is_gpu(tensor.device)]
+    found = [index for index, (one, two) in enumerate(pairs) if one.is_cpu and not torch.equal(one, two)]
     if on_gpu:  # one wait for all
-        differ = torch.stack([(pairs[number][0] != pairs[number][1]).any() for number in on_gpu])
-        found += [number for number, differs in zip(on_gpu, differ.tolist(), strict=True) if differs]
+        differ = torch.stack([(pairs[index][0] != pairs[index][1]).any() for index in on_gpu])
+        found += [index for index, differs in zip(on_gpu, differ.tolist(), strict=True) if differs]
     return sorted(found)

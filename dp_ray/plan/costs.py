@@ -173,7 +173,7 @@ def remarks(split: Split, workers: int) -> list[str]:
     return lines
 
 
-def table(plan: Plan) -> str:
+def plan_table(plan: Plan) -> str:
     """Return the plan as text: one line for each size of global batch, then one for each group of equal workers."""
     split, workers = plan.split, plan.max_workers
     epochs, steps = split.epochs_begun, split.epoch_steps

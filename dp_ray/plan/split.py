@@ -179,7 +179,7 @@ class Split:
             yield 1, rest
 
 
-def split_of(job: dict[str, Any], rows: int) -> Split:
+def split_of_run(job: dict[str, Any], rows: int) -> Split:
     """Return how a run cuts the rows of its dataset, from the job in its run.json."""
     lengths = (job["epochs"], job["max_steps"]) if job["task"] == "train" else (1, None)
     shards = 1 if job["shards"] == "auto" else job["shards"]  # still to be found: no step is done

@@ -19,7 +19,7 @@ from dp_ray.rundir.files import RESULT, RUN, runs_there
 from dp_ray.storage import Storage
 
 ENVIRONMENT = ("command", "folder", "python", "packages", "host", "platform", "cpus", "gpus")
-Rows = dict[str, list[Any]]
+RunColumns = dict[str, list[Any]]
 
 
 class Trials(NamedTuple):
@@ -97,7 +97,7 @@ def overlaid(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:
     return list(charts.values())
 
 
-def figures(runs: Sequence[RunData]) -> Rows:
+def figures(runs: Sequence[RunData]) -> RunColumns:
     """Return status, steps, rows per second and seconds of each run."""
     speeds = [mean_speed(run.history, run.result) for run in runs]
     return {
@@ -110,7 +110,7 @@ def figures(runs: Sequence[RunData]) -> Rows:
     }
 
 
-def shown_differences(values: Sequence[Mapping[str, Any]]) -> Rows:
+def shown_differences(values: Sequence[Mapping[str, Any]]) -> RunColumns:
     """Return the keys in which mappings differ, as dotted paths, with the value of each."""
     rows = differing([dict(dotted(options)) for options in values], NO_DIFFERENCE)
     return {key: list(map(setting_text, row)) for key, row in rows.items()}

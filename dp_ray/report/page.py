@@ -21,7 +21,7 @@ from dp_ray.report.charts import charts_of, epochs_of, workers_chart
 from dp_ray.report.run_data import RunData, WorkerGrid, read_run
 from dp_ray.results.compare import mean_speed, rows_and_seconds
 from dp_ray.results.text import setting_text
-from dp_ray.rundir.history import NOT_MEASURED, is_inner, is_of_many
+from dp_ray.rundir.history import is_inner, is_measured, is_of_many
 from dp_ray.storage import Storage
 from dp_ray.tables import known_numbers, numbers
 from dp_ray.telemetry.times import STEP_PARTS
@@ -150,7 +150,7 @@ def metrics_of(data: RunData) -> list[Fact]:
     """Return the final metrics, or the newest of a run that goes on."""
     metrics = data.result.get("metrics") or {}
     if not metrics and data.history is not None:
-        names = [name for name in data.history.column_names if name not in NOT_MEASURED]
+        names = list(filter(is_measured, data.history.column_names))
         columns = {name: data.history.column(name).drop_null() for name in names}
         metrics = {name: column[-1].as_py() for name, column in columns.items() if len(column)}
     best = data.result.get("best") or {}

@@ -40,7 +40,6 @@ BATCH = 1 << 20  # rows that are read at once
 EXCHANGE = "exchange"  # in the files, it includes the waiting for others: no work of the worker's own
 
 Grid = np.ndarray[Any, np.dtype[np.float64]]
-File = tuple[Storage, str]
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,7 @@ def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
     return WorkerGrid(edges.tolist(), names, rows, milliseconds, slowest, measured)
 
 
-def _reports_in(file: File, is_timed: bool) -> Iterator[tuple[Any, Any, Any, Any, tuple[Any, ...]]]:
+def _reports_in(file: tuple[Storage, str], is_timed: bool) -> Iterator[tuple[Any, Any, Any, Any, tuple[Any, ...]]]:
     """Yield the reports in a file of the steps' times, or, if not `is_timed`, of shape reports, in arrays.
 
     These are the steps, ranks, rows, milliseconds, and the seconds of each of PARTS, which shape reports do not have.
@@ -289,7 +288,7 @@ def _reports_in(file: File, is_timed: bool) -> Iterator[tuple[Any, Any, Any, Any
             yield step, rank, rows, milliseconds, seconds
 
 
-def _nodes_of(file: File) -> Iterator[tuple[int, str]]:
+def _nodes_of(file: tuple[Storage, str]) -> Iterator[tuple[int, str]]:
     """Yield the ranks in a file, each with its newest node."""
     with reading(*file) as parquet:
         for batch in parquet.iter_batches(batch_size=BATCH, columns=["rank", "node"]):

@@ -2,29 +2,35 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from dp_ray.results.text import in_columns
-from dp_ray.text import counted, relative
+from dp_ray.text import counted, listed, relative
 
 ROUNDING = 3e-7  # relative: a few units in the last place of fp32
 SHOWN_ROWS = 20
+SHOWN_OF_PASS = 5  # shards, and rows
 EQUAL = "bitwise equal"
 
 
 class ReplayedRow(NamedTuple):
     """A row of a step: its loss, None if not known, the sample's index, its shard, its position in the epoch.
 
-    If the loss is over the batch, it is that of the batch, and `gradient` the norm of its gradient by the row's
-    outputs.
+    In a batch that a loop has given, there is no sample, and the position is that in the batch. If the loss is over
+    the batch, it is that of the batch, and `gradient` the norm of its gradient by the row's outputs.
     """
 
     loss: float | None
-    sample: int
+    sample: int | None
     shard: int
     position: int
     gradient: float | None = None
+
+    @property
+    def number(self) -> float | None:
+        """That by which rows are ordered."""
+        return self.loss if self.gradient is None else self.gradient
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; without `gradient` if there is none."""
@@ -32,12 +38,10 @@ class ReplayedRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedStep:
     """A step that was run again from the state after `start` steps.
 
-    `loss` is None if only a shard ran, `history_loss` if the history does not have the step. The rows are ordered by
-    their losses, the largest first; `row_losses` says in words what these are. `weights`, `batch`, `output` and
-    `gradient` are the first places that are not finite.
+    `loss` is None if only a shard ran, `history_loss` if the history does not have the step.
     """
 
     run_dir: str
@@ -50,12 +54,6 @@ class Replayed:
     device: str
     loss: float | None
     history_loss: float | None
-    row_losses: str
-    rows: tuple[ReplayedRow, ...]
-    weights: str | None
-    batch: str | None
-    output: dict[str, Any] | None
-    gradient: dict[str, Any] | None
 
     @property
     def compared(self) -> str:
@@ -65,15 +63,11 @@ class Replayed:
     @property
     def relative_difference(self) -> float | None:
         """The losses' difference, relative to the history's; None where there are not two finite ones."""
-        here, there = self.loss, self.history_loss
-        if here is None or there is None or not math.isfinite(here) or not math.isfinite(there):
-            return None
-        return abs(here - there) / abs(there) if there else abs(here)
+        return relative_difference(self.loss, self.history_loss)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; numbers that JSON does not have are text: "nan", "inf", "-inf"."""
-        values = {**asdict(self), "rows": [row.to_json() for row in self.rows]}
-        values |= {"compared": self.compared, "difference": self.relative_difference}
+        values = {**asdict(self), "compared": self.compared, "difference": self.relative_difference}
         return {key: _plain(value) for key, value in values.items()}
 
     def lines(self) -> Iterator[str]:
@@ -84,35 +78,196 @@ class Replayed:
         if self.loss is None:
             yield f"shard {self.shard} of {self.shards} alone: its loss is not compared with the history's"
         else:
-            known = self.history_loss is not None
-            there = f"{self.history_loss!r} in the history" if known else "the history does not have it"
-            apart = "" if not self.relative_difference else f" ({self.relative_difference:.2g} relative)"
-            yield f"loss {self.loss!r} here, {there}: {self.compared}{apart}"
+            yield comparison("loss", self.loss, self.history_loss)
         if self.bitwise and self.loss is not None and self.history_loss is not None and self.compared != EQUAL:
             yield "the run is bitwise: code, data, versions or hardware are not those of the run"
-        places = {
-            "weights before the step": self.weights,
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What was seen in the shards of a pass: the losses of their rows, and the first places that are not finite.
+
+    The rows are ordered by their losses, the largest first; `row_losses` says in words what these are.
+    """
+
+    row_losses: str
+    rows: tuple[ReplayedRow, ...]
+    weights: str | None
+    batch: str | None
+    output: dict[str, Any] | None
+    gradient: dict[str, Any] | None
+
+    def places(self, before: str) -> dict[str, str]:
+        """Return the places that are not finite, by their kind; the weights are those `before` something."""
+        found = {
+            f"weights before the {before}": self.weights,
             "batch": self.batch,
-            "output": self.output and self.output["text"],
-            "gradient": self.gradient and self.gradient["text"],
+            "output": None if self.output is None else str(self.output["text"]),
+            "gradient": None if self.gradient is None else str(self.gradient["text"]),
         }
+        return {kind: place for kind, place in found.items() if place is not None}
+
+    def lines_of_rows(self, before: str, shown: int) -> Iterator[str]:
+        """Yield, for people, what is not finite, and so many of the rows."""
+        places = self.places(before)
         for kind, place in places.items():
-            if place is not None:
-                yield f"not finite, first {kind}: {place}"
-        if all(place is None for place in places.values()):
-            yield "finite: the weights before the step, its batch, all outputs and gradients"
-        is_gradient = bool(self.rows) and self.rows[0].gradient is not None
+            yield f"not finite, first {kind}: {place}"
+        if not places:
+            yield f"finite: the weights before the {before}, its batch, all outputs and gradients"
+        if not self.rows:
+            yield "no rows: all were skipped or set aside"
+            return
+        is_gradient = self.rows[0].gradient is not None
         what = "gradient" if is_gradient else "loss"
         yield f"{counted(len(self.rows), 'row')}, the largest {what} first: {self.row_losses}"
-        table = [(what, "sample", "shard", "position")]
-        for row in self.rows[:SHOWN_ROWS]:
-            number = row.gradient if is_gradient else row.loss
-            text = "unknown" if number is None else f"{number:.9g}"
-            table.append((text, str(row.sample), str(row.shard), str(row.position)))
+        has_samples = any(row.sample is not None for row in self.rows)
+        table = [(what, *(["sample"] if has_samples else []), "shard", "position")]
+        for row in self.rows[:shown]:
+            sample = [str(row.sample)] if has_samples else []
+            table.append((_number(row.number), *sample, str(row.shard), str(row.position)))
         yield in_columns(table)
-        more = len(self.rows) - SHOWN_ROWS
-        if more > 0:
-            yield f"and {more:,} more, which --json has"
+        yield from _more(len(self.rows) - shown)
+
+
+@dataclass(frozen=True)
+class Replayed(Looked, ReplayedStep):
+    """A step of a declared training: it is one pass."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**super().to_json(), "rows": [_plain(row.to_json()) for row in self.rows]}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the same for people."""
+        yield from super().lines()
+        yield from self.lines_of_rows("step", SHOWN_ROWS)
+
+
+class ReplayedShard(NamedTuple):
+    """A shard of a pass, its rows and its loss; None if the loss is over the batch."""
+
+    shard: int
+    rows: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class ReplayedPass(Looked):
+    """A pass of a loop, at its `place` in the step: the function that was called, and the parts that it trained.
+
+    `number` is that of its random numbers: all calls of a closure have the same. A `gather` trains nothing, has
+    neither shards nor rows, and `batch` names a place in what it returned. Else `loss` is the mean of the whole
+    batch, of `size` rows. If it `has_own_batch`, which the loop has given, no row has a sample, and its position is
+    that in the batch.
+    """
+
+    place: int
+    number: int
+    call: str
+    function: str
+    of: tuple[str, ...]
+    size: int
+    has_own_batch: bool
+    loss: float | None
+    shards: tuple[ReplayedShard, ...]
+
+    @property
+    def title(self) -> str:
+        """The pass in words."""
+        of = f", {listed(self.of)}" if self.of else ""
+        return (
+            f"pass {self.place}: step.{self.call}({self.function}{of}{', batch=...' if self.has_own_batch else ''})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        values = {field.name: getattr(self, field.name) for field in PASS_FIELDS}
+        shards, rows = [shard._asdict() for shard in self.shards], [row.to_json() for row in self.rows]
+        return {**values, "shards": shards, "rows": rows}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the same for people."""
+        yield from self.lines_of_pass()
+        if self.call == "gather":
+            return
+        known = [shard for shard in self.shards if shard.loss is not None]
+        if known:
+            cells = [(_number(loss), str(at), str(rows)) for at, rows, loss in known]
+            yield in_columns([("loss", "shard", "rows"), *cells[:SHOWN_OF_PASS]])
+            yield from _more(len(known) - SHOWN_OF_PASS)
+        yield from self.lines_of_rows("pass", SHOWN_OF_PASS)
+
+    def lines_of_pass(self) -> Iterator[str]:
+        """Yield the call, and what it returned."""
+        yield self.title
+        if self.call == "gather":
+            yield f"not finite, first in what it returned: {self.batch}" if self.batch else "finite: what it returned"
+        else:
+            yield f"loss {self.loss!r}, of {counted(self.size, 'row')}"
+
+
+PASS_FIELDS = (*fields(ReplayedPass)[len(fields(Looked)) :], *fields(Looked))  # the pass before what was seen in it
+
+
+class ReplayedNumber(NamedTuple):
+    """A number that the loop has logged, here and in the history."""
+
+    here: float
+    history: float | None
+
+
+@dataclass(frozen=True)
+class ReplayedLoop(ReplayedStep):
+    """A step of a loop: its passes in their order, and the numbers that it logged, by name.
+
+    `loss` is that of the first pass. If a `shard` was named, the others have run all the same, and are not shown.
+    """
+
+    logged: dict[str, ReplayedNumber]
+    passes: tuple[ReplayedPass, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        logged = {name: number._asdict() for name, number in self.logged.items()}
+        return {
+            **super().to_json(),
+            "logged": _plain(logged),
+            "passes": _plain([one.to_json() for one in self.passes]),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the same for people."""
+        yield from super().lines()
+        if self.logged:
+            cells = [
+                (name, repr(here), repr(there), compared(here, there)) for name, (here, there) in self.logged.items()
+            ]
+            yield in_columns([("logged", "here", "in the history", ""), *cells])
+        spoilt = next((one for one in self.passes if one.places("pass")), None)
+        if spoilt is not None:
+            yield f"not finite, first in pass {spoilt.place}"
+        seen = set()
+        for one in self.passes:
+            yield ""
+            # Of a closure that is called again, most lines would be the same again.
+            is_again = one.number in seen and not one.places("pass")
+            yield from one.lines_of_pass() if is_again else one.lines()
+            seen.add(one.number)
+
+
+def relative_difference(here: float | None, there: float | None) -> float | None:
+    """Return the difference of two numbers, relative to the second; None where there are not two finite ones."""
+    if here is None or there is None or not math.isfinite(here) or not math.isfinite(there):
+        return None
+    return abs(here - there) / abs(there) if there else abs(here)
+
+
+def comparison(name: str, here: float, there: float | None) -> str:
+    """Say in a line how a number compares with the history's."""
+    known = f"{there!r} in the history" if there is not None else "the history does not have it"
+    difference = relative_difference(here, there)
+    apart = f" ({difference:.2g} relative)" if difference else ""
+    return f"{name} {here!r} here, {known}: {compared(here, there)}{apart}"
 
 
 def compared(here: float | None, there: float | None) -> str:
@@ -124,6 +279,15 @@ def compared(here: float | None, there: float | None) -> str:
     if math.isfinite(there) and abs(here - there) <= ROUNDING * abs(there):
         return f"within rounding, {ROUNDING:g} relative"
     return "differs"
+
+
+def _number(number: float | None) -> str:
+    return "unknown" if number is None else f"{number:.9g}"
+
+
+def _more(number: int) -> Iterator[str]:
+    if number > 0:
+        yield f"and {number:,} more, which --json has"
 
 
 def _plain(value: Any) -> Any:

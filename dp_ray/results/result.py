@@ -19,7 +19,8 @@ from dp_ray.outputs.files import names_so_far, outputs_path
 from dp_ray.outputs.read import Merged
 from dp_ray.records import damage_told
 from dp_ray.results.text import Table, measured
-from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, SHAPES, runs_there
+from dp_ray.rundir.content import check_fetched
+from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, SHAPES, or_elsewhere, runs_there
 from dp_ray.rundir.history import read_history
 from dp_ray.rundir.incidents import read_interruption
 from dp_ray.rundir.quarantine import merged_positions
@@ -131,6 +132,7 @@ class Result:
         """The trained weights, as the bare module's `load_state_dict` takes them."""
         if self.weights_path is None:
             raise StorageError(f"{self.run_dir}: the run has no weights (task {self.task}, status {self.status})")
+        check_fetched(self.storage(), "weights")
         return read_weights(self.storage())
 
     @cached_property
@@ -212,6 +214,7 @@ class Result:
             if self.task == "train":
                 says += f"; to predict with its weights: {command_for('predict', self.run_dir)}"
             raise StorageError(f"{self.run_dir}: {says}")
+        check_fetched(self.storage(), "outputs")
         return Merged.of(self.storage())
 
 
@@ -226,7 +229,7 @@ def load(run_dir: str | Path) -> Result:
         if going is not None and going.task == "predict":  # its outputs so far can be read
             where, steps = storage.location, going.steps
             return Result(str(storage), going.name, going.task, going.status, steps=steps, location=where)
-        why = f"not a run directory{runs_there(storage)}"
+        why = f"not a run directory{or_elsewhere(storage)}{runs_there(storage)}"
         if storage.exists(RUN):
             why = f"the run has not finished ({command_for('report', run_dir)} says how far it is)"
         raise StorageError(f"{run_dir}: holds no {RESULT}: {why}")

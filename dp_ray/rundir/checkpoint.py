@@ -48,7 +48,7 @@ NO_PIECES: dict[str, Any] = {"step": 0, "sha256": [], "shapes": {}}
 PIECE_NAME = re.compile(r"step-(\d+)\.\d+-of-\d+\.safetensors")
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """Return the file name of the checkpoint after `step` steps."""
     return f"step-{step}.safetensors"
 
@@ -257,7 +257,7 @@ class CheckpointWriter:
             text = json.dumps({**json.loads(text), PIECES: pieces})
         if rank == 0:
             rest = {key: tensor for key, tensor in self._staged.items() if key not in self._shapes}
-            write_tensors(self._checkpoints, name_of(step), rest, text)
+            write_tensors(self._checkpoints, checkpoint_name(step), rest, text)
             # After the write: a crash between leaves one more than is kept, never fewer.
             self._remove_old(step, best_step)
         self.seconds += time.monotonic() - began
@@ -267,7 +267,7 @@ class CheckpointWriter:
         passed_over, self._passed_over = self._passed_over - {step}, set()
         good = [step for step in steps_of(self._checkpoints) if step not in passed_over]
         for old in {*passed_over, *good[: -self._keep]} - {best_step}:
-            self._checkpoints.delete(name_of(old))
+            self._checkpoints.delete(checkpoint_name(old))
         # Older pieces without a checkpoint are those of a killed attempt.
         kept, pieces = {step, *steps_of(self._checkpoints)}, self._checkpoints.child(PIECES)
         for name in pieces.names():
@@ -335,14 +335,14 @@ def open_checkpoint(storage: Storage, name: str, data: bytes | None = None) -> C
 def newest(
     checkpoints: Storage,
     fits: Callable[[dict[str, Any]], str | None],
-    note: Callable[[str], None],
+    say: Callable[[str], None],
     sharers: World | None = None,
     until: int | None = None,
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint that fits the job, the same on every rank; None if none does.
 
-    `fits` returns None, or why a checkpoint does not fit. `note` reports each checkpoint that is ignored. `until` is
-    the last step of interest. Of a sharded model, its `sharers` open it. Every rank calls this.
+    `fits` returns None, or why a checkpoint does not fit. `say` gets a line for each that is ignored. `until` is the
+    last step of interest. Of a sharded model, its `sharers` open it. Every rank calls this.
     """
     if sharers is None and not is_rank_0():  # rank 0 chooses: another rank may find another one by now
         name = broadcast("")
@@ -352,7 +352,7 @@ def newest(
         steps = json.loads(broadcast(json.dumps(steps)))
     chosen: Checkpoint | None = None
     while steps and chosen is None:
-        name = name_of(steps.pop())
+        name = checkpoint_name(steps.pop())
         try:
             data = checkpoints.read_bytes(name) if sharers is None else None
             opened = open_checkpoint(checkpoints, name, data)
@@ -362,7 +362,7 @@ def newest(
             misfit = str(error)
         misfits = [found for found in ([misfit] if sharers is None else gathered(misfit)) if found is not None]
         if misfits:
-            note(f"checkpoint {name} is ignored, the one before it is tried: {misfits[0]}")
+            say(f"checkpoint {name} is ignored, the one before it is tried: {misfits[0]}")
         else:
             chosen = opened
     if sharers is None:

@@ -1,8 +1,8 @@
 """Claim a run directory for a driver: decide what becomes of what it holds, and take it.
 
 `decide` is pure: from a snapshot of the directory and the run that is wanted it says New, Resume, Replace or Refused.
-`check` raises a refusal as an error, and writes nothing. `claim` acts on the rest, one effect after another: a driver
-may be killed between any two.
+`check_claim` raises a refusal as an error, and writes nothing. `claim` acts on the rest, one effect after another: a
+driver may be killed between any two.
 """
 
 import uuid
@@ -98,7 +98,8 @@ class DirectoryState:
         claimed = {} if overwrite else RUN_JSON.read(run)
         has_run = run.exists(RUN) if overwrite else bool(claimed)
         if overwrite or not has_run:
-            return cls(str(run), is_foreign=not has_run and not run.is_empty(), has_run=has_run)
+            is_foreign = not has_run and not run.is_empty() and run.entries() != {files.LAST_END}
+            return cls(str(run), is_foreign=is_foreign, has_run=has_run)
         is_training = claimed.get("job", {}).get("task") == "train"
         return cls(
             str(run),
@@ -161,7 +162,7 @@ def _obstacle(found: DirectoryState, wanted: Wanted, lengths: str, is_finished: 
     return ""
 
 
-def check(run: Storage, wanted: Wanted) -> Decision:
+def check_claim(run: Storage, wanted: Wanted) -> Decision:
     """Return what `decide` says of a run directory; it writes nothing.
 
     Raises JobError if the directory holds a finished run, a run of a different job, or files of no run. Raises it too
@@ -207,7 +208,7 @@ class RunDir:
 def claim(
     run: Storage, wanted: Wanted, decision: Decision, reopen: Callable[[Storage], None] | None = None
 ) -> RunDir:
-    """Claim a run directory as `check` has decided; `reopen` makes a finished prediction unfinished.
+    """Claim a run directory as `check_claim` has decided; `reopen` makes a finished prediction unfinished.
 
     A driver may be killed between any two effects. Each says what it leaves then.
     """

@@ -54,11 +54,13 @@ NAMED = {
     "outputs": "outputs",
     "outputs.parquet": "outputs",
 }
+LAST_END = "kuberay.json"  # how a job in Kubernetes has ended; of a bad job it is alone in the directory
 # What a run leaves that failed before a step was kept; files of the user's own are not among them.
 TRACES = frozenset(
     (
         *("run.json", "result.json", "about.json", "report.html", "story.json", "progress.json", "attempt.json"),
         *("lease.json", "stop.json", "init_from.json", "init_from", "previews", "shapes.parquet", "reports", "times"),
+        *("fetched.json", LAST_END),
         *("flight_recorder", "recent.parquet", "tensorboard", "trackers", "files", "reference-of-dataset.json"),
         *("reference-of-eval.dataset.json",),
     )
@@ -113,7 +115,7 @@ def kept_job(run: Storage, noun: str) -> dict[str, Any]:
     """Return the job of a run, with the keys' names of this version; raises JobError if there is no run."""
     claimed = RUN_JSON.read(run)
     if not claimed:
-        raise JobError(f"{run} holds no {RUN}: name the run directory of {noun}{runs_there(run)}")
+        raise JobError(f"{run} holds no {RUN}: name the run directory of {noun}{or_elsewhere(run)}{runs_there(run)}")
     return of_a_run(claimed["job"])
 
 
@@ -127,6 +129,14 @@ def runs_there(run: Storage) -> str:
             if runs := _runs_in(folder):
                 return f"; the runs there: {listed(map(shlex.quote, runs))}"
     return ""
+
+
+def or_elsewhere(run: Storage) -> str:
+    """Return what an error adds about a run that is not there: how it comes here if a cluster ran it."""
+    if not run.is_local or os.path.exists(run.path):
+        return ""
+    what = shlex.join([run.name, relative(run.parent.location)])
+    return f" (if a cluster ran it, `dp-ray fetch {what} --address http://HEAD:8265` brings it here)"
 
 
 def _runs_in(folder: Storage) -> list[str]:

@@ -4,6 +4,7 @@ A training writes a piece with each checkpoint. The rows after the last one only
 `recent.parquet`, so that running and failed runs show them.
 """
 
+import re
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -24,10 +25,16 @@ HISTORY = "history"
 RECENT = "recent.parquet"  # of an unfinished run: the rows after the last piece
 CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
 NOT_MEASURED = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
+OF_FURTHER = re.compile(r"(learning_rate|gradient_norm)_\d+")  # columns of a loop's optimizers after the first
 DIGEST = "outputs_digest"  # the metric that `verify` adds
 SEGMENT = "steps-{}-{}.parquet"  # of the steps from the first number to before the second
 RECENT_SECONDS = 2.0  # between two writes of the recent rows
 SHARE = 0.01  # of the time, for writing them
+
+
+def is_measured(name: str) -> bool:
+    """Return whether a column is a loss or a metric, and no place, rate, norm or time."""
+    return name not in NOT_MEASURED and OF_FURTHER.fullmatch(name) is None
 
 
 def is_inner(name: str) -> bool:
@@ -35,7 +42,7 @@ def is_inner(name: str) -> bool:
     return name.removeprefix("eval_") == DIGEST
 
 
-def forget(folder: Storage, step: int) -> None:
+def forget_from(folder: Storage, step: int) -> None:
     """Remove the pieces with `step` or later steps, which an earlier attempt wrote and which are run again."""
     for name, (_, end) in folder.numbered(SEGMENT).items():
         if end > step:
@@ -151,7 +158,7 @@ def summary(run: Storage) -> dict[str, float]:
     table = read_table(run, METRICS)
     with_rows = np.flatnonzero(np.from_dlpack(table.column("rows").combine_chunks()))
     until_rows = table.slice(0, int(with_rows[-1]) + 1 if len(with_rows) else 0)
-    names = [name for name in table.column_names if name not in NOT_MEASURED]
+    names = list(filter(is_measured, table.column_names))
     columns = {name: (table if is_of_many(name) else until_rows).column(name).drop_null() for name in names}
     return {name: column[-1].as_py() for name, column in columns.items() if len(column)}
 

@@ -14,7 +14,7 @@ from typing import Any
 from pyarrow import fs as pafs
 
 from dp_ray.errors import JobError, StorageError
-from dp_ray.plan.split import split_of
+from dp_ray.plan.split import split_of_run
 from dp_ray.records import IGNORE, Record
 from dp_ray.rundir.files import CHECKPOINTS, RESULT, RESULT_JSON, RUN, RUN_JSON, SWEEP, SWEEP_JSON, steps_of
 from dp_ray.rundir.history import is_inner
@@ -147,7 +147,7 @@ def _run(run: Storage, written: dict[str, datetime | None], now: datetime) -> Li
         step = int(early.get("step", result["total_steps"]))
     else:
         rows = (claimed.get("rows") or {}).get("dataset")
-        steps = None if rows is None else split_of(claimed["job"], rows).total_steps
+        steps = None if rows is None else split_of_run(claimed["job"], rows).total_steps
         # The newest checkpoint of a training may be ahead of the step that a killed driver noted last.
         kept = steps_of(run.child(CHECKPOINTS)) if claimed["job"]["task"] == "train" else []
         step = max(lease.step if lease else 0, int(progress.get("step") or 0), *kept)

@@ -48,7 +48,7 @@ def kinds_of(workers: Iterable[tuple[int, str, Numerics]]) -> list[Kind]:
     return kinds
 
 
-def places_of(kinds: Sequence[Kind]) -> list[tuple[str, Mapping[str, str]]]:
+def places_of_kinds(kinds: Sequence[Kind]) -> list[tuple[str, Mapping[str, str]]]:
     """Return where each kind computes, and what: its nodes, or its ranks too if a node has several kinds."""
     named = [node for kind in kinds for node in kind.nodes]
     are_apart = len(named) == len(set(named))
@@ -80,8 +80,8 @@ def difference(places: Iterable[tuple[str, Mapping[str, str]]], at: str = "on ")
 def refusal(kinds: Sequence[Kind]) -> JobError:
     """Return the error that workers of these kinds cannot share a bitwise job."""
     return JobError(
-        f"bitwise: the workers would not give the same bits: {difference(places_of(kinds))}; take nodes of one kind "
-        "(placement: STRICT_PACK, accelerator_type, or a resource of theirs in resources_per_worker), or set "
+        f"bitwise: the workers would not give the same bits: {difference(places_of_kinds(kinds))}; take nodes of one "
+        "kind (placement: STRICT_PACK, accelerator_type, or a resource of theirs in resources_per_worker), or set "
         "bitwise: false"
     )
 

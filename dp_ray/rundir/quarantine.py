@@ -49,14 +49,14 @@ class QuarantineFull(DataError):
 class QuarantineFiles:
     """The bad samples that this worker finds in a dataset, which it writes; it counts those of all workers.
 
-    `after` is the step of a training after which the dataset is evaluated. `note` tells each sample once.
+    `after` is the step of a training after which the dataset is evaluated. `say` gets a line for each sample, once.
     """
 
     run: Storage
     dataset: str
     limit: int
     attempt: str | None
-    note: Callable[[str], None]
+    say: Callable[[str], None]
     after: int | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class QuarantineFiles:
         known = distinct(others for other, others in files.items() if other != name)
         for record in records:
             if (self.dataset, record["sample_index"]) not in known:
-                self.note(f"set aside: {_line(record)}")
+                self.say(f"set aside: {_line(record)}")
         firsts = {
             (record["dataset"], record["sample_index"]): record for records in files.values() for record in records
         }
@@ -122,7 +122,7 @@ def record_files(folder: Storage) -> list[str]:
     return [name for _, name in sorted(placed)]
 
 
-def forget(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
+def forget_unkept(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
     """Remove the files of the steps that are run again: `is_kept` gets the step and, after it, the shard's place."""
     folder = run.child(QUARANTINE)
     folder.create()

@@ -24,7 +24,7 @@ from dp_ray.rundir.checkpoint import (
     NO_PIECES,
     PIECES,
     Checkpoint,
-    name_of,
+    checkpoint_name,
     open_checkpoint,
     piece_names,
     read_by_all,
@@ -76,7 +76,7 @@ def find_start(location: str) -> tuple[Storage, str, str]:
             raise JobError(f"init_from: there is no file {location}")
         return storage, "", name
     if steps := steps_of(storage.child(CHECKPOINTS)):
-        return storage, CHECKPOINTS, name_of(steps[-1])
+        return storage, CHECKPOINTS, checkpoint_name(steps[-1])
     if weights := weights_name(storage):
         return storage, "", weights
     what = f"holds neither checkpoints nor {WEIGHTS}"

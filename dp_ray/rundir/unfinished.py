@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from dp_ray.job.job import Job
-from dp_ray.plan.split import Done, Split, num_filled, split_of
+from dp_ray.plan.split import Done, Split, num_filled, split_of_run
 from dp_ray.rundir import ledger
 from dp_ray.rundir.files import CHECKPOINTS, RESULT, RUN, RUN_JSON, is_finished, steps_of
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, Interruption
@@ -62,7 +62,7 @@ def unfinished(location: str) -> UnfinishedRun | None:
     if rows is None or is_finished(run):
         return None
     job = claimed["job"]
-    split = split_of(job, rows)
+    split = split_of_run(job, rows)
     is_driven, heard = last_alive(run)
     return UnfinishedRun(
         status="running" if is_driven else "unfinished",

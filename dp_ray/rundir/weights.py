@@ -12,7 +12,7 @@ from dp_ray.engine.optimizer import evaluated_weights, weights_of_average
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.records import Record
-from dp_ray.rundir.checkpoint import CHECKPOINTS, name_of, open_checkpoint
+from dp_ray.rundir.checkpoint import CHECKPOINTS, checkpoint_name, open_checkpoint
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import Stored, TensorFile, read_tensors, sha256_of, write_tensors
 from dp_ray.tensors.flat import as_bytes
@@ -40,7 +40,7 @@ def write_weights(
     run: Storage, tensors: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Write the weights to a run directory; `whole` is that of `write_tensors`, which is called for each file."""
-    parts = parts_of(tensors)
+    parts = tensors_of_files(tensors)
     if len(parts) == 1:
         write_tensors(run, WEIGHTS, tensors, whole=whole)
         # An earlier end's. It goes after the new file, so that a crash never leaves the run without weights.
@@ -58,7 +58,7 @@ def write_weights(
     run.delete(WEIGHTS)
 
 
-def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def tensors_of_files(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Return the tensors of each file, in order: as many as `LIMIT` bytes hold, but at least one."""
     parts: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -132,7 +132,7 @@ def write_best(run: Storage, metric: str, value: float, step: int, is_averaged: 
     With `is_averaged` that is the average of the weights. Only one tensor at a time is in memory. Raises StorageError
     if the checkpoint is damaged.
     """
-    opened = open_checkpoint(run.child(CHECKPOINTS), name_of(step))
+    opened = open_checkpoint(run.child(CHECKPOINTS), checkpoint_name(step))
     opened.check(World())
     state = weights_of_average(opened.state["ema"]) if is_averaged else evaluated_weights(opened.state)
     stored = {name: tensor for name, tensor in state.items() if isinstance(tensor, Stored)}

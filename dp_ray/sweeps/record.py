@@ -235,7 +235,7 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
 NAMED = 40  # characters of a value in a trial's name
 
 
-def table(record: SweepRecord, base: Storage) -> str:
+def trials_table(record: SweepRecord, base: Storage) -> str:
     """Return the trials as a table, best first: number, values, metric, state, run."""
     head, rows = record.rows(base)
     return in_columns([[printable(cell) for cell in row] for row in [head, *rows]])

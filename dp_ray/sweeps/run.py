@@ -20,7 +20,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
 from dp_ray.driver.checks import check_targets
-from dp_ray.driver.run import Options, execute, name_ray_job
+from dp_ray.driver.run import Options, execute, name_submitted_job
 from dp_ray.errors import STOP_COMMAND, ClusterError, Error, JobError, RunInterrupted, error_report
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
@@ -258,7 +258,7 @@ def run_sweep(
     and ClusterError if no Ray answers or a session has ended.
     """
     definition, say = record.definition, Console(record.definition.name, options.quiet).say
-    name_ray_job(definition.name)  # before its first trial gives its own
+    name_submitted_job(definition.name, str(base))  # before its first trial gives its own
     jobs = [definition.job(1, picked) for picked in definition.probes()]
     sweep = RunningSweep(record, base, say, fail_fast, options.verbose)
     num_left = sum(trial.state != "done" for trial in record.trials)

@@ -143,6 +143,23 @@ def end_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def ended_with_this_process(command: list[str], ignores: Iterable[signal.Signals] = ()) -> list[str]:
+    """Return the command line of a program that the system kills as soon as this process has ended, however it ends.
+
+    The program and what it starts ignore the signals `ignores`. It holds for the program itself, not for what it
+    starts, and if the main thread starts it. On another system the program lives on.
+    """
+    if not IS_LINUX:
+        return command
+    code = (
+        "import ctypes, os, signal, sys\n"
+        f"for number in {[int(number) for number in ignores]}: signal.signal(number, signal.SIG_IGN)\n"
+        f"ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(signal.SIGKILL))\n"
+        f"if os.getppid() == {os.getpid()}: os.execvp(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-S", "-E", "-c", code, *command]
+
+
 def keep_freed_memory() -> bool:
     """Make glibc keep up to 1 GiB of freed memory for the next step; returns whether it does.
 

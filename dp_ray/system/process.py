@@ -118,7 +118,7 @@ def interface_of(address: str) -> str | None:
     """The name of the network interface with an IP address; None if there is none."""
 
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.split("%")[0] == address for one in addresses):
+        if any(entry.address.split("%")[0] == address for entry in addresses):
             return name
     return None
 

@@ -21,6 +21,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 IMPORT = "<frozen importlib._bootstrap>"  # the file of the frames that each import has
 AGAIN_SECONDS = 0.01
 _waits: list[str] = []  # innermost last; the task's thread alone writes
+_call = 0, ""  # the task's thread alone writes
 _others: list[Callable[[str], bool]] = []  # to ask for blocks in other threads than the main one
 _askers: list[str] = []  # who asks by way of the next signals to this process
 _accepted: list[str] = []  # who has asked blocks that have not ended, which said that they will stop
@@ -73,6 +74,17 @@ def waits_for() -> str:
     """Return what the task waits for; "" if it does not wait for other workers."""
     innermost = _waits[-1:]  # in one read: the task's thread may leave its block meanwhile
     return innermost[0] if innermost else ""
+
+
+def note_call(number: int, what: str) -> None:
+    """Note the call that the task begins, of those that all workers make alike; 0 for none any more."""
+    global _call
+    _call = number, what
+
+
+def last_call() -> tuple[int, str]:
+    """Return the number and the name of the call that the task began last, of those that all workers make alike."""
+    return _call
 
 
 @contextmanager
@@ -152,7 +164,7 @@ class _Program:
     is_sent_again = False
 
 
-RESUMED = ("run", "sweep", "evaluate", "predict", "retry")  # the commands that may be run again
+RESUMED = ("run", "sweep", "evaluate", "predict", "retry", "node")  # the commands that may be run again
 
 
 def interrupts(command: str) -> None:
@@ -293,8 +305,8 @@ def signals_put_off() -> Iterator[None]:
     finally:
         for number, handler in taken.items():
             signal.signal(number, handler)
-        for one in came:
-            signal.raise_signal(one)
+        for received in came:
+            signal.raise_signal(received)
 
 
 def _in_forked_process(number: int) -> None:

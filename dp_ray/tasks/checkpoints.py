@@ -5,8 +5,8 @@ Begin at `Checkpointer`: on rank 0 it writes the history and the checkpoints, an
 the newest checkpoint, else the one that `init_from` names; without both, a training starts at step 0.
 
 A checkpoint fits a job if its steps hold the job's samples (`TrainingLayout`), and if its optimizer and scheduler are
-the job's (`Updates`): their state is the checkpoint's. At the end `keep_weights` writes the last weights, their
-average, and the best.
+the job's: their state is the checkpoint's. At the end `keep_weights` writes the last weights, their average, and the
+best.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from dp_ray.rundir.files import replacing
 from dp_ray.rundir.history import HISTORY, write_piece
 from dp_ray.rundir.ledger import check_newest
 from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start
-from dp_ray.rundir.weights import BEST, EMA, parts_of, write_best, write_weights
+from dp_ray.rundir.weights import BEST, EMA, tensors_of_files, write_best, write_weights
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train_state import TrainState
 from dp_ray.telemetry.times import History
@@ -46,7 +46,7 @@ SHARE = 0.01  # of the training's time may go into checkpoints
 LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any cost
 EXPECTED = 0.005, 200e6  # the first checkpoint's cost: fixed seconds, and bytes a second
 TrainingLayout: TypeAlias = dict[str, Any]  # all that decides which samples a step holds
-Updates: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
+UpdateKeys: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +165,8 @@ class Checkpointer(PieceKeeper):
 
             def before_commit() -> None:
                 """Write, in the writer's thread, the files that must exist before the checkpoint counts."""
+                # First: where a later attempt has begun, this one must write nothing more. A crash after the piece
+                # leaves rows without a checkpoint, which the next attempt deletes: it runs their steps again.
                 check_newest(training.context.run, training.context.attempt)
                 write_piece(training.context.run.child(HISTORY), rows)
                 self._before()
@@ -226,7 +228,7 @@ class CheckpointPace:
     `not_before`, by the clock, none is due: most steps need only this comparison.
     """
 
-    def __init__(self, when: keys.Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, when: keys.CheckpointKeys, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._is_auto = when.every_seconds == "auto" and when.every_steps is None
         seconds = LATEST if when.every_seconds == "auto" else when.every_seconds
@@ -285,7 +287,7 @@ def restored(training: Training, until: int | None = None) -> Training:
     def fits(about: dict[str, Any]) -> str | None:
         return None if job.has_fingerprint(about.get("fingerprint")) else "it is of a different job"
 
-    checkpoint = newest(checkpoints, fits, context.notify, trainer.placement.sharers, until)
+    checkpoint = newest(checkpoints, fits, context.say, trainer.placement.sharers, until)
     if checkpoint is not None:
         advice = f"start anew {replacing(run)}" if until is None else "the dataset or its blocks have changed since"
         check_layout(f"the steps of {checkpoints}/{checkpoint.name}", checkpoint.about, training.layout, advice)
@@ -308,13 +310,13 @@ def start_from(training: Training, location: str) -> TrainState:
     if checkpoint is None or not job.strict:
         loaded = placement.load_weights(weights, location, job.strict, NEW_HEAD)
         if context.world.rank == 0:
-            context.notify(describe_start(run, location) + loaded)
+            context.say(describe_start(run, location) + loaded)
         return TrainState()
     about, advice = checkpoint.about, "to start anew from weights alone, name a weights file, or set strict: false"
     check_layout(f"init_from: the steps of {location}", about, training.layout, advice)
     says = check_updates(f"init_from: {location}", about.get("updates"), job, advice)
     if says is not None:
-        context.notify(says)
+        context.say(says)
     try:
         train_state = resume(training, checkpoint)
     except ModelError as error:
@@ -332,7 +334,7 @@ def start_from(training: Training, location: str) -> TrainState:
             f"set epochs above {job.epochs}; {advice}"
         )
     if context.world.rank == 0:
-        context.notify(describe_start(run, location))
+        context.say(describe_start(run, location))
     return dataclasses.replace(train_state, best=None, best_step=None, stopping={})
 
 
@@ -363,7 +365,7 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
         elif schedule.lengths:
             says = f"the scheduler stays as it was built ({schedule.lengths})"
         if says:
-            training.context.notify(f"{steps} steps now, {before} before: {says}")
+            training.context.say(f"{steps} steps now, {before} before: {says}")
     return TrainState(**about["running"])
 
 
@@ -382,14 +384,16 @@ def check_layout(what: str, about: dict[str, Any], here: TrainingLayout, advice:
         raise JobError(f"{what} differ from this job's: {there} there, {here} here; {advice}")
 
 
-def updates_of(job: Job, as_objects: bool = False) -> Updates:
+def updates_of(job: Job, as_objects: bool = False) -> UpdateKeys:
     """Return the job's optimizer and scheduler; a checkpoint stores them. `as_objects` is that of `Job.describe`."""
     described = job.describe(as_objects)
-    kept: Updates = json.loads(json.dumps({key: described[key] for key in ("optimizer", "scheduler")}, default=str))
+    kept: UpdateKeys = json.loads(
+        json.dumps({key: described[key] for key in ("optimizer", "scheduler")}, default=str)
+    )
     return kept
 
 
-def check_updates(what: str, there: Updates | None, job: Job, advice: str) -> str | None:
+def check_updates(what: str, there: UpdateKeys | None, job: Job, advice: str) -> str | None:
     """Return a sentence on a scheduler that is not the checkpoint's, else None. A checkpoint may have no Updates.
 
     Raises JobError if the optimizers differ, or one side alone has a scheduler: the checkpoint's state would replace
@@ -418,7 +422,8 @@ def keep_weights(training: Training) -> None:
         tensors = tensors_of(trainer.model)
         average = {} if trainer.average is None else trainer.average.tensors()
         if context.world.rank != 0:
-            for part in (*parts_of(tensors), average):
+            # In the order in which rank 0 writes them below: it gathers each sharded tensor from all workers.
+            for part in (*tensors_of_files(tensors), average):
                 attend_writing(part)
             return
         check_newest(context.run, context.attempt)
@@ -435,6 +440,7 @@ def _keep_best(context: Context, state: TrainState) -> None:
     They are those that were evaluated: the average, if the job says so.
     """
     job, run = context.job, context.run
+    # An earlier file is not the best any more. A crash after this leaves none until the run is resumed.
     run.delete(BEST)
     if state.best is None or state.best_step is None:
         return
@@ -442,4 +448,4 @@ def _keep_best(context: Context, state: TrainState) -> None:
     try:
         write_best(run, state.best_by[0], state.best, state.best_step, is_averaged)
     except StorageError as error:
-        context.notify(f"the best weights, those after step {state.best_step - 1}, cannot be kept: {error}")
+        context.say(f"the best weights, those after step {state.best_step - 1}, cannot be kept: {error}")

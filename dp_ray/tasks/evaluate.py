@@ -42,6 +42,7 @@ def evaluate(context: Context) -> None:
                 run.on_shard(*shard)
             run.recorder.on_step(number)
         control.before(split.total_steps)  # the workers wait for each other's sums, and for no step any more
+        # All workers come here, also those without a shard in the last step: it sums over all of them.
         measured = next(evaluated)
         run.close()
     run.send_times()

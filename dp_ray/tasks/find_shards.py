@@ -34,7 +34,7 @@ def find_shards(context: Context) -> None:
         if worst:
             fits = f"{'does' if count == 1 else 'do'} not fit: {worst}"
         shard_rows = counted(chunk_sizes(rows, count)[0], "row")
-        context.notify(f"shards: auto: {counted(count, 'shard')} of at most {shard_rows} {fits}")
+        context.say(f"shards: auto: {counted(count, 'shard')} of at most {shard_rows} {fits}")
         if not worst:
             if world.rank == 0:
                 context.send(ShardsFound(count))

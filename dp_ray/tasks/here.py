@@ -19,11 +19,11 @@ from dp_ray.tasks.wire import Member, WorkerPlace
 class PicklerHere(pickle.Pickler):
     """Pickles what is read in this very process: functions and classes that no import gives stay those they are."""
 
-    def reducer_override(self, one: Any) -> Any:
+    def reducer_override(self, value: Any) -> Any:
         """Reduce what is of `__main__`, or local, to its id."""
-        if isinstance(one, type | FunctionType) and (one.__module__ == "__main__" or "<" in one.__qualname__):
-            _known[id(one)] = one
-            return _known_by, (id(one),)
+        if isinstance(value, type | FunctionType) and (value.__module__ == "__main__" or "<" in value.__qualname__):
+            _known[id(value)] = value
+            return _known_by, (id(value),)
         return NotImplemented
 
 
@@ -51,7 +51,7 @@ class ServingHere:
         """Return this process."""
         return [self._member]
 
-    def call(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
+    def ask(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the answers to the messages."""
         answers = {}
         for member, message in messages.items():

@@ -44,7 +44,7 @@ def precision() -> tuple[Setting, ...]:
     _C: Any = torch._C
     # The older interface comes before the newer one: what it sets, the newer one tells as well.
     older = Setting("cudnn_allow_tf32", _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32)
-    return older, *(one for one in settings_of_torch() if one.name.startswith(named))
+    return older, *(setting for setting in settings_of_torch() if setting.name.startswith(named))
 
 
 def modes_of(module: nn.Module, tensors: Sequence[torch.Tensor], threads: int | None) -> Modes:
@@ -56,13 +56,13 @@ def modes_of(module: nn.Module, tensors: Sequence[torch.Tensor], threads: int | 
     if "cpu" in autocast and not torch.cuda.is_available():
         autocast["cuda"] = autocast["cpu"]  # of a worker with a GPU: without one, torch refuses it here
     return Modes(
-        tuple(one.training for one in module.modules()),
-        tuple(one.requires_grad for one in tensors),
+        tuple(submodule.training for submodule in module.modules()),
+        tuple(tensor.requires_grad for tensor in tensors),
         torch.is_grad_enabled() and not is_inference,
         is_inference,
         autocast,
         torch.get_default_dtype(),
-        tuple(one.read() for one in precision()),
+        tuple(setting.read() for setting in precision()),
         threads,
     )
 
@@ -84,7 +84,7 @@ def as_on_caller(modes: Modes) -> Iterator[None]:
 @contextmanager
 def with_settings(modes: Modes) -> Iterator[None]:
     """Run the block under the settings that concern a backward too."""
-    dtype, precisely = torch.get_default_dtype(), tuple(one.read() for one in precision())
+    dtype, precisely = torch.get_default_dtype(), tuple(setting.read() for setting in precision())
     try:
         torch.set_default_dtype(modes.default_dtype)
         _set_precision(precisely, modes.precision)
@@ -97,7 +97,7 @@ def with_settings(modes: Modes) -> Iterator[None]:
 
 def _set_precision(before: Sequence[Any], values: Sequence[Any]) -> None:
     if before != values:
-        for one, value in zip(precision(), values, strict=True):
-            if one.set is not None and value != UNKNOWN and one.read() != value:
+        for setting, value in zip(precision(), values, strict=True):
+            if setting.set is not None and value != UNKNOWN and setting.read() != value:
                 with contextlib.suppress(RuntimeError):  # this build of torch may not know the caller's
-                    one.set(value)
+                    setting.set(value)

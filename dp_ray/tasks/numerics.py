@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from dp_ray.engine.world import World, gathered, is_gpu
 from dp_ray.errors import JobError
-from dp_ray.job.job import Job
 from dp_ray.messages import Computes, Send
-from dp_ray.rundir.numerics import Numerics, difference, kinds_of, places_of, refusal
+from dp_ray.rundir.numerics import Numerics, difference, kinds_of, places_of_kinds, refusal
 from dp_ray.system.linux import loaded_library, processor
 from dp_ray.text import listed
 
 if TYPE_CHECKING:
     from dp_ray.engine.votes import StepControl
+    from dp_ray.job.job import Job
 
 # A user sets these to lower the instructions that torch's libraries use; ATEN_CPU_CAPABILITY shows in torch itself.
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
@@ -38,7 +38,7 @@ class OtherKind(JobError):
         self.node_ids = node_ids
 
 
-def check_numerics(job: Job, world: World, send: Send, control: "StepControl") -> None:
+def check_numerics(job: "Job", world: World, send: Send, control: "StepControl") -> None:
     """Tell the driver what the workers compute on. Every rank calls this at the start of an attempt.
 
     Raises JobError, on every rank, if that differs and the job is bitwise. It is an OtherKind if only nodes that
@@ -60,7 +60,7 @@ def check_numerics(job: Job, world: World, send: Send, control: "StepControl") -
     known = node_ids.pop(control.kind, {})
     others = {node_id: node for nodes in node_ids.values() for node_id, node in nodes.items()}
     if known and not known.keys() & others.keys():
-        where, differs = listed(dict.fromkeys(others.values())), difference(places_of(kinds))
+        where, differs = listed(dict.fromkeys(others.values())), difference(places_of_kinds(kinds))
         raise OtherKind(f"no workers are taken on {where}, which would change the bits: {differs}", tuple(others))
     raise refusal(kinds)
 

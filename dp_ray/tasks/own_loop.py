@@ -5,13 +5,14 @@ steps is a declared training's (`tasks.train.TrainingRun`).
 """
 
 import hashlib
+import inspect
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.gradient_hooks import InEachBackward
-from dp_ray.engine.loop_model import LoopModel, OfRows
+from dp_ray.engine.loop_model import LoopModel, OfRows, name_of
 from dp_ray.engine.step import Metrics, Step
 from dp_ray.engine.trainer import TrainingStep
 from dp_ray.engine.update import GivenOptimizerStep, Updates
@@ -31,6 +32,7 @@ from dp_ray.job.plan import checkpoints_of
 from dp_ray.job.targets import bound
 from dp_ray.messages import StoppedEarly
 from dp_ray.rundir.checkpoint import pack
+from dp_ray.rundir.history import OF_FURTHER
 from dp_ray.tasks.early_stopping import Patience
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import PlacedTraining, begun_training, place_training
@@ -39,15 +41,21 @@ from dp_ray.tensors.files import is_dense
 from dp_ray.tensors.flat import as_bytes
 from dp_ray.text import listed
 
-OF_EACH = re.compile(r"eval_.*|(learning_rate|gradient_norm)_\d+")  # columns of evaluations and optimizers
-
 
 def train_by_loop(context: Context) -> None:
     """Have the job's `loop` train from the newest checkpoint, or from the start, to the end."""
-    loop = Loop(place_training(context))
+    call_loop(Loop(place_training(context)))
+
+
+def call_loop(loop: "Loop") -> None:
+    """Call the job's function with its loop, and see that it goes over all of the steps."""
     with loop._watched():
         try:
-            bound("loop", context.job.loop)(loop)
+            returned = bound("loop", loop._placed.context.job.loop)(loop)
+            if inspect.isgenerator(returned) or inspect.iscoroutine(returned):
+                kind = "yield" if inspect.isgenerator(returned) else "async"
+                returned.close()
+                raise JobError(f"loop: {returned.__qualname__} has {kind}, so a call does not run it; leave that out")
         except BaseException as error:
             loop._throw(error)
             if error is loop._error or not isinstance(error, Exception | SystemExit):
@@ -62,6 +70,8 @@ class Loop:
     `model` is the job's, on `device`. `num_steps` is the number of all steps. What the model, the optimizers and the
     states hold is that of the newest checkpoint once `steps` gives the first step.
     """
+
+    _kind: type[LoopModel] = LoopModel
 
     def __init__(self, placed: PlacedTraining) -> None:
         self._placed = placed
@@ -90,6 +100,8 @@ class Loop:
                 "run.optimizer: a ReduceLROnPlateau watches a metric, and the scheduler is stepped at each update; "
                 "set the rate in the loop: group['lr'] of optimizer.param_groups"
             )
+        if any(update._given.optimizer is optimizer for update in self._updates):
+            raise JobError("run.optimizer: was called for this optimizer before; use the update that it returned")
         placement = self._placed.placement
         given = GivenOptimizerStep(placement.job, placement.model, self.device, optimizer, scheduler)
         update = LoopUpdate(self, given, len(self._updates))
@@ -127,17 +139,18 @@ class Loop:
 
     def _steps(self) -> Iterator["LoopStep"]:
         try:
-            with begun_training(self._placed, self._model_of) as run:
-                for step in run.steps(StopOfLoop(self, run.training.context.job, run.training.state)):
-                    self._step = LoopStep(self, run.trainer, step)
+            with self._begun() as (trained, steps):
+                for step in steps:
+                    self._step = LoopStep(self, trained, step)
                     yield self._step
                     if self._failed is not None:
                         raise self._failed
                     keeps = bool(self._states) and self._keeps_after(step.number)
-                    if (self._reason or keeps) and step.number + 1 < self.num_steps:
-                        stops = "run.stop" if self._reason else "no run.stop"
-                        run.trainer.calls.check(f"step {step.number}: {stops}")
-                    run.trainer.end(step, self._step._logged)
+                    stops = bool(self._reason) and step.number + 1 < self.num_steps
+                    if stops or keeps or self._placed.context.job.eval is not None:
+                        # Before what all workers do together: they compare the states, or evaluate.
+                        trained.calls.check(f"step {step.number}: its end, with {'' if stops else 'no '}run.stop")
+                    trained.end(step, self._step._logged)
                     if keeps:
                         check_same(self._states, step.number)
                     self._step = None
@@ -147,6 +160,15 @@ class Loop:
         except BaseException as error:
             self._error = error  # a loop that catches it has not ended well
             raise
+
+    @contextmanager
+    def _begun(self) -> Iterator[tuple[LoopModel, Iterator[TrainingStep]]]:
+        """Give what the steps train, at the state where the training begins or goes on, and the steps."""
+        with begun_training(self._placed, self._model_of) as run:
+            stopping = StopOfLoop(self, run.training.context.job, run.training.state)
+            steps: Any = run.steps(stopping)
+            with closing(steps):  # an error's traceback may hold them for long
+                yield run.trainer, steps
 
     @contextmanager
     def _calling(self, step: "LoopStep") -> Iterator[None]:
@@ -170,7 +192,7 @@ class Loop:
 
     def _model_of(self, placed: PlacedTraining, step: Step, measures: Metrics, clock: StepClock) -> LoopModel:
         updates = Updates([update._given for update in self._updates], self._states)
-        return LoopModel(placed.placement, placed.split, updates, clock, placed.watch)
+        return self._kind(placed.placement, placed.split, updates, clock, placed.watch)
 
     def _throw(self, error: BaseException) -> None:
         """Have what stands around the steps end as after an error of the body's."""
@@ -218,7 +240,13 @@ class Loop:
         of_model = {id(one) for one in parameters}
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            held = (one for group in optimizer.param_groups for one in group["params"])
+            held = [one for group in optimizer.param_groups for one in group["params"]]
+            if self._step is not None and any(id(one) in self._step._model.foreign for one in held):
+                raise ModelError(
+                    f"{type(optimizer).__qualname__}.step() updates a parameter that is none of the model's by a "
+                    "gradient that a pass gave it, which is this worker's alone; make it a part of the model, and "
+                    "name it in `of`"
+                )
             if not self._is_updating and any(id(one) in of_model for one in held):
                 raise ModelError(
                     f"{type(optimizer).__qualname__}.step() was called by itself, so that the run knows nothing of "
@@ -228,8 +256,11 @@ class Loop:
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(before_step).remove)
             for one in parameters:
-                if one.requires_grad:
+                if one.is_floating_point() or one.is_complex():
+                    trains = one.requires_grad
+                    one.requires_grad_()  # the loop may unfreeze it later
                     handle: Any = one.register_post_accumulate_grad_hook(InEachBackward(_check_summed, self))
+                    one.requires_grad_(trains)
                     stack.callback(handle.remove)
             yield
 
@@ -265,6 +296,8 @@ class LoopUpdate:
         step = loop._step
         if step is None:
             raise ModelError("update.step: is called outside a step of run.steps()")
+        if clip is not None and not clip > 0:
+            raise ModelError(f"update.step: clip is the largest norm of the gradient, above 0; got {clip}")
         if closure is not None and clip is not None:
             raise ModelError("update.step: clip is not possible with a closure, whose gradients the optimizer takes")
         loop._is_updating = True
@@ -287,7 +320,10 @@ class LoopUpdate:
             step._of.num_passes, self._loop._is_updating = first, False
             try:
                 with torch.enable_grad():
-                    return closure()
+                    loss = closure()
+                if loss is None:
+                    raise ModelError("update.step: the closure returned None; return what step.backward returns")
+                return loss
             finally:
                 self._loop._is_updating = True
 
@@ -313,13 +349,15 @@ class LoopStep:
 
     def log(self, **numbers: Any) -> None:
         """Add numbers to the step's row of the history: numbers or scalar tensors, the same names in each step."""
-        taken = [name for name in numbers if name in COLUMNS or OF_EACH.fullmatch(name)]
+        of_each = {name for name in numbers if name.startswith("eval_") or OF_FURTHER.fullmatch(name)}
+        taken = [name for name in numbers if name in COLUMNS or name in of_each]
         if taken:
             raise ModelError(f"step.log: {listed(taken)} is a column that each history has; give it another name")
-        for name, value in numbers.items():
+        for name, given in numbers.items():
+            value = given.item() if isinstance(given, np.generic) else given
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise ModelError(f"step.log: {name} is a tensor of size {list(value.shape)}; log one number")
-            if not isinstance(value, torch.Tensor | int | float):
+            if not isinstance(value, torch.Tensor | int | float) or getattr(value, "is_complex", bool)():
                 raise ModelError(f"step.log: {name} is a {type(value).__qualname__}; log one number")
             # A copy: the loop may change a tensor later in the step.
             self._logged[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -343,16 +381,19 @@ class LoopStep:
 
     def _backward(self, loss: OfRows, of: Any, over: Any, batch: Any) -> torch.Tensor:
         model, step = self._model, self._of
+        for name, function in (("loss", loss), ("over", over or loss)):
+            if not callable(function):
+                raise ModelError(f"step.backward: {name} is a function, got a {type(function).__qualname__}")
         modules = [of] if isinstance(of, nn.Module) else list(of)
         trained = model.trained_of(modules)
-        label = f"pass {step.num_passes}: step.backward({_name_of(loss)}, {listed(model.names_of(modules))})"
+        label = f"pass {step.num_passes}: step.backward({name_of(loss)}, {listed(model.names_of(modules))})"
         model.calls.check(f"step {self.number}, {label}")
         a_pass = model.pass_for(loss, over, modules, trained)
         a_pass.function, a_pass.over = loss, over
         own = None if batch is None else model.cut(step.loaded, batch)
         self._loop._is_summing = True
         try:
-            with model.only(trained):
+            with model.only(trained), torch.enable_grad():
                 known = step.backward(a_pass, own)
         finally:
             self._loop._is_summing = False
@@ -365,19 +406,24 @@ class LoopStep:
     def gather(self, function: OfRows, batch: Any = None) -> Any:
         """Return what a function gives of each shard, merged in order: the whole batch's, the same on all workers.
 
-        It runs without gradients, but those that it enables itself. `batch` is that of `backward`. Returns None if
-        all rows of the step were set aside.
+        It runs without gradients, but those that it enables itself. `batch` is that of `backward`. Raises ModelError
+        if all rows of the step were set aside.
         """
         model, step = self._model, self._of
         with self._loop._calling(self):
             number, step.num_passes = step.num_passes, step.num_passes + 1
-            model.calls.check(f"step {self.number}, pass {number}: step.gather({_name_of(function)})")
+            model.calls.check(f"step {self.number}, pass {number}: step.gather({name_of(function)})")
             loaded = step.loaded if batch is None else model.cut(step.loaded, batch)
             self._loop._is_gathering = True
             found = model.gather(function, loaded, number)
             self._loop._is_gathering = False  # after an error no call goes on
             step.seed()
-        return found
+            if found is None:
+                raise ModelError(
+                    f"step {self.number}: step.gather({name_of(function)}) has nothing to return, since all rows of "
+                    "the step were set aside; mend the dataset, or set a larger batch_size"
+                )
+        return found.outputs
 
 
 class PlainState:
@@ -477,7 +523,3 @@ class StopOfLoop:
             return StoppedEarly(self._state.step, "", "", 0.0, None, 0, reason)
         assert self._inner is not None
         return self._inner.stopped()
-
-
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__)).replace(".<locals>", "")

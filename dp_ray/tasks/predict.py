@@ -46,14 +46,14 @@ def predict_outputs(context: Context) -> None:
     plan = AgreedFilePlan(outputs, job.outputs.file_bytes, world, lambda: control.wants_stop)
     parts = WorkerParts(context.run.child(PARTS), work.shards, begun.attempt, world.world_size, job.batch_dim)
     times, previews = times_of(context), Previews(context.run, split.rows_kept, job.batch_dim)
-    inputs = PredictInputs(job, placement.model, context.notify)
+    inputs = PredictInputs(job, placement.model, context.say)
     forwards, trial = placement.forwards(), placement.row_trial()
     prediction = Prediction(job, world.device, work, times.clock, forwards, placement.counts_flops, trial=trial)
     with Merger(outputs, plan, world) as merger:
         with (
             Run(context, placement.called, split, times) as run,
             # Rank 0 has a shard of every batch, so its lines are enough.
-            PartWriter(parts, plan.agree, run.recorder.keep, context.notify, world.device) as writer,
+            PartWriter(parts, plan.agree, run.recorder.keep, context.say, world.device) as writer,
         ):
             keeper = OutputKeeper(context, run, prediction, writer, merger)
             with (
@@ -97,6 +97,7 @@ def _begin(run: Storage, world: World) -> ledger.Ledger:
     for folder in (PARTS, FILES, OUTPUTS):
         run.child(folder).create()
     if world.rank == 0:
+        # Before the attempt reads which steps are done: those of lost files are to run again.
         drop_lost(run)
     return begin_attempt(run)
 

@@ -1,31 +1,41 @@
 """Run a step of a training again in this process, from the nearest checkpoint before it; nothing is written.
 
-Begin at `run_again`; it gives a `Replayed`.
+Begin at `run_again`; it gives a `Replayed`. `LoopAgain` is for a loop of the user's, whose passes are looked at.
 """
 
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.inspect_step import Findings, ModulePlace, StepInspection
+from dp_ray.engine.inspect_passes import Debug, InspectedModel, PassFindings, StepIsThrough
+from dp_ray.engine.inspect_step import Findings, ModulePlace, StepInspection, inspection_of
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
+from dp_ray.engine.loop_model import LoopModel, name_of
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.engine.trainer import Trainer, TrainingStep
+from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
 from dp_ray.errors import JobError
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.plan.split import Split, Work
-from dp_ray.results.replayed import Replayed, ReplayedRow
+from dp_ray.results.replayed import (
+    Replayed,
+    ReplayedLoop,
+    ReplayedNumber,
+    ReplayedPass,
+    ReplayedRow,
+    ReplayedShard,
+)
 from dp_ray.rundir.history import StepRows
 from dp_ray.tasks.checkpoints import Training, restored, sample_layout
+from dp_ray.tasks.own_loop import Loop, call_loop
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
-from dp_ray.tasks.train import AfterStep
+from dp_ray.tasks.train import AfterStep, PlacedTraining
 from dp_ray.tensors.tree import copied
 from dp_ray.text import counted
 
@@ -54,23 +64,15 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
     `history` is the run's. Within the block, the model has the state before the step. Raises JobError if the training
     has no such step or shard.
     """
-    job, dataset = context.job, load_dataset(context)
-    split = split_of(job, len(dataset))
-    check(choice, split)
-    # On one worker, whole: a sharded model's shards are run one by one too.
-    placement = place_whole(with_schedule(job, split), context.world)
-    context = dataclasses.replace(context, world=placement.world)
+    placed = _placed_whole(context, choice)
+    context, _, split, placement = placed
+    job = context.job
     step, (measures, _) = build_step(job, context.world), build_metrics(job)
     with closing(Trainer(placement, step, measures, split)) as trainer:
-        layout = sample_layout(job, split, dataset)
-        training = Training(context, Source(job, dataset), split, layout, trainer, StepTimes())
-        training = restored(training, until=choice.step)
-        trainer.synchronise()
+        training = _restored(placed, trainer, choice)
         begun = training.state.step
-        if begun > choice.step:
-            raise JobError(f"--step {choice.step}: the training began at step {begun}, from init_from")
         loaded = _run_steps_before(training, history, choice.step)
-        look = StepInspection(job, placement.model, step, context.world.device, trainer.gradient.loss)
+        look = inspection_of(job, placement.model, step, context.world.device, trainer.gradient.loss)
         loss = None
         if choice.shard is None:
             with look.unchanged():
@@ -81,9 +83,86 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
                 trainer.optimizer_step.skip()
                 loss = total / weight if weight else float("nan")
         filled = [part for part in loaded.loaded if part.shard.rows]
-        findings = look.find(filled, split, choice.shard)
-        replayed = _replayed(training, choice, begun, loss, findings, history.row(choice.step).get("loss"))
-        yield Rerun(replayed, findings, look)
+        findings = look.find(filled, split.whole(choice.step), choice.shard)
+        values = _values_of_step(training, choice, begun, history)
+        yield Rerun(Replayed(**values, loss=loss, **_looked(findings)), findings, look)
+
+
+class LoopAgain(Loop):
+    """A loop that runs again from the newest checkpoint up to a step, and through it; `run` does it once.
+
+    In the step, each pass is looked at before it runs. `history` is the run's. Raises JobError as `run_again` does,
+    and if the loop stops before the step.
+    """
+
+    _kind = InspectedModel
+
+    def __init__(self, context: Context, history: StepRows, choice: StepChoice) -> None:
+        super().__init__(_placed_whole(context, choice))
+        self._history, self._choice = history, choice
+        self._debug: tuple[int, Debug] | None = None
+        self._replayed: ReplayedLoop | None = None
+
+    def run(self) -> ReplayedLoop:
+        """Return what the step gave."""
+        with suppress(StepIsThrough):
+            call_loop(self)
+        assert self._replayed is not None
+        return self._replayed
+
+    def debug(self, place: int, call: Debug) -> None:
+        """Call a function in the pass at a place of the step, before that runs, with what was found; end there."""
+        self._debug = place, call
+        with suppress(StepIsThrough):
+            call_loop(self)
+
+    @contextmanager
+    def _begun(self) -> Iterator[tuple[LoopModel, Iterator[TrainingStep]]]:
+        placed = self._placed
+        step, (measures, _) = build_step(placed.context.job, placed.context.world), build_metrics(placed.context.job)
+        with closing(self._model_of(placed, step, measures, StepTimes().clock)) as trainer:
+            assert isinstance(trainer, InspectedModel)
+            training = _restored(placed, trainer, self._choice)
+            with closing(self._steps_to(training, trainer)) as steps:
+                yield trainer, steps
+
+    def _steps_to(self, training: Training, trainer: InspectedModel) -> Generator[TrainingStep]:
+        choice, begun = self._choice, training.state.step
+        self._check_goes_on(training.state.stopping.get("reason"), begun - 1)
+        for step in _steps_again(training, self._history, choice.step):
+            if step.number == choice.step:
+                trainer.looks, trainer.shard, trainer.debugs_in = True, choice.shard, self._debug
+            yield step
+            if step.number == choice.step:
+                self._replayed = _replayed_loop(training, choice, begun, step.end(), self._history)
+                raise StepIsThrough
+            self._check_goes_on(self._reason, step.number)
+
+    def _check_goes_on(self, reason: str | None, step: int) -> None:
+        if reason:
+            raise JobError(f"--step {self._choice.step}: the loop stops after step {step}: {reason}")
+
+
+def _placed_whole(context: Context, choice: StepChoice) -> PlacedTraining:
+    """Load the dataset and build the model, whole; raises JobError if there is no such step or shard."""
+    job, dataset = context.job, load_dataset(context)
+    split = split_of(job, len(dataset))
+    check(choice, split)
+    # On one worker, whole: a sharded model's shards are run one by one too.
+    placement = place_whole(with_schedule(job, split), context.world)
+    return PlacedTraining(dataclasses.replace(context, world=placement.world), dataset, split, placement)
+
+
+def _restored(placed: PlacedTraining, trainer: TrainedModel, choice: StepChoice) -> Training:
+    """Return the training at the newest state that is not after the chosen step."""
+    context, dataset, split, _ = placed
+    layout = sample_layout(context.job, split, dataset)
+    training = Training(context, Source(context.job, dataset), split, layout, trainer, StepTimes())
+    training = restored(training, until=choice.step)
+    trainer.synchronise()
+    if training.state.step > choice.step:
+        raise JobError(f"--step {choice.step}: the training began at step {training.state.step}, from init_from")
+    return training
 
 
 def check(choice: StepChoice, split: Split) -> None:
@@ -99,7 +178,7 @@ def check(choice: StepChoice, split: Split) -> None:
         )
 
 
-def _check_watched(trainer: Trainer, first: int, wanted: int, history: StepRows) -> None:
+def _check_watched(trainer: TrainedModel, first: int, wanted: int, history: StepRows) -> None:
     """Raise JobError if the scheduler needs an evaluation that the history does not have."""
     schedule = trainer.schedule
     if not schedule.watches or schedule.metric == "loss":
@@ -129,68 +208,118 @@ class RecordedEvaluations:
 
 def _run_steps_before(training: Training, history: StepRows, wanted: int) -> LoadedStep:
     """Run the steps from the restored one up to the wanted one again; return that one, loaded."""
-    context, begun, trainer, source = training.context, training.state.step, training.trainer, training.source
+    trainer = training.trainer
     assert isinstance(trainer, Trainer)
-    _check_watched(trainer, begun, wanted, history)
-    quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
-    context.notify(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
-    progress, said = AfterStep(training, RecordedEvaluations(history)), time.monotonic()
-    until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
-    with closing(load_steps(source, until, context.world.device, quarantine)) as steps, trainer.advising():
-        for number in range(begun, wanted):  # nothing is reported or kept of them
-            if time.monotonic() - said >= LINE_SECONDS:
-                said = time.monotonic()
-                context.notify(f"step {number}, up to {wanted}")
-            step = TrainingStep(trainer, number, next(steps))
+    with closing(_steps_again(training, history, wanted)) as steps, trainer.advising():
+        for step in steps:
+            if step.number == wanted:
+                break
             step.backward(trainer.gradient)
             step.update(trainer.optimizer_step)
-            progress.take(number, step.end())
-        loaded = next(steps)
-        return loaded._replace(loaded=list(loaded.loaded))
+        return step.loaded._replace(loaded=list(step.loaded.loaded))
 
 
-def _replayed(
-    training: Training,
-    choice: StepChoice,
-    begun: int,
-    loss: float | None,
-    findings: Findings,
-    history_loss: float | None,
-) -> Replayed:
+def _steps_again(training: Training, history: StepRows, wanted: int) -> Generator[TrainingStep]:
+    """Yield the steps from the restored one to the wanted one; nothing is reported or kept of them."""
+    context, begun, source, trainer = training.context, training.state.step, training.source, training.trainer
+    _check_watched(trainer, begun, wanted, history)
+    quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
+    context.say(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
+    progress, said = AfterStep(training, RecordedEvaluations(history)), time.monotonic()
+    until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
+    with closing(load_steps(source, until, context.world.device, quarantine)) as loaded:
+        for number in range(begun, wanted + 1):
+            if time.monotonic() - said >= LINE_SECONDS:
+                said = time.monotonic()
+                context.say(f"step {number}, up to {wanted}")
+            step = TrainingStep(trainer, number, next(loaded))
+            yield step
+            if number < wanted:
+                progress.take(number, step.end())
+
+
+def _values_of_step(training: Training, choice: StepChoice, begun: int, history: StepRows) -> dict[str, Any]:
+    """Return the values of a `ReplayedStep` but for its loss."""
     context, split = training.context, training.split
+    return {
+        "run_dir": str(context.run),
+        "step": choice.step,
+        "epoch": split.cursor(choice.step)[0],
+        "shard": choice.shard,
+        "shards": split.shards,
+        "start": begun,
+        "bitwise": context.job.bitwise,
+        "device": str(context.world.device),
+        "history_loss": history.row(choice.step).get("loss"),
+    }
+
+
+def _replayed_loop(
+    training: Training, choice: StepChoice, begun: int, update: Update, history: StepRows
+) -> ReplayedLoop:
+    trainer, known = training.trainer, history.row(choice.step)
+    assert isinstance(trainer, InspectedModel)
+    sums: list[float] = update.sums.tolist()
+    measured = [
+        total / weight if weight else math.nan for total, weight in zip(sums[0:-2:2], sums[1:-2:2], strict=True)
+    ]
+    logged = dict(zip(trainer.measured, measured, strict=True))
+    loss = logged.pop("loss")
+    return ReplayedLoop(
+        **_values_of_step(training, choice, begun, history),
+        loss=loss,
+        logged={name: ReplayedNumber(number, known.get(name)) for name, number in logged.items()},
+        passes=tuple(_replayed_pass(place, found) for place, found in enumerate(trainer.found)),
+    )
+
+
+def _replayed_pass(place: int, found: PassFindings) -> ReplayedPass:
+    looked = _looked(found.findings)
+    if found.has_own_batch:
+        looked["rows"] = tuple(row._replace(sample=None) for row in looked["rows"])
+    return ReplayedPass(
+        **looked,
+        place=place,
+        number=found.number,
+        call="backward" if found.of else "gather",
+        function=name_of(found.function),
+        of=tuple(found.of),
+        size=found.rows,
+        has_own_batch=found.has_own_batch,
+        loss=found.loss,
+        shards=tuple(
+            ReplayedShard(shard.loaded.shard.shard, shard.loaded.shard.rows, shard.loss)
+            for shard in sorted(found.findings.shards, key=lambda shard: _falling(shard.loss))
+        ),
+    )
+
+
+def _looked(findings: Findings) -> dict[str, Any]:
+    """Return the values of a `Looked`."""
     rows = []
-    for row, losses in findings.rows:
-        for at, (sample, position) in enumerate(zip(row.indices.tolist(), row.shard.positions, strict=True)):
+    for (_, indices, _), shard, losses in (
+        (found.loaded, found.loaded.shard, found.losses) for found in findings.shards
+    ):
+        for at, (sample, position) in enumerate(zip(indices.tolist(), shard.positions, strict=True)):
             number = losses.values[at] if losses.values else None
-            place = sample, row.shard.shard, position
+            place = sample, shard.shard, position
             if losses.of_batch is None:
                 rows.append(ReplayedRow(number, *place))
             else:
                 rows.append(ReplayedRow(losses.of_batch, *place, number))
-    rows.sort(key=_largest_first)
-    return Replayed(
-        run_dir=str(context.run),
-        step=choice.step,
-        epoch=split.cursor(choice.step)[0],
-        shard=choice.shard,
-        shards=split.shards,
-        start=begun,
-        bitwise=context.job.bitwise,
-        device=str(context.world.device),
-        loss=loss,
-        history_loss=history_loss,
-        row_losses="; ".join(dict.fromkeys(losses.how for _, losses in findings.rows)),
-        rows=tuple(rows),
-        weights=findings.weights,
-        batch=findings.batch,
-        output=_described(findings.output),
-        gradient=_described(findings.gradient),
-    )
+    rows.sort(key=lambda row: _falling(row.number))
+    return {
+        "row_losses": "; ".join(dict.fromkeys(shard.losses.how for shard in findings.shards)),
+        "rows": tuple(rows),
+        "weights": findings.weights,
+        "batch": findings.batch,
+        "output": _described(findings.output),
+        "gradient": _described(findings.gradient),
+    }
 
 
-def _largest_first(row: ReplayedRow) -> tuple[int, float]:
-    """Order rows: NaN first, then infinities and numbers downwards, then unknown values."""
-    number = row.loss if row.gradient is None else row.gradient
+def _falling(number: float | None) -> tuple[int, float]:
+    """Order numbers: NaN first, then infinities and numbers downwards, then unknown values."""
     if number is None:
         return 2, 0.0
     return (0, 0.0) if math.isnan(number) else (1, -number)

@@ -45,7 +45,7 @@ class Copy:
         made = shipped.made(structure.pickled, tensors)
         self.module, self.elsewhere = made.module, made.elsewhere
         with_sparse = {id(module.weight) for module in sparse_modules(self.module)}
-        self.sparse = {number for number, tensor in enumerate(tensors) if id(tensor) in with_sparse}
+        self.sparse = {index for index, tensor in enumerate(tensors) if id(tensor) in with_sparse}
         self._modules = list(self.module.modules())  # without those that a forward makes
         self.state = CallState(self.module, tensors, self.elsewhere)
         self.replica = Replica(0, self.module, device, self.state)
@@ -67,7 +67,7 @@ class Copy:
 class Graph:
     """A shard's graph that waits for its backward: its ends, and how its call runs."""
 
-    inputs: dict[int, torch.Tensor]  # leaves that want a gradient, by number
+    inputs: dict[int, torch.Tensor]  # leaves that want a gradient, by index
     outputs: list[torch.Tensor | None]  # None where a leaf has no graph
     trained: "list[torch.Tensor | GradientEdge]"
     forms: list[TensorForm]  # of `trained`
@@ -111,13 +111,13 @@ class Sum:
         """Take in a shard's gradients; a parameter that the shard has not used adds nothing."""
         own, counts = layout.views(self.vectors)
         counts.zero_()
-        for number, gradient in enumerate(gradients):
+        for index, gradient in enumerate(gradients):
             if gradient is not None:
-                counts[number] = 1
-                if number in sparse:
-                    self.sparse[number] = gradient.coalesce() if gradient.is_sparse else gradient
+                counts[index] = 1
+                if index in sparse:
+                    self.sparse[index] = gradient.coalesce() if gradient.is_sparse else gradient
                 else:
-                    own[number].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                    own[index].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         return self
 
     def add(self, other: "Sum") -> "Sum":
@@ -131,10 +131,10 @@ class Sum:
 def _added(left: dict[int, torch.Tensor], right: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return the sums of sparse gradients, of which some may be dense."""
     found = {**left, **right}
-    for number in left.keys() & right.keys():
-        one, two = sorted((left[number], right[number]), key=lambda each: each.is_sparse)  # torch adds to a dense one
+    for index in left.keys() & right.keys():
+        one, two = sorted((left[index], right[index]), key=lambda each: each.is_sparse)  # torch adds to a dense one
         total = one + two
-        found[number] = total.coalesce() if total.is_sparse else total
+        found[index] = total.coalesce() if total.is_sparse else total
     return found
 
 
@@ -164,8 +164,8 @@ class Served:
         self._device = torch.device(device)
         self._pickler = base
         self._is_worker = is_worker
-        self._copies: dict[int, Copy] = {}
-        self._graphs: dict[tuple[int, int], dict[int, Graph]] = {}  # by module and call, by shard
+        self._copies: dict[int, Copy] = {}  # by the module's number
+        self._graphs: dict[tuple[int, int], dict[int, Graph]] = {}  # by the numbers of module and call, by shard
         if is_worker:
             os.environ.update(of_cublas())
 
@@ -177,48 +177,52 @@ class Served:
             case wire.Backward():
                 return self._backward(message)
             case wire.HeldBytes():
-                return self._held_bytes(message.module)
+                return self._held_bytes(message.module_number)
         raise TypeError(f"a worker of parallel modules knows no {type(message).__name__}")
 
     def _forward(self, asked: wire.Forward) -> list[wire.ShardOutput] | wire.Raised | wire.PeerLost:
         """Take in what is new, then run the shards in order, and keep their graphs."""
-        number, at, got, what = asked.sync.module, None, "", "the module cannot be made on a worker:"
+        module_number, at, got, what = asked.sync.module_number, None, "", "the module cannot be made on a worker:"
         outputs: list[wire.ShardOutput] = []
         text = io.StringIO()
         try:
+            # Without shards too: new elements come by a broadcast, in which all workers take part.
             self._sync(asked.sync, asked.modes)
             if asked.spec is None:
                 return []
-            copy, what = self._copies[number], "the model"
-            if any(graph.modes.training != asked.modes.training for graph in self._graphs_of(number)):
+            copy, what = self._copies[module_number], "the model"
+            if any(graph.modes.training != asked.modes.training for graph in self._graphs_of(module_number)):
                 copy.state.renew()
             copy.replica.begin(len(asked.shards))
             graphs: dict[int, Graph] = {}
             for given in asked.shards:
                 at, text = given.shard, io.StringIO()
-                copy.set_modes(asked.modes, [*self._graphs_of(number), *graphs.values()])
+                copy.set_modes(asked.modes, [*self._graphs_of(module_number), *graphs.values()])
                 leaves = [self._argument(leaf, asked.modes.is_grad_enabled) for leaf in given.leaves]
-                inputs = {number: leaves[number].requires_grad_() for number in sorted(asked.requires_grad)}
+                inputs = {index: leaves[index].requires_grad_() for index in sorted(asked.requires_grad)}
                 # A model may write into its inputs, but not into a leaf of a graph.
-                own = [leaf.clone() if number in inputs else leaf for number, leaf in enumerate(leaves)]
+                own = [leaf.clone() if index in inputs else leaf for index, leaf in enumerate(leaves)]
                 args, kwargs = unflatten(pickle.loads(asked.spec), own)
                 got = _described(args, kwargs)
                 output, graphs[at] = self._run(copy, asked, given, (inputs, args, kwargs), got, text)
                 outputs.append(output)
             leads_back = asked.modes.is_grad_enabled and (asked.requires_grad or any(asked.modes.requires_grad))
             if leads_back and any(any(output.requires_grad) for output in outputs):
-                self._graphs.setdefault((number, asked.call), {}).update(graphs)
+                # After all shards: of a call that raises, no graph stays.
+                self._graphs.setdefault((module_number, asked.call_number), {}).update(graphs)
             return outputs
         except PeerIsLost as lost:
             return wire.PeerLost(str(lost))
         except (Exception, SystemExit) as error:
-            if at is None or self._copies[number].state.is_lost:
-                self._copies.pop(number, None)
+            if at is None or self._copies[module_number].state.is_lost:
+                # What the copy holds is not known any more: the answer says so, and the next call brings it anew.
+                self._copies.pop(module_number, None)
             printed = "".join(output.text for output in outputs) + text.getvalue()
-            return self._raised(error, at, what, got, number in self._copies, printed)
+            return self._raised(error, at, what, got, module_number in self._copies, printed)
 
-    def _graphs_of(self, module: int) -> list[Graph]:
-        return [graph for (owner, _), graphs in self._graphs.items() if owner == module for graph in graphs.values()]
+    def _graphs_of(self, module_number: int) -> list[Graph]:
+        of_module = [graphs for (number, _), graphs in self._graphs.items() if number == module_number]
+        return [graph for graphs in of_module for graph in graphs.values()]
 
     def _argument(self, leaf: wire.Packed, may_stay: bool) -> Any:
         """Return a leaf of the inputs; a graph may keep it, and must not keep the room that it has in Ray's store.
@@ -247,15 +251,15 @@ class Served:
                 torch.cuda.synchronize(self._device)
             return result, time.perf_counter() - started
 
-        result, seconds = copy.replica.run(Shard(asked.call, given.shard, 0, 0), run, seed=given.seed)
+        result, seconds = copy.replica.run(Shard(asked.call_number, given.shard, 0, 0), run, seed=given.seed)
         ends, of_result = flatten(result)
         tree = shipped.dumped_output(of_result, ends, self._pickler, modes.is_grad_enabled)
         has_graph = [isinstance(end, torch.Tensor) and end.requires_grad for end in ends]
-        numbers = [number for number, wants in enumerate(modes.requires_grad) if wants]
-        trained = [copy.state.tensors[number] for number in numbers]
-        sparse = frozenset(at for at, number in enumerate(numbers) if number in copy.sparse)
+        indices = [index for index, wants in enumerate(modes.requires_grad) if wants]
+        trained = [copy.state.tensors[index] for index in indices]
+        sparse = frozenset(at for at, index in enumerate(indices) if index in copy.sparse)
         kept = [end if has else None for end, has in zip(ends, has_graph, strict=True)]
-        forms = [copy.structure.forms[number] for number in numbers]
+        forms = [copy.structure.forms[index] for index in indices]
         graph = Graph(inputs, kept, list(trained), forms, sparse, got, modes, copy)
         output = wire.ShardOutput(
             given.shard,
@@ -276,27 +280,27 @@ class Served:
 
     def _sync(self, sync: wire.Sync, modes: Modes) -> None:
         """Drop what nobody waits for; take the module's structure, if it is new, and changed elements."""
-        for call in sync.dropped:
-            self._graphs.pop((sync.module, call), None)
-        for module in sync.closed:
-            self._copies.pop(module, None)
+        for call_number in sync.dropped:
+            self._graphs.pop((sync.module_number, call_number), None)
+        for module_number in sync.closed:
+            self._copies.pop(module_number, None)
         self._graphs = {key: graphs for key, graphs in self._graphs.items() if key[0] not in sync.closed}
-        copy = self._copies.get(sync.module)
+        copy = self._copies.get(sync.module_number)
         structure = sync.structure or (copy.structure if copy is not None else None)
         assert structure is not None, "the caller knows what a worker has"
         pieces: list[torch.Tensor] = []
         if sync.changed:  # before anything that may fail: the other workers wait for this one all the same
-            pieces = self._received([structure.forms[number] for number in sync.changed], sync.data)
+            pieces = self._received([structure.forms[index] for index in sync.changed], sync.data)
         if sync.structure is not None or copy is None:
             pairs = zip(structure.forms, pieces, modes.requires_grad, strict=True)
-            self._copies[sync.module] = Copy(structure, [_made(*args) for args in pairs], self._device)
+            self._copies[sync.module_number] = Copy(structure, [_made(*args) for args in pairs], self._device)
             return
-        has_graphs = bool(self._graphs_of(sync.module))
+        has_graphs = bool(self._graphs_of(sync.module_number))
         copy.state.load(sync.changed, pieces, has_graphs)
         copy.replica.restore()
         if has_graphs and not copy.elsewhere.isdisjoint(sync.changed):
             # What stands elsewhere than in modules too, as in a list, cannot be set there: the module is made anew.
-            made = self._copies[sync.module] = Copy(structure, copy.state.tensors, self._device)
+            made = self._copies[sync.module_number] = Copy(structure, copy.state.tensors, self._device)
             made.state.goes_on_as(copy.state)
 
     def _received(self, forms: Sequence[TensorForm], data: Any) -> list[torch.Tensor]:
@@ -323,20 +327,20 @@ class Served:
         layout: wire.Layout | None = None
         at, got, text = None, "", io.StringIO()
         try:
-            graphs = self._graphs.get((asked.module, asked.call), {})
+            graphs = self._graphs.get((asked.module_number, asked.call_number), {})
             above = parents(root)
             for shard, given in asked.gradients.items():
                 at, graph = shard, graphs[shard] if asked.keep_graph else graphs.pop(shard)
                 got = graph.got
                 seeds = [None if one is None else wire.owned(one, self._device) for one in given]
                 # A backward may run forwards again, as of a checkpoint.
-                graph.copy.set_modes(graph.modes, self._graphs_of(asked.module))
+                graph.copy.set_modes(graph.modes, self._graphs_of(asked.module_number))
                 with with_settings(graph.modes), contextlib.redirect_stdout(text):
                     found = graph.backward(seeds, asked.keep_graph)
                 inputs, trained = found[: len(graph.inputs)], found[len(graph.inputs) :]
                 of_inputs[shard] = {
-                    number: None if one is None else wire.packed(one)
-                    for number, one in zip(graph.inputs, inputs, strict=True)
+                    index: None if one is None else wire.packed(one)
+                    for index, one in zip(graph.inputs, inputs, strict=True)
                 }
                 layout = layout or wire.Layout(graph.forms, graph.sparse, ranks)  # which all shards share
                 own = Sum(asked.lengths, self._device).take(layout, graph.sparse, trained)
@@ -350,7 +354,7 @@ class Served:
         if raised is not None:  # it takes part all the same: the others wait for its sums
             held = {node: Sum(asked.lengths, self._device) for node in nodes[rank]}
         if not asked.keep_graph:
-            self._graphs.pop((asked.module, asked.call), None)
+            self._graphs.pop((asked.module_number, asked.call_number), None)
         try:
             slices, sparse = self._summed(asked, [held[node] for node in nodes[rank]], nodes, root, group)
         except PeerIsLost as lost:
@@ -370,9 +374,10 @@ class Served:
         """Return this worker's slice of each vector's sum; on rank 0 also the sparse ones, packed."""
         ranks, rank = len(nodes), own_rank() if group is not None else 0
         held = dict(zip(nodes[rank], own, strict=True))
-        sparse = {node: {number: wire.parts_of(g) for number, g in one.sparse.items()} for node, one in held.items()}
+        sparse = {node: {index: wire.parts_of(g) for index, g in one.sparse.items()} for node, one in held.items()}
         slices = []
         with _collective() if group is not None else nullcontext():
+            # In the order of the message, which is the same to all: one collective for each dtype.
             for at, (dtype, length) in enumerate(asked.lengths.items()):
                 vectors = {node: sums.vectors[at] for node, sums in held.items()}
                 if group is not None and length:
@@ -385,11 +390,11 @@ class Served:
         if rank or not asked.has_sparse:
             return slices, {}
         found = {
-            node: {number: wire.of_parts(one, self._device) for number, one in gradients.items()}
+            node: {index: wire.of_parts(one, self._device) for index, one in gradients.items()}
             for of_rank in of_ranks
             for node, gradients in of_rank.items()
         }
-        return slices, {number: wire.parts_of(one) for number, one in (fold(found, root, _added) or {}).items()}
+        return slices, {index: wire.parts_of(one) for index, one in (fold(found, root, _added) or {}).items()}
 
     def _raised(
         self, error: BaseException, shard: int | None, what: str, got: str, has_module: bool, text: str
@@ -408,10 +413,10 @@ class Served:
         told = type(error).__name__ + (f": {told}" if told else "")
         return wire.Raised(shard, what, told, got, frames, exception, has_module, text)
 
-    def _held_bytes(self, module: int) -> int:
+    def _held_bytes(self, module_number: int) -> int:
         """Return how many bytes the graphs of a module hold, as far as they can be seen: each storage once."""
-        roots = [end.grad_fn for graph in self._graphs_of(module) for end in graph.outputs if end is not None]
-        copy = self._copies.get(module)
+        roots = [end.grad_fn for graph in self._graphs_of(module_number) for end in graph.outputs if end is not None]
+        copy = self._copies.get(module_number)
         own = set() if copy is None else {tensor.untyped_storage().data_ptr() for tensor in copy.state.tensors}
         seen, found = set(), dict[int, int]()
         while roots:

@@ -22,7 +22,7 @@ from dp_ray.job.keys import Target
 from dp_ray.job.samples import describe_blocks
 from dp_ray.messages import Note, Send
 from dp_ray.records import Record
-from dp_ray.rundir.quarantine import QuarantineFiles, forget
+from dp_ray.rundir.quarantine import QuarantineFiles, forget_unkept
 from dp_ray.rundir.start import NEW_HEAD, describe_start, read_start
 from dp_ray.storage import Storage
 from dp_ray.text import hide_in, listed
@@ -63,13 +63,13 @@ class Context:
         """Build the model, or return the one that the process holds; every rank calls this."""
         held = self.held
         if held is None:
-            return place(self.job, self.world, self.notify)
+            return place(self.job, self.world, self.say)
         if held.placement is None:
-            held.placement = place(self.job, self.world, self.notify)
+            held.placement = place(self.job, self.world, self.say)
         before = held.placement
-        return replace(before, world=self.world.with_inputs_on(before.world.device), note=self.notify)
+        return replace(before, world=self.world.with_inputs_on(before.world.device), say=self.say)
 
-    def notify(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Send a line for the user, from rank 0 alone: the other ranks would repeat it."""
         if self.world.rank == 0:
             self.send(Note(text))
@@ -157,10 +157,10 @@ def model_to_run(context: Context) -> Placement:
         weights, _ = read_start(run, job.init_from, job.strict, placement.sharers)
         loaded = placement.load_weights(weights, job.init_from, job.strict, NEW_HEAD)
         if world.rank == 0:
-            context.notify(describe_start(run, job.init_from) + loaded)
+            context.say(describe_start(run, job.init_from) + loaded)
     elif world.rank == 0 and isinstance(job.model, Target) and has_drawn(job.seed):
         untrained = f"init_from is not set (unless {job.model.label} loads trained ones itself)"
-        context.notify(f"untrained weights: {untrained}")
+        context.say(f"untrained weights: {untrained}")
     synchronise(placement.model)
     return placement
 
@@ -216,5 +216,5 @@ def drop_set_aside(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
     Other ranks may set samples aside only after a broadcast of rank 0.
     """
     if is_rank_0():
-        forget(run, is_kept)
+        forget_unkept(run, is_kept)
     broadcast("")

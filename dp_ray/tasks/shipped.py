@@ -65,18 +65,18 @@ class Structure:
 
 
 class Apart:
-    """Tensors that stand apart from what is pickled, each by its number."""
+    """Tensors that stand apart from what is pickled, each by its index."""
 
     def __init__(self) -> None:
         self.all: list[torch.Tensor] = []
-        self.numbers: dict[int, int] = {}  # by identity
+        self.indices: dict[int, int] = {}  # by identity
 
-    def number(self, tensor: torch.Tensor) -> int:
-        """Return a tensor's number; one that is not there yet gets the next one."""
-        number = self.numbers.setdefault(id(tensor), len(self.all))
-        if number == len(self.all):
+    def index(self, tensor: torch.Tensor) -> int:
+        """Return a tensor's index; one that is not there yet gets the next one."""
+        index = self.indices.setdefault(id(tensor), len(self.all))
+        if index == len(self.all):
             self.all.append(tensor)
-        return number
+        return index
 
 
 def why_odd(tensor: torch.Tensor) -> str | None:
@@ -102,7 +102,7 @@ def odd_leaf(spec: TreeSpec, leaves: Sequence[Any], above: int = 0) -> tuple[str
     return None
 
 
-class Refused(Exception):
+class NotByValue(Exception):
     """A tensor was found that must not go by value."""
 
     def __init__(self, path: str = "", kind: str = "") -> None:
@@ -185,7 +185,7 @@ def dumped_output(spec: TreeSpec, leaves: Sequence[Any], base: Any, with_graph: 
         raise ModelError(f"output {odd[0]!r} is {odd[1]}: return a dense tensor")
     try:
         return _dumped_tree(spec, base, with_graph)
-    except Refused as refused:
+    except NotByValue as refused:
         raise ModelError(
             f"output {refused.path!r} has a graph, which would be lost: it is in a {refused.kind}, which comes by "
             "value; return the tensor itself, and make the object of it in your process"
@@ -201,7 +201,7 @@ def dumped_input(spec: TreeSpec, leaves: Sequence[Any], base: Any, with_graph: b
         raise DataError(f"input {odd[0]!r} is {odd[1]}: pass a dense tensor")
     try:
         return _dumped_tree(spec, base, with_graph, above=1)
-    except Refused as refused:
+    except NotByValue as refused:
         raise DataError(
             f"input {refused.path!r} wants a gradient, which would not come to it: it is in a {refused.kind}, which "
             "each shard gets by value; pass the tensor itself, alone or in a tuple, list, dict or dataclass, or call "
@@ -224,8 +224,8 @@ def _is_usual(spec: TreeSpec) -> bool:
 def _dumped_tree(spec: TreeSpec, base: Any, with_graph: bool, above: int = 0) -> bytes:
     """Pickle a tree's spec.
 
-    With a graph, raises Refused if an object in it holds a tensor that wants a gradient: it is no leaf of the tree,
-    so none would come to it. The path leaves out the first `above` keys.
+    With a graph, raises NotByValue if an object in it holds a tensor that wants a gradient: it is no leaf of the
+    tree, so none would come to it. The path leaves out the first `above` keys.
     """
     if _is_usual(spec):  # most are, and need none of what takes long
         return pickle.dumps(spec, 5)
@@ -233,11 +233,11 @@ def _dumped_tree(spec: TreeSpec, base: Any, with_graph: bool, above: int = 0) ->
         return dumped(spec, base)
     try:
         return dumped(spec, base, _refuse_wanting)
-    except Refused as refused:
+    except NotByValue as refused:
         for keys, node in all_nodes(spec):
             if node.kind == "constant" and (inner := _wanting(node.value, base)) is not None:
                 path = ".".join(map(str, keys[above:])) + inner
-                raise Refused(path.removeprefix("."), type(node.value).__qualname__) from None
+                raise NotByValue(path.removeprefix("."), type(node.value).__qualname__) from None
         raise refused
 
 
@@ -254,7 +254,7 @@ def _unpicklable(spec: TreeSpec, base: Any) -> str:
 
 def _refuse_wanting(value: Any) -> None:
     if isinstance(value, torch.Tensor) and value.requires_grad:
-        raise Refused("", type(value).__qualname__)
+        raise NotByValue("", type(value).__qualname__)
 
 
 def _wanting(value: Any, base: Any) -> str | None:
@@ -262,7 +262,7 @@ def _wanting(value: Any, base: Any) -> str | None:
     if isinstance(value, nn.Module):
         return next((f".{name}" for name, parameter in value.named_parameters() if parameter.requires_grad), None)
     found = part_that_fails(value, lambda value: dumped(value, base, _refuse_wanting))
-    if found is None or not isinstance(found[2], Refused):
+    if found is None or not isinstance(found[2], NotByValue):
         return None
     return found[0] if found[0].startswith("[") or not found[0] else f".{found[0]}"
 
@@ -275,10 +275,10 @@ class _Unpickler(pickle.Unpickler):
         self.counts: Counter[int] = Counter()
         self._tensors = tensors
 
-    def persistent_load(self, number: int) -> torch.Tensor:
-        """Return the tensor with a number."""
-        self.counts[number] += 1
-        return self._tensors[number]
+    def persistent_load(self, index: int) -> torch.Tensor:
+        """Return the tensor of an index."""
+        self.counts[index] += 1
+        return self._tensors[index]
 
 
 class Made(NamedTuple):

@@ -207,7 +207,7 @@ def begun_training(
     step, times = build_step(job, world), times_of(context)
     with closing(trainer_of(placed, step, measures, times.clock)) as trainer:
         if trainer.optimizer_step.says_left_out is not None:
-            context.notify(trainer.optimizer_step.says_left_out)
+            context.say(trainer.optimizer_step.says_left_out)
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
         context = replace(context, attempt=begin_attempt(context.run).attempt)
         layout = sample_layout(job, split, dataset)
@@ -312,7 +312,7 @@ def with_loss_check(context: Context, on_shard: OnShard) -> OnShard:
             seen = step_output.outputs, step_output.target
             losses = of_neighbours(step_output.compare, step_output.loss, seen, shard.rows, job.batch_dim, is_exact)
         if losses is not None:
-            context.notify(
+            context.say(
                 f"loss: the loss of a row depends on the other rows of its shard: that of step 0, shard 0 sums up to "
                 f"{losses.together:.6g}, and with one of its {shard.rows} rows apart to "
                 f"{losses.first + losses.others:.6g}; so each of the {job.num_shards} shards has its own, and their "

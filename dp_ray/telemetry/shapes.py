@@ -27,7 +27,7 @@ from dp_ray.messages import Keep, Report, Sizes
 from dp_ray.plan.split import Shard
 from dp_ray.system.threads import repeated
 from dp_ray.tables import array_of, array_of_named
-from dp_ray.telemetry.times import packed
+from dp_ray.telemetry.times import packed_steps
 from dp_ray.tensors.tree import sizes
 
 ENTRIES = re.compile(r"\d+ x ")  # how the size of a list begins that has an entry for each row
@@ -208,7 +208,7 @@ class Recorder:
         if not shards and not timed and through == self._sent_through:
             return None
         self._sent_through = through
-        shapes, times = shape_table(self._world, shards) if shards else None, packed(timed) if timed else None
+        shapes, times = shape_table(self._world, shards) if shards else None, packed_steps(timed) if timed else None
         return Report(self._world, through, shapes, times, self._attempt)
 
 

@@ -26,7 +26,7 @@ from dp_ray.engine.trainer import Update
 from dp_ray.engine.world import World
 from dp_ray.messages import Logged, TimedSteps
 from dp_ray.plan.split import Split
-from dp_ray.rundir.history import CLOCKED, forget
+from dp_ray.rundir.history import CLOCKED, forget_from
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tables import PartTable, array_of, array_of_named, numbers, read_table, table_of_rows
@@ -64,7 +64,7 @@ COMPARED = ("data_wait", "host_to_device", "forward", "backward", "update", "out
 SEND_SECONDS = 0.5
 
 
-def packed(timed: Sequence[TimedStep]) -> TimedSteps:
+def packed_steps(timed: Sequence[TimedStep]) -> TimedSteps:
     """Pack steps into arrays, to be sent."""
     steps = np.array([step.step for step in timed], np.int64)
     rows = np.array([step.rows for step in timed], np.int32)
@@ -384,7 +384,7 @@ def _waiting(workers: Sequence[WorkerSplit]) -> Verdict | None:
     share = shares_of(workers)["waiting"]
     if share < WAITING:
         return None
-    most, least = max(workers, key=lambda one: one.rows), min(workers, key=lambda worker: worker.rows)
+    most, least = max(workers, key=lambda worker: worker.rows), min(workers, key=lambda worker: worker.rows)
     why = "none of them is always the slowest: their steps differ, as with samples of different lengths"
     if not _are_equal([most.rows, least.rows]):
         why = (
@@ -449,7 +449,7 @@ class History:
         self._coming: deque[tuple[list[_Step], HostCopy]] = deque()
         self._rows: list[dict[str, Any]] = []
         self._sent = self._ended = time.perf_counter()
-        forget(folder, step)
+        forget_from(folder, step)
 
     def add(self, step: int, update: Update, measured: dict[str, float], data_wait: float = 0.0) -> None:
         """Add the row of a finished step; `measured` holds the values evaluated after it.
@@ -460,7 +460,8 @@ class History:
         now = time.perf_counter()
         waited, self._data_wait = data_wait - self._data_wait, data_wait
         self._pending.append(_Step(step, update, stop - start, now - self._ended, waited, measured))
-        self._extra.update(dict.fromkeys(measured))
+        if measured:
+            self._extra.update(dict.fromkeys(measured))
         self._ended = now
         if now - self._sent > SEND_SECONDS:
             self._read(must_wait=False)

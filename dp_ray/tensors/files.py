@@ -46,7 +46,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-Rows = Callable[[int, int], torch.Tensor]  # rows `start .. stop - 1` of a tensor
+ReadRows = Callable[[int, int], torch.Tensor]  # rows `start .. stop - 1` of a tensor
 
 
 def write_tensors(
@@ -138,7 +138,7 @@ class Stored:
     """
 
     shape: tuple[int, ...]
-    rows: Rows
+    rows: ReadRows
     strides: tuple[int, ...] | None = None
 
     def whole(self) -> torch.Tensor:

@@ -24,7 +24,7 @@ from dp_ray.tensors.tree import (
     Ragged,
     TreeSpec,
     bare_tensors,
-    difference,
+    first_difference,
     flatten,
     is_plain,
     is_texts,
@@ -85,7 +85,7 @@ def _joined(keys: Keys, entries: list[Any], rows: int | None) -> Any:
             "entry has some"
         )
     for row, (_, other) in enumerate(flat):
-        if (problem := difference(spec, other, "entry 0")) is not None:
+        if (problem := first_difference(spec, other, "entry 0")) is not None:
             raise ModelError(
                 f"{where}: entry {row}: {problem}: all entries must be nested alike; of lists of several lengths "
                 "make one text each, say by json.dumps"

@@ -20,7 +20,7 @@ from dp_ray.tensors.tree import (
     Ragged,
     TreeSpec,
     all_nodes,
-    difference,
+    first_difference,
     flatten,
     holds_objects,
     leaf_keys,
@@ -71,7 +71,7 @@ def gather_leaves(flat: Sequence[tuple[list[Any], TreeSpec]], rows: Sequence[int
     """Concatenate the leaves of trees that `flatten` took apart; raises what `gather` raises."""
     spec = flat[0][1]
     for shard, (_, other) in enumerate(flat[1:], 1):
-        if (problem := difference(spec, other)) is not None:
+        if (problem := first_difference(spec, other)) is not None:
             advice = "all shards must give the same structure, keys and constants"
             raise ModelError(f"shard {shard}: {problem}: {advice}")
     # Leaves are matched by their keys: the mappings of two shards may have them in another order.

@@ -32,7 +32,7 @@ from dp_ray.errors import Error, ModelError
 
 Leaf: TypeAlias = torch.Tensor | np.typing.NDArray[Any]
 IsWhole: TypeAlias = Callable[[Any], bool]
-Kind: TypeAlias = Literal["leaf", "constant", "tuple", "list", "namedtuple", "mapping", "dataclass", "pytree"]
+NodeKind: TypeAlias = Literal["leaf", "constant", "tuple", "list", "namedtuple", "mapping", "dataclass", "pytree"]
 Keys: TypeAlias = tuple[Any, ...]
 
 
@@ -40,7 +40,7 @@ Keys: TypeAlias = tuple[Any, ...]
 class TreeSpec:
     """A tree without its leaves; equal specs take the same leaves in the same order."""
 
-    kind: Kind
+    kind: NodeKind
     container: type[Any] | None = None
     keys: Keys = ()
     children: tuple["TreeSpec", ...] = ()
@@ -52,7 +52,7 @@ class TreeSpec:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TreeSpec):
             return NotImplemented
-        return difference(self, other) is None and leaf_keys(self) == leaf_keys(other)
+        return first_difference(self, other) is None and leaf_keys(self) == leaf_keys(other)
 
     @property
     def paths(self) -> list[str]:
@@ -307,16 +307,16 @@ def quoted(keys: Keys) -> str:
     return f" {'.'.join(map(str, keys))!r}" if keys else ""
 
 
-def difference(first: TreeSpec, other: TreeSpec, of: str = "shard 0") -> str | None:
+def first_difference(first: TreeSpec, other: TreeSpec, of: str = "shard 0") -> str | None:
     """Return the first difference of another spec from that `of` shard 0, in words; None if they are equal.
 
     The order of keys does not count.
     """
     here, there = dict(all_nodes(first)), dict(all_nodes(other))
     for keys in here | there:
-        one, two = here.get(keys), there.get(keys)
-        if one is None or two is None or not _alike(one, two):
-            return f"output{quoted(keys)} is {_noun(two)}, that of {of} is {_noun(one)}"
+        mine, theirs = here.get(keys), there.get(keys)
+        if mine is None or theirs is None or not _alike(mine, theirs):
+            return f"output{quoted(keys)} is {_noun(theirs)}, that of {of} is {_noun(mine)}"
     return None
 
 
@@ -344,7 +344,7 @@ def _noun(spec: TreeSpec | None) -> str:
     return "a tensor or array" if spec.kind == "leaf" else repr(spec.value)[:40]
 
 
-def _children(node: Any) -> tuple[Kind, Keys, tuple[Any, ...]]:
+def _children(node: Any) -> tuple[NodeKind, Keys, tuple[Any, ...]]:
     """Open one node: its kind, and the keys and values it holds."""
     if isinstance(node, torch.Tensor | Ragged) or (isinstance(node, np.ndarray) and node.dtype.kind != "O"):
         return "leaf", (), ()
@@ -354,7 +354,7 @@ def _children(node: Any) -> tuple[Kind, Keys, tuple[Any, ...]]:
         return "list" if isinstance(node, list) else "tuple", tuple(range(len(node))), tuple(node)
     if isinstance(node, Mapping):
         # A Hugging Face ModelOutput is both a mapping and a dataclass. Its fields that are None are not keys.
-        kind: Kind = "dataclass" if dataclasses.is_dataclass(node) else "mapping"
+        kind: NodeKind = "dataclass" if dataclasses.is_dataclass(node) else "mapping"
         return kind, tuple(node.keys()), tuple(node.values())
     if dataclasses.is_dataclass(type(node)):
         names = tuple(field.name for field in dataclasses.fields(node) if hasattr(node, field.name))
@@ -468,7 +468,7 @@ def _require_plain(value: Any, keys: Keys) -> Any:
     raise ModelError(f"output{quoted(keys)} holds a {type(value).__qualname__}, not for JSON: {advice}")
 
 
-def _container(kind: Kind, name: str, keys: Keys) -> tuple[Kind, type[Any]]:
+def _container(kind: NodeKind, name: str, keys: Keys) -> tuple[NodeKind, type[Any]]:
     """Return the kind and class to use in this process for a spec read from JSON."""
     if kind in ("tuple", "list"):
         return kind, tuple if kind == "tuple" else list

@@ -78,6 +78,7 @@ class MlflowClient:
 
     def _send(self, metrics: list[Any], next_step: int) -> None:
         self._client.log_batch(self.run_id, metrics=metrics, tags=[self._tag(NEXT, str(next_step))])
+        self.next_step = next_step
 
     def finish(self, status: str, metrics: dict[str, float]) -> None:
         """End the run: done, failed or interrupted. A training's last values are its metrics; others are added."""
@@ -96,11 +97,13 @@ class PackageClient:
     """A run whose package sends rows by itself."""
 
     _run: Any
+    next_step: int
 
     def log(self, rows: list[dict[str, Any]], at: float) -> None:
         """Hand rows to the package, which gives them its own time."""
         for row in rows:
             self._run.log(scalars(row), step=row["step"])
+        self.next_step = rows[-1]["step"] + 1
 
 
 class WandbClient(PackageClient):

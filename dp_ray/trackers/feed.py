@@ -37,7 +37,7 @@ TRACKERS = "trackers"
 
 
 @dataclass(frozen=True)
-class Memory:
+class TrackedRun:
     """A tracker's run, the first step that it lacks, and the status with which it was ended, if it was."""
 
     run_id: str | None = None
@@ -46,7 +46,7 @@ class Memory:
 
 
 # What is not remembered is asked of the tracker again.
-MEMORY_JSON = Record[Memory](Memory, missing=Memory(), damaged=IGNORE, unreachable=IGNORE)
+TRACKED_JSON = Record[TrackedRun](TrackedRun, missing=TrackedRun(), damaged=IGNORE, unreachable=IGNORE)
 ROWS_AT_ONCE = 200
 LOOK_SECONDS = {False: 1.0, True: 2.0}  # between two looks for rows: on a disk, on an object store
 RETRY_SECONDS = (1.0, 2.0, 5.0, 15.0, 30.0)
@@ -87,7 +87,7 @@ def feed(
 
     `connect` opens the tracker's run, `driver` has the driver's words. `tell` gets each problem, then an empty text.
     """
-    job, memory = kept_job(run, "a training"), MEMORY_JSON.read(run.child(TRACKERS), f"{name}.json")
+    job, memory = kept_job(run, "a training"), TRACKED_JSON.read(run.child(TRACKERS), f"{name}.json")
     client, word, failures = None, GOES_ON, 0
     tried = 0, 0.0  # the end of the last rows that were sent, and the time that they got
     parent = os.getppid()  # what the driver has forked may hold its end of the stream for longer than it lives
@@ -101,14 +101,13 @@ def feed(
                     run.child(TRACKERS).create()
                 with answering(OPEN_SECONDS, tell):
                     client = connect({**about_run(job, str(run)), **known})
-                memory = remember(run, name, Memory(client.run_id, client.next_step))
+                memory = remember(run, name, TrackedRun(client.run_id, client.next_step))
                 tell("")
             for rows in missing(run, memory.next_step, has_ended) if job["task"] == "train" else ():
                 # Rows that are sent again keep the time of the first try, so that they are the same.
                 tried = rows[-1]["step"] + 1, tried[1] if rows[0]["step"] < tried[0] else time.time()
                 with answering(LOG_SECONDS, tell):
                     client.log(rows, tried[1])
-                client.next_step = tried[0]
                 memory = remember(run, name, replace(memory, next_step=tried[0]))
                 if (word := heard(driver, 0.0, word)) == GONE:
                     break
@@ -171,9 +170,9 @@ def answering(seconds: float, tell: Callable[[str], None]) -> Iterator[None]:
             raise TrackerError(f"{type(error).__name__}: {error}") from error
 
 
-def remember(run: Storage, name: str, memory: Memory) -> Memory:
+def remember(run: Storage, name: str, memory: TrackedRun) -> TrackedRun:
     """Keep in the run's directory what its tracker has, and return it."""
-    MEMORY_JSON.write(run.child(TRACKERS), memory, f"{name}.json")
+    TRACKED_JSON.write(run.child(TRACKERS), memory, f"{name}.json")
     return memory
 
 

@@ -21,7 +21,7 @@ from dp_ray.rundir.history import history_of
 from dp_ray.rundir.lease import last_alive
 from dp_ray.storage import Storage
 from dp_ray.text import command_for, counted
-from dp_ray.trackers.feed import END_RETRY_SECONDS, ENDED, MEMORY_JSON, RETRY_SECONDS, TRACKERS
+from dp_ray.trackers.feed import END_RETRY_SECONDS, ENDED, RETRY_SECONDS, TRACKED_JSON, TRACKERS
 
 PACKAGES = {"mlflow": "mlflow", "wandb": "wandb", "trackio": "trackio"}
 # dp_ray is found where this process has found it.
@@ -72,7 +72,7 @@ class TrackerProcess:
         self.close()
         if not self.is_done:
             try:
-                next_step = MEMORY_JSON.read(self._run.child(TRACKERS), f"{self.name}.json").next_step
+                next_step = TRACKED_JSON.read(self._run.child(TRACKERS), f"{self.name}.json").next_step
                 table = history_of(self._run)
                 steps = [] if table is None else table.column("step").to_pylist()
                 lacking = counted(sum(step >= next_step for step in steps), "step")
@@ -185,4 +185,4 @@ def send_late(run_dir: str) -> Iterator[str]:
     if lacking := RunTrackers(names, run, {}, said.append).end(LATE_SECONDS):
         raise StorageError(f"{run}: {', '.join(lacking)} did not answer: {said[-1]}")
     for name in names:
-        yield f"{name} has all {MEMORY_JSON.read(run.child(TRACKERS), f'{name}.json').next_step} steps"
+        yield f"{name} has all {TRACKED_JSON.read(run.child(TRACKERS), f'{name}.json').next_step} steps"

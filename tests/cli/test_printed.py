@@ -58,7 +58,10 @@ def test_where_no_run_is_none_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert status_of(monkeypatch, "report", "nobody") != 0
-    assert capsys.readouterr().err == "error: nobody: holds no result.json: not a run directory\n"
+    assert capsys.readouterr().err == (
+        "error: nobody: holds no result.json: not a run directory (if a cluster ran it, `dp-ray fetch nobody . "
+        "--address http://HEAD:8265` brings it here)\n"
+    )
 
 
 def test_the_newest_run_is_named_first_and_of_many_only_some(

@@ -21,7 +21,7 @@ from dp_ray.engine.clock import PARTS, TimedStep
 from dp_ray.engine.world import World
 from dp_ray.messages import Report
 from dp_ray.monitor.console import Progress
-from dp_ray.telemetry.times import packed
+from dp_ray.telemetry.times import packed_steps
 from tests.support.cluster import ROOT, Run, free_port, wait_for_port
 
 PROMETHEUS = shutil.which("prometheus")
@@ -34,7 +34,7 @@ def progressed() -> Progress:
     progress.advance(10, 100)
     progress.last = {"step": 9, "loss": 0.5, "right": float("nan"), "eval_loss": None, "rows": 10}
     for rank, seconds in enumerate((0.1, 0.3)):
-        times = packed([TimedStep(9, 5, [seconds] * len(PARTS))])
+        times = packed_steps([TimedStep(9, 5, [seconds] * len(PARTS))])
         progress.take(Report(World(rank), 9, times=times), 5)
     return progress
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.cluster.calls import Serves
 from dp_ray.cluster.own import OF_PROCESS
+from dp_ray.cluster.serving_messages import Serves
 from dp_ray.errors import JobError
 from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.tasks.wire import HeldBytes
@@ -168,7 +168,7 @@ def test_a_parallel_module_takes_no_worker_of_another_kind(
             monkeypatch.setattr(pool, "_take_in", take_in)
             stays, lost = pool.members
             os.kill(lost.place.pid, signal.SIGKILL)
-            pool.call({lost: HeldBytes(0)})  # it alone: the other one would wait for it in a collective
+            pool.ask({lost: HeldBytes(0)})  # it alone: the other one would wait for it in a collective
             wait_until(lambda: bool(pool.ready()) and bool(came))
             assert pool.members[0] is stays and lost not in pool.members
 

@@ -208,6 +208,22 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
 }
 # What our code must not only have but find used there: a text of the source of the thing.
 USED: dict[str, tuple[str, str]] = {
+    "the dashboard's log files may be links": (
+        "ray.dashboard.modules.log.log_agent:LogAgentV1Grpc._resolve_filename",
+        "os.path.abspath(filepath)",
+    ),
+    "a job prints to a file in the log folder": (
+        "ray.dashboard.modules.job.job_supervisor:JobSupervisor._exec_entrypoint",
+        "stdout=logs_file",
+    ),
+    "the dashboard sends a log file by its name": (
+        "ray.dashboard.modules.state.state_head:StateHead.get_logs",
+        'req.query.get("filename", None)',
+    ),
+    "the job client has what a request needs": (
+        "ray.dashboard.modules.dashboard_sdk:SubmissionClient._do_request",
+        "cookies=self._cookies",
+    ),
     "ray.init takes a folder": ("ray._private.worker:init", '"_temp_dir"'),
     "ray.init asks for the command line": ("ray._private.worker:init", "ray._private.utils.get_entrypoint_name()"),
     "a raylet's agent": (
@@ -297,6 +313,11 @@ USED: dict[str, tuple[str, str]] = {
         "ray.autoscaler._private.util:format_readonly_node_type",
         '"node_{}".format(node_id)',
     ),
+    "a raylet knows its node": ("ray._private.services:start_raylet", 'f"--node_id={node_id}"'),
+    "ray start leaves the address in its folder once it is up": (
+        "ray._private.utils:write_ray_address",
+        "get_ray_address_file(temp_dir)",
+    ),
     "a raylet knows its cluster": ("ray._private.services:start_raylet", '"--gcs-address='),
     "packages by HTTP": ("ray.job_submission:JobSubmissionClient._package_exists", "self._do_request"),
     "packages' names": ("ray._private.runtime_env.packaging:RAY_PKG_PREFIX", "_ray_pkg_"),
@@ -311,6 +332,7 @@ VARIABLES = {
     "RAY_API_SERVER_ADDRESS": "ray._private.ray_constants:RAY_API_SERVER_ADDRESS_ENVIRONMENT_VARIABLE",
     "RAY_AUTH_MODE": "_raylet.so",
     "RAY_AUTH_TOKEN": "_raylet.so",
+    "RAY_AUTH_TOKEN_PATH": "_raylet.so",
     "RAY_CHDIR_TO_TRIAL_DIR": "ray.train.constants:RAY_CHDIR_TO_TRIAL_DIR",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "_private/ray_constants.py",
     "RAY_JOB_CONFIG_JSON_ENV_VAR": "ray._private.runtime_env.constants:RAY_JOB_CONFIG_JSON_ENV_VAR",

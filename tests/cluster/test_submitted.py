@@ -22,7 +22,6 @@ import pytest
 
 import dp_ray
 from dp_ray.cluster import submit
-from dp_ray.cluster.internals.core import read_variables_anew
 from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN, VARIABLES
 from dp_ray.cluster.submit import Dashboard, Follower, upload_lines
 from dp_ray.errors import ClusterError
@@ -123,7 +122,11 @@ def test_a_run_that_was_left_is_followed_and_stopped_from_elsewhere(cluster: Clu
 @pytest.mark.ray
 def test_rays_own_commands_work_as_the_page_gives_them(cluster: Cluster, tmp_path: Path) -> None:
     """A job of `ray job submit` has the name of its run, by which `dp-ray status` finds it."""
-    (block,) = [one.text for one in blocks_of(ROOT / "docs" / "clusters.md") if f"{AUTH_MODE}=token" in one.text]
+    (block,) = [
+        one.text
+        for one in blocks_of(ROOT / "docs" / "places" / "any-ray-cluster.md")
+        if f"{AUTH_MODE}=token" in one.text
+    ]
     assert "\nray status" in block and "\nray job submit" in block
     here = {"10.0.0.1:6379": cluster.address, "http://10.0.0.1:8265": cluster.dashboard}
     # Below the home directory by default; and in the job's own process, which takes fewer seconds.
@@ -187,16 +190,6 @@ def cable(to: str) -> Iterator[Cable]:
         yield made
     finally:
         made.remove()
-
-
-@pytest.fixture
-def variables_kept() -> Iterator[None]:
-    """A process that shows its token to a cluster's dashboard, and forgets it."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-    read_variables_anew()
 
 
 @pytest.mark.ray

@@ -193,7 +193,7 @@ def test_an_evaluation_is_over_the_good_rows_and_says_how_many(tmp_path: Path) -
         assert (last["eval_rows"], last["eval_loss"]) == (16, pytest.approx(expected, rel=1e-5))
         told = [row for row in quarantined(folder) if row["dataset"] == "eval.dataset"]
         assert [(row["step"], row["sample_index"]) for row in told] == [
-            (at, one) for at in (14, 29) for one in (0, 1, 2, 7)
+            (at, index) for at in (14, 29) for index in (0, 1, 2, 7)
         ]
 
 
@@ -219,13 +219,15 @@ def test_what_a_users_collate_cannot_collate_is_set_aside(tmp_path: Path, scatte
     }
     good = [index for index in range(23) if index not in (0, 4, 6, 11, 12, 13, 22)]
     kept = [index for index in range(23) if index in {*good, 4}]
-    assert torch.allclose(outputs[[kept.index(one) for one in good]], outputs_of(good), atol=1e-6)
+    assert torch.allclose(outputs[[kept.index(index) for index in good]], outputs_of(good), atol=1e-6)
 
 
 @pytest.mark.slow
 def test_with_no_bad_sample_nothing_changes(tmp_path: Path) -> None:
     data = {"target": "tests.support.bad_data:Broken", "args": {"image": True}}
-    on, off = (job("conv", 2, dataset=data, on_error=one) for one in ({"quarantine": 1, "finite": True}, None))
+    on, off = (
+        job("conv", 2, dataset=data, on_error=on_error) for on_error in ({"quarantine": 1, "finite": True}, None)
+    )
     assert everything(on, tmp_path / "on") == everything(off, tmp_path / "off")
 
 
@@ -289,7 +291,7 @@ ODD: list[list[Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("items", "collate"), [*((one, None) for one in ODD), (KEYS, together)])
+@pytest.mark.parametrize(("items", "collate"), [*((items, None) for items in ODD), (KEYS, together)])
 def test_whether_a_sample_is_bad_depends_on_no_neighbour(items: list[Any], collate: Any) -> None:
     alone = verdicts(items, 1, collate)
     assert 0 < len(alone) < len(items)

@@ -288,7 +288,7 @@ def test_of_a_damaged_shard_no_sample_and_no_file_of_one_is_lost(tmp_path: Path)
 
 # Damage of any kind at any place: `make fuzz` draws much of it.
 
-SIGNS = [bytes([one]) for one in b'",\n\r;{}[]: \\\t\x00\xff\xc3\xa9-+.e019tfn']
+SIGNS = [bytes([byte]) for byte in b'",\n\r;{}[]: \\\t\x00\xff\xc3\xa9-+.e019tfn']
 PIECES = st.binary(min_size=1, max_size=6) | st.lists(st.sampled_from(SIGNS), min_size=1, max_size=4).map(b"".join)
 # What takes the place of some bytes.
 NEW: dict[str, Callable[[bytes, bytes], bytes]] = {
@@ -297,7 +297,7 @@ NEW: dict[str, Callable[[bytes, bytes], bytes]] = {
     "removed": lambda there, piece: b"",
     "zeroed": lambda there, piece: bytes(len(there)),
     "repeated": lambda there, piece: there + there,
-    "another": lambda there, piece: bytes(one ^ 1 << piece[0] % 8 for one in there[:1]) + there[1:],
+    "another": lambda there, piece: bytes(byte ^ 1 << piece[0] % 8 for byte in there[:1]) + there[1:],
 }
 SIZES = st.integers(1, 40) | st.integers(1, 1200) | st.just(1 << 20)
 EDITS = st.lists(
@@ -379,7 +379,7 @@ def csv_values(encoded: bytes) -> Plain:
     """The rows as Python's reader finds them, byte by byte, as CSV knows of no encoding; empty lines are no rows."""
     text = encoded.removeprefix(b"\xef\xbb\xbf").decode("latin-1")
     rows = (
-        [one.encode("latin-1").decode() for one in row] for row in csv.reader(io.StringIO(text, newline="")) if row
+        [cell.encode("latin-1").decode() for cell in row] for row in csv.reader(io.StringIO(text, newline="")) if row
     )
     names = next(rows)
     return [dict(zip(names, row, strict=True)) for row in rows]
@@ -400,13 +400,13 @@ def tar_form(form: int, long: str) -> Form:
     def other(encoded: bytes) -> Plain:
         found: dict[str, dict[str, Any]] = {}
         with tarfile.open(fileobj=io.BytesIO(encoded)) as tar:
-            for one in tar:
-                folder, _, name = one.name.rpartition("/")
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
                 key = f"{folder}/{stem}" if folder else stem
                 if not (stem and extension):  # hidden, or of another name than it had
                     continue
-                contents = tar.extractfile(one)
+                contents = tar.extractfile(member)
                 assert contents is not None
                 found.setdefault(key, {"__key__": key})[extension.lower()] = contents.read()
             assert not encoded[tar.offset :].strip(b"\0"), "there is more than it found"
@@ -434,7 +434,7 @@ FORMS = {
             ("none", "2.0", False),
         ]
     },
-    **{f"arrow-{one}": arrow_form(one) for one in ("uncompressed", "zstd", "lz4")},
+    **{f"arrow-{compression}": arrow_form(compression) for compression in ("uncompressed", "zstd", "lz4")},
     "tar-ustar": tar_form(tarfile.USTAR_FORMAT, ""),
     "tar-gnu": tar_form(tarfile.GNU_FORMAT, "long-" * 50),
     "tar-pax": tar_form(tarfile.PAX_FORMAT, "läng-" * 40),

@@ -82,8 +82,8 @@ def test_workers_train_the_same_weights(saved: Path, tmp_path: Path) -> None:
     memory = {"dataset": "tests.data.test_hugging_face:InMemory", "inputs": "auto", "target": None}
     run_group(Job.make({**keys, **memory, "workers": 1}, "job"), tmp_path / "one")
     run_group(Job.make({**keys, "workers": 2}, "job"), tmp_path / "two")
-    one, two = (weights_of(tmp_path / name) for name in ("one", "two"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    first, second = (weights_of(tmp_path / name) for name in ("one", "two"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_default_collate_gets_tensors_of_lists_and_images() -> None:
@@ -103,8 +103,8 @@ def test_default_collate_gets_tensors_of_lists_and_images() -> None:
 
 
 def test_a_folder_of_several_splits_is_refused_with_their_names(saved: Path, tmp_path: Path) -> None:
-    one = datasets.load_from_disk(saved)
-    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "splits")
+    table = datasets.load_from_disk(saved)
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "splits")
     (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path / "splits"))
     says = r"dataset: must be indexed by numbers; DatasetDict has train, test; give one of them: .*FOLDER/train"
     with pytest.raises(JobError, match=says):

@@ -333,13 +333,16 @@ def test_bad_records_of_data_and_of_runs_on_a_store(server: "Server") -> None:
     run = Storage(server.url("bad-runs/run"))
     with run.open("quarantine.parquet") as stream:
         found = pq.read_table(stream).to_pylist()
-    assert sorted((one["sample_index"], one["carried.id"]) for one in found) == [(4, "row 4"), (30, "row 30")]
+    assert sorted((record["sample_index"], record["carried.id"]) for record in found) == [
+        (4, "row 4"),
+        (30, "row 30"),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "ROTTEN", {4})
         second = execute(retried(run.location, {}), Options(quiet=True), reopen=reopened)
     there = second.sample_index.tolist()
     assert second.quarantined == 1 and sorted(there) == [number for number in numbers if number != 4]
-    assert second.carried["id"] == [f"row {one}" for one in there]
+    assert second.carried["id"] == [f"row {index}" for index in there]
     assert torch.equal(second.outputs.float(), rows()[0][there])
 
 

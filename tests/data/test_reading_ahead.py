@@ -268,10 +268,10 @@ def test_what_is_read_ahead_is_what_the_process_needs_and_in_time(
     for process in range(max(1, processes)):
         mine = requests[process :: max(1, processes)]
         told: set[tuple[int, int]] = set()
-        needed = [(one.epoch, block) for one in mine for block in dataset.blocks_of(one.indices)]
-        for one in mine:
-            told |= {(epoch, block) for block in one.ahead for epoch in (0, 1)}
-            assert {(one.epoch, block) for block in dataset.blocks_of(one.indices)} <= told
+        needed = [(request.epoch, block) for request in mine for block in dataset.blocks_of(request.indices)]
+        for request in mine:
+            told |= {(epoch, block) for block in request.ahead for epoch in (0, 1)}
+            assert {(request.epoch, block) for block in dataset.blocks_of(request.indices)} <= told
         if kind == "order" or processes < 2:  # else a process may take no sample of some block of a stretch
             assert {block for _, block in told if sizes[block]} == {block for _, block in needed}
 

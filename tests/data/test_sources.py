@@ -28,7 +28,7 @@ from torch.utils.data import default_collate
 from dp_ray.data import Arrow, Csv, Images, JsonLines, Parquet, WebDataset, files, float_image, webdataset
 from dp_ray.data import text as text_tables
 from dp_ray.data.values import image as decode_image
-from dp_ray.data.values import values_of
+from dp_ray.data.values import row_getter
 from dp_ray.errors import DataError, JobError
 from tests.support.tables import ROWS, TYPES, columns, jpeg, json_lines, parquet, sample, shard
 
@@ -374,14 +374,14 @@ def test_lists_of_a_part_of_an_array_are_those_of_arrow(rows: list[list[int] | N
     start = data.draw(st.integers(0, len(rows) - 1))
     kinds = (pa.list_(pa.int16()), pa.large_list(pa.float32()), pa.list_(pa.int64(), 3))
     for array in (pa.array(rows, kind).slice(start) for kind in kinds):
-        give = values_of("x", pa.chunked_array([array]))
+        give = row_getter("x", pa.chunked_array([array]))
         wanted = array.to_pylist()
-        there = np.array([row for row, one in enumerate(wanted) if one is not None], np.int64)[::-1]
+        there = np.array([row for row, value in enumerate(wanted) if value is not None], np.int64)[::-1]
         found = give(there)
-        assert [one.tolist() for one in found] == [wanted[row] for row in there]
-        for one in found:
-            one[0] = 100  # it is the caller's own
-        assert [one.tolist() for one in give(there)] == [wanted[row] for row in there]
+        assert [value.tolist() for value in found] == [wanted[row] for row in there]
+        for value in found:
+            value[0] = 100  # it is the caller's own
+        assert [value.tolist() for value in give(there)] == [wanted[row] for row in there]
 
 
 def test_columns_are_decoded_by_functions_or_their_names(tmp_path: Path) -> None:
@@ -663,7 +663,7 @@ def test_a_column_is_that_of_its_whole_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", [[0, 2, 1], [2, 1, 0]])
 def test_tensors_are_permuted_as_arrow_says(tmp_path: Path, order: list[int]) -> None:
     stored = np.arange(48, dtype=np.int32).reshape(2, 2, 3, 4)
-    wanted = stored.transpose(0, *(1 + one for one in order))
+    wanted = stored.transpose(0, *(1 + dim for dim in order))
     pq.write_table(pa.table({"x": pa.FixedShapeTensorArray.from_numpy_ndarray(wanted)}), tmp_path / "0.parquet")
     dataset = Parquet(tmp_path)
     assert np.array_equal(np.stack([item["x"] for item in dataset]), wanted)

@@ -83,7 +83,7 @@ def test_only_torchs_own_collate_is_left_out(dataset: Parquet) -> None:
     assert made is not None
     cut = made.cut([3, 4])
     assert cut is not None
-    assert [one.tolist() for one in cut.batch] == [[3, 4], [True, True]]
+    assert [column.tolist() for column in cut.batch] == [[3, 4], [True, True]]
     assert whole_columns(job(collate="a:b"), dataset, keys) is None
     assert whole_columns(job(batch_dim=1), dataset, keys) is None
     assert whole_columns(job(), [1, 2], None) is None

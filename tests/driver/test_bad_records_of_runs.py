@@ -36,7 +36,7 @@ def samples(result: dp_ray.Result) -> list[tuple[int, int]]:
 def test_a_prediction_proves_outputs_and_quarantine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     result = dp_ray.run(**keys(tmp_path, task="predict", quiet=False))
     assert (result.rows, result.quarantined, dp_ray.load(result.run_dir).quarantined) == (20, 2, 2)
-    good = [one for one in range(20) if one not in (3, 11)]
+    good = [number for number in range(20) if number not in (3, 11)]
     assert result.sample_index.tolist() == good
     torch.manual_seed(0)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_batches_are_the_global_ones_without_what_was_set_aside(tmp_path: Path) 
     bad = [3, *range(5, 10), 11, 22]
     data = {"target": "tests.support.bad_data:Broken", "args": {"length": 23, "raises": bad}}
     result = dp_ray.run(**keys(tmp_path, task="predict", dataset=data, batch_size=5, on_error={"quarantine": 9}))
-    wanted = [[one for one in range(at, min(at + 5, 23)) if one not in bad] for at in range(0, 23, 5)]
+    wanted = [[number for number in range(at, min(at + 5, 23)) if number not in bad] for at in range(0, 23, 5)]
     assert [len(batch) for batch in result.batches()] == [len(samples) for samples in wanted] == [4, 0, 4, 5, 2]
     assert torch.equal(torch.cat(list(result.batches())), result.outputs)
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def test_batches_are_the_global_ones_without_what_was_set_aside(tmp_path: Path) 
 def test_names_that_are_not_utf_8_cost_no_run(tmp_path: Path) -> None:
     data = {"target": "tests.driver.test_bad_records_of_runs:NamedByBytes", "args": {"length": 20}}
     result = dp_ray.run(**keys(tmp_path, task="predict", dataset=data, inputs=["x"], outputs={"carry": ["name"]}))
-    assert result.carried["name"] == [f"{one}\\udcff.png" for one in range(20) if one != 3]
+    assert result.carried["name"] == [f"{number}\\udcff.png" for number in range(20) if number != 3]
     (row,) = quarantined(Path(result.run_dir))
     assert (row["sample_index"], row["message"]) == (3, "3\\udcff.png: no such image")
 
@@ -132,7 +132,7 @@ def test_what_succeeds_again_takes_its_place(
     (tmp_path / "mended").write_text("5 9 10 11")
     second = retry(tmp_path, monkeypatch)
     assert [sample for _, sample in samples(second)] == [0, 8, 22]
-    assert second.sample_index.tolist() == [one for one in range(23) if one not in (0, 8, 22)]
+    assert second.sample_index.tolist() == [number for number in range(23) if number not in (0, 8, 22)]
     (tmp_path / "mended").write_text(" ".join(map(str, raises)))
     third = retry(tmp_path, monkeypatch)
     assert (third.quarantined, samples(third), third.outputs_sha256) == (0, [], clean.outputs_sha256)
@@ -283,7 +283,7 @@ def test_on_ray_what_is_kept_and_carried_is_whole_after_a_retry(run_in_session: 
     second = run_in_session(**given)
     (bad,) = quarantined(Path(second.run_dir))
     assert (bad["sample_index"], bad["carried.id"]) == (20, None)
-    assert sorted(second.sample_index.tolist()) == [one for one in range(23) if one != 20]
+    assert sorted(second.sample_index.tolist()) == [number for number in range(23) if number != 20]
     there = second.sample_index.tolist()
     assert second.carried["id"] == [f"row {index}" for index in there]
     assert second.outputs.keys() == {"twice"}

@@ -65,7 +65,7 @@ def test_a_training_under_ten_faults_ends_as_if_there_were_none(cluster: Cluster
     undisturbed = run(job, workers=0, name="undisturbed")
     assert result.weights_sha256 == undisturbed.weights_sha256
     assert told(result) == told(undisturbed)
-    kinds = [one["kind"] for one in result.interruptions]
+    kinds = [interruption["kind"] for interruption in result.interruptions]
     assert kinds == ["worker"] * 3 + ["driver"] * 2 + ["worker"] * 3
     assert (result.restarts, result.world_sizes) == (8, [2] * 4 + [1] + [2] * 4)
     for one in result.interruptions[:4] + result.interruptions[5:]:
@@ -188,7 +188,7 @@ class ShortOfMemory(torch.nn.Linear):
 def test_memory_that_is_not_free_right_after_a_restart_is_waited_for(run_in_session: Run, tmp_path: Path) -> None:
     model = {"target": "tests.driver.test_faults:ShortOfMemory", "args": {"folder": str(tmp_path)}}
     result = run_in_session(**passing(tmp_path, 0, model=model), inject="kill worker 1 at step 3")
-    assert [one["kind"] for one in result.interruptions] == ["worker", "error"]
+    assert [interruption["kind"] for interruption in result.interruptions] == ["worker", "error"]
     assert "out of memory" in result.interruptions[1]["what"]
     assert (result.status, result.world_sizes) == ("done", [2, 2, 2])
 
@@ -226,7 +226,7 @@ def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced_and_so_is_a_st
     dumps = {path.name.partition("-rank-")[2]: path for path in kept}
     assert {"0.json", "1.json"} <= dumps.keys()
     (dump,) = json.loads(dumps["1.json"].read_text())
-    assert any(one["profiling_name"].startswith("gloo:") for one in dump["entries"])
+    assert any(entry["profiling_name"].startswith("gloo:") for entry in dump["entries"])
     assert result.rows == 96
 
 
@@ -340,7 +340,7 @@ def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run) -> None:
     assert len(kills) >= 2
     assert 1 <= result.restarts <= len(kills)
     assert result.outputs_sha256 == undisturbed.outputs_sha256
-    seen = [(one.step, one.shard) for one in result.iter_shapes()]
+    seen = [(report.step, report.shard) for report in result.iter_shapes()]
     assert seen == [(step, shard) for step in range(800) for shard in range(4)]
     left = lasting(lambda: {*processes(), *(listening() - ports), *(shared_memory() - memory)}, 30)
     assert not left

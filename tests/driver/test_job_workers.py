@@ -78,7 +78,7 @@ def test_each_kind_serves_modules_and_then_runs_a_job(
         serving = kind.serve(WorkerKeys(workers=workers))
         members = serving.ready()
         assert len(members) >= max(1, workers)
-        assert set(serving.call(dict.fromkeys(members, HeldBytes(1))).values()) == {0}
+        assert set(serving.ask(dict.fromkeys(members, HeldBytes(1))).values()) == {0}
         serving.close()
         weights.add(execute(job_on(tmp_path, workers, given, f"run-{at}"), QUIET, kind).weights_sha256)
     assert len(weights) == 1 and None not in weights

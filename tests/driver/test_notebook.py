@@ -80,13 +80,13 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 
 
 def stderr(outputs: list[Any]) -> str:
-    return "".join(one.text for one in outputs if one.output_type == "stream" and one.name == "stderr")
+    return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stderr")
 
 
 def test_the_progress_is_one_line_and_no_line_has_the_name(notebook: Notebook) -> None:
     notebook.run("import dp_ray.telemetry.times; dp_ray.telemetry.times.JUDGED_FROM = 1e9")  # this run is a short one
     outputs = notebook.run("result = dp_ray.run(**keys)")
-    assert {one.output_type for one in outputs} == {"stream"}, "no error"
+    assert {output.output_type for output in outputs} == {"stream"}, "no error"
     lines = as_a_notebook_shows(stderr(outputs))
     (start,) = (at for at, line in enumerate(lines) if line.startswith("run directory "))
     assert [re.sub(r" [\d.]+( s,.*)?$| \S*run-[^ /]+(/report.html)?$", " _", line) for line in lines[start:]] == [
@@ -103,7 +103,7 @@ def test_the_progress_is_one_line_and_no_line_has_the_name(notebook: Notebook) -
 def test_an_interrupt_is_a_planned_stop_and_the_cell_goes_on_when_it_is_run_again(notebook: Notebook) -> None:
     cell = "result = dp_ray.run(**keys, name='mine')"
     outputs = notebook.run_and_interrupt(cell, at="epoch 0")
-    (error,) = (one for one in outputs if one.output_type == "error")
+    (error,) = (output for output in outputs if output.output_type == "error")
     stopped = re.fullmatch(r"interrupted after (\d+) of 48 steps; run the same command to resume", error.evalue)
     assert (error.ename, stopped is not None) == ("RunInterrupted", True)
     assert "stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once" in stderr(
@@ -132,7 +132,7 @@ def test_the_lines_of_the_docs_work(notebook: Notebook) -> None:
     cells = [line for line in code.replace('"runs/digits"', "result.run_dir").splitlines() if line]
     assert cells[:2] == ["import dp_ray", "result = dp_ray.load(result.run_dir)"]
     shown = [notebook.run(cell) for cell in cells]
-    assert [[one.output_type for one in outputs] for outputs in shown[2:]] == [["execute_result"]] * 4
+    assert [[output.output_type for output in outputs] for outputs in shown[2:]] == [["execute_result"]] * 4
     assert shown[-1][0].data["text/plain"].split()[:3] == ["rank", "0", "288"]
 
 

@@ -21,7 +21,7 @@ from dp_ray.driver.planning import plan_job, prepare
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
-from dp_ray.plan.costs import table
+from dp_ray.plan.costs import plan_table
 from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
@@ -87,7 +87,7 @@ def chunks(rows: int, shards: int) -> list[int]:
 
 def check_batches(plan: Plans, rows: int, drop_last: bool = False) -> None:
     """An epoch's batches are those of torch.split, and their shards those of torch.chunk."""
-    sizes = [len(one) for one in torch.split(torch.arange(rows), plan["batch_size"])]
+    sizes = [len(part) for part in torch.split(torch.arange(rows), plan["batch_size"])]
     kept = [size for size in sizes if size == plan["batch_size"] or not drop_last]
     batches = [batch for batch in plan["batches"] for _ in range(batch["steps"])]
     assert [batch["rows"] for batch in batches] == kept[: len(batches)]
@@ -307,7 +307,7 @@ def test_a_storage_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 def test_a_training_for_reading(tmp_path: Path) -> None:
     keys = trainings(tmp_path, workers={"min": 1, "max": 2}, checkpoint={"best": "eval_loss", "keep": 3})
-    assert table(plan_job(Job.make({**keys, "epochs": 3, "max_steps": 60}, "run"))).splitlines() == [
+    assert plan_table(plan_job(Job.make({**keys, "epochs": 3, "max_steps": 60}, "run"))).splitlines() == [
         "101 rows in global batches of 4: 26 steps, 2 shards on 1 to 2 workers, shown for 2; padded 0, dropped 0",
         "3 epochs, 60 steps in all, the last one ends after 8",
         "25 x 4 rows",

@@ -82,7 +82,7 @@ def test_a_broken_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sorted(read) == list(range(49, 101)), "steps 0 to 6 were committed and step 7 was not"
     undisturbed = dp_ray.run(**keys(tmp_path, name="undisturbed"))
     assert result.outputs_sha256 == undisturbed.outputs_sha256
-    seen = [(one.step, one.shard, one.rows, one.input_size, one.output_size) for one in result.shapes]
+    seen = [(shape.step, shape.shard, shape.rows, shape.input_size, shape.output_size) for shape in result.shapes]
     assert seen == [(one.step, one.shard, one.rows, one.input_size, one.output_size) for one in undisturbed.shapes]
 
 
@@ -223,7 +223,7 @@ def test_a_broken_training_is_resumed_with_its_shapes_and_its_scalars(tmp_path: 
     undisturbed = dp_ray.run(**training(tmp_path, name="undisturbed"))
     assert result.weights_sha256 == undisturbed.weights_sha256
     assert [row["loss"] for row in result.history] == [row["loss"] for row in undisturbed.history]
-    seen = [(one.step, one.shard, one.rows, one.input_size, one.output_size) for one in result.shapes]
+    seen = [(shape.step, shape.shard, shape.rows, shape.input_size, shape.output_size) for shape in result.shapes]
     assert seen == [(one.step, one.shard, one.rows, one.input_size, one.output_size) for one in undisturbed.shapes]
     assert scalars(tmp_path / "run" / "tensorboard", "loss") == {
         row["step"]: pytest.approx(row["loss"], rel=1e-6) for row in result.history
@@ -245,7 +245,7 @@ def test_a_training_whose_driver_was_killed_tells_each_step_once(tmp_path: Path)
     result = dp_ray.run(**training(tmp_path, dataset=kills))
     assert result.interruptions[0]["resumed_step"] > 0
     undisturbed = dp_ray.run(**training(tmp_path, dataset=kills, name="undisturbed"))
-    seen = [(one.step, one.shard, one.rows, one.input_size, one.output_size) for one in result.shapes]
+    seen = [(shape.step, shape.shard, shape.rows, shape.input_size, shape.output_size) for shape in result.shapes]
     assert seen == [(one.step, one.shard, one.rows, one.input_size, one.output_size) for one in undisturbed.shapes]
     assert not (tmp_path / "run" / "reports").exists()
 
@@ -355,7 +355,7 @@ def test_what_the_page_needs_is_imported_while_the_workers_run(
     result = driver.execute(job, driver.Options(quiet=True), Elsewhere())
     assert there == [False, True]
     assert (Path(result.run_dir) / "report.html").exists()
-    assert not [one for one in threading.enumerate() if one.name == "page"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "page"]
 
 
 NEVER = {"every_steps": None, "every_seconds": None}
@@ -402,7 +402,10 @@ def ended(folder: Path, step: int, first: int, by: str, **others: Any) -> None:
 
 
 def told(result: dp_ray.Result) -> list[tuple[str, str, int, int]]:
-    return [(one["kind"], one["what"], one["step"], one["resumed_step"]) for one in result.interruptions]
+    return [
+        (interruption["kind"], interruption["what"], interruption["step"], interruption["resumed_step"])
+        for interruption in result.interruptions
+    ]
 
 
 def reported(run_dir: Path, capsys: pytest.CaptureFixture[str], as_json: bool = False) -> str:

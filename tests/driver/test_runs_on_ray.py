@@ -78,13 +78,13 @@ def check_counts(result: dp_ray.Result, printed: str, workers: int, full: list[i
     steps = [hashlib.sha256(batch.numpy().tobytes()).digest() for batch in result.batches()]
     assert result.outputs_sha256 == hashlib.sha256(b"".join(steps)).hexdigest()
     assert result.world_sizes == [workers]
-    assert all(0 < one["data_wait_seconds"] < one["loop_seconds"] for one in result.workers)
+    assert all(0 < worker["data_wait_seconds"] < worker["loop_seconds"] for worker in result.workers)
     assert result.data_wait_share
     shapes = result.shapes
     assert [(one.step, one.rows) for one in shapes] == [
         (step, rows) for step, shards in enumerate([full] * 3 + [last]) for rows in shards
     ]
-    assert {one.rank for one in shapes} == set(range(workers))
+    assert {shape.rank for shape in shapes} == set(range(workers))
     assert all(one.milliseconds > 0 and one.device == "cpu" and one.node for one in shapes)
     assert [batch.shape for batch in result.batches()] == [torch.Size([n, 2]) for n in (30, 30, 30, 10)]
 

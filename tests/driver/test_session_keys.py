@@ -99,7 +99,7 @@ def test_the_session_of_several_jobs_covers_each() -> None:
     ("gpus", "session"), [((1, 2), 2), (("auto", "auto"), "auto"), (("auto", 0.5), 1), ((0, 0), 0), (("auto", 2), 2)]
 )
 def test_the_gpus_of_a_session_are_enough_for_each_job(gpus: tuple[Any, Any], session: Any) -> None:
-    assert keys_for([job_of(workers=1, gpus_per_worker=one) for one in gpus]).gpus_per_worker == session
+    assert keys_for([job_of(workers=1, gpus_per_worker=gpu) for gpu in gpus]).gpus_per_worker == session
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_gpus_of_a_session_are_enough_for_each_job(gpus: tuple[Any, Any], se
     ],
 )
 def test_the_gpus_that_jobs_name_are_in_their_session(devices: tuple[Any, ...], session: Any) -> None:
-    assert keys_for([job_of(workers=2, devices=one) for one in devices]).gpus_per_worker == session
+    assert keys_for([job_of(workers=2, devices=device) for device in devices]).gpus_per_worker == session
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_gpus_that_jobs_name_are_in_their_session(devices: tuple[Any, ...], 
 def test_a_session_waits_for_capacity_as_long_as_any_of_its_jobs_would(
     seconds: tuple[Any, ...], session: Any
 ) -> None:
-    jobs = [job_of(workers=1, timeouts={"capacity": one}) for one in seconds]
+    jobs = [job_of(workers=1, timeouts={"capacity": capacity}) for capacity in seconds]
     assert keys_for(jobs).timeouts.capacity == session
 
 

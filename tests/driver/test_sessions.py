@@ -53,7 +53,7 @@ def test_jobs_on_the_same_workers_give_what_one_process_gives(
         session.run(job, workers=count, shards=3, storage=str(tmp_path), name=f"on-{count}", **task)
         for count in (2, 3, 1)
     ]
-    assert [one.world_sizes for one in results] == [[2], [3], [1]]
+    assert [result.world_sizes for result in results] == [[2], [3], [1]]
     for one in results:
         assert (one.outputs_sha256, one.weights_sha256) == (expected.outputs_sha256, expected.weights_sha256)
     assert pids(results[0]) == pids(results[1])[:2], "the workers stay"
@@ -154,11 +154,11 @@ def test_fifty_jobs_leave_workers_as_they_were(session: Session, tmp_path: Path,
         return [psutil.Process(pid) for pid in pids(result)]
 
     def measured(workers: list[psutil.Process]) -> list[tuple[int, int, int]]:
-        return [(one.num_fds(), one.num_threads(), len(one.children(recursive=True))) for one in workers]
+        return [(worker.num_fds(), worker.num_threads(), len(worker.children(recursive=True))) for worker in workers]
 
     for number in range(5):
         workers = run(number)
-    before, memory = measured(workers), [one.memory_info().rss for one in workers]
+    before, memory = measured(workers), [worker.memory_info().rss for worker in workers]
     for number in range(5, 50):
         workers = run(number)
     for (fds, threads, children), (fds_before, threads_before, children_before) in zip(

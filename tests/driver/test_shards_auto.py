@@ -61,7 +61,7 @@ def losses(result: dp_ray.Result) -> list[float]:
 
 
 def found(messages: list[Any]) -> int:
-    (number,) = (one.shards for one in messages if isinstance(one, ShardsFound))
+    (number,) = (message.shards for message in messages if isinstance(message, ShardsFound))
     return int(number)
 
 
@@ -114,12 +114,12 @@ def test_objects_and_random_numbers_are_left_as_they_were(tmp_path: Path) -> Non
     torch.manual_seed(0)
     model, loss = Card(3), nn.CrossEntropyLoss()
     given_keys = training_of(tmp_path, model=model, loss=loss, dataset=training.Pairs())
-    before = {name: one.clone() for name, one in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     states = torch.get_rng_state(), random.getstate(), numpys_state()
     result = dp_ray.run(**given_keys)
     assert result.shards == 4
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
-    assert all(one.grad is None for one in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), numpys_state()) == states[1:]
     by_hand = dp_ray.run(**{**given_keys, "shards": 4, "name": "given"})

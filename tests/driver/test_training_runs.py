@@ -55,7 +55,7 @@ def test_the_digits_train_to_the_same_weights_on_any_number_of_workers(run_in_se
     shapes = there.shapes
     assert [one.step for one in shapes[:9]] == [0] * 8 + [1]
     assert sum(one.rows for one in shapes) == 2 * 1437
-    assert {one.rank for one in shapes} == {0, 1, 2}
+    assert {shape.rank for shape in shapes} == {0, 1, 2}
 
     test_args = {"target": "jobs.digits:Digits", "args": {"split": "test"}}
     evaluated = run_in_session(

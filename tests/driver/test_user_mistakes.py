@@ -170,7 +170,7 @@ def padded(items: list[Any]) -> dict[str, torch.Tensor]:
     longest = max(len(item["input_ids"]) for item in items)
     names = [name for name in ("input_ids", "attention_mask") if name in items[0]]
     rows = {name: [item[name] + [0] * (longest - len(item[name])) for item in items] for name in names}
-    return {name: torch.tensor(one) for name, one in rows.items()} | {"labels": torch.tensor([0] * len(items))}
+    return {name: torch.tensor(row) for name, row in rows.items()} | {"labels": torch.tensor([0] * len(items))}
 
 
 LEARNS = {"task": "train", "optimizer": "torch.optim:SGD", "loss": "torch.nn:CrossEntropyLoss"}

@@ -17,16 +17,15 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 import dp_ray
 from dp_ray.driver.planning import plan_memory_of
-from dp_ray.driver.replay import replay
 from dp_ray.engine.bad_samples import not_finite
 from dp_ray.engine.inspect_step import OF_ANY_FORM
 from dp_ray.engine.loader import Collated, LoaderError
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
-from dp_ray.tasks.replay import StepChoice
 from dp_ray.tensors.files import moved_batch
 from dp_ray.tensors.tree import bare_tensors, copied, flatten, holds_objects, map_leaves, with_tensors
 from tests.support.group import StopsBefore, history_of, run_group, weights_of
+from tests.support.replays import replayed
 
 HERE = "tests.engine.test_batches"
 ROWS, BATCH = 23, 10
@@ -277,10 +276,10 @@ def test_a_replay_says_that_the_losses_of_rows_are_not_known(tmp_path: Path) -> 
     for form in (*FORMS, "dense"):
         more = {"step": f"{HERE}:dense_step"} if form == "dense" else {}
         dp_ray.run(**keys(form, workers=0, **more), storage=str(tmp_path), name=form, quiet=True)
-        (replayed,) = replay(str(tmp_path / form), StepChoice(1), lambda line: None)
-        assert replayed.loss == replayed.history_loss
-        assert (replayed.row_losses == OF_ANY_FORM) == (form != "dense")
-        assert all((row.loss is None) == (form != "dense") for row in replayed.rows)
+        found = replayed(tmp_path / form, 1)
+        assert found.loss == found.history_loss
+        assert (found.row_losses == OF_ANY_FORM) == (form != "dense")
+        assert all((row.loss is None) == (form != "dense") for row in found.rows)
 
 
 def as_dense(items: list[Any]) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ class Noting(torch.optim.SGD):
         self.folder = folder
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        gradients = [one.grad for group in self.param_groups for one in group["params"]]
+        gradients = [param.grad for group in self.param_groups for param in group["params"]]
         norm = nn.utils.get_total_norm(gradients).item()
         with Path(self.folder, f"norms-{own_rank()}.jsonl").open("a") as file:
             file.write(f"{json.dumps(norm)}\n")

@@ -346,8 +346,8 @@ def test_the_gradient_is_weighed_and_clipped_as_the_mean_loss_of_plain_torch(
     loss.backward(step.seed(loss, 7))
     norm = step.apply(torch.tensor(weight, dtype=torch.float64) if on_gpu else weight, 7, 0)
     torch.testing.assert_close(norm, expected)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other)
 
 
 def test_the_history_is_read_from_the_device_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dp_ray.engine.sharded import deferred
-from dp_ray.engine.sharded.deferred import CannotDefer, record, replay
+from dp_ray.engine.sharded.deferred import CannotDefer, perform, record
 from tests.support import training
 from tests.support.patchwork import Patchwork
 
@@ -58,7 +58,7 @@ def replayed(build: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tensor], l
         if tensor.is_meta:
             names.setdefault(recording.memory_of(tensor), []).append((name, recording.ref(tensor)))
     sizes = []
-    for memory, storage in replay(recording, list(names)):
+    for memory, storage in perform(recording, list(names)):
         sizes.append(storage.nbytes())
         made.update({name: ref.of(storage).clone() for name, ref in names[memory]})
     return made, sizes

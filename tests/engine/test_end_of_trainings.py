@@ -64,4 +64,4 @@ def test_a_model_with_hooks_on_its_gradients_is_gone_too(tmp_path: Path) -> None
     for number in range(2):
         dp_ray.run(**keys_of(model=Hooked, storage=str(tmp_path), name=str(number), max_steps=2))
     free_memory()
-    assert not [one for one in gc.get_objects() if type(one) is Hooked]
+    assert not [thing for thing in gc.get_objects() if type(thing) is Hooked]

@@ -14,17 +14,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dp_ray
-from dp_ray.driver.replay import replay
 from dp_ray.engine.buffers import digests
 from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.trainer import WRITTEN
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Split, Work
-from dp_ray.results.replayed import Replayed
 from dp_ray.rundir.checkpoint import load_checkpoint, pack
 from dp_ray.storage import Storage
-from dp_ray.tasks.replay import StepChoice
 from dp_ray.tensors.files import write_tensors
 from tests.support import training
 from tests.support.builders import predictions_of, run_dir_of
@@ -32,6 +29,7 @@ from tests.support.group import ProcessExit, StopsBefore, history_of, measured, 
 from tests.support.large import peak_of
 from tests.support.merging import merged
 from tests.support.patchwork import plain_losses
+from tests.support.replays import replayed
 from tests.support.trainings import ADAMW, assert_close, initial, job_of
 from tests.support.writing import (
     ChangesForms,
@@ -366,9 +364,7 @@ def test_each_step_that_runs_again_has_the_historys_loss(tmp_path: Path, width: 
     run = run_dir_of(tmp_path, made, rows={"dataset": 30}).storage
     run_group(made, run.location)
     for step, row in enumerate(history_of(Path(run.location))):
-        found: list[Replayed] = []
-        found += replay(run.location, StepChoice(step, None), lambda line: None)
-        assert found[0].loss == row["loss"]
+        assert replayed(run.location, step).loss == row["loss"]
 
 
 def test_a_checkpoint_of_before_opens_and_one_of_a_usual_model_is_as_before(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_outputs_of_a_prediction_are_those_of_one_process(tmp_path: Path) -> Non
     outputs = []
     for workers, strategy in ((1, "ddp"), (3, "fsdp")):
         job = job_of("mlp", data, workers=workers, strategy=strategy, **keys)
-        told = [one.text for one in run_group(job, tmp_path / strategy) if isinstance(one, Note)]
+        told = [message.text for message in run_group(job, tmp_path / strategy) if isinstance(message, Note)]
         says = [text for text in told if "since with strategy: fsdp no worker can run a shard by itself" in text]
         assert len(says) == (strategy == "fsdp")
         outputs.append(merged(job, tmp_path / strategy, 23).read())
@@ -500,7 +500,7 @@ class LiveCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._copies)
 
     def count(self) -> int:
-        return sum(one() is not None for one in self._copies)
+        return sum(copy() is not None for copy in self._copies)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))

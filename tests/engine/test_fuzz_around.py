@@ -63,8 +63,8 @@ def compare(case: dict[str, Any], folder: Path) -> None:
     history, weights = history_of(folder), weights_of(folder)
     for name in ["loss", "gradient_norm", *["weighed"] * ("metric" in case["has"])]:
         assert [row[name] for row in history] == pytest.approx([row[name] for row in rows], rel=1e-6, abs=1e-9), name
-    for name, one in model.state_dict().items():
-        assert (weights[name] - one).abs().max().item() <= 1e-8, name
+    for name, tensor in model.state_dict().items():
+        assert (weights[name] - tensor).abs().max().item() <= 1e-8, name
     if eval_loss is not None:
         assert history[-1]["eval_loss"] == pytest.approx(eval_loss, rel=1e-6, abs=1e-9)
 

@@ -73,7 +73,7 @@ def predicted(folder: Path, model: Any, dataset: Any, **keys: Any) -> tuple[Merg
     run.child(PARTS).create()
     for rank in range(2):
         run_task(job, World(rank, 2), run, told.append)
-    return merged(job, run, len(dataset)), [one.text for one in told if isinstance(one, Note)]
+    return merged(job, run, len(dataset)), [message.text for message in told if isinstance(message, Note)]
 
 
 LOSS = {"loss": "torch.nn:MSELoss"}

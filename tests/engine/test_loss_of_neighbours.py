@@ -133,7 +133,7 @@ def test_a_look_changes_nothing() -> None:
 
 def lines(loss: str, folder: Path, **keys: Any) -> list[str]:
     job = job_of("mlp", loss=f"tests.engine.test_loss_of_neighbours:{loss}", epochs=1, **keys)
-    told = [getattr(one, "text", "") for one in run_group(job, folder)]
+    told = [getattr(message, "text", "") for message in run_group(job, folder)]
     return [one for one in told if one.startswith("loss:")]
 
 

@@ -246,7 +246,7 @@ def test_a_copy_is_what_the_object_is(kind: Callable[[], nn.Module], way: str) -
     ours = gradients(copy, inputs)
     assert told(net) == before
     torch.set_rng_state(state)
-    assert [one.tolist() for one in ours] == [gradient.tolist() for gradient in gradients(net, inputs)]
+    assert [gradient.tolist() for gradient in ours] == [gradient.tolist() for gradient in gradients(net, inputs)]
     assert ours
 
 

@@ -142,7 +142,7 @@ def test_what_is_left_stays_under_its_path(tree: Any, wanted: set[Any], left: An
     kept = subtree(tree, wanted)
     (leaves, spec), (expected, nesting) = flatten(kept), flatten(left)
     assert spec == nesting
-    assert all(one is other for one, other in zip(leaves, expected, strict=True))
+    assert all(leaf is other for leaf, other in zip(leaves, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_what_is_kept_belongs_to_a_jobs_identity_and_its_absence_changes_none() 
         {"carry": ["id"]},
         {"ragged": True},
     ]
-    assert len({make(**one).fingerprint() for one in others} | {plain}) == len(others) + 1
+    assert len({make(**other).fingerprint() for other in others} | {plain}) == len(others) + 1
     train = {"task": "train", "loss": "a:l", "optimizer": "a:o"}
     plain_training, keeping = (
         Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 3, **train, "outputs": outputs}, "job")

@@ -136,8 +136,8 @@ def test_a_loss_over_the_batch_sees_what_the_forwards_left(tmp_path: Path, is_bu
         loss = tempered(model(INPUTS[rows]), TARGETS[rows])
         gradients = torch.autograd.grad(loss, list(model.linear.parameters()))
         with torch.no_grad():
-            for one, gradient in zip(model.linear.parameters(), gradients, strict=True):
-                one.sub_(gradient, alpha=0.1)
+            for parameter, gradient in zip(model.linear.parameters(), gradients, strict=True):
+                parameter.sub_(gradient, alpha=0.1)
         losses.append(loss.item())
     assert [row["loss"] for row in history] == pytest.approx(losses, rel=1e-5)
 

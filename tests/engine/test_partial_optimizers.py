@@ -73,7 +73,7 @@ def assert_as_in_plain_torch(job: Job, picked: list[int], folder: Path) -> list[
 )
 def test_norm_and_clip_are_over_what_the_optimizer_updates(tmp_path: Path, keys: dict[str, Any]) -> None:
     told = assert_as_in_plain_torch(partial_job([2, 3], **keys), [2, 3], tmp_path)
-    lines = [one.text for one in told if isinstance(one, Note)]
+    lines = [message.text for message in told if isinstance(message, Note)]
     assert [line for line in lines if "optimizer" in line] == [
         "optimizer: 2 of the 4 parameters that require a gradient are not given to it, so they are not trained: "
         "0.weight, 0.bias"
@@ -114,7 +114,8 @@ def test_a_scalar_beside_sharded_parameters_has_a_group_of_its_own(kind: type[to
     groups = optimizer.param_groups
     with updating_apart(optimizer):
         seen = [
-            ([id(one) for one in group["params"]], group["lr"], group["foreach"]) for group in optimizer.param_groups
+            ([id(param) for param in group["params"]], group["lr"], group["foreach"])
+            for group in optimizer.param_groups
         ]
     if kind is torch.optim.AdamW:
         assert seen == [([id(matrix)], 0.5, True), ([id(scalar)], 0.5, True), ([id(bias)], 1e-3, True)]

@@ -28,7 +28,7 @@ from dp_ray.telemetry.times import (
     SCHEMA,
     STEP_PARTS,
     TIMES,
-    packed,
+    packed_steps,
     read_step_times,
     step_time_parts,
     times_table,
@@ -336,7 +336,7 @@ def test_a_step_costs_microseconds() -> None:
         for part in (*Part, Part.FORWARD, Part.BACKWARD):
             clock.enter(part)
         timed += clock.end_step(step, 8)
-    packed(timed)
+    packed_steps(timed)
     assert (time.process_time() - began) / 2000 < 100e-6, "it takes about 4 on a quiet machine"
 
 

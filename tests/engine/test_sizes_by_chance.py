@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from dp_ray.driver.replay import replay
 from dp_ray.engine.world import World
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
@@ -17,11 +16,11 @@ from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import derive_seed
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.tasks.replay import StepChoice
 from dp_ray.tasks.task import run_task
 from tests.support.builders import run_dir_of
 from tests.support.group import ProcessExit, history_of, run_group, shapes_in, weights_of
 from tests.support.merging import merged
+from tests.support.replays import replayed
 
 ROWS = 24
 HERE = "tests.engine.test_sizes_by_chance"
@@ -59,7 +58,7 @@ def alone(job: Job, folder: Path) -> list[Any]:
 
 
 def notes(told: list[Any]) -> list[str]:
-    return [one.text for one in told if isinstance(one, Note)]
+    return [message.text for message in told if isinstance(message, Note)]
 
 
 # Predictions.
@@ -219,7 +218,7 @@ class OfOneSize(nn.Module):
 
 
 def with_names(items: list[torch.Tensor]) -> Any:
-    return {"inputs": torch.stack(items), "names": [f"{one[0]:.2f}" for one in items]}
+    return {"inputs": torch.stack(items), "names": [f"{item[0]:.2f}" for item in items]}
 
 
 class OfADict(nn.Module):
@@ -318,7 +317,7 @@ def test_evaluations_and_replay_know_prototypes_too(tmp_path: Path) -> None:
         expected = sum(to_prototypes(model(inputs), target).item() for inputs, target in pairs) / 2
     last = history_of(Path(run.location))[-1]
     assert (last["eval_loss"], last["eval_near"]) == pytest.approx((expected, expected), rel=1e-5)
-    (found, *_) = replay(run.location, StepChoice(1), lambda line: None)
+    found = replayed(run.location, 1)
     assert found.loss == found.history_loss == last["loss"]
     _, weights = plain(seeded(Prototypes), to_prototypes, steps=1)
     model.load_state_dict(weights)
@@ -341,7 +340,7 @@ class Experts(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> Any:
         gate = self.gate(inputs).softmax(1)
-        outputs = sum(gate[:, at, None] * one(inputs) for at, one in enumerate(self.experts))
+        outputs = sum(gate[:, at, None] * expert(inputs) for at, expert in enumerate(self.experts))
         balance = gate.mean(0).square().sum()
         return {"logits": outputs, "balance": balance if self.gives == "tensor" else balance.item()}
 

@@ -9,18 +9,16 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.driver.replay import replay
 from dp_ray.engine.beside import modules_in
 from dp_ray.engine.step import build_loss
 from dp_ray.engine.trainer import WRITTEN
 from dp_ray.job.job import Job
-from dp_ray.results.replayed import Replayed
 from dp_ray.rundir.checkpoint import load_checkpoint
 from dp_ray.storage import Storage
-from dp_ray.tasks.replay import StepChoice
 from tests.support import training
 from tests.support.builders import run_dir_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of
+from tests.support.replays import replayed
 from tests.support.stateful import STEPS, Centred, CentredStep, Distance, closure, loss_closure, plain_training
 from tests.support.trainings import assert_close, initial, job_of
 
@@ -183,10 +181,9 @@ def test_a_replayed_step_has_the_historys_loss(tmp_path: Path, over_batch: bool)
     run = run_dir_of(tmp_path, made, rows={"dataset": 30}).storage
     run_group(made, run.location)
     for step, row in enumerate(history_of(Path(run.location))):
-        found: list[Replayed] = []
-        found += replay(run.location, StepChoice(step, None), lambda line: None)
-        assert found[0].loss == row["loss"]
-        values = [row.gradient if over_batch else row.loss for row in found[0].rows]
+        found = replayed(run.location, step)
+        assert found.loss == row["loss"]
+        values = [row.gradient if over_batch else row.loss for row in found.rows]
         assert len(values) == (2 if step % 3 == 2 else 14) and None not in values
         if not over_batch:
             assert sum(value for value in values if value is not None) / len(values) == pytest.approx(row["loss"])

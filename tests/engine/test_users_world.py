@@ -24,7 +24,7 @@ from tests.support.group import run_group, weights_of
 from tests.support.merging import merged
 from tests.support.sources import nodes_of
 from tests.support.training import Pairs
-from tests.support.trainings import initial, job_of
+from tests.support.trainings import initial, job_of, mean_loss
 
 pytestmark = pytest.mark.usefixtures("in_project")
 HERE = "tests.engine.test_users_world"
@@ -50,11 +50,7 @@ def plainly() -> dict[str, torch.Tensor]:
     """The weights after an epoch of plain torch."""
     model, data = initial(training.mlp), Pairs(ROWS)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for at in range(0, ROWS, BATCH):
-        rows = slice(at, at + BATCH)
-        nn.functional.cross_entropy(model(data.inputs[rows]), data.targets[rows]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
+    training.plain_loop(model, data, BATCH, 1, mean_loss, optimizer, order_of=lambda _: range(ROWS))
     return dict(model.state_dict())
 
 
@@ -151,7 +147,7 @@ def test_a_syncbatchnorm_of_the_models_own_follows_the_shard(tmp_path: Path) -> 
         folder = tmp_path / f"{model}-{workers}"
         job = job_of({"target": f"{HERE}:{model}"}, batch_size=21, shards=4, workers=workers, bitwise=True)
         told = run_group(job, folder)
-        return weights_of(folder), [one.text for one in told if isinstance(one, Note)]
+        return weights_of(folder), [message.text for message in told if isinstance(message, Note)]
 
     plain, _ = trained("Plain", 1)
     for workers in (1, 2):

@@ -10,18 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dp_ray.driver.replay import replay
 from dp_ray.engine.memory import LiveMemory
-from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, merge
+from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, merged_batch
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import plan as job_plan
 from dp_ray.job.job import Job
 from dp_ray.job.targets import unmeasured
 from dp_ray.plan.split import Split
-from dp_ray.tasks.replay import StepChoice
 from tests.support.builders import run_dir_of, step_of, steps_of, trainer_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
+from tests.support.replays import replayed
 from tests.support.trainings import initial
 
 ROWS, BATCH = 46, 23
@@ -284,7 +283,7 @@ def test_replay_gives_the_loss_and_each_rows_gradient(tmp_path: Path) -> None:
     job = job_of(workers=2, bitwise=True, storage=str(tmp_path))
     run = run_dir_of(tmp_path / "run", job, rows={"dataset": ROWS}).storage
     run_group(job, run.location)
-    (found, *_) = replay(run.location, StepChoice(1), lambda line: None)
+    found = replayed(run.location, 1)
     assert found.loss == found.history_loss
     weights, _ = plain(job, steps=1)
     model, data = Twins(), Views()
@@ -295,10 +294,10 @@ def test_replay_gives_the_loss_and_each_rows_gradient(tmp_path: Path) -> None:
     contrastive(outputs, torch.arange(BATCH)).backward()  # type: ignore[no-untyped-call]
     norms = (outputs["left"].grad.square().sum(1) + outputs["right"].grad.square().sum(1)).sqrt()
     assert [row.gradient for row in found.rows] == pytest.approx(norms.sort(descending=True).values.tolist())
-    assert [row.sample - BATCH for row in found.rows] == norms.argsort(descending=True).tolist()
+    assert [(row.sample or 0) - BATCH for row in found.rows] == norms.argsort(descending=True).tolist()
     assert [row.loss for row in found.rows] == pytest.approx([found.loss] * BATCH)
     assert "the largest gradient first" in "\n".join(found.lines())
-    (shard, *_) = replay(run.location, StepChoice(1, 2), lambda line: None)
+    shard = replayed(run.location, 1, 2)
     assert {row.shard for row in shard.rows} == {2}
     assert [row.gradient for row in shard.rows] == [row.gradient for row in found.rows if row.shard == 2]
 
@@ -395,7 +394,7 @@ def test_any_tree_is_merged_as_it_was_cut(tree: Any, rows: int, shards: int) -> 
     for shard, piece in zip(Split(rows, rows, shards).worker(1, 0, 0), torch.arange(rows).chunk(shards), strict=True):
         own.append(ShardOutput(shard, cut(whole, start, start + len(piece)), torch.arange(len(piece))))
         start += len(piece)
-    merged = merge(own, torch.device("cpu"), WholeBatches(job_of()))
+    merged = merged_batch(own, torch.device("cpu"), WholeBatches(job_of()))
     assert merged is not None and merged.rows == rows
     torch.testing.assert_close(merged.outputs, whole, rtol=0, atol=0, equal_nan=True)
 

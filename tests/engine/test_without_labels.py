@@ -9,11 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 import dp_ray
-from dp_ray.driver.replay import replay
 from dp_ray.engine.step import weighted_sum
-from dp_ray.tasks.replay import StepChoice
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, run_group, weights_of
+from tests.support.replays import replayed
 from tests.support.training import IGNORED, PartlyLabelled, mean_of_labels, plain_loop
 from tests.support.trainings import assert_close, initial, job_of, keys_of, mean_loss
 
@@ -135,7 +134,7 @@ def test_a_replay_finds_nothing_in_a_shard_without_labels(tmp_path: Path) -> Non
     data = {"target": "tests.support.training:PartlyLabelled"}
     given = {**KEYS, "shards": 7, "dataset": data, "batch_size": 7, "stop_on_nan": False}
     dp_ray.run(**keys_of(**given, storage=str(tmp_path), name="r"))
-    for found in replay(str(tmp_path / "r"), StepChoice(3), lambda line: None):
-        assert found.compared == "bitwise equal"
-        assert (found.output, found.gradient) == (None, None)
-        assert [row.loss for row in found.rows if row.loss != row.loss] == []
+    found = replayed(tmp_path / "r", 3)
+    assert found.compared == "bitwise equal"
+    assert (found.output, found.gradient) == (None, None)
+    assert [row.loss for row in found.rows if row.loss != row.loss] == []

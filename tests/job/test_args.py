@@ -124,11 +124,11 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_args_are_two_jobs_and_the_same_args_are_one(name: str) -> None:
-    one, other = PAIRS[name]
-    prints = [job(value=make()).fingerprint() for make in (one, one, other)]
+    first, other = PAIRS[name]
+    prints = [job(value=make()).fingerprint() for make in (first, first, other)]
     assert prints[0] == prints[1] != prints[2]
-    assert job(value=one()).is_all_targets
-    assert pickle.loads(pickle.dumps(job(value=one()))).fingerprint() == prints[0]
+    assert job(value=first()).is_all_targets
+    assert pickle.loads(pickle.dumps(job(value=first()))).fingerprint() == prints[0]
 
 
 def test_args_change_in_place_after_the_job_is_made_without_a_change_of_its_fingerprint() -> None:

@@ -103,7 +103,7 @@ class FromWeight(nn.Linear):
 
 def test_objects_train_to_what_their_names_do(tmp_path: Path) -> None:
     runs = [run(tmp_path, f"run-{at}", **keys) for at, keys in enumerate((NAMES, objects(), arguments()))]
-    assert len({one.weights_sha256 for one in runs}) == 1
+    assert len({result.weights_sha256 for result in runs}) == 1
     assert runs[0].metrics == runs[1].metrics == runs[2].metrics
     assert "eval_f1" in runs[0].metrics
 
@@ -190,7 +190,7 @@ def test_a_result_to_start_from(tmp_path: Path) -> None:
     trained = run(tmp_path, "trained", **objects())
     keys = {**objects(), "task": "evaluate"}
     found = run(tmp_path, "evaluated", **keys, init_from=trained)
-    assert {f"eval_{name}": one for name, one in found.metrics.items()}.items() <= trained.metrics.items()
+    assert {f"eval_{name}": metric for name, metric in found.metrics.items()}.items() <= trained.metrics.items()
     assert run(tmp_path, "again", **keys, init_from=Path(trained.run_dir)).metrics == found.metrics
 
 

@@ -96,7 +96,9 @@ def test_the_fingerprint_tells_jobs_apart_by_what_can_change_the_result() -> Non
     assert job.fingerprint() == make(workers=2, shards=8, outputs={"file_bytes": 1000}).fingerprint()
     changes: list[dict[str, Any]] = [{"seed": 1}, {"batch_size": 31}, {"shards": 4}, {"order": "shuffled"}]
     assert len({make(**{"workers": 2, "shards": 8, **change}).fingerprint() for change in changes}) == len(changes)
-    assert all(make(**{"workers": 2, "shards": 8, **one}).fingerprint() != job.fingerprint() for one in changes)
+    assert all(
+        make(**{"workers": 2, "shards": 8, **changed}).fingerprint() != job.fingerprint() for changed in changes
+    )
 
 
 def test_a_name_that_is_null_is_none() -> None:

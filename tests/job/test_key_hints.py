@@ -134,8 +134,8 @@ def owner_of(path: str) -> Any:
 
 def inner(annotation: Any) -> Any:
     """The model that a field holds, maybe; a target where it holds none."""
-    found = [annotation, *(one for part in get_args(annotation) for one in (part, *get_args(part)))]
-    return next((one for one in found if isinstance(one, type) and issubclass(one, BaseModel)), Target)
+    found = [annotation, *(inner for part in get_args(annotation) for inner in (part, *get_args(part)))]
+    return next((kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseModel)), Target)
 
 
 def test_every_answer_is_a_key_of_a_job_and_no_question_is() -> None:

@@ -8,13 +8,16 @@ from dp_ray.job.keys import JobKeys, Strict
 def models(base: type[Strict] = Strict) -> list[type[Strict]]:
     """The models of which a job is made: the keys, and each part that has keys of its own."""
     return [
-        one for cls in base.__subclasses__() for one in (cls, *models(cls)) if one.__module__.startswith("dp_ray")
+        model
+        for cls in base.__subclasses__()
+        for model in (cls, *models(cls))
+        if model.__module__.startswith("dp_ray")
     ]
 
 
 def test_the_job_and_its_parts_are_found() -> None:
     assert JobKeys in models()
-    assert {"Target", "Optimizer", "Loader", "Checkpoint", "Best"} <= {model.__name__ for model in models()}
+    assert {"Target", "Optimizer", "Loader", "CheckpointKeys", "Best"} <= {model.__name__ for model in models()}
 
 
 @pytest.mark.parametrize("model", models(), ids=lambda model: model.__name__)

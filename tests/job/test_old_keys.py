@@ -17,7 +17,7 @@ from dp_ray.errors import JobError
 from dp_ray.job import old_keys
 from dp_ray.job.files import job_maker, load_job
 from dp_ray.job.job import Job
-from dp_ray.job.old_keys import OLD_KEYS, OldKey, OldKeyWarning, has, moved, of_a_run
+from dp_ray.job.old_keys import OLD_KEYS, OldKey, OldKeyWarning, has, key_moved, of_a_run
 from tests.support import forked
 from tests.support.cluster import ROOT
 
@@ -62,8 +62,8 @@ def test_a_job_with_old_names_is_that_with_the_new_ones_and_warns(
         made = Job.make({**JOB, **old}, "job")
     assert made == Job.make({**JOB, **new}, "job")
     assert json.dumps(old) == kept, "the caller's mapping is left alone"
-    (line,) = {str(one.message) for one in told}
-    (key,) = [one for one in TAKEN if line.startswith(f"{one.name}: ")]
+    (line,) = {str(warning.message) for warning in told}
+    (key,) = [old_key for old_key in TAKEN if line.startswith(f"{old_key.name}: ")]
     assert line == f"{key.name}: {SAYS.format(key.new)}"
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, **old}))
     with pytest.warns(OldKeyWarning) as told:
@@ -109,14 +109,14 @@ def test_a_name_that_is_gone_is_an_error_and_read_in_the_jobs_of_old_runs() -> N
 @pytest.mark.parametrize("key", OLD_KEYS, ids=lambda key: key.name)
 def test_a_real_old_name_leads_to_a_key_and_was_taken_for_a_minor_version(key: OldKey) -> None:
     assert has(dp_ray.Job.make(JOB, "job").describe(), key.new)
-    since, gone = ([int(part) for part in one.split(".")] for one in (key.since, key.gone))
+    since, gone = ([int(part) for part in version.split(".")] for version in (key.since, key.gone))
     promised = since >= [0, 3, 0]  # nothing was before
     assert not promised or gone >= [since[0], since[1] + 1, 0]
     if not key.is_taken:
         with pytest.raises(
             JobError, match=rf"here it is {re.escape(key.new)}: the new name of {re.escape(key.name)}"
         ):
-            Job.make(moved({**JOB, "new": 3}, "new", key.name), "job")
+            Job.make(key_moved({**JOB, "new": 3}, "new", key.name), "job")
 
 
 names = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3).map(".".join)
@@ -127,7 +127,7 @@ def test_a_moved_key_is_that_of_flat_keys(flat: dict[str, int], old: str, new: s
     """Of keys none of which lies within another."""
     keys = {**flat, old: 0}
     every = [*keys, new]
-    if old == new or any(f"{one}.".startswith(f"{other}.") for one in every for other in every if one != other):
+    if old == new or any(f"{key}.".startswith(f"{other}.") for key in every for other in every if key != other):
         return
     nested: dict[str, Any] = {}
     for name, value in keys.items():
@@ -138,7 +138,7 @@ def test_a_moved_key_is_that_of_flat_keys(flat: dict[str, int], old: str, new: s
         inner[last] = value
     kept = json.dumps(nested)
     expected = {(new if name == old else name): value for name, value in keys.items() if name != new}
-    assert dict(flattened(moved(nested, old, new))) == expected
+    assert dict(flattened(key_moved(nested, old, new))) == expected
     assert json.dumps(nested) == kept
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Checkpoint, Loader
+from dp_ray.job.keys import CheckpointKeys, Loader
 from tests.support.cluster import ROOT
 
 PAGE = (ROOT / "docs" / "job-file.md").read_text()
@@ -71,4 +71,4 @@ def test_the_defaults_are_those_of_a_job() -> None:
 def test_the_job_of_the_page_is_one() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
     job = Job.make(yaml.safe_load(text), "train")
-    assert job.checkpoint == Checkpoint.model_validate({"best": {"metric": "eval_loss"}})
+    assert job.checkpoint == CheckpointKeys.model_validate({"best": {"metric": "eval_loss"}})

@@ -134,7 +134,7 @@ def test_a_terminal_shows_the_newest_of_many_epochs_in_one_line(monkeypatch: pyt
             read += os.read(looked_at, 1 << 16)
     shown = read.decode()
     printed = re.findall(r"job: epoch (\d+), step", shown)
-    assert [int(one) for one in printed] == [*range(20), 1999]
+    assert [int(number) for number in printed] == [*range(20), 1999]
     assert "  epoch 1999, step 1999: epoch_loss 0.5" in shown
 
 
@@ -201,7 +201,7 @@ def test_a_log_has_every_tenth_of_many_long_epochs(
         now[0] += 20
         losses.say([{"step": epoch, "epoch": epoch, "loss": 1.0, "epoch_loss": 0.5, "rows": 7}])
     losses.end()
-    epochs = [int(one) for one in re.findall(r"epoch (\d+),", capsys.readouterr().err)]
+    epochs = [int(found) for found in re.findall(r"epoch (\d+),", capsys.readouterr().err)]
     assert epochs == [*range(first), *range(first + 9, 105, 10), 104]
 
 

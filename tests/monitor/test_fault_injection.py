@@ -12,7 +12,7 @@ PLAN = "kill worker 1 at step 20; kill node 2 at step 40; pause worker 0 for 30s
 def test_the_plan_of_the_manual() -> None:
     faults = parse_faults(PLAN)
     assert "; ".join(map(str, faults)) == PLAN
-    assert [(one.action, one.what, one.which, one.seconds, one.step) for one in faults] == [
+    assert [(fault.action, fault.what, fault.which, fault.seconds, fault.step) for fault in faults] == [
         ("kill", "worker", "1", None, 20),
         ("kill", "node", "2", None, 40),
         ("pause", "worker", "0", 30.0, 60),
@@ -24,11 +24,11 @@ def test_the_plan_of_the_manual() -> None:
 
 def test_a_slow_worker_is_slow_from_its_step_on() -> None:
     slow = parse_faults("slow worker 1 by 50ms from step 10; slow worker 0 by 1.5s from step 0")
-    assert [(one.action, one.which, one.seconds, one.step) for one in slow] == [
+    assert [(fault.action, fault.which, fault.seconds, fault.step) for fault in slow] == [
         ("slow", "1", 0.05, 10),
         ("slow", "0", 1.5, 0),
     ]
-    assert [str(one) for one in slow] == [
+    assert [str(fault) for fault in slow] == [
         "slow worker 1 by 50ms from step 10",
         "slow worker 0 by 1500ms from step 0",
     ]

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from dp_ray.engine.world import World
-from dp_ray.errors import WorkerError
+from dp_ray.errors import ModelError, WorkerError
 from dp_ray.messages import Beat, WorkerReady
 from dp_ray.monitor.attempts import Hangs, NodeControl
 from dp_ray.monitor.console import Console
@@ -38,9 +38,9 @@ def hang(hangs: Hangs, clock: list[float], step: int, rank: int = 1) -> None:
     """An attempt in which `rank` hangs in `step`, and the other one waits for it."""
     hangs.watch(WORKERS)
     clock[0] += LATE
-    for one in range(2):
-        waits_for = "" if one == rank else "the other workers' gradients"
-        hangs.watchdog.take(Beat("a", one, step, LATE, READS, waits_for))
+    for number in range(2):
+        waits_for = "" if number == rank else "the other workers' gradients"
+        hangs.watchdog.take(Beat("a", number, step, LATE, READS, waits_for))
 
 
 def test_each_replacement_costs_a_retry(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +56,15 @@ def test_each_replacement_costs_a_retry(clock: list[float], capsys: pytest.Captu
     with pytest.raises(WorkerError, match=r"(?s)^hangs: rank 1 on .* in step 9 .*timeouts\.step is 100\)$"):
         hangs.check(control)
     assert control.ranks == [1, 1]
+
+
+def test_loops_that_make_other_calls_end_the_job_whatever_the_retries(clock: list[float]) -> None:
+    hangs = Hangs(None, 9, Console("job", True))
+    hangs.watch(WORKERS)
+    for rank in range(2):
+        hangs.watchdog.take(Beat("a", rank, 3, 0.1, "", call=(5, f"step 3, pass {rank}")))
+    with pytest.raises(ModelError, match="other calls: rank 0: step 3, pass 0; rank 1: step 3, pass 1; each worker"):
+        hangs.check(Kills())
 
 
 def test_without_retries_the_first_one_ends_the_job(clock: list[float]) -> None:

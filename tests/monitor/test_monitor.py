@@ -68,9 +68,9 @@ def test_a_step_is_printed_once_all_workers_are_through(capsys: pytest.CaptureFi
     for message in reported("a", 1, 2):
         monitor.take(message)
     monitor.tick()
-    one = "\tIn Model: input size torch.Size([5, 5]) output size torch.Size([5, 2])"
+    line = "\tIn Model: input size torch.Size([5, 5]) output size torch.Size([5, 2])"
     whole = "Outside: input size torch.Size([10, 5]) output_size torch.Size([10, 2])"
-    assert capsys.readouterr().out.splitlines() == [one, one, whole] * 2
+    assert capsys.readouterr().out.splitlines() == [line, line, whole] * 2
     monitor.close()
 
 
@@ -292,7 +292,7 @@ def test_a_long_wait_for_workers_says_what_is_missing(clock: Clock, capsys: pyte
     monitor.take(ready("a", 0))
     assert pass_by(100) == []
     monitor.take(Interrupted(IncidentKind.WORKER, "died", (1,)))
-    assert [one.partition(" are")[0] for one in pass_by(12)] == ["job: waiting for workers, 10 s so far: 0 of 2"]
+    assert [line.partition(" are")[0] for line in pass_by(12)] == ["job: waiting for workers, 10 s so far: 0 of 2"]
     monitor.close()
 
 
@@ -409,7 +409,10 @@ def test_a_worker_lost_with_its_node_is_told_as_the_nodes_end() -> None:
     monitor = following(*workers_of("a"), nodes=Nodes("node 1"))
     for rank in range(2):
         monitor.take(Interrupted(IncidentKind.WORKER, "its process was killed, or crashed", (rank,)))
-    told = [(one.kind, one.ranks, one.nodes) for one in monitor.incidents.log.interruptions]
+    told = [
+        (interruption.kind, interruption.ranks, interruption.nodes)
+        for interruption in monitor.incidents.log.interruptions
+    ]
     assert told == [("worker", (0,), ("10.0.0.0",)), ("node", (1,), ("10.0.0.1",))]
 
 
@@ -422,15 +425,15 @@ def test_an_error_is_forgotten_when_the_workers_are_replaced() -> None:
 def test_the_workers_of_an_attempt_stand_in_the_order_of_their_ranks() -> None:
     found = attempts_of()
     assert found.take(ready("a", 1)) == ()
-    assert [one.world.rank for one in found.take(ready("a", 0))] == [0, 1]
-    assert [one.world.rank for one in found.workers((1, 5))] == [1]
+    assert [worker.world.rank for worker in found.take(ready("a", 0))] == [0, 1]
+    assert [worker.world.rank for worker in found.workers((1, 5))] == [1]
 
 
 def test_reports_that_come_before_their_attempt_begins_are_given_once() -> None:
     found = attempts_of()
     early = [Report(World(0, 2), 0, attempt=name) for name in ("b", "a", "b")]
-    for one in early:
-        found.hold_early(one)
+    for report in early:
+        found.hold_early(report)
     for worker in (ready("a", 0), ready("a", 1), ready("b", 0)):
         found.take(worker)
     assert found.take_early() == [early[1]]

@@ -45,7 +45,7 @@ def test_all_workers_stop_at_the_step_and_keep_the_state_before_it(tmp_path: Pat
     for _ in range(2):  # it is resumed, and ends at the same step
         with pytest.raises(ProcessExit, match=says + f"--step {STEP}"):
             run_group(job(3, strategy=strategy), run, Begun(tmp_path))
-        kept = sorted(one.name for one in (run / "checkpoints").glob("*.safetensors"))
+        kept = sorted(path.name for path in (run / "checkpoints").glob("*.safetensors"))
         assert kept == ["step-4.safetensors", "step-5.safetensors"], "the states before steps 4 and 5"
     begun = [file.read_text().split() for file in tmp_path.glob("begun-*")]
     assert len(begun) == 6 and {steps[-1] for steps in begun} == {str(STEP)}, "no worker has begun another one"

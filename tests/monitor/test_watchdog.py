@@ -6,6 +6,7 @@ import pytest
 
 from dp_ray.engine.clock import DevicePlace, Part
 from dp_ray.engine.world import Collective, World
+from dp_ray.errors import ModelError
 from dp_ray.messages import Beat, WorkerReady
 from dp_ray.monitor.watchdog import (
     SILENT_BEATS,
@@ -48,6 +49,18 @@ def beats(dog: Watchdog, seconds: float, stacks: list[str], steps: list[int | No
     for rank, stack in enumerate(stacks):
         step = steps[rank] if steps else 7
         dog.take(beat(rank, step, seconds, stack))
+
+
+def test_loops_that_make_other_calls_end_the_job_at_once() -> None:
+    """The workers' GPUs wait for each other, so that none of them may find it."""
+    dog = watchdog(None)
+    for rank, call in enumerate([(3, "step 1, pass 0: step.backward(a, critic)"), (2, "b"), (0, "")]):
+        dog.take(Beat("a", rank, 1, 0.0, "", call=call))
+    dog.check_calls()  # rank 1 is a call behind
+    dog.take(Beat("a", 1, 1, 0.5, "", call=(3, "step 1, pass 0: step.backward(b, generator)")))
+    says = r"rank 0: step 1, pass 0: step.backward\(a, critic\); rank 1: step 1, pass 0: step.backward\(b, generator"
+    with pytest.raises(ModelError, match=f"the workers make other calls: {says}"):
+        dog.check_calls()
 
 
 def hang_without_rank_1(dog: Watchdog, clock: list[float]) -> Hang:
@@ -199,7 +212,7 @@ def sums(number: int, state: str, group: str = "nccl dp_ray-1 all") -> Collectiv
 def test_the_ranks_that_are_behind_in_their_collectives(
     stands: list[tuple[int, str]], behind: tuple[int, ...]
 ) -> None:
-    assert collectives_behind({rank: sums(*one) for rank, one in enumerate(stands)}) == behind
+    assert collectives_behind({rank: sums(*stand) for rank, stand in enumerate(stands)}) == behind
 
 
 def test_what_is_said_of_collectives() -> None:
@@ -231,8 +244,8 @@ def hang_of(clock: list[float], *told: Beat) -> tuple[tuple[int, ...], str]:
     """Who hangs by the beats, and the first line that is said."""
     dog = watchdog(num_workers=len(told))
     clock[0] = 1110.0
-    for one in told:
-        dog.take(one)
+    for beat in told:
+        dog.take(beat)
     hang = dog.hang()
     assert hang is not None
     return hang.ranks, str(hang).splitlines()[0]
@@ -241,7 +254,7 @@ def hang_of(clock: list[float], *told: Beat) -> tuple[tuple[int, ...], str]:
 def test_of_workers_whose_loops_all_wait_the_one_with_the_stuck_gpu_is_blamed(clock: list[float]) -> None:
     waits, stuck = DevicePlace(6, EXCHANGE), DevicePlace(6, FORWARD)
     stands = sums(41, "started"), sums(41, "scheduled"), sums(41, "started")
-    told = [late(rank, one, WAITS, stands[rank]) for rank, one in enumerate([waits, stuck, waits])]
+    told = [late(rank, place, WAITS, stands[rank]) for rank, place in enumerate([waits, stuck, waits])]
     ranks, said = hang_of(clock, *told)
     assert ranks == (1,)
     assert said.startswith(

@@ -266,13 +266,15 @@ def test_a_row_of_a_table_that_cannot_be_decoded_is_set_aside_with_what_it_carri
     keys |= {"inputs": ["x"], "outputs": {"carry": ["id", "size", "gap"]}, "on_error": {"quarantine": 11}}
     result = dp_ray.run(model=Inputs(), dataset={"target": "dp_ray.data:Parquet", "args": args}, shards=3, **keys)
     found = pq.read_table(tmp_path / "run" / "quarantine.parquet").to_pylist()
-    assert [one["sample_index"] for one in found] == [4, 6, 9, 13, 14, 19, 20, 24, 27, 29]
-    assert [one["carried.id"] for one in found] == [f"row {n + 1}" for n in (4, 6, 9, 13, 14, 19, 20, 24, 27, 29)]
+    assert [record["sample_index"] for record in found] == [4, 6, 9, 13, 14, 19, 20, 24, 27, 29]
+    assert [record["carried.id"] for record in found] == [
+        f"row {n + 1}" for n in (4, 6, 9, 13, 14, 19, 20, 24, 27, 29)
+    ]
     sizes = [6, 13, 20, 27]  # misshapen ones were decoded
-    assert [one["carried.size"] for one in found] == [
+    assert [record["carried.size"] for record in found] == [
         n if n in sizes else None for n in (4, *[6, 9, 13, 14, 19, 20, 24, 27, 29])
     ]
-    assert [one["carried.gap"] for one in found][:4] == [2.0, 3.0, None, 6.5]
+    assert [record["carried.gap"] for record in found][:4] == [2.0, 3.0, None, 6.5]
     assert len(result.carried["id"]) == 20
 
 
@@ -312,18 +314,18 @@ def test_the_other_tasks_carry_nothing(tmp_path: Path) -> None:
 
 
 def test_kinds_join_in_either_order() -> None:
-    for one in KINDS:
+    for kind in KINDS:
         for other in KINDS:
-            assert joined(one, other) == joined(other, one)
+            assert joined(kind, other) == joined(other, kind)
     assert joined("none", "text") == "text"
     assert joined("int", "float") == "float"
     assert joined("list of none", "list of float") == "list of float"
     assert joined("bool", "int") is None and joined("text", "int") is None
 
 
-def joined(one: str, other: str) -> str | None:
+def joined(kind: str, other: str) -> str | None:
     try:
-        return CarriedColumn("id", "id", one).join(CarriedColumn("id", "id", other)).kind
+        return CarriedColumn("id", "id", kind).join(CarriedColumn("id", "id", other)).kind
     except DataError:
         return None
 

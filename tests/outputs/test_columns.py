@@ -5,7 +5,7 @@ import io
 import itertools
 import math
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dp_ray.errors import Error, ModelError, StorageError
 from dp_ray.outputs.columns import Column, Layout, from_arrow, layout_key, raw_bytes, rebuild, rows_of, to_arrow
+from tests.support.trees import Data, Pair
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -26,17 +27,6 @@ DTYPES = [
 ]
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (2, 0)]
 SPECIAL = [math.nan, -0.0, 0.0, math.inf, -math.inf, 1.5, -2.0, 1e-40, 240.0, 2.0**-9]
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclasses.dataclass
-class Data:
-    x: Any
-    y: Any = None
 
 
 def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -64,7 +54,7 @@ def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], list[int]]
 def tables(outputs: Any, rows: int, batch_dim: int = 0, cuts: int = 1) -> tuple[Layout, pa.Table]:
     """The outputs as a table that was a Parquet file, each column made of `cuts` pieces."""
     layout, leaves = rows_of(outputs, rows, batch_dim)
-    columns = [to_arrow(one, leaf.tensor_split(cuts)) for one, leaf in zip(layout.columns, leaves, strict=True)]
+    columns = [to_arrow(column, leaf.tensor_split(cuts)) for column, leaf in zip(layout.columns, leaves, strict=True)]
     schema = pa.schema(list(layout.schema)[1:], metadata=layout.metadata)
     return layout, reread(pa.table(columns, schema=schema))
 
@@ -82,22 +72,22 @@ def round_trip(outputs: Any, rows: int, batch_dim: int = 0, cuts: int = 1) -> An
     return rebuild(read, [from_arrow(column, table.column(column.name).combine_chunks()) for column in read.columns])
 
 
-def assert_same(one: Any, two: Any) -> None:
-    assert type(one) is type(two)
-    if isinstance(one, torch.Tensor):
-        assert bits(one) == bits(two)
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes()
-    elif isinstance(one, dict):
-        assert_same(list(one.items()), list(two.items()))
-    elif isinstance(one, tuple | list):
-        assert len(one) == len(two)
-        for left, right in zip(one, two, strict=True):
+def assert_same(got: Any, wanted: Any) -> None:
+    assert type(got) is type(wanted)
+    if isinstance(got, torch.Tensor):
+        assert bits(got) == bits(wanted)
+    elif isinstance(got, np.ndarray):
+        assert got.dtype == wanted.dtype and got.shape == wanted.shape and got.tobytes() == wanted.tobytes()
+    elif isinstance(got, dict):
+        assert_same(list(got.items()), list(wanted.items()))
+    elif isinstance(got, tuple | list):
+        assert len(got) == len(wanted)
+        for left, right in zip(got, wanted, strict=True):
             assert_same(left, right)
-    elif dataclasses.is_dataclass(one):
-        assert_same(vars(one), vars(two))
+    elif dataclasses.is_dataclass(got):
+        assert_same(vars(got), vars(wanted))
     else:
-        assert one == two
+        assert got == wanted
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -335,5 +325,5 @@ def test_an_unknown_dtype_is_an_error(dtype: str) -> None:
 
 def test_dicts_of_other_keys_that_are_equal_have_other_forms() -> None:
     tensor = torch.ones(2, 3)
-    one, other = ({key: tensor} for key in (1, True))
-    assert layout_key(one, [tensor], 2, {}) != layout_key(other, [tensor], 2, {})
+    by_number, by_bool = ({key: tensor} for key in (1, True))
+    assert layout_key(by_number, [tensor], 2, {}) != layout_key(by_bool, [tensor], 2, {})

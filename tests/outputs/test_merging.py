@@ -266,9 +266,9 @@ def test_a_frontier_says_what_is_done_whatever_the_order(data: st.DataObject) ->
 def test_the_steps_are_cut_evenly_and_each_is_in_the_file_that_says_so(steps: int, data: st.DataObject) -> None:
     cut = FilePlan(data.draw(st.integers(1, steps)), steps)
     ranges = [cut.steps_of(number) for number in range(cut.files)]
-    assert [step for one in ranges for step in one] == list(range(steps))
+    assert [step for steps_of_file in ranges for step in steps_of_file] == list(range(steps))
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
-    assert all(cut.number_of(step) == number for number, one in enumerate(ranges) for step in one)
+    assert all(cut.number_of(step) == number for number, steps_of_file in enumerate(ranges) for step in steps_of_file)
     names = [cut.name(number) for number in range(cut.files)]
     assert names == sorted(names) and len(set(names)) == cut.files
 
@@ -319,7 +319,7 @@ def test_the_driver_proves_the_files_without_their_rows(tmp_path: Path) -> None:
         prove_outputs(run, rows)
         operations.append(run.counts[0])
     assert operations[0] == operations[1] < 30
-    assert [one["first"] for one in manifest_of(tmp_path / "3000")["files"]] == [0, 1000, 2000]
+    assert [file["first"] for file in manifest_of(tmp_path / "3000")["files"]] == [0, 1000, 2000]
 
 
 def manifest_of(where: Path) -> dict[str, Any]:
@@ -332,10 +332,10 @@ def test_the_manifest_tells_each_file_with_its_bytes_and_hashes(tmp_path: Path) 
     prove_outputs(Storage(str(tmp_path)), 50)
     told = manifest_of(tmp_path)
     assert told["rows"] == 50 and told["outputs_sha256"] == outputs_sha256(Storage(str(tmp_path)))
-    for one, (first, rows) in zip(told["files"], [(0, 20), (20, 30)], strict=True):
-        content = (tmp_path / OUTPUTS / one["name"]).read_bytes()
-        assert (one["first"], one["rows"], one["bytes"]) == (first, rows, len(content))
-        assert one["sha256"] == hashlib.sha256(content).hexdigest()
+    for file, (first, rows) in zip(told["files"], [(0, 20), (20, 30)], strict=True):
+        content = (tmp_path / OUTPUTS / file["name"]).read_bytes()
+        assert (file["first"], file["rows"], file["bytes"]) == (first, rows, len(content))
+        assert file["sha256"] == hashlib.sha256(content).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,7 @@ def test_twenty_gigabytes_take_less_than_one(tmp_path: Path, monkeypatch: pytest
                 worker.merge()
         to_the_end(workers)
     prove_outputs(run, 50_000)
-    assert sum(one["bytes"] for one in manifest_of(tmp_path)["files"]) > 200e6
+    assert sum(file["bytes"] for file in manifest_of(tmp_path)["files"]) > 200e6
     assert 1e5 < pool.max_memory() < 10e6, "of all four workers together"
 
 
@@ -780,7 +780,7 @@ class Model:
         self.most, self.enough = cut.most_ahead(mergers), cut.enough_room(mergers)
         self.ran, self.kept = [0] * size, [0] * size
         self.left = [list(range(rank, cut.files, size)) for rank in range(size)]
-        self.through: list[float] = [cut.steps_of(one[0]).start if one else math.inf for one in self.left]
+        self.through: list[float] = [cut.steps_of(files[0]).start if files else math.inf for files in self.left]
         self.waits = [False] * size
 
     def step(self, rank: int, keeps: bool) -> bool:

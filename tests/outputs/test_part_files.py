@@ -508,7 +508,7 @@ def test_a_file_that_was_cut_short_counts_no_more(tmp_path: Path) -> None:
     path = tmp_path / OUTPUTS / "00001-of-00003.parquet"
     os.truncate(path, path.stat().st_size - 1)
     drop_lost(run)
-    assert [one.first_step for one in sorted(done_ranges(ledger.committed(run)))] == [0, 2]
+    assert [done.first_step for done in sorted(done_ranges(ledger.committed(run)))] == [0, 2]
 
 
 READERS: dict[str, Callable[[str], list[int]]] = {

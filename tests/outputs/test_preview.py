@@ -51,8 +51,8 @@ def test_the_first_rows_and_the_last_are_kept(tmp_path: Path) -> None:
         shard = Shard(number, 0, 10 * number, 10 * number + 10, missing=(1,) if number == 0 else ())
         indices = torch.tensor([index for index in range(shard.start, shard.stop) if index not in shard.missing])
         previews.on_inputs(shard, indices, {"x": indices[:, None].float()})
-    found = sorted(read_previews(run), key=lambda one: one.sample_index)
-    assert [one.sample_index for one in found] == [0, *range(2, 8), *range(32, 40)]
+    found = sorted(read_previews(run), key=lambda preview: preview.sample_index)
+    assert [preview.sample_index for preview in found] == [0, *range(2, 8), *range(32, 40)]
     assert found[-1].text == "x (1): 39"
 
 
@@ -80,8 +80,8 @@ def test_of_very_many_named_inputs_the_first_are_told(tmp_path: Path) -> None:
     Previews(Storage(str(tmp_path)), 1).on_inputs(
         Shard(0, 0, 0, 1), torch.arange(1), {f"k{at}": torch.ones(1) for at in range(15)}
     )
-    (one,) = read_previews(Storage(str(tmp_path)))
-    assert one.text.splitlines()[-2:] == ["k11: 1", "and 3 more"]
+    (preview,) = read_previews(Storage(str(tmp_path)))
+    assert preview.text.splitlines()[-2:] == ["k11: 1", "and 3 more"]
 
 
 def test_an_unnamed_input_is_told_by_its_numbers(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_of_a_list_of_images_each_is_kept(tmp_path: Path) -> None:
     images = [torch.randint(0, 256, (3, 8 + row, 9), dtype=torch.uint8) for row in range(3)]
     Previews(Storage(str(tmp_path)), 3).on_inputs(Shard(0, 0, 0, 3), torch.arange(3), images)
     found = read_previews(Storage(str(tmp_path)))
-    for image, one in zip(images, found, strict=True):
-        assert np.array_equal(pixels_of(base64.b64decode(one.png)), image.permute(1, 2, 0).numpy())
+    for image, preview in zip(images, found, strict=True):
+        assert np.array_equal(pixels_of(base64.b64decode(preview.png)), image.permute(1, 2, 0).numpy())
 
 
 def test_a_prediction_of_images_shows_them(tmp_path: Path, in_project: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_prediction_of_images_shows_them(tmp_path: Path, in_project: Path) -> 
     images = re.findall(r'base64,([^"]+)" alt="input of sample (\d+)"', html)
     last = result.rows
     assert {int(sample) for _, sample in images} == {*range(8), *range(last - 8, last)}
-    data = torch.utils.data.default_collate([one for one, _ in __import__("jobs.digits").digits.Digits()])
+    data = torch.utils.data.default_collate([image for image, _ in __import__("jobs.digits").digits.Digits()])
     for drawn, sample in images:
         shown, image = pixels_of(base64.b64decode(drawn)) / 255, data[int(sample), 0].numpy()
         assert np.allclose(shown, (image - image.min()) / (image.max() - image.min()), atol=1 / 255)

@@ -39,19 +39,19 @@ class Found(NamedTuple):
     more: Any
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Whether two nestings hold the same types, dtypes, shapes and bits, by plain torch and Python."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        one, other = one.numpy(), other.numpy()
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-    if type(one) is not type(other):
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        value, other = value.numpy(), other.numpy()
+    if isinstance(value, np.ndarray):
+        return bool(value.dtype == other.dtype and value.shape == other.shape and value.tobytes() == other.tobytes())
+    if type(value) is not type(other):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, tuple | list):
+        return len(value) == len(other) and all(map(same, value, other))
+    return bool(value == other)
 
 
 def written(outputs: Sequence[Any], split: Split, workers: int, files: int, folder: Path) -> Storage:
@@ -79,10 +79,10 @@ def entries(draw: st.DrawFn) -> list[Any]:
     leaf = st.tuples(st.sampled_from(DTYPES), st.sampled_from(["scalar", "list", "inner", "any"]), st.booleans())
     nesting = draw(
         st.recursive(
-            leaf.map(lambda one: ("leaf", *one)) | st.just(("constant", "a", None, None)),
+            leaf.map(lambda drawn: ("leaf", *drawn)) | st.just(("constant", "a", None, None)),
             lambda inner: st.tuples(st.just("dict"), inner, inner) | st.tuples(st.just("pair"), inner, inner),
             max_leaves=4,
-        ).filter(lambda one: "'leaf'" in repr(one))
+        ).filter(lambda drawn: "'leaf'" in repr(drawn))
     )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     lengths = st.integers(0, 3)
@@ -119,7 +119,7 @@ def test_what_rows_hold_comes_back_from_the_files(
     prove_outputs(run, len(outputs))
     merged = Merged.of(run)
     assert same(merged.read(), outputs)
-    assert same([row for one in merged.batches(batch) for row in one], outputs)
+    assert same([row for piece in merged.batches(batch) for row in piece], outputs)
     alone = written(outputs, split, 1, 1, folder / "alone")
     prove_outputs(alone, len(outputs))
     assert outputs_sha256(run) == outputs_sha256(alone)
@@ -192,10 +192,13 @@ def test_a_detectors_boxes_are_lists_in_the_files_of_any_number_of_workers(tmp_p
     result = dp_ray.run(**keys(workers=0), storage=str(tmp_path), name="run", quiet=True)
     wanted = expected()
     assert same(
-        result.outputs, [{**one, "boxes": got["boxes"]} for one, got in zip(wanted, result.outputs, strict=True)]
+        result.outputs,
+        [{**output, "boxes": got["boxes"]} for output, got in zip(wanted, result.outputs, strict=True)],
     )
-    assert all(torch.allclose(one["boxes"], got["boxes"]) for one, got in zip(wanted, result.outputs, strict=True))
-    assert any(not len(one["boxes"]) for one in wanted), "images without boxes"
+    assert all(
+        torch.allclose(output["boxes"], got["boxes"]) for output, got in zip(wanted, result.outputs, strict=True)
+    )
+    assert any(not len(output["boxes"]) for output in wanted), "images without boxes"
     assert same([row for batch in result.batches() for row in batch], result.outputs)
     for workers in (1, 2, 3):
         run_group(Job.make(keys(workers=workers), "job"), tmp_path / str(workers))
@@ -209,7 +212,7 @@ def test_a_detectors_boxes_are_lists_in_the_files_of_any_number_of_workers(tmp_p
         "large_list<element: halffloat>",
     ]
     assert first["boxes"].to_pylist() == [output["boxes"].tolist() for output in result.outputs]
-    assert [len(one) for one in pd.read_parquet(folder)["labels"]] == [len(one["labels"]) for one in wanted]
+    assert [len(label) for label in pd.read_parquet(folder)["labels"]] == [len(output["labels"]) for output in wanted]
     assert pl.read_parquet(folder)["boxes"].to_list() == first["boxes"].to_pylist()
     loaded = datasets.load_dataset("parquet", data_files=str(folder / "*.parquet"), cache_dir=str(tmp_path / "cache"))
     assert loaded["train"]["boxes"][:] == first["boxes"].to_pylist()
@@ -232,8 +235,8 @@ def test_boxes_are_kept_by_path_in_another_dtype_beside_what_is_carried(tmp_path
     result = dp_ray.run(**job, storage=str(tmp_path), name="run", quiet=True)
     assert len(files_of(tmp_path / "run")) > 1
     whole = dp_ray.run(**keys(workers=0), storage=str(tmp_path), name="all", quiet=True).outputs
-    wanted = [{name: one[name].bfloat16().float() for name in ("boxes", "scores")} for one in whole]
-    assert {one.dtype for row in result.outputs for one in row.values()} == {torch.bfloat16}
+    wanted = [{name: output[name].bfloat16().float() for name in ("boxes", "scores")} for output in whole]
+    assert {value.dtype for row in result.outputs for value in row.values()} == {torch.bfloat16}
     assert same([{name: value.float() for name, value in row.items()} for row in result.outputs], wanted)
 
 
@@ -244,18 +247,18 @@ def refused(outputs: Any, rows: int = 2) -> str:
 
 
 def test_entries_that_are_no_rows_or_unlike_each_other_are_told() -> None:
-    one, two = {"boxes": torch.ones(1, 4)}, {"boxes": torch.ones(2, 4).double()}
-    assert refused({"found": [one]}) == (
+    floats, doubles = {"boxes": torch.ones(1, 4)}, {"boxes": torch.ones(2, 4).double()}
+    assert refused({"found": [floats]}) == (
         "output 'found' is a list of 1 for a shard of 2 rows: with outputs.ragged a list has an entry for each row; "
         "a tuple is taken as it is"
     )
     assert "output 'boxes' is torch.float64 in entry 1, torch.float32 in 0: give all rows the same" in refused(
-        [one, two]
+        [floats, doubles]
     )
-    assert "entry 1: output 'boxes' is nothing, that of entry 0 is a tensor or array: all" in refused([one, {}])
+    assert "entry 1: output 'boxes' is nothing, that of entry 0 is a tensor or array: all" in refused([floats, {}])
     assert "output 'n' is float in entry 1, int in 0: give all rows the same" in refused([{"n": 1}, {"n": 2.0}])
     assert "entry 1: output 'n' is a list of 1, that of entry 0 is None" in refused(
-        [{**one, "n": None}, {**one, "n": [2]}]
+        [{**floats, "n": None}, {**floats, "n": [2]}]
     )
     assert "is a list without tensors, texts and numbers, but [None, None]" in refused([None, None])
 

@@ -116,7 +116,7 @@ def run(folder: Path, **given: Any) -> Any:
 
 
 def joined(pieces: Iterable[Any]) -> Any:
-    return [one for piece in pieces for one in piece]
+    return [item for piece in pieces for item in piece]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -258,7 +258,7 @@ def test_where_nothing_can_be_tried_lengths_tell(tmp_path: Path) -> None:
     told: list[Any] = predict_parts(
         Job.make({"model": OfTwo(), "dataset": range(8), "batch_size": 4, "shards": 2, "workers": 1}, "job"), tmp_path
     )
-    assert any("only sizes tell" in one.text for one in told if isinstance(one, Note))
+    assert any("only sizes tell" in message.text for message in told if isinstance(message, Note))
     job = Job.make({"model": OfTwo(), "dataset": range(8), "batch_size": 4, "shards": 2}, "job")
     assert merged(job, tmp_path, 8).read() == {"texts": list("01234567"), "names": ["a", "b", "c"]}
 

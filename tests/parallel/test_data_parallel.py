@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dp_ray
-from dp_ray.cluster import calls
+from dp_ray.cluster import serving_messages
 from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, cause_of
 from dp_ray.parallel.exchange import SharedWorkers
@@ -195,16 +195,16 @@ def test_a_module_that_cannot_be_pickled_is_an_error_that_names_the_attribute() 
 def sent(workers: SharedWorkers, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The numbers of the tensors that go to workers from now on, a tuple for each call; the list grows."""
     told: list[tuple[int, ...]] = []
-    before = workers.serving.call
+    before = workers.serving.ask
 
-    def call(calls: Any) -> Any:
-        asked = [message for message in calls.values() if isinstance(message, Forward)]
+    def ask(messages: Any) -> Any:
+        asked = [message for message in messages.values() if isinstance(message, Forward)]
         if asked:
             told.append(asked[0].sync.changed)
             assert sum(message.sync.data is not None for message in asked) <= 1, "the others have it from the first"
-        return before(calls)
+        return before(messages)
 
-    monkeypatch.setattr(workers.serving, "call", call)
+    monkeypatch.setattr(workers.serving, "ask", ask)
     return told
 
 
@@ -411,7 +411,7 @@ def test_ctrl_c_between_two_sends_leaves_nobody_waiting(
 ) -> None:
     """Of the backward, whose sums all workers exchange: those with a message wait for those without."""
     module, inputs = nn.Linear(2, 3), torch.ones(9, 2)
-    output, framed, sends = parallel(module)(inputs).sum(), calls.framed, iter(range(1, 4))
+    output, framed, sends = parallel(module)(inputs).sum(), serving_messages.framed, iter(range(1, 4))
 
     def interrupted(message: Any) -> Any:
         if next(sends) == cut:
@@ -436,7 +436,9 @@ def test_graphs_are_dropped_with_their_outputs_and_with_their_backward(workers: 
     def held() -> int:
         with torch.no_grad():
             model(torch.ones(3, 2))  # which brings what was dropped
-        answers = workers.serving.call(dict.fromkeys(workers.serving.ready(), HeldBytes(model._exchange.number)))
+        answers = workers.serving.ask(
+            dict.fromkeys(workers.serving.ready(), HeldBytes(model._exchange.module_number))
+        )
         return sum(answers.values())
 
     assert held() == 0

@@ -151,7 +151,7 @@ class Program:
         if shares:
             self.real[1].module.body = self.real[0].module.body
         self.plain = [
-            Plain(each, of_shards, 7, real._exchange.number)
+            Plain(each, of_shards, 7, real._exchange.module_number)
             for each, of_shards, real in zip(bare, shards, self.real, strict=True)
         ]
         self.makes = OPTIMIZERS[optimizer]
@@ -284,7 +284,7 @@ class Program:
         """A copy takes the place of a module; calls of the module may wait."""
         self.real[at] = copy.deepcopy(self.real[at])
         former = self.plain[at]
-        number = self.real[at]._exchange.number
+        number = self.real[at]._exchange.module_number
         self.plain[at] = Plain(copy.deepcopy(former.module), former.shards, former.seed, number)
         self.plain[at].calls = former.calls
         self.steps[at] = self._optimizers(at)

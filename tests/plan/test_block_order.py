@@ -98,8 +98,8 @@ seeds = st.integers(0, 2**63 - 1)
 def test_agrees_with_lists_of_python_integers(
     sizes: list[int], window: int, batch: int, shards: int, seed: int, epoch: int
 ) -> None:
-    one = order(sizes, window, batch, shards, seed, epoch)
-    assert whole(one) == reference(one)
+    made = order(sizes, window, batch, shards, seed, epoch)
+    assert whole(made) == reference(made)
 
 
 @given(st.lists(st.integers(0, 300), max_size=40), st.integers(1, 41), st.integers(1, 999), st.integers(1, 70), seeds)
@@ -114,12 +114,12 @@ def test_is_a_permutation_whatever_the_sizes(
 @given(st.lists(st.integers(1, 2**40), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 9), st.data())
 @settings(max_examples=40, deadline=None)
 def test_slices_agree_with_single_indexes(sizes: list[int], window: int, shards: int, data: st.DataObject) -> None:
-    one = order(sizes, window, 7, shards)
+    made = order(sizes, window, 7, shards)
     start = data.draw(st.integers(0, sum(sizes) - 1))
     stop = min(sum(sizes), start + 40)
-    samples = one.indices(start, stop)
+    samples = made.indices(start, stop)
     assert samples.dtype == np.int64
-    assert samples.tolist() == [one[position] for position in range(start, stop)]
+    assert samples.tolist() == [made[position] for position in range(start, stop)]
 
 
 @pytest.mark.parametrize(
@@ -144,28 +144,28 @@ def test_a_window_is_finished_before_the_next_one_begins() -> None:
 
 
 def test_positions_out_of_range_and_impossible_numbers_are_named() -> None:
-    one = order([2, 3], 1, 2, 1)
+    made = order([2, 3], 1, 2, 1)
     with pytest.raises(IndexError, match="position 5 is outside an order of 5 samples"):
-        one[5]
+        made[5]
     with pytest.raises(IndexError, match="positions 4 to 6 are no range in an order of 5 samples"):
-        one.indices(4, 6)
+        made.indices(4, 6)
     with pytest.raises(ValueError, match="epoch is -1; it must be"):
         order([2], 1, 1, 1, epoch=-1)
-    assert order([], 3, 2, 1).indices(0, 0).tolist() == one.indices(5, 5).tolist() == []
+    assert order([], 3, 2, 1).indices(0, 0).tolist() == made.indices(5, 5).tolist() == []
 
 
 def test_a_used_order_is_the_same_in_another_process() -> None:
-    one = order([4] * 25, 5, 6, 2, seed=2, epoch=1)
-    samples = whole(one)
-    assert whole(pickle.loads(pickle.dumps(one))) == samples
-    assert whole(replace(one, epoch=2)) != samples
+    made = order([4] * 25, 5, 6, 2, seed=2, epoch=1)
+    samples = whole(made)
+    assert whole(pickle.loads(pickle.dumps(made))) == samples
+    assert whole(replace(made, epoch=2)) != samples
 
 
 def test_the_first_index_of_ten_billion_rows_takes_the_memory_of_their_blocks() -> None:
     tracemalloc.start()
     try:
-        one = order([10**5] * 10**5, 16, 4096, 8, seed=1)
-        assert 0 <= one[0] < 10**10
+        made = order([10**5] * 10**5, 16, 4096, 8, seed=1)
+        assert 0 <= made[0] < 10**10
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -265,14 +265,14 @@ def test_consecutive_shards_draw_from_few_blocks_of_each_window(
 ) -> None:
     workers = min(workers, shards)
     window, rows = per_shard * shards, 50
-    one = order([rows] * window * 3, window, batch, shards, seed)
-    owner = np.array(shards_of(len(one), batch, shards))
-    blocks = one.indices(0, len(one)) // rows
+    made = order([rows] * window * 3, window, batch, shards, seed)
+    owner = np.array(shards_of(len(made), batch, shards))
+    blocks = made.indices(0, len(made)) // rows
     for rank in range(workers):
         first, end = shards * rank // workers, shards * (rank + 1) // workers
-        for at in range(0, len(one), window * rows):
+        for at in range(0, len(made), window * rows):
             part = slice(at, at + window * rows)
             mine = blocks[part][(owner[part] >= first) & (owner[part] < end)]
-            full = len(one) // batch * batch
+            full = len(made) // batch * batch
             if at + window * rows <= full and batch % shards == 0:
                 assert len(np.unique(mine)) <= blocks_held(window, end - first, shards)

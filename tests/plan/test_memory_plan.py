@@ -73,11 +73,11 @@ def test_a_worker_alone_takes_what_plain_torch_takes(measured: dict[str, int], n
 def test_a_worker_of_two_takes_what_plain_torch_takes(tmp_path: Path) -> None:
     command = ("-m", "tests.support.large", "group", str(tmp_path / "meeting"))
     group = [started(*command, str(rank), "2", **GIVEN_BACK) for rank in range(2)]
-    told = [json.loads(said_by(one)) for one in group]
+    told = [json.loads(said_by(program)) for program in group]
     plan = planned({**job_keys(CASES["mlp"]), "batch_size": 2 * GROUP_ROWS, "shards": 2, "workers": 2})
     for strategy in ("ddp", "fsdp"):
-        for one in told:
-            assert of(plan, strategy, 2).total == pytest.approx(one[strategy], rel=0.15)
+        for totals in told:
+            assert of(plan, strategy, 2).total == pytest.approx(totals[strategy], rel=0.15)
 
 
 @pytest.mark.slow
@@ -197,8 +197,8 @@ def test_a_model_that_needs_numbers_is_named_with_the_reason(model: str, says: s
 
 def test_what_fits_a_gpu() -> None:
     device = DeviceMemory("cuda:0", 0, 0, 0, 0, 0, 9 * GIB)
-    one = WorkerMemory("ddp", 1, 1, (device, DeviceMemory("cuda:1", 0, 0, 0, 0, 0, GIB)))
-    assert [MemoryPlan(1, (one,), size).fits(one) for size in (None, 10 * GIB, 9 * GIB)] == [None, True, False]
+    worker = WorkerMemory("ddp", 1, 1, (device, DeviceMemory("cuda:1", 0, 0, 0, 0, 0, GIB)))
+    assert [MemoryPlan(1, (worker,), size).fits(worker) for size in (None, 10 * GIB, 9 * GIB)] == [None, True, False]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_its_unit_is_one_in_which_there_is_something_to_see(total: int, unit: st
 def test_the_models_that_were_planned_are_gone() -> None:
     def models() -> int:
         free_memory()
-        return sum(issubclass(type(one), nn.Module) for one in gc.get_objects())
+        return sum(issubclass(type(thing), nn.Module) for thing in gc.get_objects())
 
     before = models()
     for _ in range(2):
@@ -246,7 +246,7 @@ def test_the_command_says_it_in_text_and_json(
     assert "NCCL" not in run_cli("plan", "jobs/digits.yaml", "--gpu-memory", "40", "--workers", "1")
     (line,) = run_cli("plan", "jobs/digits.yaml", "--memory", "--json", *keys).splitlines()
     memory = json.loads(line)["memory"]
-    assert [one["workers"] for one in memory["workers"]] == [1, 2, 1, 2]
+    assert [worker["workers"] for worker in memory["workers"]] == [1, 2, 1, 2]
     assert "memory" not in json.loads(run_cli("plan", "jobs/digits.yaml", "--json", *keys))
 
 

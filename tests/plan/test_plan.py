@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_ray.cli import main
-from dp_ray.plan.costs import Plan, table
+from dp_ray.plan.costs import Plan, plan_table
 from dp_ray.plan.split import Split
 
 
@@ -39,9 +39,9 @@ def test_a_plan_is_what_a_run_does(
 
 
 def test_the_steps_in_all_are_told() -> None:
-    lines = table(Plan(Split(100, 30, 3, epochs=5, max_steps=10), 2, 2)).splitlines()
+    lines = plan_table(Plan(Split(100, 30, 3, epochs=5, max_steps=10), 2, 2)).splitlines()
     assert lines[1] == "3 epochs, 10 steps in all, the last one ends after 2"
-    assert "epochs" not in table(Plan(Split(100, 30, 3, max_steps=2), 2, 2))
+    assert "epochs" not in plan_table(Plan(Split(100, 30, 3, max_steps=2), 2, 2))
 
 
 @pytest.mark.usefixtures("in_project")

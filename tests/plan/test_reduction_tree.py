@@ -65,7 +65,7 @@ def test_a_worker_has_few_nodes(shards: int, data: st.DataObject) -> None:
 
 @given(
     st.lists(FLOATS, min_size=1, max_size=20).flatmap(
-        lambda one: st.tuples(st.just(one), st.permutations(range(len(one))))
+        lambda parts: st.tuples(st.just(parts), st.permutations(range(len(parts))))
     )
 )
 def test_sums_that_climb_as_they_come_are_those_by_definition(given: tuple[list[float], list[int]]) -> None:
@@ -104,9 +104,9 @@ def test_keys_differ_by_all_that_they_are_made_of_and_are_the_same_for_ever() ->
         derive_seed(seed, purpose, epoch, step) for seed, epoch, step in parts for purpose in ("sample", "forward")
     }
     assert len(made) == 2 * len(parts)
-    assert all(0 <= one < 2**63 for one in made)
+    assert all(0 <= number < 2**63 for number in made)
     assert derive_seed(0, "forward", 0, 0, 0) == derive_seed(0, "forward", 0, 0, 0) != derive_seed(0, "forward", 0, 0)
-    ones = functools.reduce(lambda total, one: total + one.bit_count(), made, 0) / len(made)
+    ones = functools.reduce(lambda total, number: total + number.bit_count(), made, 0) / len(made)
     assert 30 < ones < 33
 
 
@@ -114,17 +114,17 @@ def test_keys_differ_by_all_that_they_are_made_of_and_are_the_same_for_ever() ->
 def test_transfers_between_any_owners_sum_by_definition_on_the_first(leaves: list[tuple[int, float] | None]) -> None:
     """Each worker holds its own leaves alone, wherever they stand, and gets others' sums only as they are sent."""
     root = (0, len(leaves))
-    owners = {at: one[0] for at, one in enumerate(leaves) if one is not None}
+    owners = {at: leaf[0] for at, leaf in enumerate(leaves) if leaf is not None}
     held: dict[int, dict[Node, float]] = {worker: {} for worker in range(5)}
-    for at, one in enumerate(leaves):
-        if one is not None:
-            climb(held[one[0]], (at, at + 1), one[1], parents(root), plus)
+    for at, owned in enumerate(leaves):
+        if owned is not None:
+            climb(held[owned[0]], (at, at + 1), owned[1], parents(root), plus)
     for step in transfers(owners, root):
         left, right = fold(held[step.receiver], step.left, plus), fold(held[step.sender], step.right, plus)
         assert left is not None and right is not None and step.receiver != step.sender
         held[step.receiver][step.node] = plus(left, right)
     if owners:
-        expected = fold({(at, at + 1): one[1] for at, one in enumerate(leaves) if one is not None}, root, plus)
+        expected = fold({(at, at + 1): leaf[1] for at, leaf in enumerate(leaves) if leaf is not None}, root, plus)
         got = fold(held[owners[min(owners)]], root, plus)
         assert got is not None and expected is not None
         assert got == expected or (math.isnan(got) and math.isnan(expected))

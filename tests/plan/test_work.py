@@ -13,9 +13,9 @@ ranges = st.tuples(spans, spans).map(lambda pair: Range(*pair[0], *pair[1]))
 def test_done_is_the_union_of_its_ranges(done: list[Range]) -> None:
     held = {
         (step, shard)
-        for one in done
-        for step in range(one.first_step, one.end_step)
-        for shard in range(one.first_shard, one.end_shard)
+        for cut in done
+        for step in range(cut.first_step, cut.end_step)
+        for shard in range(cut.first_shard, cut.end_shard)
     }
     asked = Done(done)
     assert {(s, v) for s in range(14) for v in range(14) if Shard(s, v, 0, 1) in asked} == held

@@ -80,7 +80,7 @@ def test_each_run_leaves_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert said in told, said
     (driver,) = json.loads((tmp_path / "run" / "about.json").read_text())["drivers"]
     assert driver["packages"]["torch"] and driver["git"] is None and driver["command"] in told
-    series = {one["source"]: one for chart in drawing(html)["charts"] for one in chart["series"]}
+    series = {line["source"]: line for chart in drawing(html)["charts"] for line in chart["series"]}
     run = Storage(str(tmp_path / "run"))
     for name in ("loss", "gradient_norm", "rows_per_second"):
         assert series[name]["y"] == column(run, name).tolist()
@@ -110,10 +110,10 @@ def test_a_failed_run_shows_its_error_and_its_newest_steps(tmp_path: Path) -> No
     assert "✗ failed" in told and "DataError: step 4, shard 0: sample 17" in told and "no such image" in told
     assert "▶ running" not in told, "its driver still held the lease when it wrote the page"
     assert re.search(r"<b>sample</b> 17", html)
-    (loss,) = [one for chart in drawing(html)["charts"] for one in chart["series"] if one["source"] == "loss"]
+    (loss,) = [line for chart in drawing(html)["charts"] for line in chart["series"] if line["source"] == "loss"]
     assert loss["x"] == list(range(4)), "a checkpoint has four steps, and there is no fifth"
     (rate,) = [
-        one for chart in drawing(html)["charts"] for one in chart["series"] if one["source"] == "learning_rate"
+        line for chart in drawing(html)["charts"] for line in chart["series"] if line["source"] == "learning_rate"
     ]
     assert rate["isStep"] and not loss["isStep"], "a learning rate is drawn as it was, and a loss smoothed"
     assert "in __getitem__" in told and "no such image: <script>" not in html
@@ -285,11 +285,11 @@ def test_the_command_writes_the_page(
 
 
 def test_runs_are_compared_key_by_key() -> None:
-    one, other = (
+    first, other = (
         {"name": "a", "optimizer": {"args": {"lr": 0.1}}, "seed": 1},
         {"name": "b", "optimizer": {"args": {}}},
     )
-    assert shown_differences([one, other]) == {"optimizer.args.lr": ["0.1", "-"], "seed": ["1", "-"]}
+    assert shown_differences([first, other]) == {"optimizer.args.lr": ["0.1", "-"], "seed": ["1", "-"]}
 
 
 def test_the_first_screen_in_words(run: Storage) -> None:

@@ -160,7 +160,7 @@ def test_a_log_scale_smoothing_and_the_legend(report: Any, run: Storage) -> None
 def smoothed(values: Any, weight: float) -> list[float]:
     """Exponential means, with the weights of the steps so far adding up to 1."""
     weights = [weight ** np.arange(at + 1)[::-1] for at in range(len(values))]
-    return [float(np.average(values[: at + 1], weights=one)) for at, one in enumerate(weights)]
+    return [float(np.average(values[: at + 1], weights=weight)) for at, weight in enumerate(weights)]
 
 
 def check_fits(page: Any, width: int, back: str) -> None:

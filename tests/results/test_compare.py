@@ -53,8 +53,8 @@ def test_two_runs_are_compared_side_by_side(
     rows = {row[0]: row[1:] for row in told[2:]}
     assert rows["optimizer.args.lr"] == ["0.1", "0.3"]
     assert rows["checkpoint.keep"] == ["2", "1"]
-    assert rows["metrics.loss"] == [f"{one.metrics['loss']:.6g}" for one in (first, second)]
-    assert rows["seconds"] == [f"{one.seconds:.1f}" for one in (first, second)]
+    assert rows["metrics.loss"] == [f"{result.metrics['loss']:.6g}" for result in (first, second)]
+    assert rows["seconds"] == [f"{result.seconds:.1f}" for result in (first, second)]
     assert rows["epochs"] == ["3", "2"]
     assert rows["steps"] == ["24", "16"]
     assert not {"name", "batch_size", "optimizer.target", "model.target"} & rows.keys(), "those that differ alone"
@@ -113,10 +113,12 @@ def test_environments_are_compared_as_far_as_both_runs_tell(here: Path) -> None:
         about = {"drivers": [{}, {**drivers[0], "started": name, "packages": packages}]}
         Path(name, "about.json").write_text(json.dumps(about))
     Path("three", "about.json").unlink(missing_ok=True)
-    one, two, three = (read_compared_run(result.storage()) for result in results)
-    assert comparison_values([one, two])["environment"] == {"packages.torch": ["2.12", "2.13"]}
-    assert ["packages.torch", "2.12", "2.13"] in [line.split() for line in comparison_text([one, two]).splitlines()]
-    assert comparison_values([one, three])["environment"] == {}
+    first, second, third = (read_compared_run(result.storage()) for result in results)
+    assert comparison_values([first, second])["environment"] == {"packages.torch": ["2.12", "2.13"]}
+    assert ["packages.torch", "2.12", "2.13"] in [
+        line.split() for line in comparison_text([first, second]).splitlines()
+    ]
+    assert comparison_values([first, third])["environment"] == {}
 
 
 def test_a_page_that_compares_is_written(

@@ -140,7 +140,7 @@ def test_the_outputs_are_read_whole_or_by_batches(result: Result) -> None:
     assert [batch.tolist() for batch in found.batches()] == [batch.tolist() for batch in torch.split(OUTPUTS, 6)]
 
 
-@pytest.mark.parametrize("read", [lambda one: one.outputs, lambda one: next(one.batches())])
+@pytest.mark.parametrize("read", [lambda result: result.outputs, lambda result: next(result.batches())])
 def test_a_run_without_outputs_says_so(result: Result, read: Callable[[Result], Any]) -> None:
     failed = dataclasses.replace(result, status="failed", outputs_path=None, error="ModelError: no")
     failed.save(Storage(failed.run_dir))

@@ -28,7 +28,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dp_ray.Result:
 
 def test_the_best_weights_are_a_file_that_the_result_names(result: dp_ray.Result) -> None:
     losses = {row["step"] + 1: row["eval_loss"] for row in result.history if row["eval_loss"] is not None}
-    step = min(losses, key=lambda one: losses[one])
+    step = min(losses, key=lambda step: losses[step])
     assert step < max(losses), "else the best are the last"
     file = Path(result.run_dir) / "best.safetensors"
     assert result.best == {"metric": "eval_loss", "value": losses[step], "step": step, "weights": str(file)}
@@ -110,4 +110,4 @@ def test_the_best_weights_are_copied_tensor_by_tensor(tmp_path: Path, monkeypatc
     write_best(run, "loss", 0.5, 3)
     got = load_file(tmp_path / "best.safetensors")
     assert got.keys() == model.keys()
-    assert all(torch.equal(got[name], one) and got[name].dtype == one.dtype for name, one in model.items())
+    assert all(torch.equal(got[name], tensor) and got[name].dtype == tensor.dtype for name, tensor in model.items())

@@ -86,7 +86,10 @@ def test_a_state_that_went_through_a_file_goes_on_as_if_it_had_not(tmp_path: Pat
         part.load_state_dict(state)
     assert walk(*second, 5, 12) == rates[5:]
     assert repr(second[0].state_dict()) == repr(whole[0].state_dict())
-    assert all(torch.equal(one, two) for one, two in zip(second[0].parameters(), whole[0].parameters(), strict=True))
+    assert all(
+        torch.equal(parameter, two)
+        for parameter, two in zip(second[0].parameters(), whole[0].parameters(), strict=True)
+    )
 
 
 def test_nesting_numbers_and_dotted_keys_come_back() -> None:

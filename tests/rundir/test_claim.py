@@ -14,7 +14,7 @@ from dp_ray.job.job import Job
 from dp_ray.outputs.files import MERGED, OUTPUTS
 from dp_ray.rundir import files
 from dp_ray.rundir.checkpoint import CHECKPOINTS
-from dp_ray.rundir.claim import Replace, Wanted, check, check_shared
+from dp_ray.rundir.claim import Replace, Wanted, check_claim, check_shared
 from dp_ray.rundir.history import HISTORY, METRICS
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.rundir.replaced import ReplacedRun
@@ -190,7 +190,7 @@ def failed_at_once(folder: Path, **began: Any) -> Path:
 
 def replaces(store: Storage, job: Job, rows: dict[str, int] | None = None, overwrite: bool = False) -> bool:
     """Claim the directory; whether the new run takes the place of one that had kept nothing."""
-    decision = check(store.child("job"), Wanted(job, rows or {}, overwrite=overwrite))
+    decision = check_claim(store.child("job"), Wanted(job, rows or {}, overwrite=overwrite))
     claimed = run_dir_of(store, job, rows=rows, overwrite=overwrite)
     assert claimed.is_resumed == (not isinstance(decision, Replace))
     return decision == Replace(is_asked=False)

@@ -126,7 +126,7 @@ def test_each_command_answers_in_a_line(
 ) -> None:
     draw = random.Random(f"{name} {damage.__name__}")
     kept = [path.relative_to(runs) for path in sorted((runs / name).rglob("*.*"))]
-    for path in draw.sample([one for one in kept if one.suffix in (".json", ".parquet")], 3):
+    for path in draw.sample([file for file in kept if file.suffix in (".json", ".parquet")], 3):
         everything = tmp_path / path.name
         shutil.copytree(runs, everything)
         damage(everything / path, draw)
@@ -134,9 +134,9 @@ def test_each_command_answers_in_a_line(
         for command in COMMANDS:
             if command[0] == "watch" and path.name == "run.json":
                 continue  # it waits for a run
-            status, said = answered(*(str(everything / places[one]) if one in places else one for one in command))
+            status, said = answered(*(str(everything / places[word]) if word in places else word for word in command))
             assert status in (0, 1, 2), said
-            assert all(one.isprintable() or one in "\n\t" for one in said), (command, path, said)
+            assert all(char.isprintable() or char in "\n\t" for char in said), (command, path, said)
             assert status == 0 or said, command
 
 

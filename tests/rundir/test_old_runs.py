@@ -83,9 +83,9 @@ def read_checkpoint(run: Path, step: int) -> tuple[dict[str, Any], Any]:
         ((kind, value),) = packed.items()
         make: dict[str, Callable[[Any], Any]] = {
             "tensor": lambda name: tensors.pop(name),
-            "dict": lambda pairs: {key: nested(one) for key, one in pairs},
-            "list": lambda items: [nested(one) for one in items],
-            "tuple": lambda items: tuple(nested(one) for one in items),
+            "dict": lambda pairs: {key: nested(value) for key, value in pairs},
+            "list": lambda items: [nested(item) for item in items],
+            "tuple": lambda items: tuple(nested(item) for item in items),
         }
         return make[kind](value)
 
@@ -100,8 +100,8 @@ def trained_on(run: Path, step: int) -> tuple[dict[str, torch.Tensor], list[dict
     model, data = Net(), Pairs()
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
-    for one, name in ((model, "model"), (optimizer, "optimizer"), (scheduler, "scheduler")):
-        one.load_state_dict(state[name])
+    for kept, name in ((model, "model"), (optimizer, "optimizer"), (scheduler, "scheduler")):
+        kept.load_state_dict(state[name])
     epoch_loss = about["running"]["epoch_loss"][0]
     history = []
     with torch.random.fork_rng():
@@ -176,8 +176,8 @@ def test_an_old_prediction_is_reported_resumed_and_loaded(version: str, tmp_path
 @pytest.mark.slow
 @each_version
 def test_an_old_sweep_goes_on(version: str, tmp_path: Path) -> None:
-    for one in ("sweep", "sweep-1", "sweep-2"):
-        copied(version, one, tmp_path)
+    for name in ("sweep", "sweep-1", "sweep-2"):
+        copied(version, name, tmp_path)
     job = tmp_path / "job.json"
     job.write_text(json.dumps(JOBS["sweep"]))
     keys = ["--over", AXIS, "--name", "sweep", "--storage", str(tmp_path)]
@@ -195,4 +195,4 @@ def test_each_release_that_is_out_has_runs_that_this_version_is_tested_with() ->
     assert released
     there = {path.name for path in OLD.iterdir() if path.is_dir()}
     assert {"90f781f", *released} <= there
-    assert all((OLD / one / "jobs.json").exists() for one in there), "of tests/job/test_old_jobs.py"
+    assert all((OLD / version / "jobs.json").exists() for version in there), "of tests/job/test_old_jobs.py"

@@ -24,8 +24,10 @@ from dp_ray.errors import StorageError
 from dp_ray.messages import Sizes, TimedSteps
 from dp_ray.outputs.files import FILE_JSON, MANIFEST_JSON, FileRecord
 from dp_ray.outputs.previews import PREVIEWS_JSON, Preview
+from dp_ray.places.kuberay import NOTE_JSON, Note
 from dp_ray.records import FAIL, IGNORE, Record
 from dp_ray.rundir import history
+from dp_ray.rundir.content import CONTENT_JSON, FETCHED_JSON, Content, Entry, Fetched
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN_JSON, SWEEP_JSON, About, Sweep, SweepTrial
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.lease import LEASE_JSON, REQUEST_JSON, Lease, StopRequest
@@ -42,7 +44,7 @@ from dp_ray.tasks.setup import PINS_JSON, REFERENCE_JSON
 from dp_ray.telemetry import reports
 from dp_ray.telemetry.shapes import shape_table
 from dp_ray.telemetry.times import read_step_times, step_time_parts, times_table
-from dp_ray.trackers.feed import MEMORY_JSON, Memory
+from dp_ray.trackers.feed import TRACKED_JSON, TrackedRun
 
 
 class Case(NamedTuple):
@@ -129,6 +131,20 @@ CASES = {
         '{\n  "metadata": {\n    "total_size": 4\n  },\n  "weight_map": {\n    "a": "f"\n  }\n}\n',
         WeightsIndex(weight_map={}),
     ),
+    "a listing of files": Case(
+        CONTENT_JSON,
+        Content({"r/run.json": Entry(3, 5, "5f")}, ["r"]),
+        '{"files": {"r/run.json": {"size": 3, "modified": 5, "sha256": "5f"}}, "running": ["r"]}\n',
+        Content({}),
+    ),
+    "fetched.json": Case(
+        FETCHED_JSON,
+        Fetched("s3://bucket/runs", None, {"run.json": Entry(3, 5)}, ["page"]),
+        '{"place": "s3://bucket/runs", "address": null, "files": {"run.json": {"size": 3, "modified": 5, '
+        '"sha256": ""}}, "lacks": ["page"]}\n',
+        Fetched("/runs", "http://head:8265", {}),
+    ),
+    "kuberay.json": Case(NOTE_JSON, Note("m", 75), '{"manifest": "m", "exit_status": 75}\n', Note("n", 0)),
     "progress.json": Case(PROGRESS_JSON, {"step": 3, "at": 1.5}, '{"step": 3, "at": 1.5}\n', {}),
     "the files of a dataset": Case(PINS_JSON, {"a.csv": None}, '{\n  "a.csv": null\n}\n', {"a.csv": "3 bytes"}),
     "the reference sample": Case(
@@ -152,7 +168,10 @@ CASES = {
         PREVIEWS_JSON, [Preview(3, text="1")], '[{"sample_index": 3, "png": "", "text": "1"}]', [Preview(4)]
     ),
     "a tracker's memory": Case(
-        MEMORY_JSON, Memory("r", 3), '{"run_id": "r", "next_step": 3, "status": null}\n', Memory("r", 4, "done")
+        TRACKED_JSON,
+        TrackedRun("r", 3),
+        '{"run_id": "r", "next_step": 3, "status": null}\n',
+        TrackedRun("r", 4, "done"),
     ),
     "the index of a data file": Case(
         data_files.INDEX_JSON,
@@ -166,7 +185,9 @@ of_each_record = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 def test_each_record_has_a_case() -> None:
     """Records of modules that are only imported with an extra would be missed; there are none."""
-    modules = [one.name for one in pkgutil.walk_packages(dp_ray.__path__, "dp_ray.") if "__main__" not in one.name]
+    modules = [
+        module.name for module in pkgutil.walk_packages(dp_ray.__path__, "dp_ray.") if "__main__" not in module.name
+    ]
     inside = [
         value for name in modules if "fork" not in name for value in vars(importlib.import_module(name)).values()
     ]

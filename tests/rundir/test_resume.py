@@ -92,7 +92,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_used(tmp_path
     (tmp_path / "dies").unlink()
     newest = run / "checkpoints" / "step-4.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
-    told = [one.text for one in run_group(mortal(tmp_path, 2), run) if isinstance(one, Note)]
+    told = [message.text for message in run_group(mortal(tmp_path, 2), run) if isinstance(message, Note)]
     assert len(told) == 1 and "step-4.safetensors is ignored" in told[0] and "is damaged" in told[0]
     first, second = weights_of(tmp_path / "whole"), weights_of(run)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -151,7 +151,7 @@ def test_another_scheduler_goes_on_with_the_checkpoints_state_and_is_told(tmp_pa
     run_group(job_of("mlp", workers=1, max_steps=5, scheduler=rates), tmp_path / "first")
     other = {**rates, "args": {"step_size": 2, "gamma": 0.1}}
     goes_on = job_of("mlp", workers=1, max_steps=9, scheduler=other, init_from=str(tmp_path / "first"))
-    told = [one.text for one in run_group(goes_on, tmp_path / "second") if isinstance(one, Note)]
+    told = [message.text for message in run_group(goes_on, tmp_path / "second") if isinstance(message, Note)]
     says = "scheduler.args.gamma: 0.5 there, 0.1 here; what the scheduler's state holds goes on as it was"
     assert f"init_from: {tmp_path}/first: {says}" in told
     assert [row["learning_rate"] for row in history_of(tmp_path / "second")] == [0.025, 0.0125, 0.0125, 0.00625]
@@ -201,7 +201,7 @@ def test_pieces_of_the_history_become_one_and_holes_are_refused(tmp_path: Path) 
     assert best_of(run, "eval_loss", "max", range(11)) == {"metric": "eval_loss", "value": 9.0, "step": 2}
     assert best_of(run, "eval_loss", "max", [6, 8]) == {"metric": "eval_loss", "value": 5.0, "step": 6}
     assert best_of(run, "eval_loss", "max", [7]) is None
-    assert sum(len(one.rows) for one in sent) == 13
+    assert sum(len(message.rows) for message in sent) == 13
     (tmp_path / "history" / "steps-0-4.parquet").unlink()
     with pytest.raises(StorageError, match="has 0 of 10 steps"):
         merge_history(folder, run, 10)

@@ -55,8 +55,8 @@ def test_a_job_that_sets_no_shards_resumes_on_other_numbers_of_workers(
 def same(result: dp_ray.Result, other: dp_ray.Result) -> bool:
     """Whether two trainings ended at the same bits, by the same way."""
     ways = [
-        [{name: value for name, value in row.items() if name not in CLOCKED} for row in one.history]
-        for one in (result, other)
+        [{name: value for name, value in row.items() if name not in CLOCKED} for row in each.history]
+        for each in (result, other)
     ]
     return repr(ways[0]) == repr(ways[1]) and result.weights_sha256 == other.weights_sha256
 
@@ -89,7 +89,7 @@ def test_a_finished_training_resumes_for_longer(
         row.pop("eval_loss")
     assert [row["loss"] for row in ours] == [row["loss"] for row in theirs]
     assert result.weights_sha256 == undisturbed.weights_sha256
-    assert [one.step for one in result.shapes] == list(range(len(ours)))
+    assert [shape.step for shape in result.shapes] == list(range(len(ours)))
     assert (result.status, result.world_sizes, result.restarts) == ("done", [1, 1], 0)
     assert not (tmp_path / "run" / "history").exists()
 
@@ -248,7 +248,7 @@ def test_python_objects_resume_if_the_caller_says_so(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"a run of a different job \(batch_size: 7 there, 8 here\)"):
         dp_ray.run(**of_objects(tmp_path, dataset, batch_size=8), resume=True)
     result = dp_ray.run(**of_objects(tmp_path, dataset), resume=True)
-    assert [one["resumed_step"] for one in result.interruptions] == [6]
+    assert [interruption["resumed_step"] for interruption in result.interruptions] == [6]
     assert same(result, dp_ray.run(**of_objects(tmp_path, dataset, name="undisturbed")))
 
 

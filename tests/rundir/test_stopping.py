@@ -104,7 +104,7 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
     assert 0 < num_kept < 20, "it stopped in the middle"
     assert not (run / REQUEST).exists()
     result = dp_ray.run(**held(tmp_path), quiet=True)
-    assert [one["what"] for one in result.interruptions] == [
+    assert [interruption["what"] for interruption in result.interruptions] == [
         f"stopped by {' '.join(['dp-ray stop', *how])} after {num_kept} steps"
     ]
     assert result.weights_sha256 == undisturbed.weights_sha256
@@ -213,7 +213,7 @@ def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path) -> None:
         assert process.returncode == 130, errors
         assert told == ("0 of its 3 trials are done; the same command goes on" if waits else "it was asked to stop")
         assert "run the same command to go on" in errors.splitlines()[-1]
-    assert all(re.fullmatch(r"asked process .* to stop .*run-sweep-\d after its current step", one) for one in said)
+    assert all(re.fullmatch(r"asked process .* to stop .*run-sweep-\d after its current step", line) for line in said)
     with pytest.raises(JobError, match="is not running: 0 of its 3 trials are done; the same command goes on"):
         stop_run(sweep.location, True, said.append)
 

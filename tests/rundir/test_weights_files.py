@@ -10,7 +10,7 @@ import torch
 from dp_ray.engine.votes import StepControl
 from dp_ray.errors import StorageError
 from dp_ray.rundir import weights
-from dp_ray.rundir.weights import INDEX, parts_of, read_weights, weights_path, weights_sha256, write_weights
+from dp_ray.rundir.weights import INDEX, read_weights, tensors_of_files, weights_path, weights_sha256, write_weights
 from dp_ray.storage import Storage
 from tests.support.group import run_group
 from tests.support.trainings import job_of
@@ -30,21 +30,21 @@ class InSmallFiles(StepControl):
 def written(folder: Path, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, torch.Tensor], limit: int) -> Storage:
     monkeypatch.setattr(weights, "LIMIT", limit)
     run = Storage(str(folder))
-    write_weights(run, tensors, lambda one: one)
+    write_weights(run, tensors, lambda tensor: tensor)
     return run
 
 
 def test_a_file_holds_as_much_as_the_limit_but_at_least_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "LIMIT", 20)
-    assert [list(one) for one in parts_of(SIZES)] == [["a"], ["b", "c"]]
-    assert parts_of({}) == [{}]
+    assert [list(tensors) for tensors in tensors_of_files(SIZES)] == [["a"], ["b", "c"]]
+    assert tensors_of_files({}) == [{}]
 
 
 def test_several_files_are_the_same_weights_and_the_same_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = written(tmp_path, monkeypatch, SIZES, 10**9)
-    before = weights_sha256(one), weights_path(one)
+    single = written(tmp_path, monkeypatch, SIZES, 10**9)
+    before = weights_sha256(single), weights_path(single)
     several = written(tmp_path, monkeypatch, SIZES, 20)
     assert weights_sha256(several) == before[0]
     assert before[1].endswith("weights.safetensors")
@@ -86,7 +86,7 @@ def test_sharded_trainings_write_them_and_begin_from_them(tmp_path: Path) -> Non
         )
         run_group(job, tmp_path / strategy)
         got = read_weights(Storage(str(tmp_path / strategy)))
-        assert all(torch.equal(got[name], one) for name, one in expected.items()), strategy
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items()), strategy
 
 
 def test_transformers_loads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,4 +97,4 @@ def test_transformers_loads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     config.save_pretrained(tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
-    assert all(torch.equal(loaded.state_dict()[name], one) for name, one in model.state_dict().items())
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())

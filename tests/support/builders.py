@@ -35,7 +35,7 @@ from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import FilePlan, Split, Work
 from dp_ray.rundir import ledger
-from dp_ray.rundir.claim import RunDir, Wanted, check, claim
+from dp_ray.rundir.claim import RunDir, Wanted, check_claim, claim
 from dp_ray.rundir.lease import held
 from dp_ray.rundir.ledger import Ledger
 from dp_ray.storage import Storage
@@ -88,7 +88,7 @@ def run_dir_of(
         Wanted(job, rows or {}, steps, overwrite, resume),
     )
     run = base.child(job.run_name)
-    return claim(run, wanted, check(run, wanted))
+    return claim(run, wanted, check_claim(run, wanted))
 
 
 def held_by(claimed: RunDir) -> AbstractContextManager[None]:
@@ -110,7 +110,7 @@ def monitor_of(
     writers = [TensorBoardWriter(Storage("nowhere"))]
     monitor = Monitor(made, split, writers, Console("job", quiet), shapes, run)
     if nodes is not None:
-        monitor.node_control = nodes
+        monitor.take_control(nodes)
     for message in messages:
         monitor.take(message)
     return monitor

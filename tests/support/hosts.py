@@ -137,6 +137,26 @@ class Host:
 @contextlib.contextmanager
 def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
     """`count` hosts whose Ray nodes form one cluster; the first one is its head."""
+    with (
+        namespaces(count, folder) as made,
+        # A folder of its own: in Ray's usual one stands the address by which other tests find their Ray.
+        ray_forks.served(folder / ray_forks.SOCKET, f"--gcs-address=10.77.0.1:{PORT}", host_forks.__file__),
+    ):
+        head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={made[0].sockets}"]
+        made[0].start_ray(*head, f"--system-config={CONFIG}")
+        made[0].wait_until_up()
+        for host in made[1:]:
+            host.join()
+        for host in made[1:]:
+            host.wait_until_up()
+        yield made
+        for host in reversed(made):
+            host.kill()
+
+
+@contextlib.contextmanager
+def namespaces(count: int, folder: Path) -> Iterator[list[Host]]:
+    """`count` hosts on which nothing runs yet; at the end all that runs on them is killed."""
     needs_namespaces()
     with LOCK.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # The names below are those of the whole machine.
@@ -144,24 +164,11 @@ def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
         try:
             ip("link", "add", BRIDGE, "type", "bridge")
             ip("link", "set", BRIDGE, "up")
-            # A folder of its own: in Ray's usual one stands the address by which other tests find their Ray.
-            with (
-                tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp", ignore_cleanup_errors=True) as sockets,
-                ray_forks.served(folder / ray_forks.SOCKET, f"--gcs-address=10.77.0.1:{PORT}", host_forks.__file__),
-            ):
+            with tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp", ignore_cleanup_errors=True) as sockets:
                 made = [Host(number, folder, Path(sockets)) for number in range(1, count + 1)]
                 for host in made:
                     _connect(host)
-                head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={sockets}"]
-                made[0].start_ray(*head, f"--system-config={CONFIG}")
-                made[0].wait_until_up()
-                for host in made[1:]:
-                    host.join()
-                for host in made[1:]:
-                    host.wait_until_up()
                 yield made
-                for host in reversed(made):
-                    host.kill()
         finally:
             _remove_all()
 
@@ -174,6 +181,9 @@ def _remove_all() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(int(pid)).kill()
         ip("netns", "delete", name, check=False)
+    # The kernel removes the links of a namespace some time after it.
+    for link in re.findall(r"\bdp-ray-v\d+", ip("link", "show").stdout):
+        ip("link", "delete", link, check=False)
     ip("link", "delete", BRIDGE, check=False)
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
-import dp_ray
+from dp_ray.system.threads import last_call
 
 ROWS, BATCH, EPOCHS, LR = 23, 10, 3, 0.1  # the last batch is short, and its shards uneven
 
@@ -173,6 +173,15 @@ class Broken(Points):
         return super().__getitem__(index)
 
 
+class FirstBroken(Points):
+    """Points of which the first batch cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index < BATCH:
+            raise ValueError("unreadable")
+        return super().__getitem__(index)
+
+
 class Pairs(Points):
     """Noise, and the points that should come of it."""
 
@@ -290,7 +299,7 @@ def ppo_of_one_pass(run: Any) -> None:
 def supervised(run: Any) -> None:
     """The declared training, as the page on loops has it."""
     page = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()
-    names: dict[str, Any] = {"dp_ray": dp_ray, "torch": torch}
+    names: dict[str, Any] = {"torch": torch}
     (_, rest) = page.split("```python\ndef supervised")
     exec(f"def supervised{rest.partition('```')[0]}", names)
     names["supervised"](run)
@@ -412,6 +421,20 @@ def counts_by_rank(run: Any) -> None:
     for step in run.steps():
         seen["rank"] = _rank()
         step.log(one=1.0)
+
+
+def looks_at_its_calls(run: Any) -> None:
+    """Log the number of the last call, which beats carry."""
+    update = run.optimizer(sgd(run.model.critic))
+    for step in run.steps():
+        step.gather(lambda batch: batch[0])
+        step.backward(lambda batch: run.model.critic(batch[0])[:, 0], run.model.critic)
+        update.step()
+        number, call = last_call()
+        assert call == f"step {step.number}, pass 1: step.backward(looks_at_its_calls.<lambda>, critic)"
+        step.log(last=number)
+        if step.number == 2:
+            run.stop("enough")
 
 
 def stops_itself(run: Any) -> None:

@@ -35,6 +35,10 @@ NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"
 DOWNLOAD = "pip download --only-binary=:all: --python-version 3.12"
 ON_THE_GPU = "dp-ray run jobs/digits.yaml --workers 1"
 ON_TWO_GPUS = "dp-ray run jobs/hugging_face.yaml --workers 2"
+ON_HOSTS = "tests/places/test_node.py runs such hosts"
+TWO_HOSTS = "-- run jobs/digits.yaml --workers 2 --storage"
+ON_SLURM = "needs Slurm: tests/places/test_slurm.py has one"
+TO_SLURM = "dp-ray slurm jobs/digits.yaml --nodes 2 --gpus-per-node 8 --time 2:00:00 --workers 8"
 SUBMIT = "dp-ray submit jobs/digits_predict.yaml --address http://10.0.0.1:8265 --storage s3://bucket/runs"
 NOT_RUN = {
     "pip install .": "tests/test_wheel.py builds the wheel and installs it",
@@ -69,6 +73,50 @@ NOT_RUN = {
     "ray start --head --port=6379": STAYS,
     "ray start --address=10.0.0.1:6379": OTHER_MACHINES,
     "python parallel.py": "needs Ray: tests/driver/test_notebook.py runs the same loop",
+    f"dp-ray node --hosts 2 --rank 0 --meet /shared/meet {TWO_HOSTS} /shared/runs": ON_HOSTS,
+    f"dp-ray node --hosts 2 --rank 1 --meet /shared/meet {TWO_HOSTS} /shared/runs": ON_HOSTS,
+    f"dp-ray node --hosts 2 --rank 0 --meet 10.0.0.1:7000 {TWO_HOSTS} s3://bucket/runs": ON_HOSTS,
+    "dp-ray report /shared/runs/digits": ON_HOSTS,
+    TO_SLURM: ON_SLURM,
+    "dp-ray status slurm:12345": ON_SLURM,
+    "dp-ray logs -f slurm:12345": ON_SLURM,
+    **dict.fromkeys(
+        (
+            "dp-ray fetch digits --address http://10.0.0.1:8265",
+            "dp-ray fetch digits models --weights --address http://10.0.0.1:8265",
+            "dp-ray fetch digits --storage s3://bucket/runs",
+            "dp-ray fetch digits_predict --storage s3://bucket/runs",
+        ),
+        OTHER_MACHINES,
+    ),
+    **dict.fromkeys(
+        (
+            "dp-ray kuberay jobs/digits.yaml --image registry.example/team/dp-ray:1 --storage s3://bucket/runs "
+            "--env-from s3-keys --nodes 2 --gpus-per-node 1 --out rayjob.yaml",
+            "kubectl apply -f rayjob.yaml",
+            "kubectl get rayjob digits",
+            "kubectl logs -f job/digits",
+        ),
+        "needs Kubernetes: tests/places/test_kuberay.py runs the manifest on a Ray",
+    ),
+    **dict.fromkeys(
+        (
+            "ray get-auth-token --generate",
+            "ray up -y jobs/places/machines.yaml",
+            "dp-ray run jobs/tutorial.yaml --workers 3 --address 10.0.0.1:6379 --storage /shared/runs",
+            "ray down -y jobs/places/machines.yaml",
+        ),
+        "needs machines: tests/places/test_ssh.py has them",
+    ),
+    **dict.fromkeys(
+        (
+            "pip install 'ray[default]' boto3",
+            "ray dashboard cluster.yaml",
+            "dp-ray submit jobs/digits.yaml --address http://127.0.0.1:8265 --storage s3://bucket/runs",
+            "ray down cluster.yaml",
+        ),
+        "needs machines on AWS",
+    ),
     "ray up cluster.yaml": "starts machines on AWS: tests/cluster/test_placement.py checks the file",
 }
 

@@ -28,9 +28,9 @@ class ScheduleFree(torch.optim.Optimizer):
     def _switch(self, train_mode: bool, weight: float) -> None:
         for group in self.param_groups:
             if group["train_mode"] != train_mode:
-                for one in group["params"]:
-                    if "z" in self.state[one]:
-                        one.lerp_(self.state[one]["z"], weight)
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.lerp_(self.state[param]["z"], weight)
                 group["train_mode"] = train_mode
 
     @torch.no_grad()
@@ -38,13 +38,13 @@ class ScheduleFree(torch.optim.Optimizer):
         for group in self.param_groups:
             assert group["train_mode"], "the optimizer was not in train mode"
             share, group["k"] = 1 / (group["k"] + 1), group["k"] + 1
-            for one in group["params"]:
-                if one.grad is None:
+            for param in group["params"]:
+                if param.grad is None:
                     continue
-                z = self.state[one].setdefault("z", one.clone())
-                one.lerp_(z, share)
-                one.add_(one.grad, alpha=group["lr"] * (BETA * (1 - share) - 1))
-                z.sub_(one.grad, alpha=group["lr"])
+                z = self.state[param].setdefault("z", param.clone())
+                param.lerp_(z, share)
+                param.add_(param.grad, alpha=group["lr"] * (BETA * (1 - share) - 1))
+                z.sub_(param.grad, alpha=group["lr"])
 
 
 def plain_schedule_free(

@@ -12,8 +12,8 @@ import torch
 from ray.cloudpickle import CloudPickler
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.cluster.calls import Leave
 from dp_ray.cluster.own import OF_PROCESS
+from dp_ray.cluster.serving_messages import Leave
 from dp_ray.engine.world import World, form_group, leave_group, show_alone
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.tasks.serve import Served
@@ -70,13 +70,13 @@ class GlooServing:
         self.each: Mapping[str, float] = {"CPU": keys.cpus_per_worker}
         self.pickler: type[pickle.Pickler] = CloudPickler
         self.members: list[Process] = []
-        self.told: list[dict[Process, Any]] = []  # the messages of all calls
+        self.told: list[dict[Process, Any]] = []  # all messages
         self._has_changed = True
 
     def ready(self) -> list[Process]:
         """Return the members, each lost one replaced, in one group."""
         if self._has_changed:  # who is gone is known before others wait for it
-            self._call(dict.fromkeys(self.members, Leave()))
+            self._answers(dict.fromkeys(self.members, Leave()))
         while len(self.members) < self.keys.max_workers:
             here, there = FORKED.Pipe()
             process = new_process(_serve, there)
@@ -89,19 +89,19 @@ class GlooServing:
             store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
             joins = {one: Join(rank, len(self.members), store.port) for rank, one in enumerate(self.members)}
             self._has_changed = False
-            if any(answer is not None for answer in self._call(joins).values()):
+            if any(answer is not None for answer in self._answers(joins).values()):
                 self._has_changed = True
                 return self.ready()
         return list(self.members)
 
-    def call(self, messages: Mapping[Process, Any]) -> dict[Process, Any]:
+    def ask(self, messages: Mapping[Process, Any]) -> dict[Process, Any]:
         """Return the answers; raises what is no answer."""
         self.told.append(dict(messages))
-        answers = self._call(messages)
+        answers = self._answers(messages)
         self._has_changed |= any(map(has_left, answers.values()))
         return answers
 
-    def _call(self, messages: Mapping[Process, Any]) -> dict[Process, Any]:
+    def _answers(self, messages: Mapping[Process, Any]) -> dict[Process, Any]:
         answers: dict[Process, Any] = {}
         for member, message in messages.items():
             with suppress(BrokenPipeError):

@@ -20,6 +20,7 @@ ORDER += [
     "parallel",
     "driver",
     "sweeps",
+    "places",
     "cli",
 ]
 ORDER += ["__main__"]

@@ -29,8 +29,8 @@ class Centred(nn.Module):
         self.register_buffer("hidden", None, persistent=False)
         self.teacher = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, width))
         with torch.no_grad():
-            for at, one in enumerate(self.teacher.parameters()):
-                one.copy_(torch.linspace(-1, 1, one.numel()).reshape(one.shape) / (at + 1))
+            for at, parameter in enumerate(self.teacher.parameters()):
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) / (at + 1))
         self.teacher.requires_grad_(False)
         self.classes = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]), reduction="none")
         self.reduces = over_batch

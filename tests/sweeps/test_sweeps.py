@@ -131,7 +131,7 @@ def test_the_table_and_the_json_have_the_best_first(
     assert status_of(monkeypatch, *line, "--maximize", "--json") == 0  # what counts may change: nothing runs again
     told = json.loads(capsys.readouterr().out)
     assert (told["best"], told["metric"], told["mode"], told["count"]) == (1, "loss", "max", 3)
-    assert [(one["number"], one["metric"], one["state"]) for one in told["trials"]] == [
+    assert [(trial["number"], trial["metric"], trial["state"]) for trial in told["trials"]] == [
         *[(1, 9.0, "done"), (2, 1.0, "done"), (3, 0.25, "done")]
     ]
     page = (runs / "job-sweep" / "report.html").read_text()
@@ -152,7 +152,7 @@ def test_json_has_no_number_that_is_not_finite(
         assert status_of(monkeypatch, *line) == 0
         for text in (capsys.readouterr().out, (tmp_path / "runs" / "job-sweep" / "sweep.json").read_text()):
             told = json.loads(text, parse_constant=pytest.fail)
-            losses = {one["number"]: one["metrics"]["loss"] for one in told["trials"]}
+            losses = {trial["number"]: trial["metrics"]["loss"] for trial in told["trials"]}
             assert losses == {1: None, 2: 1.0}
 
 

@@ -56,17 +56,17 @@ def test_what_is_forgotten_is_imported_anew_with_all_that_uses_it(folder: Path) 
 
 
 def test_files_that_other_processes_imported_are_watched_too(folder: Path) -> None:
-    one, two = folder / "edited_one.py", folder / "edited_two.py"
-    for path in (one, two):
+    first, second = folder / "edited_one.py", folder / "edited_two.py"
+    for path in (first, second):
         os.utime(path, ns=(5, 5))
     sources = Sources(folder)
     sources.note()
-    sources.note_imported([str(one), str(two), "/elsewhere/three.py", f"{folder}-elsewhere/four.py"])
+    sources.note_imported([str(first), str(second), "/elsewhere/three.py", f"{folder}-elsewhere/four.py"])
     assert sources.edited() == []
     (folder.parent / f"{folder.name}-elsewhere").mkdir()
     (folder.parent / f"{folder.name}-elsewhere" / "four.py").touch()
     assert sources.edited() == []
-    edit(two, "VALUE = 2\n")
+    edit(second, "VALUE = 2\n")
     assert sources.edited() == ["edited_two.py"]
 
 

@@ -117,5 +117,5 @@ def test_a_run_begins_and_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     assert "run: continues to step 45 (max_steps: 3 before, none now)\n" in done.stderr
     here = [sys.executable, "-m", "dp_ray", "run", "jobs/digits.yaml", *run[2:-1], "here", "--storage", str(tmp_path)]
     assert subprocess.run(here, cwd=ROOT, capture_output=True, timeout=120, check=False).returncode == 0
-    one, other = (dp_ray.load(tmp_path / name).weights_sha256 for name in ("run", "here"))
-    assert one == other
+    there, other = (dp_ray.load(tmp_path / name).weights_sha256 for name in ("run", "here"))
+    assert there == other

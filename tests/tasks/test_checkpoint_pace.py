@@ -7,7 +7,7 @@ import pytest
 
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Checkpoint
+from dp_ray.job.keys import CheckpointKeys
 from dp_ray.tasks.checkpoints import CheckpointPace
 from tests.support.group import StopsBefore, run_group, weights_of
 from tests.support.trainings import job_of
@@ -24,7 +24,7 @@ class Clock:
 
 
 def walked(
-    when: Checkpoint, steps: int, step_seconds: float, loop: float, writing: float, num_bytes: int = 1000
+    when: CheckpointKeys, steps: int, step_seconds: float, loop: float, writing: float, num_bytes: int = 1000
 ) -> tuple[list[float], float]:
     """When a training of such steps saves, in seconds since its start, and how long it took in all.
 
@@ -50,21 +50,21 @@ def walked(
 
 
 def test_at_most_a_hundredth_of_the_time_is_spent_on_checkpoints() -> None:
-    saved, seconds = walked(Checkpoint(), steps=2000, step_seconds=0.05, loop=0.004, writing=0.016)
+    saved, seconds = walked(CheckpointKeys(), steps=2000, step_seconds=0.05, loop=0.004, writing=0.016)
     assert len(saved) >= 20 and len(saved) * 0.02 <= 0.01 * seconds
     assert saved[0] < 3.0, "a run of seconds has one"
     assert max(later - before for before, later in pairwise(saved)) < 5.0
 
 
 def test_one_that_costs_much_is_kept_every_300_seconds_all_the_same() -> None:
-    saved, _ = walked(Checkpoint(), steps=2000, step_seconds=1.0, loop=2.0, writing=60.0, num_bytes=10**10)
+    saved, _ = walked(CheckpointKeys(), steps=2000, step_seconds=1.0, loop=2.0, writing=60.0, num_bytes=10**10)
     gaps = [later - before for before, later in zip([0.0, *saved], saved, strict=False)]
     assert len(saved) >= 5 and all(300 <= gap <= 305 for gap in gaps)
 
 
 def test_a_long_run_does_not_leave_a_file_a_second() -> None:
     """Each checkpoint leaves a piece of the history; none loses more than a hundredth of what was done."""
-    saved, _ = walked(Checkpoint(), steps=86_400, step_seconds=1.0, loop=0.0001, writing=0.0)
+    saved, _ = walked(CheckpointKeys(), steps=86_400, step_seconds=1.0, loop=0.0001, writing=0.0)
     assert len(saved) < 1500
     gaps = [(before, later - before) for before, later in pairwise(saved)]
     assert all(gap <= 0.011 * before + 2.0 for before, gap in gaps)
@@ -74,19 +74,19 @@ def test_a_long_run_does_not_leave_a_file_a_second() -> None:
 @pytest.mark.parametrize(
     ("when", "expected"),
     [
-        (Checkpoint(every_seconds=10.0), 10),
-        (Checkpoint(every_seconds=None), 0),
-        (Checkpoint(every_steps=7), 0),
-        (Checkpoint(every_steps=7, every_seconds=50.0), 2),
+        (CheckpointKeys(every_seconds=10.0), 10),
+        (CheckpointKeys(every_seconds=None), 0),
+        (CheckpointKeys(every_steps=7), 0),
+        (CheckpointKeys(every_steps=7, every_seconds=50.0), 2),
     ],
 )
-def test_what_the_job_says_is_done(when: Checkpoint, expected: int) -> None:
+def test_what_the_job_says_is_done(when: CheckpointKeys, expected: int) -> None:
     saved, _ = walked(when, steps=1000, step_seconds=0.1, loop=0.0, writing=0.0)
     assert len(saved) in (expected, expected - 1 if expected else 0)
 
 
 def test_with_steps_alone_it_is_every_300_seconds_beside() -> None:
-    saved, _ = walked(Checkpoint(every_steps=7), steps=1000, step_seconds=1.0, loop=0.0, writing=0.0)
+    saved, _ = walked(CheckpointKeys(every_steps=7), steps=1000, step_seconds=1.0, loop=0.0, writing=0.0)
     assert len(saved) == 3
 
 

@@ -5,13 +5,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import dp_ray
 from dp_ray.driver.planning import plan_memory_of
-from dp_ray.driver.replay import replay
 from dp_ray.driver.run import Options
 from dp_ray.driver.verify import verify
 from dp_ray.engine.clock import StepClock
@@ -20,7 +20,7 @@ from dp_ray.engine.world import own_rank
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import StoppedEarly
-from dp_ray.tasks.replay import StepChoice
+from dp_ray.system.threads import last_call
 from tests.support import loops
 from tests.support.cluster import Run
 from tests.support.group import (
@@ -249,6 +249,68 @@ def test_a_backward_of_the_loops_own_is_refused(tmp_path: Path) -> None:
     assert not any(one._post_accumulate_grad_hooks for one in loops.Gan().parameters())
 
 
+def test_a_backward_of_the_loops_own_into_what_it_has_unfrozen_is_refused(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        run.model.critic.requires_grad_(False)
+        update = run.optimizer(loops.sgd(run.model))
+        for step in run.steps():
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+            update.step()
+            if step.number == 1:
+                run.model.critic.requires_grad_(True)
+                run.model.critic(torch.ones(2, 2)).sum().backward()
+                update.step()
+
+    with pytest.raises(ModelError, match=r"a backward of the loop's own"):
+        here(tmp_path, loop)
+
+
+def test_rates_and_norms_of_further_optimizers_stand_in_the_history_alone(tmp_path: Path) -> None:
+    result = here(tmp_path, loops.gan)
+    assert {"learning_rate_1", "gradient_norm_1"} <= result.history[0].keys()
+    assert result.metrics.keys() == {"loss", "epoch_loss", "critic", "generator"}
+
+
+def test_a_gather_of_a_step_whose_rows_are_all_set_aside_is_told(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.gather(lambda batch: batch[0])
+
+    says = r"step 0: step.gather\(.*<lambda>\) has nothing to return, since all rows of the step were set aside"
+    with pytest.raises(ModelError, match=says):
+        here(tmp_path, loop, dataset=loops.FirstBroken, on_error={"quarantine": loops.BATCH})
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_an_update_of_what_is_no_part_of_the_model_by_a_passes_gradient_is_refused(
+    tmp_path: Path, is_over: bool
+) -> None:
+    """Each worker has the gradient of its own shards alone. One of the body, which is alike on all, may be used."""
+
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        alike, apart = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+        of_alike, of_apart = loops.sgd(alike), loops.sgd(apart)
+
+        def rows(batch: Any) -> torch.Tensor:
+            error: torch.Tensor = (run.model(batch[1]) - apart(batch[1])).square().mean(1)
+            return error
+
+        for step in run.steps():
+            alike(torch.ones(2, 3)).sum().backward()
+            of_alike.step()
+            if is_over:
+                outputs = lambda batch: {"outputs": rows(batch)}  # noqa: E731
+                step.backward(outputs, run.model.generator, over=lambda outputs, _: outputs.mean())
+            else:
+                step.backward(rows, run.model.generator)
+            update.step()
+            of_apart.step()
+
+    with pytest.raises(ModelError, match=r"SGD.step\(\) updates a parameter that is none of the model's"):
+        here(tmp_path, loop)
+
+
 def test_gradients_that_are_left_at_a_steps_end_are_refused(tmp_path: Path) -> None:
     def loop(run: dp_ray.Loop) -> None:
         for step in run.steps():
@@ -299,6 +361,11 @@ def test_what_is_made_after_the_steps_have_begun_is_refused(tmp_path: Path) -> N
         (lambda run: run.state("seen", {1, 2}), r"run.state\('seen'\): is a set; give an object with state_dict"),
         (lambda run: run.state("seen", {"a": object()}), r"run.state\('seen'\): cannot be kept: .*a"),
         (lambda run: (run.state("a", {}), run.state("a", [])), "two states of the name 'a'"),
+        (
+            lambda run: [run.optimizer(one) for one in [loops.sgd(run.model)] * 2],
+            "was called for this optimizer before",
+        ),
+        (lambda run: (yield run), "has yield, so a call does not run it"),
     ],
 )
 def test_what_cannot_be_kept_or_updated_is_refused(tmp_path: Path, make: Any, says: str) -> None:
@@ -360,7 +427,7 @@ def test_a_loop_that_catches_the_error_of_a_pass_ends_with_it(tmp_path: Path) ->
                 step.backward(lambda batch: 1 / 0, run.model)
             update.step()
 
-    with pytest.raises(ModelError, match="step 0, shard 0: step raised ZeroDivisionError"):
+    with pytest.raises(ModelError, match=r"step 0, shard 0: .*loop.<lambda> raised ZeroDivisionError"):
         here(tmp_path, loop)
 
 
@@ -413,11 +480,25 @@ def test_a_group_that_the_loop_adds_is_clipped_too(tmp_path: Path) -> None:
             "call these in the loop's body",
         ),
         (lambda run, step, _: step.log(learning_rate_1=1.0), "learning_rate_1 is a column that each history has"),
+        (lambda run, step, _: step.log(a=torch.tensor(1j)), "a is a Tensor; log one number"),
+        (lambda run, step, _: step.backward(torch.ones(3), run.model), "loss is a function, got a Tensor"),
+        (lambda run, step, _: step.backward(of_generator, run.model, over=3), "over is a function, got a int"),
+        (lambda run, step, _: step.gather(lambda batch: None), r"step 1: step.gather\(.*<lambda>\): no output"),
+        (
+            lambda run, step, _: step.gather(lambda batch: 1 / 0),
+            "^step 1, shard 0: .*lambda> raised ZeroDivisionError",
+        ),
+        (
+            lambda run, step, _: run.update.step(clip=-1.0),
+            "clip is the largest norm of the gradient, above 0; got -1",
+        ),
+        (lambda run, step, _: run.update.step(closure=lambda: None), "the closure returned None"),
     ],
 )
 def test_a_wrong_call_is_told(tmp_path: Path, call: Any, says: str) -> None:
-    def loop(run: dp_ray.Loop) -> None:
+    def loop(run: Any) -> None:
         first = None
+        run.update = run.optimizer(loops.sgd(run.model))
         for step in run.steps():
             first = first or step
             if step.number:
@@ -435,6 +516,76 @@ def test_a_number_is_logged_as_it_is_then(tmp_path: Path) -> None:
             count += 1
 
     assert [row["count"] for row in here(tmp_path, loop).history] == [0.0, 1.0, 2.0]
+
+
+def test_numpys_numbers_are_logged(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.log(a=np.float32(0.5), b=np.int64(step.number))
+
+    assert [(row["a"], row["b"]) for row in here(tmp_path, loop).history] == [(0.5, 0.0), (0.5, 1.0), (0.5, 2.0)]
+
+
+def test_a_gather_has_each_rows_item_and_no_graph(tmp_path: Path) -> None:
+    """Lists too, also where those of all shards are alike, as of one row each in the last step."""
+    counts = []
+
+    def made(batch: Any, run: Any) -> dict[str, Any]:
+        with torch.enable_grad():
+            return {"made": run.model(batch[1]), "names": ["x"] * len(batch[0])}
+
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            found = step.gather(lambda batch: made(batch, run))
+            assert not found["made"].requires_grad
+            counts.append((len(found["made"]), found["names"]))
+
+    here(tmp_path, loop)
+    assert counts == [(rows, ["x"] * rows) for rows in (10, 10, 3)]
+
+
+@pytest.mark.parametrize(
+    ("of_own", "says"),
+    [
+        (False, "shards have 4 rows; .*shards: 6 instead of 3 .*, a smaller batch_size,"),
+        (True, "shards have 9 rows; .*shards: 6 instead of 3 .*, a smaller batch,"),
+    ],
+)
+def test_a_pass_without_memory_says_what_to_change(tmp_path: Path, of_own: bool, says: str) -> None:
+    def without_memory(batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def loop(run: dp_ray.Loop) -> None:
+        for step in run.steps():
+            step.backward(without_memory, run.model, batch=torch.ones(27, 3) if of_own else None)
+
+    with pytest.raises(ModelError, match=f"step 0, shard 0: .*without_memory raised OutOfMemoryError.*{says}"):
+        here(tmp_path, loop)
+
+
+def test_a_pass_trains_within_no_grad_too(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        for step in run.steps():
+            with torch.no_grad():
+                step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+                update.step()
+
+    losses = [row["loss"] for row in here(tmp_path, loop, epochs=3).history]
+    assert losses[-1] < losses[0]
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_step_after_steps_without_a_pass(tmp_path: Path) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model))
+        for step in run.steps():
+            if step.number % 2:
+                run.model.factor = float("nan") if step.number == 3 else 1.0
+                step.backward(lambda batch: of_generator(batch, run) * run.model.factor, run.model.generator)
+                update.step()
+
+    with pytest.raises(ModelError, match="step 3: the loss is nan"):
+        here(tmp_path, loop, epochs=2, stop_on_nan=True)
 
 
 def test_a_gather_before_the_first_pass_ends_the_early_steps(tmp_path: Path) -> None:
@@ -515,10 +666,7 @@ def test_keys_that_a_loop_takes_the_place_of_are_refused(keys: dict[str, Any], s
         loop_job("gan", 2, **keys)
 
 
-def test_what_a_loop_cannot_have_yet_is_told(tmp_path: Path) -> None:
-    result = here(tmp_path, loops.gan)
-    with pytest.raises(JobError, match="was trained by a loop of its own, whose steps cannot be replayed yet"):
-        list(replay(result.run_dir, StepChoice(1), lambda line: None))
+def test_what_a_loop_cannot_have_yet_is_told() -> None:
     with pytest.raises(JobError, match="--memory: is not possible with loop yet"):
         plan_memory_of(loop_job("gan", 2), None)
 
@@ -531,6 +679,10 @@ MISMATCHES = [
     "one_stops",
     "one_stops_where_kept",
 ]
+EVALUATED: dict[str, Any] = {
+    "eval": {"dataset": f"{LOOPS}:Pairs", "every_steps": 2},
+    "metrics": {"error": f"{LOOPS}:error"},
+}
 
 
 def test_optimizers_in_another_order_than_the_checkpoints_are_refused(
@@ -551,6 +703,20 @@ def test_workers_that_make_other_calls_end_the_job_with_both(tmp_path: Path, loo
         trained(tmp_path, loop, 2)
     assert "step 1" in str(raised.value)
     assert time.monotonic() - began < 60  # far below timeouts.step, on a busy machine too
+
+
+@pytest.mark.parametrize("loop", ["a_pass_left_out", "one_stops"])
+def test_other_calls_are_told_where_an_evaluation_follows(tmp_path: Path, loop: str) -> None:
+    """It has collectives of its own, in which the others would meet the comparison of the one that goes on."""
+    says = r"the workers make other calls: rank 0: step 1.*; rank 1: step 1: its end, with (no )?run.stop"
+    with pytest.raises(ProcessExit, match=says):
+        trained(tmp_path, loop, 2, **EVALUATED)
+
+
+def test_the_beats_know_the_last_call_of_a_loop(tmp_path: Path) -> None:
+    trained(tmp_path, "looks_at_its_calls", 2)
+    assert history_of(tmp_path)[-1]["last"] == 6  # after a gather and a pass in each of three steps
+    assert last_call() == (0, "")
 
 
 @pytest.mark.parametrize(("loop", "is_same"), [("remembers", True), ("forgets", False)])

@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.driver.replay import replay
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
-from dp_ray.results.replayed import Replayed, compared
-from dp_ray.tasks.replay import StepChoice
+from dp_ray.results.replayed import compared
 from tests.support import forked, training
 from tests.support.bad_data import Broken
 from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
 from tests.support.group import StopsBefore, history_of, run_group
+from tests.support.replays import replayed
 from tests.support.s3 import Server
 from tests.support.trainings import STEPS_OF_22, job_of, keys_of
 
@@ -34,13 +33,6 @@ PLATEAU = {
     "metric": "eval_loss",
 }
 EVAL = {"dataset": {"target": "tests.support.training:Images", "args": {"length": 20}}}
-
-
-def again(run_dir: Path | str, step: int, shard: int | None = None) -> Replayed:
-    """The step, run again in this process."""
-    found: list[Replayed] = []
-    found += replay(str(run_dir), StepChoice(step, shard), lambda line: None)
-    return found[0]
 
 
 def trained(job: Job, folder: Path, *lives: tuple[int, int | None]) -> Path:
@@ -64,14 +56,14 @@ def test_each_step_of_a_bitwise_run_has_its_bits_after_a_kill_and_a_resize(tmp_p
     run = trained(job_of("conv", IMAGES, workers=3, **STEPS_OF_22), tmp_path, (3, 5), (2, None))
     history = history_of(run)
     before = files_of(run)
-    found = [again(run, step) for step in range(12)]
+    found = [replayed(run, step) for step in range(12)]
     assert [one.loss for one in found] == [row["loss"] for row in history], "bit for bit"
     assert {one.compared for one in found} == {"bitwise equal"}
     assert [one.start for one in found] == [0] * 10 + [10] * 2
     assert files_of(run) == before, "it writes nothing"
     assert [len(one.rows) for one in found] == [row["rows"] for row in history]
     for epoch in range(3):
-        samples = [row.sample for one in found[4 * epoch : 4 * epoch + 4] for row in one.rows]
+        samples = [row.sample or 0 for one in found[4 * epoch : 4 * epoch + 4] for row in one.rows]
         assert sorted(samples) == list(range(70)), "each sample of an epoch once"
     assert not any(one.weights or one.batch or one.output or one.gradient for one in found)
 
@@ -82,10 +74,10 @@ def test_a_scheduler_that_watches_evaluations_goes_the_same_way_again(tmp_path: 
     run = trained(job_of("conv", IMAGES, workers=2, **keys), tmp_path, (2, None))
     rates = {row["learning_rate"] for row in history_of(run)}
     assert len(rates) > 1, "the scheduler has lowered the rate"
-    assert [again(run, step).compared for step in (5, 9, 11)] == ["bitwise equal"] * 3
+    assert [replayed(run, step).compared for step in (5, 9, 11)] == ["bitwise equal"] * 3
     (run / "history" / "steps-0-12.parquet").unlink()
     with pytest.raises(JobError, match="the scheduler watches eval_loss, and the run's history lacks step 0"):
-        again(run, 5)
+        replayed(run, 5)
 
 
 @pytest.mark.slow
@@ -93,7 +85,7 @@ def test_each_step_of_another_run_is_within_rounding(tmp_path: Path) -> None:
     keys = {**STEPS_OF_22, "bitwise": False, "checkpoint": {"every_steps": 2, "keep": 100}}
     run = trained(job_of("mlp", "Pairs", workers=3, **keys), tmp_path, (3, 5), (2, None))
     for step, row in enumerate(history_of(run)):
-        found = again(run, step)
+        found = replayed(run, step)
         assert found.compared in ("bitwise equal", "within rounding, 3e-07 relative")
         assert found.loss == pytest.approx(row["loss"], rel=3e-7) and not found.bitwise
         assert not any("bitwise:" in line for line in found.lines())
@@ -105,7 +97,7 @@ def test_a_model_on_two_devices_has_its_bits(tmp_path: Path) -> None:
     data = {"target": "jobs.digits:Digits", "args": {"split": "test"}}
     run = in_process(tmp_path, model="jobs.model_parallel:TwoParts", dataset=data, **keys)
     losses = [row["loss"] for row in dp_ray.load(run).history]
-    found = [again(run, step) for step in range(len(losses))]
+    found = [replayed(run, step) for step in range(len(losses))]
     assert [one.loss for one in found] == losses
     assert {one.compared for one in found} == {"bitwise equal"}
 
@@ -117,17 +109,17 @@ def test_a_run_of_one_gpu_is_replayed_on_a_cpu(tmp_path: Path) -> None:
     kept = json.loads((run / "run.json").read_text())
     for keys in ({"gpus_per_worker": 1}, {"devices": ["cuda:0"], "input_device": "cuda:0"}):
         (run / "run.json").write_text(json.dumps({**kept, "job": {**kept["job"], **keys}}))
-        assert again(run, 3).loss == history_of(run)[3]["loss"]
+        assert replayed(run, 3).loss == history_of(run)[3]["loss"]
     both = {**kept["job"], "devices": ["cuda:0", "cuda:1"]}
     (run / "run.json").write_text(json.dumps({**kept, "job": both}))
     with pytest.raises(JobError, match=r"^devices: cuda:0 is named, and torch finds no GPU on this machine"):
-        again(run, 3)
+        replayed(run, 3)
 
 
 def compiled_training_and_replay(folder: str) -> None:
     """Train a compiled model and replay its last step: a program, for torch.compile leaves much behind."""
     run = in_process(folder, **{**STEPS_OF_22, "batch_size": 50, "epochs": 1, "compile": True})
-    found = again(run, 2)
+    found = replayed(run, 2)
     print(found.compared, found.loss == dp_ray.load(run).history[2]["loss"])
 
 
@@ -148,7 +140,9 @@ def test_how_losses_compare() -> None:
 def test_a_run_whose_workers_held_parts_of_the_model(tmp_path: Path) -> None:
     run = trained(job_of("conv", IMAGES, workers=2, strategy="fsdp", **STEPS_OF_22), tmp_path, (2, 5), (3, None))
     assert list((run / "checkpoints" / "pieces").iterdir())
-    assert [again(run, step).loss for step in (3, 10, 11)] == [history_of(run)[step]["loss"] for step in (3, 10, 11)]
+    assert [replayed(run, step).loss for step in (3, 10, 11)] == [
+        history_of(run)[step]["loss"] for step in (3, 10, 11)
+    ]
 
 
 def in_process(folder: Path | str, **keys: Any) -> str:
@@ -176,7 +170,7 @@ class WritesLargeData(nn.Module):
 def test_rows_are_those_of_the_state_before_the_step_whatever_forwards_write(tmp_path: Path) -> None:
     model = {"target": "tests.tasks.test_replay:WritesLargeData"}
     job = job_of(model, "Pairs", workers=1, shards=1, checkpoint={"every_steps": 3})
-    found = again(trained(job, tmp_path, (1, None)), 4)
+    found = replayed(trained(job, tmp_path, (1, None)), 4)
     assert found.compared == "bitwise equal"
     assert sum(row.loss or 0.0 for row in found.rows) / len(found.rows) == pytest.approx(found.loss, rel=1e-6)
 
@@ -195,7 +189,7 @@ def test_a_poisoned_row_in_10000_is_named_first(tmp_path: Path, kind: str, sampl
     bad = {"nan": [1234]} if kind == "Broken" else {}
     data = {"target": where, "args": {"length": 10_000, **bad}}
     run = in_process(tmp_path, dataset=data, batch_size=10_000, shards=4)
-    found = again(run, 0)
+    found = replayed(run, 0)
     assert found.rows[0].sample == sample and len(found.rows) == 10_000
     assert [row.shard for row in found.rows].count(3) == 2500
     if kind == "Broken":
@@ -213,15 +207,15 @@ def test_a_poisoned_row_in_10000_is_named_first(tmp_path: Path, kind: str, sampl
 
 def test_only_a_shard(tmp_path: Path) -> None:
     run = in_process(tmp_path, shards=3, bitwise=True, model="tests.tasks.test_replay:Counted")
-    whole, Counted.rows = again(run, 2), []
-    found = again(run, 2, shard=1)
+    whole, Counted.rows = replayed(run, 2), []
+    found = replayed(run, 2, shard=1)
     assert {row.shard for row in found.rows} == {1} and found.loss is None
     assert set(found.rows) == {row for row in whole.rows if row.shard == 1}
     assert Counted.rows == [2] * 5, "both shards of steps 0 and 1, and that one of step 2"
     with pytest.raises(JobError, match="--shard 2: step 2 has 2 shards, counted from 0"):
-        again(run, 2, shard=2)
+        replayed(run, 2, shard=2)
     with pytest.raises(JobError, match="--step 26: the training has 26 steps, counted from 0"):
-        again(run, 26)
+        replayed(run, 26)
 
 
 class Counted(nn.Sequential):
@@ -253,7 +247,7 @@ class Rooted(nn.Module):
 
 def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
     run = in_process(tmp_path, model="tests.tasks.test_replay:Rooted", max_steps=2)
-    first, second = again(run, 0), again(run, 1)
+    first, second = replayed(run, 0), replayed(run, 1)
     assert first.output is None and first.gradient is not None and math.isfinite(first.loss or math.nan)
     assert (first.gradient["module"], first.gradient["what"]) == ("body", "gradient of the output")
     assert second.weights == "body.weight", "the step before has spoilt it"
@@ -282,7 +276,7 @@ def per_row(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 )
 def test_the_losses_of_rows_are_plain_torchs(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
     run = in_process(tmp_path, shards=3, **keys)
-    found = again(run, 0)
+    found = replayed(run, 0)
     torch.manual_seed(0)
     model = training.Headed() if "step" in keys else training.mlp()
     forward = model.encode if isinstance(model, training.Headed) else model
@@ -302,7 +296,8 @@ def test_a_loss_of_tokens_gives_means_of_rows(tmp_path: Path) -> None:
     run = in_process(tmp_path, shards=2, model=model, dataset=sentences, shuffle=False)
     torch.manual_seed(0)
     plain, data = training.Transformer(0.0), training.Sentences(8)
-    for row in again(run, 0).rows:
+    for row in replayed(run, 0).rows:
+        assert row.sample is not None
         tokens, target = data[row.sample]
         expected = nn.functional.cross_entropy(plain(tokens[None]), target[None]).item()
         assert row.loss == pytest.approx(expected, rel=1e-5), "without what is ignored"
@@ -312,7 +307,7 @@ def test_rows_that_are_left_out_are_none(tmp_path: Path) -> None:
     data = {"target": "tests.support.bad_data:Broken", "args": {"length": 32, "nan": [5], "raises": [7]}}
     keys = {"on_error": {"quarantine": 3, "finite": True}, "skip": [9], "shuffle": False, "bitwise": True}
     run = in_process(tmp_path, dataset=data, shards=2, **keys)
-    found = [again(run, step) for step in range(8)]
+    found = [replayed(run, step) for step in range(8)]
     assert {one.compared for one in found} == {"bitwise equal"}
     samples = {row.sample for one in found for row in one.rows}
     assert samples == set(range(32)) - {5, 7, 9}
@@ -320,14 +315,14 @@ def test_rows_that_are_left_out_are_none(tmp_path: Path) -> None:
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"holds no run.json: name the run directory of a training"):
-        again(tmp_path, 0)
+        replayed(tmp_path, 0)
     predicted = dp_ray.run(
         **keys_of(storage=str(tmp_path), name="predicted", task="predict", inputs="first", optimizer=None, loss=None)
     )
     with pytest.raises(JobError, match="is a run of task predict; only a training has steps to replay"):
-        again(predicted.run_dir, 0)
+        replayed(predicted.run_dir, 0)
     with pytest.raises(JobError, match="model was given as a Python object"):
-        again(in_process(tmp_path, model=training.mlp(), max_steps=1), 0)
+        replayed(in_process(tmp_path, model=training.mlp(), max_steps=1), 0)
     for name, keys, says in (
         ("norm", {"sync_batchnorm": True, "shards": 2, "workers": 2}, "sync_batchnorm takes its statistics from all"),
         ("mixed", {"strategy": "fsdp", "fsdp": {"mixed_precision": {"param": "bf16"}}}, "fsdp.mixed_precision"),
@@ -337,7 +332,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         )
         run_dir_of(tmp_path, job)
         with pytest.raises(JobError, match=says):
-            again(tmp_path / name, 0)
+            replayed(tmp_path / name, 0)
 
 
 def test_a_run_without_what_its_start_writes_is_left_as_it_is(tmp_path: Path) -> None:
@@ -347,7 +342,7 @@ def test_a_run_without_what_its_start_writes_is_left_as_it_is(tmp_path: Path) ->
     run_dir_of(tmp_path, Job.make({**values, "name": "run"}, "run"))
     before = files_of(tmp_path)
     with pytest.raises(dp_ray.errors.StorageError, match="a replay writes nothing"):
-        again(tmp_path / "run", 0)
+        replayed(tmp_path / "run", 0)
     assert {name: held for name, (_, held) in files_of(tmp_path).items()} == {
         name: held for name, (_, held) in before.items()
     }
@@ -412,6 +407,6 @@ def test_a_run_in_an_object_store(server: Server) -> None:
     keys = {"shards": 2, "bitwise": True, "epochs": 2, "checkpoint": {"every_steps": 20}, "max_steps": 50}
     run = in_process(server.url("replays"), **keys)
     before = server.log.read_text()
-    found = again(run, 45)
+    found = replayed(run, 45)
     assert (found.compared, found.start) == ("bitwise equal", 40)
     assert server.log.read_text() == before, "no request that writes"

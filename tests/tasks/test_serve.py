@@ -333,7 +333,7 @@ def test_an_output_outlives_its_module_and_not_its_close(workers: int) -> None:
     output.backward()
     assert bare.weight.grad is not None and bare.weight.grad.tolist() == [[4.0, 4.0]] * 2
     exchange = other._exchange
-    assert exchange.workers.users == {exchange.number}
+    assert exchange.workers.users == {exchange.module_number}
     late = other(inputs).sum()
     other.close()
     with pytest.raises(ClusterError, match="was closed"):
@@ -463,14 +463,14 @@ def test_a_worker_may_be_lost_once_it_has_run_its_shard_of_a_call(monkeypatch: p
     with DataParallel(module, 2, quiet=True) as model:
         model(inputs)
         first, second = served().ready()
-        usual, to_lose = served().call, [second, first]
+        usual, to_lose = served().ask, [second, first]
 
-        def call(messages: Any) -> Any:
+        def ask(messages: Any) -> Any:
             if to_lose:
                 to_lose.pop(0).kill()
             return usual(messages)
 
-        monkeypatch.setattr(served(), "call", call)
+        monkeypatch.setattr(served(), "ask", ask)
         output = model(inputs)
         assert [shape.rank for shape in model.shapes] == [0, 1]
         assert not {first, second} & set(served().members)
@@ -485,7 +485,7 @@ def test_a_backward_that_ctrl_c_cut_short_can_be_run_again(has_run: bool, monkey
     module, inputs = nn.Linear(2, 2), torch.ones(4, 2)
     with DataParallel(module, 2, quiet=True) as model:
         output = model(inputs).sum()
-        usual = served().call
+        usual = served().ask
 
         def interrupted(messages: Any) -> Any:
             if has_run:
@@ -493,7 +493,7 @@ def test_a_backward_that_ctrl_c_cut_short_can_be_run_again(has_run: bool, monkey
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(served(), "call", interrupted)
+            patch.setattr(served(), "ask", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 output.backward()
         output.backward()
@@ -538,7 +538,7 @@ def test_graphs_are_dropped_with_their_outputs_and_with_their_backward() -> None
         with torch.no_grad():
             model(torch.ones(3, 2))  # which brings what was dropped
         serving = served()
-        return sum(serving.call(dict.fromkeys(serving.ready(), HeldBytes(model._exchange.number))).values())
+        return sum(serving.ask(dict.fromkeys(serving.ready(), HeldBytes(model._exchange.module_number))).values())
 
     assert held() == 0
     output = model(torch.ones(3, 2))
@@ -564,7 +564,7 @@ def test_no_graph_stays_to_which_no_backward_comes() -> None:
         for _ in range(3):
             assert not model(torch.ones(4, 2)).requires_grad
         serving = SharedWorkers.by_owner["here"].serving
-        held = serving.call(dict.fromkeys(serving.ready(), HeldBytes(model._exchange.number)))
+        held = serving.ask(dict.fromkeys(serving.ready(), HeldBytes(model._exchange.module_number)))
         assert list(held.values()) == [0]
 
 

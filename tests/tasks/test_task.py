@@ -42,7 +42,7 @@ def run_alone(job: Job, folder: Path) -> tuple[Merged, list[Report]]:
     told: list[Any] = []
     for rank in range(job.max_workers):
         run_task(job, World(rank, job.max_workers), run, told.append)
-    return merged(job, run, len(job.dataset)), [one for one in told if isinstance(one, Report)]
+    return merged(job, run, len(job.dataset)), [message for message in told if isinstance(message, Report)]
 
 
 def plain_loop(job: Job, order: list[int], collate: Callable[[list[Any]], Any], dim: int = 0) -> list[Any]:
@@ -292,7 +292,7 @@ def notes_of(job: Job, folder: Path) -> list[str]:
     run.child(PARTS).create()
     for rank in range(job.max_workers):
         run_task(job, World(rank, job.max_workers), run, told.append)
-    return [one.text for one in told if isinstance(one, Note)]
+    return [message.text for message in told if isinstance(message, Note)]
 
 
 def test_a_registered_class_in_the_outputs_is_a_nesting(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from dp_ray.monitor.watchdog import collectives_behind
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.storage import Storage
+from dp_ray.system.threads import note_call
 from dp_ray.tasks.setup import Context
 from tests.support.builders import monitor_of
 from tests.support.group import run_group
@@ -40,7 +41,7 @@ def entry(number: int, state: str, retired: bool = False, **keys: Any) -> dict[s
 
 
 def stands(*entries: dict[str, Any]) -> list[tuple[str, int, str]]:
-    return [(one.group, one.number, one.state) for one in current_collectives(entries)]
+    return [(collective.group, collective.number, collective.state) for collective in current_collectives(entries)]
 
 
 def test_a_group_stands_at_its_oldest_collective_that_is_not_over() -> None:
@@ -51,9 +52,9 @@ def test_a_group_stands_at_its_oldest_collective_that_is_not_over() -> None:
     assert stands(*done, *ahead) == [("nccl dp_ray-1 all", 3, "started")]
     timed_out = entry(3, "started", retired=True)  # as NCCL leaves one that has timed out
     assert stands(*done, timed_out) == [("nccl dp_ray-1 all", 3, "started")]
-    (one,) = current_collectives([*done, entry(3, "scheduled", input_sizes=[[4], [2, 2]])])
-    assert one == Collective("nccl dp_ray-1 all", 3, "all_reduce", "[4] [2, 2]", "scheduled")
-    assert str(one) == "all_reduce 3 of [4] [2, 2], scheduled"
+    (collective,) = current_collectives([*done, entry(3, "scheduled", input_sizes=[[4], [2, 2]])])
+    assert collective == Collective("nccl dp_ray-1 all", 3, "all_reduce", "[4] [2, 2]", "scheduled")
+    assert str(collective) == "all_reduce 3 of [4] [2, 2], scheduled"
 
 
 def test_gloo_only_retires_what_is_over() -> None:
@@ -99,7 +100,7 @@ class StaysAway(StepControl):
 def test_the_recorder_of_gloo_tells_who_has_not_come_to_a_collective(tmp_path: Path) -> None:
     run_group(job_of("mlp", workers=2), tmp_path, StaysAway())
     told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(2)]
-    (waits,), (is_away,) = ([Collective(*one) for one in found] for _, found in told)
+    (waits,), (is_away,) = ([Collective(*values) for values in found] for _, found in told)
     assert waits == Collective("gloo dp_ray-1 all", is_away.number + 1, "all_reduce", "[2, 4]", "scheduled")
     assert (is_away.sizes, is_away.state) == ("[5]", "over")
     assert collectives_behind({0: waits, 1: is_away}) == (1,)
@@ -196,6 +197,16 @@ class Worker:
         return beat
 
 
+def test_each_beat_names_the_last_call_of_a_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worker = Worker(monkeypatch, tmp_path, 100.0)
+    note_call(3, "step 1, pass 0")
+    try:
+        assert worker.beat(1.0).call == (3, "step 1, pass 0")
+    finally:
+        note_call(0, "")
+    assert worker.beat(1.0).call == (0, "")
+
+
 def test_a_late_worker_writes_its_recorder_once_a_step_and_tells_where_it_stands(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -237,7 +248,7 @@ def test_a_recorder_that_cannot_be_kept_is_told(monkeypatch: pytest.MonkeyPatch,
     late.heartbeat.before(7)
     late.beat(101.0)
     assert late.beat(1.0).collectives == (SUM,)
-    (note,) = (one for one in late.channel.sent if isinstance(one, Note))
+    (note,) = (message for message in late.channel.sent if isinstance(message, Note))
     assert note.text.startswith("rank 1 on localhost: its flight recorder cannot be kept: StorageError: ")
 
 
@@ -281,12 +292,12 @@ def test_what_late_workers_told_stands_in_the_incident_that_somebody_else_makes(
     """No step is too long here: the user, or NCCL's own watchdog, ends a process."""
     workers = [WorkerReady("a", World(rank, 2), 1, ()) for rank in range(2)]
     over = SUM._replace(number=40, state="over")
-    beats = [Beat("a", rank, 7, 1900.0, "", collectives=(one,)) for rank, one in enumerate([SUM, over])]
+    beats = [Beat("a", rank, 7, 1900.0, "", collectives=(collective,)) for rank, collective in enumerate([SUM, over])]
     lost = Interrupted(IncidentKind.WORKER, "its process was killed, or crashed", (0,))
     monitor = monitor_of(*workers, *beats, lost, job={"timeouts": {"step": None}}, quiet=True)
-    (one,) = monitor.incidents.log.interruptions
-    assert one.kind is IncidentKind.WORKER
-    assert one.what == (
+    (interruption,) = monitor.incidents.log.interruptions
+    assert interruption.kind is IncidentKind.WORKER
+    assert interruption.what == (
         "its process was killed, or crashed; in the collectives of gloo dp_ray-1 all rank 1 is behind: "
         "rank 0: all_reduce 41 of [4], scheduled, rank 1: all_reduce 40 of [4], over (more in flight_recorder/)"
     )

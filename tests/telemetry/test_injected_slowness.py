@@ -63,7 +63,7 @@ def verdict_on(folder: Path, data: float, control: Slow, **keys: Any) -> Verdict
     ]
     split = time_split(table)
     assert split is not None
-    assert all(abs(sum(one["shares"].values()) - 1) < 0.002 for one in split["workers"])
+    assert all(abs(sum(worker["shares"].values()) - 1) < 0.002 for worker in split["workers"])
     verdict = verdict_of(table, facts_of(job.describe()))
     assert verdict is not None
     return verdict

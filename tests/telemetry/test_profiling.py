@@ -46,11 +46,11 @@ def traced(path: Path) -> list[dict[str, Any]]:
 
 
 def steps_in(events: list[dict[str, Any]]) -> list[str]:
-    return sorted({one["name"] for one in events if one.get("name", "").startswith("dp_ray step ")})
+    return sorted({event["name"] for event in events if event.get("name", "").startswith("dp_ray step ")})
 
 
 def num_of(events: list[dict[str, Any]], name: str) -> int:
-    return sum(one.get("name") == name and one.get("ph") == "X" for one in events)
+    return sum(event.get("name") == name and event.get("ph") == "X" for event in events)
 
 
 @pytest.mark.usefixtures("in_project")

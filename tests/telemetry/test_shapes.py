@@ -3,7 +3,6 @@
 Reports are compared with lists of what was recorded, and with a table that is one dictionary.
 """
 
-import dataclasses
 import io
 import math
 import pickle
@@ -49,20 +48,10 @@ from dp_ray.telemetry.shapes import (
 )
 from dp_ray.tensors.tree import sizes
 from tests.support.builders import monitor_of
+from tests.support.trees import Data, Pair
 from tests.support.within import within
 
 Size = torch.Size
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclasses.dataclass
-class Data:
-    x: Any
-    y: Any = None
 
 
 class Calls(nn.Module):
@@ -130,9 +119,9 @@ def test_a_list_with_an_entry_for_each_row_is_seen_by_what_its_entries_have_in_c
         4,
     )
     features = [X, Y, torch.ones(4, 2), X]
-    assert see(lambda given: features, features)[0] == tuple(one.shape for one in features), "no row in each"
+    assert see(lambda given: features, features)[0] == tuple(feature.shape for feature in features), "no row in each"
     slow_first = [torch.ones(time, 4, 2) for time in (7, 3, 2, 1)]
-    assert see(lambda given: given, slow_first, batch_dim=1)[0] == tuple(one.shape for one in slow_first)
+    assert see(lambda given: given, slow_first, batch_dim=1)[0] == tuple(tensor.shape for tensor in slow_first)
     pair = ([torch.ones(3, 5), torch.ones(2, 5)], [Y, Y])
     model = Calls(lambda *given: given[1][0])
     with Probe(model) as probe:
@@ -356,7 +345,7 @@ def test_a_report_has_each_shard_in_the_order_of_its_run(steps: Sequence[int], s
 
 histories = st.lists(
     st.tuples(
-        st.lists(st.tuples(st.integers(0, 4), st.sampled_from(SEEN)), unique_by=lambda one: one[0]), st.booleans()
+        st.lists(st.tuples(st.integers(0, 4), st.sampled_from(SEEN)), unique_by=lambda drawn: drawn[0]), st.booleans()
     ),
     max_size=20,
 )
@@ -903,7 +892,7 @@ def test_reports_come_back_from_their_file(tmp_path: Path, blocks: int) -> None:
     write(run, [told[number * 40 // blocks : (number + 1) * 40 // blocks] for number in range(blocks)])
     back = read(run)
     assert back == told
-    assert {type(one.input_size) for one in back} == {torch.Size}
+    assert {type(report.input_size) for report in back} == {torch.Size}
     assert [path.name for path in tmp_path.iterdir()] == ["shapes.parquet"]
 
 
@@ -936,9 +925,9 @@ def test_sizes_of_which_some_are_equal_come_back(tmp_path: Path) -> None:
 def resumed(run: Storage, told: Sequence[ShardReport], rest: Sequence[ShardReport]) -> None:
     """Have another worker run the rest, and check that all else is as it was told."""
     with closing(ReportTables(run, ALL)) as tables, Recorder(World(), tables.add, NEVER) as recorder:
-        for one in rest:
-            record(recorder, Row(one.step, one.shard, SEEN[0], 0.5))
-            recorder.on_step(one.step)
+        for report in rest:
+            record(recorder, Row(report.step, report.shard, SEEN[0], 0.5))
+            recorder.on_step(report.step)
     for was, now in zip(told, read(run), strict=True):
         size, output = torch.Size([1, 5]), torch.Size([1, 2])
         anew = ShardReport(was.step, was.shard, 0, "localhost", "cpu", 1, size, output, 0.5)
@@ -949,7 +938,9 @@ def test_what_was_reported_of_finished_shards_is_taken_in_again(tmp_path: Path) 
     """Of ten steps in four shards, five are done, and two shards of two more; another worker runs the rest."""
     run, told = Storage(str(tmp_path)), some_reports(40)
     write(run, [told])
-    resumed(run, told, [one for one in told if one.step in (3, 8, 9) or (one.step >= 6 and one.shard >= 2)])
+    resumed(
+        run, told, [report for report in told if report.step in (3, 8, 9) or (report.step >= 6 and report.shard >= 2)]
+    )
 
 
 def test_what_an_earlier_version_has_kept_is_taken_in_again(tmp_path: Path) -> None:
@@ -978,9 +969,9 @@ def test_pandas_opens_the_reports(tmp_path: Path) -> None:
     write(Storage(str(tmp_path)), [told[:25], told[25:]])
     frame = pd.read_parquet(tmp_path / "shapes.parquet")
     for name in ("step", "shard", "rank", "node", "device", "rows", "milliseconds"):
-        assert frame[name].tolist() == [getattr(one, name) for one in told], name
-    assert frame["input_size"].tolist() == [f"[{one.rows}, 7]" for one in told]
-    assert frame["output_size"].tolist() == [f"[{one.rows}]" for one in told]
+        assert frame[name].tolist() == [getattr(report, name) for report in told], name
+    assert frame["input_size"].tolist() == [f"[{report.rows}, 7]" for report in told]
+    assert frame["output_size"].tolist() == [f"[{report.rows}]" for report in told]
     assert frame.groupby("node", observed=True)["milliseconds"].count().to_dict() == {"10.0.0.0": 20, "10.0.0.1": 20}
 
 

@@ -121,5 +121,5 @@ def test_a_dtype_that_the_format_does_not_know_is_named(tmp_path: Path) -> None:
 
 def test_a_column_of_one_row_has_its_bytes() -> None:
     """A dimension of length 1 may have any stride, and such a tensor counts as contiguous."""
-    for one in (torch.arange(5.0)[None][:, 2], torch.arange(15.0).view(1, 5, 3)[:, 1:2, 2]):
-        assert as_bytes(one).numpy().tobytes() == one.numpy().tobytes()
+    for tensor in (torch.arange(5.0)[None][:, 2], torch.arange(15.0).view(1, 5, 3)[:, 1:2, 2]):
+        assert as_bytes(tensor).numpy().tobytes() == tensor.numpy().tobytes()

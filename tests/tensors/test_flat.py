@@ -16,18 +16,18 @@ def test_views_of_a_flat_buffer_are_the_tensors(data: st.DataObject) -> None:
     for dtype in data.draw(st.lists(st.sampled_from(list(DTYPES.values())), max_size=4)):
         shape = data.draw(st.lists(st.integers(0, 3), max_size=3))
         drawn = torch.randint(0, 256, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8)
-        one = drawn.view(dtype).view(shape)
-        tensors.append(one.transpose(0, -1) if data.draw(st.booleans()) and one.ndim else one)
+        tensor = drawn.view(dtype).view(shape)
+        tensors.append(tensor.transpose(0, -1) if data.draw(st.booleans()) and tensor.ndim else tensor)
     buffer = flat(tensors)
     assert len(buffer) == sum(map(room, tensors))
-    for view, one in zip(
+    for view, tensor in zip(
         views(buffer, [Form(tensor.shape, tensor.dtype) for tensor in tensors]), tensors, strict=True
     ):
-        assert view.dtype == one.dtype and view.shape == one.shape
+        assert view.dtype == tensor.dtype and view.shape == tensor.shape
         assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
         assert (view.data_ptr() - buffer.data_ptr()) % ALIGNED == 0 or not view.numel()
-        assert _saved(view) == _saved(one)
-        assert _saved(from_bytes(as_bytes(one), one)) == _saved(one)
+        assert _saved(view) == _saved(tensor)
+        assert _saved(from_bytes(as_bytes(tensor), tensor)) == _saved(tensor)
 
 
 def test_the_bytes_of_a_lazy_conjugate_or_negative_are_those_of_its_numbers() -> None:

@@ -52,23 +52,23 @@ class Output(OrderedDict[str, Any]):
                 self[field.name] = getattr(self, field.name)
 
 
-def assert_same(one: Any, two: Any) -> None:
+def assert_same(got: Any, wanted: Any) -> None:
     """The same nesting of the same types, and the same bits in it."""
-    assert type(one) is type(two)
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == two.dtype and torch.equal(one, two)
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == two.dtype and np.array_equal(one, two)
-    elif isinstance(one, Mapping):
-        assert_same(list(one.items()), list(two.items()))
-    elif isinstance(one, tuple | list):
-        assert len(one) == len(two)
-        for a, b in zip(one, two, strict=True):
+    assert type(got) is type(wanted)
+    if isinstance(got, torch.Tensor):
+        assert got.dtype == wanted.dtype and torch.equal(got, wanted)
+    elif isinstance(got, np.ndarray):
+        assert got.dtype == wanted.dtype and np.array_equal(got, wanted)
+    elif isinstance(got, Mapping):
+        assert_same(list(got.items()), list(wanted.items()))
+    elif isinstance(got, tuple | list):
+        assert len(got) == len(wanted)
+        for a, b in zip(got, wanted, strict=True):
             assert_same(a, b)
-    elif dataclasses.is_dataclass(one):
-        assert_same(*([getattr(node, field.name) for field in dataclasses.fields(one)] for node in (one, two)))
+    elif dataclasses.is_dataclass(got):
+        assert_same(*([getattr(node, field.name) for field in dataclasses.fields(got)] for node in (got, wanted)))
     else:
-        assert one == two or (math.isnan(one) and math.isnan(two))
+        assert got == wanted or (math.isnan(got) and math.isnan(wanted))
 
 
 def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -249,10 +249,10 @@ def test_outputs_that_differ_are_an_error(outputs: Any, rows: Any, message: str)
 
 @pytest.mark.parametrize("answer", [[True], "yes", np.array([True]), np.array([1, 1]), RuntimeError("no")])
 def test_constants_without_a_plain_equality_compare_by_identity(answer: Any) -> None:
-    one, two = (MagicMock(__eq__=Mock(side_effect=[answer])) for _ in range(2))
-    assert gather([one, one]) is one
+    first, second = (MagicMock(__eq__=Mock(side_effect=[answer])) for _ in range(2))
+    assert gather([first, first]) is first
     with pytest.raises(ModelError, match="MagicMock"):
-        gather([one, two])
+        gather([first, second])
 
 
 def test_equal_constants_stay_and_keys_may_come_in_another_order() -> None:

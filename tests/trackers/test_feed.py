@@ -26,7 +26,7 @@ from dp_ray.system.threads import repeated
 from dp_ray.tables import write_table
 from dp_ray.trackers import feed as feeds
 from dp_ray.trackers import process
-from dp_ray.trackers.feed import MEMORY_JSON, TRACKERS, Memory, about_run
+from dp_ray.trackers.feed import TRACKED_JSON, TRACKERS, TrackedRun, about_run
 from dp_ray.trackers.process import RunTrackers, TrackerProcess
 from tests.support.builders import run_dir_of
 from tests.support.cluster import ROOT
@@ -124,7 +124,7 @@ def test_a_tracker_gets_each_row_once_and_the_end(run: Storage, fed: Any) -> Non
     ((status, metrics),) = tracker.ended
     assert (status, metrics["loss"]) == ("done", 0.5)
     assert metrics.keys() == {"loss", "eval_right"} and metrics["eval_right"] != metrics["eval_right"], "nan"
-    assert MEMORY_JSON.read(run.child(TRACKERS), "fake.json") == Memory("run-1", 30, "done")
+    assert TRACKED_JSON.read(run.child(TRACKERS), "fake.json") == TrackedRun("run-1", 30, "done")
 
 
 def test_a_tracker_that_is_down_for_a_while_misses_nothing(run: Storage, fed: Any) -> None:
@@ -185,7 +185,7 @@ def test_a_driver_that_is_gone_leaves_the_trackers_run_as_it_is(run: Storage, fe
     wait_until(lambda: len(tracker.steps) == 3)
     feed.leave()
     assert tracker.is_closed and not tracker.ended
-    assert MEMORY_JSON.read(run.child(TRACKERS), "fake.json") == Memory("run-1", 3)
+    assert TRACKED_JSON.read(run.child(TRACKERS), "fake.json") == TrackedRun("run-1", 3)
 
 
 def test_a_driver_that_is_gone_ends_a_feed_that_has_much_to_send_or_a_tracker_that_is_down(
@@ -226,7 +226,7 @@ def test_a_tracker_that_is_down_is_tried_more_and_more_rarely_until_the_run_ends
 
 def test_rows_after_a_gap_wait_for_the_steps_that_run_again(run: Storage, fed: Any) -> None:
     tracker = FakeTracker()
-    remember(run, Memory("theirs", 3))
+    remember(run, TrackedRun("theirs", 3))
     recent(run, 6, 9)
     feed = fed(tracker, run)
     in_files(run, 0, 5)
@@ -240,14 +240,14 @@ def test_rows_after_a_gap_wait_for_the_steps_that_run_again(run: Storage, fed: A
     assert tracker.rows == rows(3, 15)
 
 
-def remember(run: Storage, memory: Memory) -> None:
+def remember(run: Storage, memory: TrackedRun) -> None:
     run.child(TRACKERS).create()
-    assert MEMORY_JSON.write(run.child(TRACKERS), memory, "fake.json")
+    assert TRACKED_JSON.write(run.child(TRACKERS), memory, "fake.json")
 
 
 def test_a_resumed_run_sends_exactly_the_steps_that_are_lacking(run: Storage, fed: Any) -> None:
     """Its driver was killed after step 12; the tracker has 10 steps, and the checkpoint is of step 8."""
-    remember(run, Memory("theirs", 10))
+    remember(run, TrackedRun("theirs", 10))
     in_files(run, 0, 8)
     tracker = FakeTracker()
     feed = fed(tracker, run)
@@ -261,7 +261,7 @@ def test_a_resumed_run_sends_exactly_the_steps_that_are_lacking(run: Storage, fe
 
 
 def test_a_resumed_run_whose_tracker_was_down_sends_what_was_before(run: Storage, fed: Any) -> None:
-    remember(run, Memory("theirs", 3))
+    remember(run, TrackedRun("theirs", 3))
     in_files(run, 0, 8)
     tracker = FakeTracker()
     feed = fed(tracker, run)
@@ -525,7 +525,7 @@ def test_a_killed_driver_leaves_no_process(site: Path, run: Storage, has_child: 
             if has_child:
                 os.kill(int(child), signal.SIGKILL)
     assert told(site)[-1] == "finished", "its client was closed"
-    assert MEMORY_JSON.read(run.child(TRACKERS), "trackio.json") == Memory("theirs", 3)
+    assert TRACKED_JSON.read(run.child(TRACKERS), "trackio.json") == TrackedRun("theirs", 3)
 
 
 def test_a_trackers_process_waits_for_neither_torch_nor_ray() -> None:

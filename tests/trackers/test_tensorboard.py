@@ -56,14 +56,14 @@ def test_a_repeated_step_replaces_the_ones_from_it_on(tmp_path: Path) -> None:
     writer.close()
     _, (_, start, *again) = events(tmp_path)
     assert (start.step, start.session_log.status) == (1, SessionLog.START)
-    assert [one.step for one in again] == [1, 2]
+    assert [event.step for event in again] == [1, 2]
 
 
 def test_what_is_written_is_there_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard, "FLUSH_SECONDS", 0.0)
     writer = TensorBoardWriter(Storage(str(tmp_path)))
     writer.add([row(0)])
-    assert [one.step for one in events(tmp_path)[0][2:]] == [0]
+    assert [event.step for event in events(tmp_path)[0][2:]] == [0]
     writer.close()
 
 
@@ -77,4 +77,4 @@ def test_a_full_disk_ends_only_the_writer(tmp_path: Path, monkeypatch: pytest.Mo
     writer.add([row(1)])
     writer.add([row(2)])
     writer.close()
-    assert [one.step for one in events(tmp_path)[0][2:]] == [0]
+    assert [event.step for event in events(tmp_path)[0][2:]] == [0]

@@ -28,7 +28,7 @@ import dp_ray
 from dp_ray.errors import Error, JobError
 from dp_ray.rundir.lease import last_alive
 from dp_ray.storage import Storage
-from dp_ray.trackers.feed import MEMORY_JSON, TRACKERS
+from dp_ray.trackers.feed import TRACKED_JSON, TRACKERS
 from dp_ray.trackers.process import send_late
 from tests.support.cluster import free_port, wait_for_port
 from tests.support.tracked import SLOW
@@ -86,7 +86,7 @@ def asked(port: int, path: str, **query: str) -> Any:
 def losses_of(run_id: str | None, port: int, name: str = "loss") -> list[tuple[int, float]]:
     """The steps and values of a metric of a run, as the server has them."""
     found = asked(port, "metrics/get-history", run_id=str(run_id), metric_key=name)["metrics"]
-    return sorted((int(one["step"]), one["value"]) for one in found)
+    return sorted((int(metric["step"]), metric["value"]) for metric in found)
 
 
 def history_of(result: dp_ray.Result, name: str = "loss") -> list[tuple[int, float]]:
@@ -116,12 +116,12 @@ def test_mlflow_gets_each_step_once_though_its_server_was_down(
     results: list[dp_ray.Result] = []
     training = threading.Thread(target=lambda: results.append(dp_ray.run(**keys)))
     training.start()
-    wait_until(lambda: MEMORY_JSON.read(run.child(TRACKERS), "mlflow.json").next_step > 10, 90)
+    wait_until(lambda: TRACKED_JSON.read(run.child(TRACKERS), "mlflow.json").next_step > 10, 90)
     server.__exit__(None, None, None)
     time.sleep(2)
     with mlflow_server(mlflow, port):
         training.join()
-        remembered = MEMORY_JSON.read(run.child(TRACKERS), "mlflow.json")
+        remembered = TRACKED_JSON.read(run.child(TRACKERS), "mlflow.json")
         (result,) = results
         found = losses_of(remembered.run_id, port)
         rates = losses_of(remembered.run_id, port, "learning_rate")
@@ -129,7 +129,7 @@ def test_mlflow_gets_each_step_once_though_its_server_was_down(
     assert found == history_of(result)
     assert rates == history_of(result, "learning_rate")
     assert (there["info"]["status"], there["info"]["run_name"]) == ("FINISHED", "run")
-    params, tags = ({one["key"]: one["value"] for one in there["data"][key]} for key in ("params", "tags"))
+    params, tags = ({pair["key"]: pair["value"] for pair in there["data"][key]} for key in ("params", "tags"))
     assert (params["optimizer.args.lr"], params["epochs"]) == ("0.1", "2")
     assert tags["dp_ray.status"] == remembered.status == "done"
     assert "mlflow does not answer, the run goes on" in capsys.readouterr().err
@@ -145,17 +145,17 @@ def test_mlflow_gets_what_it_lacks_when_the_run_is_resumed_or_later(
     monkeypatch.setattr("dp_ray.trackers.process.END_SECONDS", 1.0)
     keys = keys_of(storage=str(mlflow / "runs"), name="run", trackers=["mlflow", "tensorboard"])
     first = dp_ray.run(**keys)
-    assert MEMORY_JSON.read(run.child(TRACKERS), "mlflow.json").next_step == 0
+    assert TRACKED_JSON.read(run.child(TRACKERS), "mlflow.json").next_step == 0
     monkeypatch.setattr("dp_ray.trackers.process.LATE_SECONDS", 1.0)
     with pytest.raises(Error, match="mlflow did not answer"):
         list(send_late(str(mlflow / "runs" / "run")))
     monkeypatch.setattr("dp_ray.trackers.process.LATE_SECONDS", 120.0)
     with mlflow_server(mlflow, port):
         assert list(send_late(str(mlflow / "runs" / "run"))) == [f"mlflow has all {first.steps} steps"]
-        once = MEMORY_JSON.read(run.child(TRACKERS), "mlflow.json")
+        once = TRACKED_JSON.read(run.child(TRACKERS), "mlflow.json")
         monkeypatch.setattr("dp_ray.trackers.process.END_SECONDS", 120.0)
         longer = dp_ray.run(**{**keys, "epochs": 2})
-        assert MEMORY_JSON.read(run.child(TRACKERS), "mlflow.json").run_id == once.run_id
+        assert TRACKED_JSON.read(run.child(TRACKERS), "mlflow.json").run_id == once.run_id
         found = losses_of(once.run_id, port)
     assert found == history_of(longer)
 
@@ -183,7 +183,7 @@ def test_trackio_gets_each_step_once_though_its_server_was_down(
     training = threading.Thread(target=lambda: results.append(dp_ray.run(**keys)))
     training.start()
     wait_until(
-        lambda: MEMORY_JSON.read(Storage(str(tmp_path / "run")).child(TRACKERS), "trackio.json").next_step > 10, 90
+        lambda: TRACKED_JSON.read(Storage(str(tmp_path / "run")).child(TRACKERS), "trackio.json").next_step > 10, 90
     )
     time.sleep(1)
     server.__exit__(None, None, None)
@@ -203,9 +203,9 @@ def test_trackio_goes_on_in_the_same_run(tmp_path: Path) -> None:
     keys |= {"env": {**ours, "TRACKIO_WRITE_TOKEN": "token"}}
     with serving([sys.executable, "-m", "tests.support.tracked", str(port)], port, **theirs):
         dp_ray.run(**keys)
-        once = MEMORY_JSON.read(Storage(str(tmp_path / "run")).child(TRACKERS), "trackio.json")
+        once = TRACKED_JSON.read(Storage(str(tmp_path / "run")).child(TRACKERS), "trackio.json")
         longer = dp_ray.run(**{**keys, "epochs": 3})
-    again = MEMORY_JSON.read(Storage(str(tmp_path / "run")).child(TRACKERS), "trackio.json")
+    again = TRACKED_JSON.read(Storage(str(tmp_path / "run")).child(TRACKERS), "trackio.json")
     assert (again.run_id, again.next_step) == (once.run_id, longer.total_steps)
     assert _trackio_rows(tmp_path / "theirs") == history_of(longer)
 
@@ -224,7 +224,7 @@ def test_wandb_writes_each_step_to_its_offline_files(tmp_path: Path) -> None:
     keys = keys_of(storage=str(tmp_path), name="run", trackers=["wandb"], env=env)
     result = dp_ray.run(**keys)
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert MEMORY_JSON.read(
+    assert TRACKED_JSON.read(
         Storage(str(tmp_path / "run")).child(TRACKERS), "wandb.json"
     ).run_id == file.stem.removeprefix("run-")
     history, config, summary = _wandb_records(file)
@@ -241,10 +241,10 @@ def test_wandb_goes_on_in_the_same_run_after_its_driver_was_killed(tmp_path: Pat
     program = f"import dp_ray; dp_ray.run(**{keys!r})"
     run = Storage(str(tmp_path / "run"))
     with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as driver:
-        wait_until(lambda: MEMORY_JSON.read(run.child(TRACKERS), "wandb.json").next_step > 15, 90)
+        wait_until(lambda: TRACKED_JSON.read(run.child(TRACKERS), "wandb.json").next_step > 15, 90)
         os.killpg(driver.pid, signal.SIGKILL)
     wait_until(lambda: not last_alive(run)[0], 60)
-    remembered = MEMORY_JSON.read(run.child(TRACKERS), "wandb.json")
+    remembered = TRACKED_JSON.read(run.child(TRACKERS), "wandb.json")
     result = dp_ray.run(**keys)
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
     assert {path.stem for path in files} == {f"run-{remembered.run_id}"} and len(files) == 2
@@ -270,7 +270,7 @@ def _wandb_records(file: Path) -> Any:
 
 
 def _items(items: Any) -> dict[str, Any]:
-    return {one.key or ".".join(one.nested_key): json.loads(one.value_json) for one in items}
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 def _log_records(data: bytes) -> Iterator[bytes]:

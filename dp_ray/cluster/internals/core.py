@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import psutil
 import ray
@@ -20,6 +21,7 @@ import ray._private.state
 import ray._private.utils
 import ray._private.worker
 import ray._raylet
+import requests
 import yaml
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, RAY_RUNTIME_ENV_IGNORE_GITIGNORE
 from ray._private.runtime_env import packaging
@@ -30,6 +32,8 @@ from dp_ray.cluster.resources import NodeType
 from dp_ray.system.process import patched
 
 CONNECT_SECONDS = 10.0
+LOG_SECONDS = 7 * 24 * 3600  # how long Ray may take to send a file
+PIECE = 1 << 20
 _GCS = "--gcs-address="  # an argument of each raylet
 _LOGS, _CLUSTER_FILE = "--logs-dir", "--autoscaling-config"  # arguments of the head's monitor
 
@@ -280,17 +284,22 @@ def raylet_of_this_worker() -> psutil.Process:
     return raylet
 
 
-def leave_on_head(client: Any, data: bytes) -> str:
-    """Upload bytes as Ray's job client uploads code packages, and return their address.
+def leave_on_head(client: Any, data: bytes, name: str = "") -> str:
+    """Upload bytes as Ray's job client uploads code packages, and return their address, which holds `name`.
 
     Ray removes them after ten minutes without use. Raises RuntimeError if Ray refuses them.
     Public: none; Ray logs all that `submit_job` carries.
     """
-    name = f"_ray_pkg_{uuid.uuid4().hex}.zip"
-    answer = client._do_request("PUT", f"/api/packages/gcs/{name}", data=data)
-    if answer.status_code != 200 or not client._package_exists(f"gcs://{name}"):
+    place = place_on_head(name or uuid.uuid4().hex)
+    answer = client._do_request("PUT", f"/api/packages/{place.replace('://', '/')}", data=data)
+    if answer.status_code != 200 or not client._package_exists(place):
         raise RuntimeError(f"it does not take the values of env: status {answer.status_code}")
-    return f"gcs://{name}"
+    return place
+
+
+def place_on_head(name: str) -> str:
+    """Return the address of bytes that are left on the head under a name. Public: none."""
+    return f"gcs://_ray_pkg_{name}.zip"
 
 
 def take_from_head(address: str, place: str) -> bytes | None:
@@ -301,8 +310,37 @@ def take_from_head(address: str, place: str) -> bytes | None:
     return left
 
 
-def name_own_job(address: str, key: str, name: str) -> None:
-    """Add a name, as `key`, to the metadata of the submitted job that this process is in, unless it has one.
+def own_log_folder() -> Path:
+    """Return the log folder of the node on which this submitted job runs: its own output is a file in it.
+
+    Ray's dashboard serves the files of this folder, and follows links in it. Public: none.
+    """
+    log = Path(os.readlink("/proc/self/fd/1"))
+    if not log.name.startswith("job-driver-"):
+        raise RuntimeError(f"a submitted job prints to its log, and this process to {log}")
+    return log.parent
+
+
+@contextmanager
+def log_file(client: Any, node_id: str, name: str, seconds: float) -> Iterator[Iterator[bytes]]:
+    """Within the block, read a file below a node's log folder, in pieces; `seconds` is how long a piece may take.
+
+    Raises FileNotFoundError if there is none, or requests' errors if the connection breaks.
+    Public: ray.util.state.get_log, which waits for ever where a connection is silent.
+    """
+    given = {"node_id": node_id, "filename": name, "lines": -1, "timeout": LOG_SECONDS}
+    url = f"{client._address}/api/v0/logs/file?{urlencode(given)}"
+    own = {"headers": client._headers, "cookies": client._cookies, "verify": client._verify}
+    with requests.get(url, stream=True, timeout=seconds, **own) as answer:
+        if answer.status_code != requests.codes.ok:
+            raise FileNotFoundError(f"{name}: {answer.text}")
+        yield answer.iter_content(PIECE)
+
+
+def name_own_job(address: str, names: Mapping[str, str]) -> None:
+    """Add names, each under its key, to the metadata of the submitted job that this process is in.
+
+    Those that it has stay.
 
     The job's supervisor writes the same record before the program starts and after it has ended, and keeps this.
     Public: none; only `submit_job` takes metadata.
@@ -313,8 +351,8 @@ def name_own_job(address: str, key: str, name: str) -> None:
     record = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=submission).encode()
     head, jobs = ray._raylet.GcsClient(address=address), ray._private.ray_constants.KV_NAMESPACE_JOB
     known = json.loads(head.internal_kv_get(record, jobs))
-    if key not in (known["metadata"] or {}):
-        known["metadata"] = {**(known["metadata"] or {}), key: name}
+    if names.keys() - (known["metadata"] or {}).keys():
+        known["metadata"] = {**names, **(known["metadata"] or {})}
         head.internal_kv_put(record, json.dumps(known).encode(), True, jobs)
 
 

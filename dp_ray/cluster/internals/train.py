@@ -13,7 +13,7 @@ import ray
 from dp_ray.cluster.decisions import Restart, StartFailed, StartTrouble, WorkersFailed
 from dp_ray.cluster.internals.controller import NoSynchronization
 from dp_ray.cluster.internals.core import autoscales, label_of
-from dp_ray.cluster.internals.train_worker import CALLS, RayTrainWorker, enter_process
+from dp_ray.cluster.internals.train_worker import MESSAGES, RayTrainWorker, enter_process
 from dp_ray.messages import WorkerExit
 from dp_ray.system.imports import postponed
 
@@ -201,9 +201,9 @@ def _kill_unless_missing(actor: Any) -> None:
         ray.kill(actor)
 
 
-def _with_calls(resources: dict[str, float]) -> dict[str, Any]:
-    """Return the options of the workers' actors, which take calls in a thread of their own."""
-    return {**bundle_to_remote_args(resources), "concurrency_groups": {CALLS: 1}}
+def _with_messages(resources: dict[str, float]) -> dict[str, Any]:
+    """Return the options of the workers' actors, which take messages in a thread of their own."""
+    return {**bundle_to_remote_args(resources), "concurrency_groups": {MESSAGES: 1}}
 
 
 class OwnController(TrainController):  # type: ignore[misc]
@@ -219,7 +219,7 @@ class OwnController(TrainController):  # type: ignore[misc]
         CleanWorkerGroup.idle_starts = idle_starts
         package = ray.train.v2._internal.execution.worker_group  # in this process, which is the controller's own
         package.worker_group.SynchronizationActor = NoSynchronization
-        package.worker_group.bundle_to_remote_args = _with_calls
+        package.worker_group.bundle_to_remote_args = _with_messages
         package.state._shutdown_sync_actor = _kill_unless_missing
         super().__init__(**given)
 

@@ -17,19 +17,19 @@ with postponed("ray.data", "pandas"):
     from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker as RaysOwn
 
 
-CALLS = "calls"  # the concurrency group of `RayTrainWorker.call`
+MESSAGES = "messages"  # the concurrency group of `RayTrainWorker.answer`
 Answer = queue.SimpleQueue[tuple[Any, Exception | None]]  # which comes once: a value, or an error
-calls: queue.SimpleQueue[tuple[Any, Answer] | None] = queue.SimpleQueue()  # of this worker; None ends them
+messages: queue.SimpleQueue[tuple[Any, Answer] | None] = queue.SimpleQueue()  # to this worker; None ends them
 
 
 class RayTrainWorker(RaysOwn):  # type: ignore[misc]
-    """Ray Train's own, in a module that imports less; a worker that serves modules takes calls too."""
+    """Ray Train's own, in a module that imports less; a worker that serves answers messages too."""
 
-    @ray.method(concurrency_group=CALLS, enable_task_events=False)  # type: ignore[untyped-decorator]
-    def call(self, asked: Any) -> Any:
+    @ray.method(concurrency_group=MESSAGES, enable_task_events=False)  # type: ignore[untyped-decorator]
+    def answer(self, message: Any) -> Any:
         """Have the train function's thread answer; Ray Train's own thread stays free for its polls."""
         answer: Answer = queue.SimpleQueue()
-        calls.put((asked, answer))
+        messages.put((message, answer))
         value, error = answer.get()
         if error is not None:
             raise error

@@ -8,6 +8,7 @@ TRAIN_VARIABLES = "RAY_TRAIN_"
 ADDRESS = "RAY_ADDRESS"  # where a driver finds its cluster; Ray sets it in its jobs
 AUTH_MODE = "RAY_AUTH_MODE"  # "token": show one
 AUTH_TOKEN = "RAY_AUTH_TOKEN"
+AUTH_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # a file with it
 API_SERVER_ADDRESS = "RAY_API_SERVER_ADDRESS"  # where `ray job` finds the dashboard
 TMPDIR = "RAY_TMPDIR"  # where a Ray that is started here keeps its sessions
 USE_TLS = "RAY_USE_TLS"  # if set, an address cannot be probed in plain text

@@ -22,7 +22,7 @@ from dp_ray.engine.model import as_module, build_model, follow_shards
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.recompute import choose_blocks, recompute_blocks
 from dp_ray.engine.reduce import make_gradients_dense
-from dp_ray.engine.sharded.deferred import CannotDefer, Recording, Ref, record, replay
+from dp_ray.engine.sharded.deferred import CannotDefer, Recording, Ref, perform, record
 from dp_ray.engine.sharded.state import FsdpRound, Gather, Sharded, SumScatter, TreeScatter
 from dp_ray.engine.weights import check_has_shape
 from dp_ray.engine.world import CPU, World, everyone, is_gpu, new_group
@@ -36,24 +36,24 @@ from dp_ray.text import listed
 
 DDP = "take strategy: ddp, or change the model"
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Values = Iterator[tuple[int, torch.Tensor]]  # of tensors on the meta device, by their ids there
+MetaTensors = Iterator[tuple[int, torch.Tensor]]  # of tensors on the meta device, by their ids there
 Places = dict[int, list[tuple[dict[str, Any], str]]]
 
 
-def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharded:
+def build_sharded(job: Job, world: World, say: Callable[[str], None]) -> Sharded:
     """Build the job's model with the initial weights of `build_model`, holding this worker's shards alone.
 
-    Every rank calls this. `note` gets lines for the user. Raises what `build_model` raises, and JobError for a model
+    Every rank calls this. `say` gets lines for the user. Raises what `build_model` raises, and JobError for a model
     that cannot be sharded.
     """
-    model, values, replaced = _on_meta(job, note)
+    model, values, replaced = _on_meta(job, say)
     places = _places(model)
     # Attributes that the model's code set on its parameters: an optimizer may read them.
     attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     root, current, replicated = shard_in_place(job, world, model)
     if replicated:
         sizes = [f"{name} ({parameter.nbytes} bytes)" for name, parameter in replicated.items()]
-        note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
+        say(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
     names = list(replicated)
     del replicated  # else `replaced.check` would find that this name keeps an old tensor
     tensors = _materialise(places, world.device, job.fsdp.offload)
@@ -115,7 +115,7 @@ class Replaced:
         return {name: tensor for name, tensor in alive.items() if id(tensor) not in now}
 
 
-def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Values, Replaced]:
+def _on_meta(job: Job, say: Callable[[str], None]) -> tuple[nn.Module, MetaTensors, Replaced]:
     """Build the model on the meta device; return it, the values of its tensors, and its tensors before."""
     if isinstance(job.model, Target):
         resolve("model", job.model)
@@ -140,7 +140,7 @@ def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Values, 
     replaced = _checked(model)
     size = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     what = job.model.label if isinstance(job.model, Target) else type(model).__qualname__
-    note(f"fsdp: {what} cannot be built shard by shard, so each worker builds it whole, in {size} bytes: {reason}")
+    say(f"fsdp: {what} cannot be built shard by shard, so each worker builds it whole, in {size} bytes: {reason}")
     return model, _emptied(model), replaced
 
 
@@ -222,15 +222,15 @@ def _check_no_others(model: nn.Module, recording: Recording) -> None:
             )
 
 
-def _replayed(recording: Recording, refs: dict[int, list[tuple[int, Ref]]]) -> Values:
+def _replayed(recording: Recording, refs: dict[int, list[tuple[int, Ref]]]) -> MetaTensors:
     """Yield the tensors of a recorded model, each when it is made; `refs` are those of each memory."""
-    for memory, storage in replay(recording, list(refs)):
+    for memory, storage in perform(recording, list(refs)):
         for number, ref in refs[memory]:
             yield number, ref.of(storage)
         del storage
 
 
-def _emptied(model: nn.Module) -> Values:
+def _emptied(model: nn.Module) -> MetaTensors:
     """Move a model's parameters to the meta device; return their values, each of which is freed once it is read."""
     values: list[tuple[int, torch.Tensor]] = []
     made: dict[int, nn.Parameter] = {}

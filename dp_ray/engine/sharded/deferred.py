@@ -1,6 +1,6 @@
 """Build a model without its memory: record how its tensors are made, and make them later, one after another.
 
-`record` runs a constructor with all tensors on torch's meta device, and notes each operation. `replay` runs the notes
+`record` runs a constructor with all tensors on torch's meta device, and notes each operation. `perform` runs them
 for real, in the same order, and so draws the same random numbers. It yields each tensor after the last operation on
 it. An operation whose result is overwritten later only advances the random numbers. So most models are made with the
 memory of one tensor at a time, and with the bits of a plain constructor.
@@ -120,7 +120,7 @@ class Recording:
         return self._numbers[storage._cdata]
 
     def ref(self, tensor: torch.Tensor) -> Ref:
-        """Return what makes the tensor again in `replay`; raise CannotDefer if no operation made its memory."""
+        """Return what makes the tensor again in `perform`; raise CannotDefer if no operation made its memory."""
         if not self.knows(tensor):
             self.refuse("it has memory that no recorded operation has made")
         if tensor.is_conj() or tensor.is_neg():
@@ -175,7 +175,7 @@ class Memories(dict[int, torch.UntypedStorage]):
     """The memory that is made and not handed over yet, by its number."""
 
 
-def replay(recording: Recording, wanted: Sequence[int]) -> Iterator[tuple[int, torch.UntypedStorage]]:
+def perform(recording: Recording, wanted: Sequence[int]) -> Iterator[tuple[int, torch.UntypedStorage]]:
     """Make the tensors; yield each `wanted` memory, by its number, when it is made. It is not kept after that."""
     needed = _needed(recording, set(wanted))
     last = {memory: at for at, op in enumerate(recording.operations) if needed[at] for memory in op.touched}

@@ -54,9 +54,9 @@ class CollectiveForwards(Forwards):
             self._dummy = mine or _moved(sent, self._world.device)
         return loaded._replace(loaded=chain(first))
 
-    def gathering(self, call: Callable[..., T]) -> Callable[..., T]:
+    def gathering(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return a function that runs the model, with the parameters outside its blocks gathered."""
-        return partial(self._sharded.run, call)
+        return partial(self._sharded.run, function)
 
     def dummies(self, work: Work, step: int, ran: int) -> list[DummyBatch]:
         """Return the dummy batch, for each round of the step in which this worker has no rows.

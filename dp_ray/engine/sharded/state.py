@@ -474,11 +474,13 @@ class AlignedParts:
     def __init__(self, job: Job, sharded: Sharded) -> None:
         model, self._world = sharded.model, sharded.world
         self.parts = [
-            ParameterPart(one, self._world) for one in model.parameters() if one.requires_grad and is_sharded(one)
+            ParameterPart(parameter, self._world)
+            for parameter in model.parameters()
+            if parameter.requires_grad and is_sharded(parameter)
         ]
-        self._by_flat = {id(one.flat): one for one in self.parts}
+        self._by_flat = {id(part.flat): part for part in self.parts}
         # What the optimizer gets for each parameter, by the parameter's id.
-        self.flats = {id(one.parameter): one.flat for one in self.parts}
+        self.flats = {id(part.parameter): part.flat for part in self.parts}
         self.optimizer: Any = build_optimizer(job.optimizer, model, self.flats)
 
     @torch.no_grad()
@@ -615,7 +617,7 @@ def _exchanged(
     with waiting("the other workers' gradients"):
         dist.all_to_all_single(received, sent, from_each, counts, group=everyone())
     parts = [
-        torch.split(one, [each.count(size, at) for each in mine])
-        for at, one in enumerate(torch.split(received, from_each))
+        torch.split(chunk, [each.count(size, at) for each in mine])
+        for at, chunk in enumerate(torch.split(received, from_each))
     ]
     return [torch.cat([theirs[at] for theirs in parts]).view(piece.shape) for at, piece in enumerate(mine)]

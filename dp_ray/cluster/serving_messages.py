@@ -1,4 +1,4 @@
-"""The calls of parallel modules on workers, as they go between driver and worker: directly, not by the channel.
+"""What the driver and a worker that serves say to each other, beside the messages of `tasks/wire.py`.
 
 Both sides import this, but it imports nothing of Ray.
 """
@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dp_ray.engine.world import World
-from dp_ray.tasks.wire import WorkerPlace
-
-IN_LINE_BYTES = 1 << 15  # of an array that is copied into a message
+from dp_ray.tasks.wire import IN_LINE_BYTES, WorkerPlace
 
 
 class Serves(NamedTuple):
-    """A worker says that it takes calls, by its actor's handle; `num_workers` do, or are about to."""
+    """A worker says by the channel that it serves; `num_workers` do or will. Its `handle` takes messages."""
 
     rank: int
     num_workers: int
@@ -24,11 +22,11 @@ class Serves(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """A call: leave the process group. So it is known, before another one is formed, who is there."""
+    """Leave the process group. So it is known, before another one is formed, who is there."""
 
 
 class Join(NamedTuple):
-    """A call: form a process group; the answer is why it could not be formed, None if it was."""
+    """Form a process group; the answer is why it could not be formed, None if it was."""
 
     attempt: str
     world: World

@@ -1,0 +1,332 @@
+"""Bring a run here from the storage of a cluster: what `dp-ray fetch` does; begin at `fetch`.
+
+A storage with a URL that this machine can read is read from here. All else comes through the cluster's dashboard: a
+job on the head node offers the files (`offer.py`), and this process downloads them, checks each one's SHA-256, and
+ends the job.
+
+The files are gathered in a folder beside the run's, and become the run directory when all of them are there. An
+interrupted fetch leaves that folder, and the same command goes on with it.
+"""
+
+import hashlib
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from dp_ray.cluster.connect import RUN_STORAGE
+from dp_ray.cluster.offer import LISTING, RENEW_SECONDS
+from dp_ray.cluster.submit import LOOK_SECONDS, STATUSES, Dashboard, Say, name_of, text_of_bytes
+from dp_ray.errors import BAD_JOB, ClusterError, JobError, StorageError
+from dp_ray.job.job import NAME
+from dp_ray.rundir.content import (
+    CONTENT_JSON,
+    FETCHED_JSON,
+    KINDS,
+    Content,
+    Entry,
+    Fetched,
+    check_names,
+    content_of,
+)
+from dp_ray.rundir.files import RUN, SWEEP
+from dp_ray.rundir.lease import last_alive
+from dp_ray.storage import PIECE, TEMPORARY, Storage
+from dp_ray.system.threads import repeated
+from dp_ray.text import counted, hide
+
+SAY_SECONDS = 5.0
+TRIES, AGAIN_SECONDS = 6, 5.0
+STAGE = ".dp_ray-fetch-"  # before the run's name: the folder that gathers its files
+
+
+class Source(Protocol):
+    """Where a run lies: the files that it has, and their bytes."""
+
+    @property
+    def content(self) -> Content:
+        """The files."""
+
+    def pieces(self, path: str) -> AbstractContextManager[Iterator[bytes]]:
+        """Within the block, read a file in pieces."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to fetch: a run or sweep by its name or its job's id, and files of it of some kinds, or with none all.
+
+    `storage` and `address` say where it is: the folder or URL as the cluster sees it, and the cluster's dashboard.
+    """
+
+    name: str
+    kinds: tuple[str, ...] = ()
+    storage: str | None = None
+    address: str | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What is to come into a run directory: files as RUN/FILE, beside those that it `keeps` or in place of all.
+
+    `lacks` are the kinds of files of which none was fetched before.
+    """
+
+    run: str
+    files: dict[str, Entry]
+    keeps: dict[str, Entry] = field(default_factory=dict)
+    lacks: Sequence[str] = KINDS
+    replaces: bool = False
+
+
+def fetch(wanted: Wanted, folder: Path, say: Say) -> list[Path]:
+    """Fetch a run into FOLDER/NAME, a sweep with its trials beside it; return the directories.
+
+    Raises JobError if there is no such run, or if FOLDER/NAME holds another state of it or anything else.
+    Raises StorageError if its files cannot be read or written, or change meanwhile, and ClusterError if the cluster
+    goes away.
+    """
+    dashboard = Dashboard(wanted.address) if wanted.address else None
+    name, place = _located(wanted, dashboard)
+    with _source(name, place, wanted.kinds, dashboard, say) as source:
+        check_names(source.content, name)
+        runs = dict.fromkeys(path.partition("/")[0] for path in source.content.files)
+        arrivals = [_arrival(folder / run, run, source.content, wanted.overwrite) for run in runs]
+        stage = folder / f"{STAGE}{name}"
+        _gather(source, {path: entry for each in arrivals for path, entry in each.files.items()}, stage, say)
+    for each in arrivals:
+        new = {path.partition("/")[2]: entry for path, entry in each.files.items()}
+        lacks = [kind for kind in each.lacks if kind not in wanted.kinds] if wanted.kinds else []
+        _settle(stage, folder, each, Fetched(hide(place), wanted.address, {**each.keeps, **new}, lacks))
+    shutil.rmtree(stage)
+    return [folder / run for run in runs]
+
+
+def _located(wanted: Wanted, dashboard: Dashboard | None) -> tuple[str, str]:
+    """Return the name of the run, and the storage in which it lies."""
+    if wanted.storage is not None:
+        name, place = wanted.name, wanted.storage
+    elif dashboard is None:
+        raise JobError(
+            f"fetch {wanted.name}: give --address, the dashboard of the cluster that ran it, or --storage, a folder "
+            "or URL that this machine can read"
+        )
+    else:
+        job = dashboard.find(wanted.name)
+        name, place = name_of(job) or "", (job.metadata or {}).get(RUN_STORAGE, "")
+        if not name or not place:
+            raise JobError(
+                f"{job.submission_id} is {STATUSES[job.status]}, and has begun no run; a run that lies elsewhere is "
+                "found by its name and --storage"
+            )
+    if not NAME.fullmatch(name):
+        raise JobError(f"{name!r} is no name of a run: it has letters, digits, '.', '_' and '-'")
+    return name, place
+
+
+@contextmanager
+def _source(name: str, place: str, kinds: Sequence[str], dashboard: Dashboard | None, say: Say) -> Iterator[Source]:
+    """Find the way to the files: from here where the storage has a URL that can be read, else through the cluster."""
+    if "://" in place or dashboard is None:
+        try:
+            source = FromHere(place, name, kinds)
+        except StorageError as error:
+            if dashboard is None:
+                raise
+            say(f"{error}; so it comes through the cluster")
+        else:
+            say(f"fetches {name} from {hide(place)}")
+            yield source
+            return
+    assert dashboard is not None
+    say(f"fetches {name} from {hide(place)} through the cluster at {dashboard.address}; it lists the files first")
+    with _through(dashboard, name, place, kinds) as through:
+        yield through
+
+
+class FromHere:
+    """A storage that this machine reads itself."""
+
+    def __init__(self, place: str, name: str, kinds: Sequence[str]) -> None:
+        self.base = Storage(place)
+        self.content = content_of(self.base, name, kinds)
+
+    @contextmanager
+    def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
+        """Within the block, read a file in pieces."""
+        with self.base.open(path) as stream:
+            yield iter(lambda: stream.read(PIECE), b"")
+
+
+@dataclass(frozen=True)
+class ThroughCluster:
+    """Files that a job on the head node offers, by their numbers."""
+
+    dashboard: Dashboard
+    node_id: str
+    offer: str
+    content: Content
+    numbers: dict[str, int]
+
+    @contextmanager
+    def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
+        """Within the block, read a file in pieces."""
+        with self.dashboard.reading(self.node_id, f"{self.offer}/{self.numbers[path]}") as pieces:
+            yield pieces
+
+
+@contextmanager
+def _through(dashboard: Dashboard, name: str, place: str, kinds: Sequence[str]) -> Iterator[ThroughCluster]:
+    """Have the head node offer the files while the block runs; raises what the offering job failed with."""
+
+    def renew() -> None:
+        with suppress(ClusterError):  # away for a moment; the files tell if it is for longer
+            dashboard.leave(b"here", offer)
+
+    offer = dashboard.start(["python", "-m", "dp_ray.cluster.offer", place, name, *kinds])
+    try:
+        with repeated("fetch", RENEW_SECONDS, renew):
+            node_id, content = _offered(dashboard, offer, name)
+            numbers = {path: number for number, path in enumerate(content.files)}
+            yield ThroughCluster(dashboard, node_id, offer, content, numbers)
+    finally:
+        with suppress(ClusterError):  # then the job ends by itself
+            dashboard.ask_to_stop(offer)
+
+
+def _offered(dashboard: Dashboard, offer: str, name: str) -> tuple[str, Content]:
+    """Wait until a job offers its files; return its node's id, and the files."""
+    is_empty = 0
+    while is_empty < TRIES:
+        job = dashboard.details(offer)
+        if job.status.is_terminal():
+            said = dashboard.logs(offer).strip().splitlines()[-1:] or [str(job.message)]
+            kind = JobError if job.driver_exit_code == BAD_JOB else ClusterError
+            raise kind(f"the cluster at {dashboard.address} cannot offer {name}: {said[0]}")
+        if job.driver_node_id:
+            with suppress(FileNotFoundError), dashboard.reading(job.driver_node_id, f"{offer}/{LISTING}") as pieces:
+                if listing := b"".join(pieces):
+                    return job.driver_node_id, CONTENT_JSON.parse(listing.decode())
+                is_empty += 1  # seen on a busy machine: the dashboard sent nothing of a file that is there
+        time.sleep(LOOK_SECONDS)
+    raise ClusterError(f"the dashboard at {dashboard.address} sends nothing of the list of the files of {name}")
+
+
+def _arrival(run_dir: Path, run: str, content: Content, overwrite: bool) -> Arrival:
+    """Return what is to come into a run directory here.
+
+    Raises JobError if that holds something else, or the run in an earlier state, unless it is to `overwrite` a run.
+    """
+    files = {path: entry for path, entry in content.files.items() if path.startswith(f"{run}/")}
+    if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
+        return Arrival(run, files)
+    here = Storage(str(run_dir))
+    earlier = FETCHED_JSON.read(here) if run_dir.is_dir() else None
+    known = {} if earlier is None else earlier.files
+    changed = [
+        name
+        for path, entry in files.items()
+        if (name := path.partition("/")[2]) in known and not known[name].is_like(entry)
+    ]
+    if earlier is not None and not changed:
+        new = {path: entry for path, entry in files.items() if path.partition("/")[2] not in known}
+        return Arrival(run, new, keeps=known, lacks=earlier.lacks)
+    if run_dir.is_dir() and last_alive(here)[0]:
+        raise JobError(f"{run_dir} is being run here: wait for its end, or fetch into another folder")
+    if overwrite and run_dir.is_dir() and (here.exists(RUN) or here.exists(SWEEP)):
+        return Arrival(run, files, replaces=True)
+    says = f"{run_dir} holds an earlier state of the run: {changed[0]} has changed since" if changed else ""
+    says = says or f"{run_dir} is there already, and was not fetched"
+    raise JobError(f"{says}; fetch into another folder, or replace a run by --overwrite")
+
+
+def _gather(source: Source, files: Mapping[str, Entry], stage: Path, say: Say) -> None:
+    """Bring files into the stage; those stay that an interrupted fetch has brought, if they are the same."""
+    stage.mkdir(parents=True, exist_ok=True)
+    noted, before = Storage(str(stage)), {}
+    with suppress(StorageError):  # there was none
+        before = CONTENT_JSON.read(noted, LISTING).files
+    left = {path: entry for path, entry in files.items() if not _is_there(stage / path, entry, before.get(path))}
+    keep = {stage / path for path in files.keys() - left.keys()}
+    for file in [file for file in stage.rglob("*") if file.is_file() and file not in keep]:
+        file.unlink()  # also what an earlier fetch of other files has left
+    CONTENT_JSON.write(noted, Content(dict(files)), LISTING)  # from here on, a file in the stage is as it says
+    whole, free = sum(entry.size for entry in left.values()), shutil.disk_usage(stage).free
+    if whole > free:
+        raise StorageError(
+            f"{stage}: {text_of_bytes(whole)} are to come, and the disk has {text_of_bytes(free)} left"
+        )
+    if len(left) < len(files):
+        say(f"{counted(len(files) - len(left), 'file')} of an earlier try need not come again")
+    due, done = time.monotonic() + SAY_SECONDS, 0
+    for number, (path, entry) in enumerate(left.items(), 1):
+        _bring(source, path, entry, stage / path)
+        done += entry.size
+        if time.monotonic() > due:
+            due = time.monotonic() + SAY_SECONDS
+            say(f"{number} of {counted(len(left), 'file')}, {text_of_bytes(done)} of {text_of_bytes(whole)}")
+
+
+def _is_there(file: Path, entry: Entry, before: Entry | None) -> bool:
+    is_same = before is not None and before.is_like(entry)
+    return is_same and file.is_file() and file.stat().st_size == entry.size
+
+
+def _bring(source: Source, path: str, entry: Entry, file: Path) -> None:
+    """Write a file, which appears whole; where the connection breaks, it is begun anew, `TRIES` times at most."""
+    partial = file.with_name(f"{TEMPORARY}{file.name}")
+    for tries in itertools.count(1):
+        try:
+            size, sha256 = _copied(source, path, entry, partial)
+        except ClusterError as error:
+            if tries == TRIES:
+                raise ClusterError(f"{path} does not come: {error}; the same command goes on") from error
+        except OSError as error:
+            raise StorageError(f"{path} cannot be fetched: {error}; the same command goes on") from error
+        else:
+            if size == entry.size and entry.sha256 in ("", sha256):
+                os.replace(partial, file)
+                return
+            if tries == TRIES:
+                partial.unlink()
+                raise StorageError(
+                    f"{path} is not what was listed ({size} bytes came, {entry.size} were listed): if its run goes "
+                    "on, fetch it when that has ended"
+                )
+        time.sleep(AGAIN_SECONDS)
+
+
+def _copied(source: Source, path: str, entry: Entry, file: Path) -> tuple[int, str]:
+    """Copy a file of a source to a path; return how many bytes came, and their SHA-256."""
+    digest, size = hashlib.sha256(), 0
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as copy, source.pieces(path) if entry.size else nullcontext(iter(())) as pieces:
+        for piece in pieces:
+            copy.write(piece)
+            digest.update(piece)
+            size += len(piece)
+    return size, digest.hexdigest()
+
+
+def _settle(stage: Path, folder: Path, arrival: Arrival, fetched: Fetched) -> None:
+    """Make what came the run directory, or put it there.
+
+    The note of it comes last: after a crash before it, the same command puts the files there again.
+    """
+    came, run_dir = stage / arrival.run, folder / arrival.run
+    if arrival.keeps:
+        for path in arrival.files:
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(stage / path, target)
+        FETCHED_JSON.write(Storage(str(run_dir)), fetched)
+        return
+    FETCHED_JSON.write(Storage(str(came)), fetched)
+    if arrival.replaces:
+        os.rename(run_dir, stage / f"{TEMPORARY}{arrival.run}")
+    os.rename(came, run_dir)  # also over an empty folder

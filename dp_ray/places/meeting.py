@@ -1,0 +1,318 @@
+"""The hosts of a Ray tell each other what they need to know, and learn when one of them goes.
+
+The first host listens at a free port. It leaves its addresses in the shared folder, or listens at the HOST:PORT that
+all are given. Each other host connects to it and stays connected. Both sides prove that they have the token of this
+Ray, and neither sends it; what they say is JSON, a line each.
+
+A folder may hold what an earlier attempt has left: nobody answers there who has its token, so it is asked again.
+No side compares clocks.
+"""
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dp_ray.cluster.internals.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
+from dp_ray.errors import ClusterLost, JobError
+from dp_ray.places.launchers import Place, host_and_port
+from dp_ray.system.threads import repeated
+
+FIRST, STATUS = "first.json", "status"  # in a folder where hosts meet
+BEAT_SECONDS = 5.0
+SILENT_SECONDS = 60.0  # after which the other side counts as gone
+CONNECT_SECONDS = 5.0
+LOOK_SECONDS = 0.5
+LONGEST = 1 << 20  # bytes of a line
+LONGEST_OF_A_STRANGER = 200
+GOES = "goes"  # in a message that a line makes itself: the other side is gone
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What came by a line: `rank` is the sender's."""
+
+    rank: int
+    line: "Line"
+    message: Message
+
+
+class Line:
+    """A connection to another host, over which both send messages; it is used once both have shown the token."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(SILENT_SECONDS)
+        self._socket, self._file, self._sends = connection, connection.makefile("rb"), threading.Lock()
+        self.own_address: str = connection.getsockname()[0].removeprefix(
+            "::ffff:"
+        )  # by which the other one reaches us
+
+    def send(self, **message: Any) -> bool:
+        """Send a message; return whether the system took it."""
+        with suppress(OSError), self._sends:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            return True
+        return False
+
+    def receive(self, longest: int = LONGEST) -> Message | None:
+        """Return the next message; None if the other side is gone or silent, or says what is none."""
+        with suppress(OSError, ValueError):
+            text = self._file.readline(longest)
+            message = json.loads(text) if text.endswith(b"\n") else None
+            return message if isinstance(message, dict) else None
+        return None
+
+    def knows(self, token: str, is_first: bool) -> bool:
+        """Show that we have the token, and return whether the other side has it too."""
+        own = secrets.token_hex(16)
+        self.send(nonce=own)
+        theirs = str((self.receive(LONGEST_OF_A_STRANGER) or {}).get("nonce"))
+
+        def proof(first: bool) -> str:
+            text = f"{'first' if first else 'other'} {own if first == is_first else theirs} "
+            text += theirs if first == is_first else own
+            return hmac.digest(token.encode(), text.encode(), "sha256").hex()
+
+        self.send(proof=proof(is_first))
+        shown = str((self.receive(LONGEST_OF_A_STRANGER) or {}).get("proof"))
+        return hmac.compare_digest(shown.encode(), proof(not is_first).encode())
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Send a sign of life now and then while the block runs."""
+        with repeated("sign of life", BEAT_SECONDS, lambda: self.send()):
+            yield
+
+    def close(self) -> None:
+        """Hang up: both sides' reads end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def listen_to(line: Line, rank: int, heard: Callable[[Heard], None]) -> None:
+    """Hand on each message of a line until the other side is gone, and then that; in the thread that calls."""
+    with line.beating():
+        while (message := line.receive()) is not None:
+            if message:  # else it is a sign of life
+                heard(Heard(rank, line, message))
+    heard(Heard(rank, line, {GOES: True}))
+    line.close()
+
+
+class Meeting:
+    """The first host's side: it hears the others, each in a thread of its own."""
+
+    def __init__(self, place: Place, token: str, heard: Callable[[Heard], None]) -> None:
+        self._token, self._heard, self._lines = token, heard, set[Line]()
+        at = None if place.meets_in_folder else host_and_port(place.meet)
+        port = at[1] if at else 0
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        try:
+            self._listener = socket.create_server(
+                ("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6
+            )
+        except OSError as error:
+            raise JobError(
+                f"--meet {place.meet}: port {port} cannot be used on this host: {error.strerror}"
+            ) from None
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="meeting", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=[connection], name="a host", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        line = Line(connection)
+        connection.settimeout(CONNECT_SECONDS)  # a stranger does not keep us
+        hello = line.receive() if line.knows(self._token, is_first=True) else None
+        rank = (hello or {}).get("rank")
+        if hello is None or not isinstance(rank, int):
+            line.close()
+            return
+        connection.settimeout(SILENT_SECONDS)
+        self._lines.add(line)
+        self._heard(Heard(rank, line, hello))
+        listen_to(line, rank, self._heard)
+
+    def close(self) -> None:
+        """Hang up all lines."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # else a thread stays in `accept`
+        self._listener.close()
+        for line in set(self._lines):
+            line.close()
+
+
+@contextmanager
+def opened(place: Place, token: str, heard: Callable[[Heard], None]) -> Iterator[None]:
+    """Listen to the other hosts while the block runs, and have the folder say where, if they meet in one."""
+    if place.hosts == 1:
+        yield
+        return
+    if place.meets_in_folder:
+        check_free(Path(place.meet))
+    meeting = Meeting(place, token, heard)
+    try:
+        if not place.meets_in_folder:
+            yield
+            return
+        name = f"token-{secrets.token_hex(8)}"
+        told = {"addresses": own_addresses(), "port": meeting.port, "token": name, "host": socket.gethostname()}
+        try:
+            folder = Path(place.meet)
+            folder.mkdir(parents=True, exist_ok=True)
+            if folder.resolve().is_relative_to(Path.cwd()):  # which is sent to all nodes, without what this names
+                (folder / ".gitignore").write_text("*\n")
+            (folder / STATUS).unlink(missing_ok=True)
+            _write(folder / name, token)
+            _write(folder / FIRST, json.dumps(told))
+        except OSError as error:
+            raise JobError(f"--meet {place.meet}: cannot be written: {error.strerror or error}") from None
+        try:
+            yield
+        finally:
+            if (_read(folder) or {}).get("token") == name:  # else another attempt has begun
+                (folder / FIRST).unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
+    finally:
+        meeting.close()
+
+
+def leave_status(place: Place, status: int) -> None:
+    """Leave the run's exit status in the folder, for the script of a launcher."""
+    if place.meet and place.meets_in_folder:
+        with suppress(OSError):
+            Path(place.meet).mkdir(parents=True, exist_ok=True)
+            _write(Path(place.meet) / STATUS, f"{status}\n", 0o644)
+
+
+def check_free(folder: Path) -> None:
+    """Raise JobError if another job's first host answers at this folder."""
+    found = _read(folder)
+    if found and (line := _line_to(found["addresses"], found["port"], _token_in(folder, found))):
+        line.close()
+        raise JobError(f"--meet {folder}: another job meets there, on {found['host']}; take a folder for each job")
+
+
+def join(place: Place, hello: Message, seconds: float | None, waits: Callable[[], None]) -> tuple[Line, str]:
+    """Connect to the first host, and return the line, which has said `hello`, and the token.
+
+    Calls `waits` now and then. Raises ClusterLost if the first host does not answer within `seconds`, or has another
+    token.
+    """
+    until = None if seconds is None else time.monotonic() + seconds
+    at = host_and_port(place.meet)
+    while True:
+        if at is not None:
+            addresses, port, token = [at[0]], at[1], given_token(place)
+        elif found := _read(Path(place.meet)):
+            addresses, port = found["addresses"], found["port"]
+            token = os.environ.get(AUTH_TOKEN) or _token_in(Path(place.meet), found)
+        else:
+            addresses, port, token = [], 0, None
+        line = _line_to(addresses, port, token)
+        if line and token:
+            line.send(**hello, address=line.own_address)
+            return line, token
+        if until is not None and time.monotonic() > until:
+            raise ClusterLost(
+                f"the first host ({place.name(0)}) did not come to {place.meet} within {seconds:g} s "
+                "(timeouts.capacity), or has another token than this host"
+            )
+        waits()
+
+
+def given_token(place: Place) -> str | None:
+    """Return the token that all hosts were given; None if the first host makes one, for a folder that all share.
+
+    Raises JobError if the hosts have no folder and no token.
+    """
+    if token := os.environ.get(AUTH_TOKEN):
+        return token
+    if place.hosts == 1 or place.meets_in_folder:
+        return None
+    path = Path(os.environ.get(AUTH_TOKEN_PATH) or "~/.ray/auth_token").expanduser()
+    with suppress(OSError):
+        if token := path.read_text().strip():
+            return token
+    raise JobError(
+        f"--meet {place.meet}: the hosts need the same token, and this one has none: make it on one host with "
+        f"`ray get-auth-token --generate`, and copy {path} to the others, or set {AUTH_TOKEN} on all; "
+        "with --meet FOLDER, which all share, the first host makes one"
+    )
+
+
+def own_addresses() -> list[str]:
+    """Return the addresses by which others may reach this host; the one of its name first, IPv4 before IPv6."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [
+        one.address
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family == family and name in up
+    ]
+    outer = [one for one in found if not one.startswith(("127.", "169.254.", "fe80:")) and one != "::1"]
+    with suppress(OSError):
+        named = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
+        outer.sort(key=lambda address: address not in named)
+    return outer or ["127.0.0.1"]
+
+
+def _line_to(addresses: list[str], port: int, token: str | None) -> Line | None:
+    """Return a line to whoever listens at one of the addresses and has the token; None if nobody does."""
+    for address in addresses if token else ():
+        try:
+            connection = socket.create_connection((address, port), CONNECT_SECONDS)
+        except OSError:
+            continue
+        line = Line(connection)
+        connection.settimeout(CONNECT_SECONDS)
+        if line.knows(token or "", is_first=False):
+            connection.settimeout(SILENT_SECONDS)
+            return line
+        line.close()
+    return None
+
+
+def _token_in(folder: Path, found: Mapping[str, Any]) -> str | None:
+    with suppress(OSError):
+        return (folder / str(found["token"])).read_text().strip() or None
+    return None
+
+
+def _read(folder: Path) -> Message | None:
+    """Return what the first host has left in the folder; None if it has not."""
+    with suppress(OSError, ValueError, KeyError):
+        os.listdir(folder)  # NFS learns of new files by it
+        found = json.loads((folder / FIRST).read_text())
+        return {key: found[key] for key in ("addresses", "port", "token", "host")}
+    return None
+
+
+def _write(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write a file that appears whole, for this user alone."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)

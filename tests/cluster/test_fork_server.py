@@ -1,0 +1,107 @@
+"""The fork server: the first workers do not wait for what the later ones need."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dp_ray.cluster import fork_server
+from dp_ray.cluster.internals import forked_worker, quick_start
+from dp_ray.system.process import own_folder, short_folder
+from tests.support.within import within
+
+SECONDS = 60.0
+# A worker's program: writes which of the modules were imported before it was forked.
+PROGRAM = "import sys\nopen(sys.argv[1], 'w').write(' '.join(sorted({'light', 'heavy'} & sys.modules.keys())))\n"
+# What only the later workers need: it is imported once a file is there.
+HEAVY = "import pathlib, time\nwhile not pathlib.Path({path!r}).exists(): time.sleep(0.05)\n"
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's."""
+    with own_folder(short_folder()) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def serving(folder: Path, num_light: int) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """The path of a server's socket, and its process."""
+    (folder / "light.py").write_text("")
+    (folder / "heavy.py").write_text(HEAVY.format(path=str(folder / "go")))
+    (folder / "program.py").write_text(PROGRAM)
+    path = folder / "socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(8)
+        given = json.dumps([[str(folder), *sys.path], ["heavy"], ["light"], num_light])
+        line = [sys.executable, fork_server.__file__, str(listener.fileno()), given]
+        server = subprocess.Popen(line, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+    with server:
+        try:
+            yield path, server
+        finally:
+            server.kill()
+
+
+def asked(server: Path, name: str) -> subprocess.Popen[bytes]:
+    """A process that asks for a worker, which writes a file of this name."""
+    program, told = server.with_name("program.py"), server.with_name(name)
+    given = {forked_worker.SERVER: str(server), forked_worker.DEFAULT_WORKER: str(program)}
+    return subprocess.Popen([sys.executable, forked_worker.__file__, str(told)], env={**os.environ, **given})
+
+
+def told(folder: Path, name: str) -> str:
+    assert within(SECONDS, lambda: (folder / name).exists() and (folder / name).stat().st_size > 0)
+    return (folder / name).read_text()
+
+
+def test_the_first_workers_are_forked_while_the_rest_is_imported(short_path: Path) -> None:
+    with serving(short_path, num_light=2) as (server, _):
+        first = [asked(server, name) for name in ("a", "b")]
+        assert [told(short_path, name) for name in ("a", "b")] == ["light", "light"]
+        third = asked(server, "c")
+        assert [one.wait(SECONDS) for one in first] == [0, 0]
+        assert third.poll() is None, "it waits for what it needs"
+        (short_path / "go").touch()
+        assert told(short_path, "c") == "heavy light"
+        assert third.wait(SECONDS) == 0
+
+
+@pytest.mark.parametrize("num_light", [0, 2])
+def test_who_comes_later_gets_all(short_path: Path, num_light: int) -> None:
+    (short_path / "go").touch()
+    with serving(short_path, num_light) as (server, process):
+        (children,) = Path(f"/proc/{process.pid}/task").iterdir()
+        assert within(SECONDS, lambda: is_ready(children))
+        names = ("a", "b", "c")
+        assert [one.wait(SECONDS) for one in [asked(server, name) for name in names]] == [0, 0, 0]
+        assert [told(short_path, name) for name in names] == ["heavy light"] * 3
+
+
+def is_ready(thread: Path) -> bool:
+    """Whether the server ignores the ends of its children: it serves."""
+    (line,) = (line for line in (thread / "status").read_text().splitlines() if line.startswith("SigIgn"))
+    return bool(int(line.split()[1], 16) >> (signal.SIGCHLD - 1) & 1)
+
+
+def test_a_killed_server_leaves_no_process(short_path: Path) -> None:
+    with serving(short_path, num_light=2) as (server, process):
+        assert asked(server, "a").wait(SECONDS) == 0
+        (helper,) = (Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()).split()
+        process.kill()
+        process.wait(SECONDS)
+        assert within(SECONDS, lambda: not Path(f"/proc/{helper}").exists())
+
+
+def test_what_starts_first_imports_neither_torch_nor_ray() -> None:
+    code = f"import importlib, sys\nfor name in {quick_start.LIGHT!r}: importlib.import_module(name)\n"
+    code += "assert not {'torch', 'ray'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,362 @@
+"""A job as a RayJob: what it says, that KubeRay's schema takes it, and that its entrypoint does what it says."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+import dp_ray
+from dp_ray.cli import main
+from dp_ray.cluster.internals.variables import JOB_STOP_WAIT, VARIABLES
+from dp_ray.cluster.submit import Dashboard
+from dp_ray.places.kuberay import ID, LONGEST, final_status, kubernetes_name, note_end, packed, parse_toleration
+from dp_ray.storage import Storage
+from tests.support.cli import status_of
+from tests.support.cluster import ROOT, Cluster
+from tests.support.hosts import hosts
+from tests.support.within import within
+
+CRD = "DP_RAY_RAYJOB_CRD"  # where KubeRay's ray.io_rayjobs.yaml is
+SCHEMA = Path(__file__).with_name("rayjob_schema.yaml")  # of the keys that we set, as KubeRay 1.6 has them
+IMAGE = "registry.example/team/dp-ray:1"
+ALL = [
+    *("--claim", "shared", "--nodes", "2:4", "--gpus-per-node", "8", "--workers", "4:32", "--queue", "research"),
+    *("--toleration", "nvidia.com/gpu:NoSchedule", "--toleration", "spot=true", "--selector", "pool=a100"),
+    *("--env-from", "s3-keys", "--service-account", "trainer", "--namespace", "team", "--grace", "900"),
+    *("--max-retries", "5", "--shm", "64Gi", "--cpus-per-node", "64", "--memory-per-node", "500Gi"),
+    *("--head-cpus", "4", "--head-memory", "32Gi", "--code-in", "/app", "--set", "shards=32"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in a folder with jobs and what is not to be sent."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    shutil.copytree(ROOT / "jobs", "jobs", ignore=shutil.ignore_patterns("__pycache__"))
+    Path(".gitignore").write_text("*.bin\n")
+    Path("large.bin").write_bytes(b"0" * 1000)
+    return tmp_path / "work"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    capsys.readouterr()
+    main.cli(["kuberay", "jobs/digits.yaml", "--image", IMAGE, *args], standalone_mode=False)
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_the_manifest_of_all_flags(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = printed(capsys, *ALL)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    labels = {"kueue.x-k8s.io/queue-name": "research"}
+    assert job["metadata"] == {"name": "digits", "namespace": "team", "labels": labels}
+    spec = job["spec"]
+    assert spec["entrypoint"] == (
+        "python -m dp_ray.cli.in_kubernetes /app/jobs/digits.yaml --workers 4:32 --set shards=32 "
+        "--name digits --storage /storage/runs"
+    )
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["backoffLimit"] == 5
+    environment = yaml.safe_load(spec["runtimeEnvYAML"])
+    assert environment["env_vars"].pop(ID)
+    assert environment == {"env_vars": {JOB_STOP_WAIT: "900", "PYTHONPATH": "/app"}}
+    cluster = spec["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert re.fullmatch(r"2\.\d+\.\d+", cluster["rayVersion"])
+    assert cluster["enableInTreeAutoscaling"] is True
+    head, (group,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (2, 2, 4)
+    assert head["rayStartParams"] == {"num-cpus": "0"}
+    for template, limits in (
+        (head["template"]["spec"], {"cpu": "4", "memory": "32Gi"}),
+        (group["template"]["spec"], {"cpu": "64", "memory": "500Gi", "nvidia.com/gpu": 8}),
+    ):
+        (container,) = template["containers"]
+        assert container["image"] == IMAGE
+        assert container["resources"] == {"limits": limits, "requests": limits}
+        assert container["envFrom"] == [{"secretRef": {"name": "s3-keys"}}]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in template["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+        assert volumes[mounts["/storage"]]["persistentVolumeClaim"] == {"claimName": "shared"}
+        assert template["terminationGracePeriodSeconds"] > 900
+        assert template["serviceAccountName"] == "trainer"
+    assert head["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == (
+        ["python", "-m", "dp_ray", "stop", "--run-again", "/storage/runs/digits"]
+    )
+    assert group["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == (
+        ["python", "-m", "dp_ray.places.pod", "900"]
+    )
+    assert group["template"]["spec"]["nodeSelector"] == {"pool": "a100"}
+    assert group["template"]["spec"]["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "spot", "operator": "Equal", "value": "true"},
+    ]
+    assert not {"nodeSelector", "tolerations"} & head["template"]["spec"].keys()
+    assert printed(capsys, *ALL)["spec"]["runtimeEnvYAML"] != spec["runtimeEnvYAML"], "each printing draws an id"
+
+
+def test_the_code_goes_to_the_storage_by_its_hash(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = f"file://{folder.parent}/runs"
+    job = printed(capsys, "--storage", storage)
+    url = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["working_dir"]
+    (sent,) = (folder.parent / "runs").glob("code-*.zip")
+    assert url == f"{storage}/{sent.name}"
+    with zipfile.ZipFile(sent) as package:
+        names = package.namelist()
+    assert "code/jobs/digits.yaml" in names
+    assert "code/dp_ray/__init__.py" in names
+    assert not any(name.endswith(".bin") for name in names)
+    assert {name.partition("/")[0] for name in names} == {"code"}, "Ray takes what is in the single folder"
+    os.utime(folder / "jobs" / "digits.yaml", (1, 1))
+    written = sent.stat().st_mtime_ns
+    printed(capsys, "--storage", storage)
+    assert sent.stat().st_mtime_ns == written, "the same files are the same package, which is there"
+    (folder / "jobs" / "digits.yaml").write_text((folder / "jobs" / "digits.yaml").read_text() + "# changed\n")
+    printed(capsys, "--storage", storage)
+    assert len(list((folder.parent / "runs").glob("code-*.zip"))) == 2
+
+
+def test_for_a_claim_the_code_is_written_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = printed(capsys, "--claim", "shared")
+    (written,) = folder.glob("code-*.zip")
+    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"])["working_dir"] == f"file:///storage/{written.name}"
+    printed(capsys, "--claim", "shared")
+    assert list(folder.glob("code-*.zip")) == [written], "it does not hold itself"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (
+            [],
+            "storage: runs is a folder of this machine, and pods share none; give --storage s3://",
+        ),
+        (
+            ["--storage", "s3://b/runs", "--claim", "c"],
+            "--claim c: the storage is s3://b/runs, so no claim is needed",
+        ),
+        (["--storage", "/data", "--claim", "c"], "/data is not below /storage, where the pods mount the claim c"),
+        (["--storage", "s3://K:S@b/runs", "--code-in", "/app"], "--storage s3://b/runs: a secret would stand in the"),
+        (
+            ["--set", "env.TOKEN=abc", "--storage", "s3://b/r", "--code-in", "/a"],
+            "env.TOKEN=.not shown.' .*: a secret",
+        ),
+        (["--storage", "s3://b/runs?region=x"], "Ray reads no code from a URL with options; give --code-in"),
+        (
+            ["--storage", "s3://b/r", "--code-in", "/a", "--nodes", "0"],
+            "--nodes 0: must be a number from 1 on, or MIN",
+        ),
+        (["--storage", "s3://b/r", "--code-in", "/a", "--selector", "a"], "--selector a: must be KEY=VALUE"),
+        (
+            ["--storage", "s3://b/r", "--code-in", "/a", "--toleration", "a:No"],
+            r"--toleration a:No: must be KEY\[=VA",
+        ),
+    ],
+)
+def test_what_pods_cannot_do_is_told(
+    args: list[str], says: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(monkeypatch, "kuberay", "jobs/digits.yaml", "--image", IMAGE, *args) == 2
+    told = capsys.readouterr()
+    assert re.search(says, told.err), told.err
+    assert told.out == ""
+
+
+def test_names_and_tolerations() -> None:
+    assert kubernetes_name("run_20.Nov") == "run-20-nov"
+    assert len(kubernetes_name("x" * 99)) == LONGEST
+    assert not kubernetes_name("x" * (LONGEST - 1) + "_y").endswith("-")
+    assert parse_toleration("a=b:NoExecute") == {"key": "a", "operator": "Equal", "value": "b", "effect": "NoExecute"}
+
+
+def test_a_package_keeps_what_is_executable(tmp_path: Path) -> None:
+    (tmp_path / "go.sh").write_text("true")
+    (tmp_path / "go.sh").chmod(0o755)
+    _, data = packed({"": tmp_path}, [("", tmp_path / "go.sh")])
+    with zipfile.ZipFile(BytesIO(data)) as package:
+        (info,) = package.infolist()
+    assert (info.external_attr >> 16) & 0o111
+
+
+def problems(value: Any, schema: dict[str, Any], where: str = "") -> list[str]:
+    """Where a value does not fit an OpenAPI schema: types, enums, what is required, what is not known."""
+    if schema.get("x-kubernetes-int-or-string"):
+        return [] if isinstance(value, int | str) else [f"{where}: {value!r} is neither a number nor a text"]
+    kinds: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int}
+    kind = schema.get("type")
+    if kind in kinds and (not isinstance(value, kinds[kind]) or (kind == "integer" and isinstance(value, bool))):
+        return [f"{where}: {value!r} is no {kind}"]
+    found = [f"{where}: {value!r} is none of {schema['enum']}"] if value not in schema.get("enum", [value]) else []
+    if isinstance(value, list):
+        return found + [each for part in value for each in problems(part, schema["items"], f"{where}[]")]
+    if isinstance(value, dict):
+        known, rest = schema.get("properties", {}), schema.get("additionalProperties")
+        found += [f"{where}: lacks {name}" for name in schema.get("required", ()) if name not in value]
+        for name, part in value.items():
+            if name in known or rest:
+                found += problems(part, known.get(name, rest), f"{where}.{name}")
+            elif not schema.get("x-kubernetes-preserve-unknown-fields") and "properties" in schema:
+                found.append(f"{where}: knows no {name}")
+    return found
+
+
+def schemas() -> list[Any]:
+    path = os.environ.get(CRD)
+    lacks = pytest.mark.skipif(path is None, reason=f"{CRD} does not name KubeRay's ray.io_rayjobs.yaml")
+    return [pytest.param(str(SCHEMA), id="ours"), pytest.param(path, id="KubeRay's", marks=lacks)]
+
+
+def schema_in(path: str) -> dict[str, Any]:
+    """The schema of a RayJob of version v1 in a CustomResourceDefinition."""
+    (version,) = [one for one in yaml.safe_load(Path(path).read_text())["spec"]["versions"] if one["name"] == "v1"]
+    found: dict[str, Any] = version["schema"]["openAPIV3Schema"]
+    return found
+
+
+@pytest.mark.parametrize("path", schemas())
+def test_the_schema_takes_the_manifest(path: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schema = schema_in(path)
+    few = ["--storage", "s3://bucket/runs", "--code-in", "/app"]
+    for args in (ALL, few):
+        assert problems(printed(capsys, *args), schema) == []
+    wrong = printed(capsys, *ALL)
+    wrong["spec"]["rayClusterSpec"]["headGroupSpec"]["tmplate"] = {}
+    wrong["spec"]["rayClusterSpec"]["authOptions"]["mode"] = "tokens"
+    wrong["spec"]["backoffLimit"] = "5"
+    del wrong["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["groupName"]
+    assert len(problems(wrong, schema)) == 4
+
+
+def test_a_later_cluster_ends_at_once_only_after_a_failure_of_its_own_manifest(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path / "runs" / "r"))
+    assert final_status(run, "m") is None
+    for status, is_final in ((0, True), (1, True), (2, True), (75, False), (130, False)):
+        note_end(run, "m", status)
+        assert final_status(run, "m") == (status if is_final else None)
+        assert final_status(run, "another printing") is None
+    (tmp_path / "runs" / "r" / "kuberay.json").write_text("{")
+    assert final_status(run, "m") is None, "a damaged note is none"
+
+
+def entrypoint(job: Any, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    """Run the entrypoint of a manifest as a shell does, with its environment, here."""
+    environment = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    own = {**kept, "PATH": path, **environment, "PYTHONPATH": f"{ROOT}{os.pathsep}{cwd}"}
+    return subprocess.run(
+        job["spec"]["entrypoint"], shell=True, cwd=cwd, env=own, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.slow
+def test_the_entrypoint_notes_how_the_job_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = folder.parent / "runs"
+    more = ["--storage", f"file://{storage}", "--workers", "0", "--code-in", "."]
+    broken = printed(capsys, *more, "--set", "model=jobs.digits:Nobody")
+    first = entrypoint(broken, folder)
+    assert first.returncode == 2, first.stderr
+    assert "Nobody" in first.stderr
+    again = entrypoint(broken, folder)
+    assert again.returncode == 2
+    assert "a cluster of this manifest has ended the job with exit status 2, which a new try does not" in again.stderr
+    whole = printed(capsys, *more, "--set", "epochs=1")  # another printing: the job is mended
+    done = entrypoint(whole, folder)
+    assert done.returncode == 0, done.stderr
+    later = entrypoint(whole, folder)  # of a cluster that was made though the job was done
+    assert (later.returncode, later.stderr) == (0, "a cluster of this manifest has done the job\n")
+    assert json.loads((storage / "digits" / "result.json").read_text())["status"] == "done"
+    assert json.loads((storage / "digits" / "kuberay.json").read_text())["exit_status"] == 0
+
+
+SLOW_ROWS = """
+import time
+
+import torch
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return torch.full((4,), index / 60), torch.tensor(index % 2)
+"""
+SLOW_JOB = {
+    "task": "train",
+    "model": {"target": "torch.nn:Linear", "args": {"in_features": 4, "out_features": 2}},
+    "dataset": "slow:Rows",
+    "batch_size": 10,
+    "shards": 2,
+    "workers": 2,
+    "epochs": 4,
+    "bitwise": True,
+    "loss": "torch.nn:CrossEntropyLoss",
+    "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}},
+    "checkpoint": {"every_steps": 2},
+    "trackers": [],
+}
+
+
+@pytest.mark.ray
+@pytest.mark.places
+@pytest.mark.usefixtures("variables_kept")
+def test_a_local_ray_runs_the_manifest_and_its_hook_has_it_run_again(
+    cluster: Cluster, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As KubeRay does: the entrypoint is submitted with its environment; the head pod's hook stops the run."""
+    (folder / "slow.py").write_text(SLOW_ROWS)
+    (folder / "slow.yaml").write_text(json.dumps(SLOW_JOB))
+    storage = folder.parent / "runs"
+    capsys.readouterr()
+    given = ["slow.yaml", "--image", IMAGE, "--storage", f"file://{storage}"]
+    main.cli(["kuberay", *given], standalone_mode=False)
+    spec = yaml.safe_load(capsys.readouterr().out)["spec"]
+    head = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    hook = [sys.executable if word == "python" else word for word in head["lifecycle"]["preStop"]["exec"]["command"]]
+    dashboard, environment = Dashboard(cluster.dashboard), yaml.safe_load(spec["runtimeEnvYAML"])
+    statuses = []
+    for number in range(2):
+        job = dashboard.client.submit_job(entrypoint=spec["entrypoint"], runtime_env=environment)
+        if number == 0:
+            assert within(120, lambda: any(storage.glob("slow/checkpoints/step-*"))), dashboard.logs(job)
+            stopped = subprocess.run(hook, cwd="/", env=os.environ, capture_output=True, text=True, timeout=120)
+            assert stopped.returncode == 0, stopped.stderr
+        assert within(180, lambda job=job: dashboard.details(job).status.is_terminal())  # type: ignore[misc]
+        statuses.append(dashboard.details(job).driver_exit_code)
+        noted = json.loads((storage / "slow" / "kuberay.json").read_text())
+        assert noted == {"manifest": environment["env_vars"][ID], "exit_status": statuses[-1]}
+    assert statuses == [75, 0], dashboard.logs(job)
+    result = dp_ray.load(storage / "slow")
+    assert result.restarts + len(result.interruptions) > 0
+    plain = dp_ray.run(str(folder / "slow.yaml"), workers=0, storage=str(folder.parent / "plain"), quiet=True)
+    assert result.weights_sha256 == plain.weights_sha256
+
+
+@pytest.mark.ray
+@pytest.mark.root
+@pytest.mark.places
+def test_a_worker_pods_hook_drains_its_node_and_waits_until_it_has_ended(tmp_path: Path) -> None:
+    with hosts(2, tmp_path) as (head, worker):
+        of_worker = f"--node_ip_address={worker.address}"
+        (raylet,) = [
+            one for one in psutil.process_iter(["name", "cmdline"]) if of_worker in (one.info["cmdline"] or ())
+        ]
+        code = "import sys; import psutil; from dp_ray.places.pod import leave\n"
+        code += f"sys.exit(leave([psutil.Process({raylet.pid})], 60))"
+        left = worker.run(sys.executable, "-c", code, cwd=ROOT)
+        assert left.returncode == 0, left.stdout + left.stderr
+        assert not raylet.is_running() or raylet.status() == psutil.STATUS_ZOMBIE
+        assert head.is_up

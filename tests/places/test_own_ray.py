@@ -1,0 +1,37 @@
+"""What a host gives to its Ray, and what its programs inherit."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TMPDIR
+from dp_ray.places import own_ray
+from dp_ray.places.own_ray import clients_environment, usable_cpus
+
+
+@pytest.mark.parametrize(
+    ("variables", "cpus"),
+    [
+        ({}, 16),
+        ({"SLURM_CPUS_ON_NODE": "4"}, 4),
+        ({"SLURM_CPUS_ON_NODE": "64"}, 16),
+        ({"SLURM_CPUS_ON_NODE": "1", "SLURM_GPUS_ON_NODE": "8"}, 8),
+        ({"SLURM_CPUS_ON_NODE": "32", "SLURM_GPUS_ON_NODE": "8"}, 16),
+        ({"SLURM_CPUS_ON_NODE": "", "SLURM_GPUS_ON_NODE": "none"}, 16),
+    ],
+)
+def test_the_cpus_of_a_host(variables: Mapping[str, str], cpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_ray, "cores", lambda: set(range(16)))
+    assert usable_cpus(variables) == cpus
+
+
+def test_programs_find_this_ray_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {ADDRESS: "10.0.0.9:6379", AUTH_TOKEN: "secret", TMPDIR: "/x", "RANK": "3", "PMI_FD": "7"}
+    for name, value in {**others, "NCCL_DEBUG": "INFO"}.items():
+        monkeypatch.setenv(name, value)
+    given = clients_environment(tmp_path)
+    assert not others.keys() & given.keys()
+    assert given["NCCL_DEBUG"] == "INFO" and given["PATH"] == os.environ["PATH"]
+    assert (given[AUTH_MODE], given[AUTH_TOKEN_PATH]) == ("token", str(tmp_path / "token"))

@@ -1,0 +1,178 @@
+"""What the hosts of a job tell each other: who has come, how it ended, and what a signal means. Without Ray."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import stand_in_ray
+from tests.support.cluster import ROOT
+from tests.support.on_hosts import Hosts, hosts_in, job_in
+from tests.support.within import within
+
+pytestmark = pytest.mark.slow
+SECONDS = 120.0
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    monkeypatch.setenv(stand_in_ray.FOLDER, str(tmp_path))
+    with hosts_in(tmp_path, stand_in_ray.OWN) as made:
+        yield made
+
+
+def started(hosts: Hosts, count: int = 3) -> None:
+    """All hosts of a job whose run has begun."""
+    for rank in range(count):
+        hosts.start(rank, "run", job_in(hosts.folder), hosts=count)
+    runs = hosts.folder / "runs"
+    assert within(SECONDS, runs.exists), hosts.all_said()
+    for rank in range(1, count):
+        hosts.wait_until_said(rank, "is part of the Ray at 10.0.0.1:6379")
+
+
+@pytest.mark.parametrize("status", [1, 75])
+def test_all_hosts_end_with_the_runs_status(status: int, hosts: Hosts, tmp_path: Path) -> None:
+    started(hosts)
+    assert (tmp_path / "runs").read_text() == f"10.0.0.1:6379 {tmp_path / 'run.json'}"
+    (tmp_path / "ends").write_text(str(status))
+    assert hosts.statuses() == [status] * 3, hosts.all_said()
+    assert (tmp_path / "meet" / "status").read_text() == f"{status}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "order"), [("SIGUSR2", 75, (0, 1, 2)), ("SIGTERM", 75, (2, 1, 0)), ("SIGINT", 130, (1, 0, 2))]
+)
+def test_if_all_get_a_signal_the_run_is_stopped_once_and_none_is_drained(
+    name: str, status: int, order: tuple[int, ...], hosts: Hosts, tmp_path: Path
+) -> None:
+    started(hosts)
+    for rank in order:
+        hosts.send(signal.Signals[name], rank)
+    assert hosts.statuses() == [status] * 3, hosts.all_said()
+    assert (tmp_path / "signals").read_text() == name
+    assert not (tmp_path / "drained").exists()
+
+
+def test_a_second_signal_to_the_first_host_reaches_the_run(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "slow").touch()
+    started(hosts, 2)
+    hosts.send(signal.SIGTERM, 0)
+    assert within(SECONDS, (tmp_path / "signals").exists)
+    hosts.send(signal.SIGTERM, 0)
+    assert hosts.statuses() == [130, 130], hosts.all_said()
+
+
+def test_a_signal_to_another_host_alone_drains_it(hosts: Hosts, tmp_path: Path) -> None:
+    started(hosts)
+    hosts.send(signal.SIGTERM, 1)
+    assert within(SECONDS, (tmp_path / "drained").exists), hosts.all_said()
+    assert hosts.processes[1].poll() is None, "it waits until the run has left it"
+    (tmp_path / "left").touch()
+    assert hosts.processes[1].wait(SECONDS) == 75, hosts.all_said()
+    assert "the run has left this host" in hosts.said(1)
+    (tmp_path / "ends").write_text("0")
+    assert hosts.statuses() == [0, 75, 0], hosts.all_said()
+    assert "host 1" in hosts.said(0) and (tmp_path / "signals").read_text() == ""
+
+
+def test_a_second_signal_to_another_host_ends_it_at_once(hosts: Hosts, tmp_path: Path) -> None:
+    started(hosts)
+    hosts.send(signal.SIGTERM, 1)
+    hosts.wait_until_said(1, "SIGTERM: this host waits")
+    hosts.send(signal.SIGTERM, 1)
+    assert hosts.processes[1].wait(SECONDS) == 130, hosts.all_said()
+    (tmp_path / "ends").write_text("0")
+    assert hosts.statuses() == [0, 130, 0], hosts.all_said()
+
+
+def test_the_first_host_is_killed(hosts: Hosts) -> None:
+    started(hosts)
+    hosts.processes[0].kill()
+    assert hosts.statuses() == [-signal.SIGKILL, 75, 75], hosts.all_said()
+    assert "the first host (host 0) went away; run the same again on all hosts" in hosts.said(2)
+    assert within(SECONDS, lambda: not hosts.left()), hosts.left()
+
+
+def test_another_host_is_killed_and_comes_again(hosts: Hosts, tmp_path: Path) -> None:
+    started(hosts, 2)
+    hosts.processes[1].kill()
+    hosts.wait_until_said(0, "went away")
+    hosts.start(1, "run", str(tmp_path / "run.json"))
+    assert within(SECONDS, lambda: hosts.said(1).count("is part of the Ray") == 2), hosts.all_said()
+    (tmp_path / "ends").write_text("0")
+    assert hosts.statuses() == [0, -signal.SIGKILL, 0], hosts.all_said()
+
+
+def test_a_host_whose_ray_does_not_start_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "broken").touch()
+    for rank in (0, 1):
+        hosts.start(rank, "run", job_in(tmp_path))
+    assert hosts.statuses() == [1, 1], hosts.all_said()
+    for rank in (0, 1):
+        assert "this Ray is broken" in hosts.said(rank)
+    assert "error: host 1" in hosts.said(0)
+
+
+def test_a_host_of_another_python_is_refused(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts.start(0, "run", job_in(tmp_path))
+    monkeypatch.setenv("DP_RAY_STAND_IN_PYTHON", "3.99.0")
+    hosts.start(1, "run", job_in(tmp_path))
+    assert hosts.statuses() == [1, 2], hosts.all_said()
+    for rank in (0, 1):
+        assert "python is 3.99.0 there and 3." in hosts.said(rank)
+
+
+def test_an_elastic_job_goes_on_without_a_host_and_takes_it_when_it_comes(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.start(0, "run", job_in(tmp_path, workers={"min": 1, "max": 2}, timeouts={"capacity": 1}))
+    hosts.wait_until_said(0, "host 1 did not come within 1 s (timeouts.capacity); the job is elastic")
+    assert within(SECONDS, (tmp_path / "runs").exists)
+    hosts.start(1, "run", str(tmp_path / "run.json"))
+    hosts.wait_until_said(1, "is part of the Ray at 10.0.0.1:6379")
+    (tmp_path / "ends").write_text("0")
+    assert hosts.statuses() == [0, 0], hosts.all_said()
+
+
+def test_a_fixed_job_ends_to_be_run_again(hosts: Hosts, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        hosts.start(rank, "run", job_in(tmp_path, timeouts={"capacity": 3}), hosts=3)
+    assert hosts.statuses() == [75, 75], hosts.all_said()
+    assert "error: host 2 did not come within 3 s (timeouts.capacity), and the job takes" in hosts.said(0)
+
+
+def test_a_host_without_a_first_one_ends_to_be_run_again(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.start(1, "run", job_in(tmp_path, timeouts={"capacity": 0.5}))
+    assert hosts.statuses() == [75], hosts.all_said()
+
+
+def test_a_single_host_needs_no_meeting(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.start(0, "run", job_in(tmp_path), hosts=1, meet="")
+    assert within(SECONDS, (tmp_path / "runs").exists), hosts.all_said()
+    (tmp_path / "ends").write_text("0")
+    assert hosts.statuses() == [0]
+
+
+def test_the_script_to_copy_starts_all_hosts_and_has_the_runs_status(tmp_path: Path) -> None:
+    """With a stand-in for ssh, which runs the command here."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f'#!/bin/bash\necho "$1 $2" >> {tmp_path}/called\nexec bash -c "$3"\n')
+    ssh.chmod(0o755)
+    text = (ROOT / "jobs" / "places" / "hosts.sh").read_text()
+    program = shlex.join(stand_in_ray.OWN)
+    for name, value in {"meet": str(tmp_path / "meet"), "program": f"'{program}'"}.items():
+        text = re.sub(rf"(?m)^{name}=\S+", f"{name}={value}", text)
+    (tmp_path / "hosts.sh").write_text(text)
+    (tmp_path / "ends").write_text("75")
+    job, own = job_in(tmp_path), {"PATH": f"{ssh.parent}:{os.environ['PATH']}"}
+    own |= {stand_in_ray.FOLDER: str(tmp_path), "PYTHONPATH": str(ROOT)}
+    line = ["bash", "hosts.sh", job, "--set", "epochs=2"]
+    done = subprocess.run(line, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 75, done.stderr
+    assert sorted((tmp_path / "called").read_text().splitlines()) == ["-tt 10.0.0.1", "-tt 10.0.0.2"]
+    assert (tmp_path / "runs").read_text() == f"10.0.0.1:6379 {job} --set epochs=2"
