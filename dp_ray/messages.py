@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dp_ray.errors import ClusterError, DataError, Error, JobError, ModelError, StorageError, WorkerError
-from dp_ray.rundir.incidents import IncidentKind
+from dp_ray.rundir.incidents import IncidentKind, Level
 from dp_ray.rundir.numerics import Kind
 from dp_ray.text import counted
 
@@ -234,12 +234,13 @@ class FaultInjected:
 class Interrupted:
     """The workers of an attempt are being replaced, as Ray Train's controller reports; `ranks` were lost.
 
-    The driver turns `kind` WORKER into NODE or HANG where it finds so.
+    The driver turns `kind` WORKER into NODE or HANG where it finds so. By `level` only the lost ones are replaced.
     """
 
     kind: IncidentKind
     what: str
     ranks: tuple[int, ...]
+    level: Level = Level.RESTART
 
 
 @dataclass(frozen=True)

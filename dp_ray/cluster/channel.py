@@ -1,19 +1,24 @@
 """The channel between workers and driver: an actor on the driver's node that holds messages until the driver reads.
 
 Through it the workers also get their job, its terms, and requests between two steps. Messages are bytes to the actor,
-so its process imports neither torch nor the user's modules. This module imports nothing of dp_ray, so that the
-processes of the channel and of Ray Train's controller stay small.
+so its process imports neither torch nor the user's modules. This module imports next to nothing of dp_ray, so that
+the processes of the channel and of Ray Train's controller stay small.
+
+The channel also makes the views of a job whose workers go on where one is lost (`membership.py`).
 """
 
 import asyncio
 import contextlib
 import pickle
+import time
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dp_ray.cluster.membership import Leave, Loss, Member, Membership, View
 
 GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all workers have that were started together
 
@@ -40,6 +45,8 @@ class Ask(StrEnum):
     NOTHING = ""
     SAVE = "save"
     RESTART = "restart"  # stop, to be started again with more or fewer workers
+    LEAVE = "leave"  # stop, to go on at once in the next view
+    LEAVE_NOW = "leave now"  # the same, and collectives will not end
     STOP = "stop"  # for good: no later request replaces it while the job lasts
 
 
@@ -72,7 +79,8 @@ class Terms:
     `can_stop` says whether the job keeps work to resume from, `is_last` whether the session ends with it. `serves`
     says that it is no job: the workers take calls of parallel modules. `kind` is
     what a bitwise job's workers of its last attempt computed on, "" before there is one; `avoided` are the ids of the
-    nodes whose workers would compute differently, `broken` those of nodes with a broken GPU.
+    nodes whose workers would compute differently, `broken` those of nodes with a broken GPU. With `goes_on`, the
+    survivors of a lost worker do.
     """
 
     number: int = 0
@@ -81,6 +89,7 @@ class Terms:
     can_stop: bool = True
     is_last: bool = False
     serves: bool = False
+    goes_on: bool = False
     kind: str = ""
     avoided: tuple[str, ...] = ()
     broken: tuple[str, ...] = ()
@@ -90,6 +99,9 @@ IDLE = Terms()
 
 
 HOLD_SECONDS = 0.25
+REJOIN_SECONDS = 10.0  # without a sign of a member whose view breaks, after which the others go on without it
+LOOK_SECONDS = 1.0  # between two looks for such members
+VIEWS = 8  # in a row in which no step is finished
 
 
 class Channel:
@@ -110,16 +122,33 @@ class Channel:
         self._stores: dict[str, tuple[str, int]] = {}  # host and port, by attempt
         self._changed = asyncio.Condition()
         self._losses = 0  # since a worker has last begun to serve
+        self._begin_views()
         self._served = 0  # the number of what was served last, whose workers still say what they leave behind
 
-    async def put(self, message: bytes, number: int = 0) -> Ask:
+    def _begin_views(self) -> None:
+        self._membership: Membership | None = None  # of the workers of a job that goes on
+        self._groups: list[str] = []  # of workers that have had views; the last one's are those of the membership
+        self._heard: dict[str, float] = {}  # when each of them has last given a sign, by its name
+        self._idle_views = 0  # since a step was finished
+        self._rejoins: dict[int, bool] = {}  # by views that were left together: whether there is a next one
+        self._saved: set[int] = set()  # the views whose rank 0 has kept the work
+
+    async def put(self, message: bytes, number: int = 0, view: int = 0, name: str = "") -> Ask:
         """Take in a message about job `number`, 0: about any; the answer is what the workers are asked to do now.
 
-        Workers of a job that was given up may send until they are ended; what they send is dropped.
+        Workers of a job that was given up may send until they are ended; what they send is dropped. A beat has the
+        number of the `view` of its worker, and the worker's `name`.
         """
         if number in (0, self._terms.number, self._served):
             self._messages.append(message)
             self._arrived.set()
+        if view and self._membership is not None:
+            self._heard[name] = time.monotonic()
+            asked = self._membership.asks(view)
+            if asked is Leave.NOW:
+                return Ask.LEAVE_NOW
+            if asked is Leave.AFTER_A_STEP and self._request.ask not in (Ask.STOP, Ask.RESTART):
+                return Ask.LEAVE
         return self._request.ask
 
     async def receive(self, wait: bool = True) -> list[bytes]:
@@ -142,6 +171,7 @@ class Channel:
             self._messages = [*self._phase]  # what else there is concerns no job, such as workers lost while idle
             self._fired, self._ended, self._stores = set(), {}, {}
             self._losses = self._served = 0
+            self._begin_views()
             self._terms, self._job = terms, job
             self._changed.notify_all()
 
@@ -160,7 +190,7 @@ class Channel:
 
     async def _become_idle(self) -> None:
         async with self._changed:
-            self._terms, self._job = IDLE, []
+            self._terms, self._job, self._membership = IDLE, [], None
             if self._request.ask is Ask.STOP:  # which was for this job
                 self._request = NOTHING
             self._changed.notify_all()
@@ -242,13 +272,125 @@ class Channel:
         self._fired.add(fault)
         return is_first
 
-    async def end(self, attempt: str, rank: int, world_size: int, wait: bool) -> None:
-        """Note that a worker has nothing left to run or keep; with `wait`, wait for the attempt's other workers."""
+    async def end(self, attempt: str, rank: int, world_size: int, wait: bool, view: int = 0) -> bool:
+        """Note that a worker has nothing left to run or keep; with `wait`, wait for the attempt's other workers.
+
+        Return False if their view breaks before.
+        """
         async with self._changed:
             self._ended.setdefault(attempt, set()).add(rank)
             self._changed.notify_all()
+
+            def have_all() -> bool:
+                return len(self._ended.get(attempt, ())) == world_size
+
             if wait:
-                await self._changed.wait_for(lambda: len(self._ended.get(attempt, ())) == world_size)
+                await self._changed.wait_for(lambda: have_all() or self._is_broken(view))
+            return have_all()
+
+    async def has_views(self, number: int, group: str) -> bool:
+        """Return whether workers of this group run job `number` in views already."""
+        is_theirs = self._terms.number == number and group in self._groups[-1:]
+        return is_theirs and self._membership is not None and self._membership.view.number > 0
+
+    async def ask(
+        self, number: int, group: str, member: Member, progress: int, has_lost_peer: bool, expected: int
+    ) -> View | None:
+        """Return the next view of job `number` with this worker; None if the job has ended, or goes on without it.
+
+        `group` is the id of the workers that were started together, `expected` how many of them the job takes.
+        `progress` counts what the worker has finished.
+        """
+        async with self._changed:
+            membership = self._membership_of(group, expected) if self._terms.number == number else None
+            if membership is None:
+                return None
+            may_ask = membership.ask(member, progress, has_lost_peer)
+            self._heard[member.name] = time.monotonic()
+            self._settle(membership)
+            while may_ask and membership.is_asking(member.name) and self._membership is membership:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
+                self._leave_silent_out(membership)
+            is_in = self._membership is membership and membership.view.rank(member.name) is not None
+            return membership.view if may_ask and is_in else None
+
+    def _membership_of(self, group: str, expected: int) -> Membership | None:
+        """Return the membership of the workers of this group; None if all were started anew since."""
+        if group not in self._groups:
+            self._begin_views_of(group, expected)
+        return self._membership if group == self._groups[-1] else None
+
+    def _begin_views_of(self, group: str, expected: int) -> None:
+        earlier = self._groups
+        self._begin_views()
+        self._groups = [*earlier, group]
+        self._membership = Membership(expected)
+        self._ended = {}
+
+    def _settle(self, membership: Membership) -> None:
+        before = membership.progress
+        view = membership.settle()
+        if view is not None:
+            self._idle_views = 0 if membership.progress > before else self._idle_views + 1
+        self._changed.notify_all()
+
+    def _leave_silent_out(self, membership: Membership) -> None:
+        late = time.monotonic() - REJOIN_SECONDS
+        if membership.is_breaking:
+            for member in membership.awaited():
+                if self._heard.get(member.name, late) <= late:
+                    membership.exclude(member.name)
+            self._settle(membership)
+
+    async def survey(self, number: int, slots: tuple[int, ...]) -> Loss | None:
+        """Return what the loss of the processes in these slots would be, as Ray Train numbers them.
+
+        None if nobody could go on: all are to start again.
+        """
+        membership = self._membership
+        if number != self._terms.number or membership is None or not membership.view.number:
+            return None
+        ended = self._ended.get(_end_of(membership.view.number), ())
+        if len(ended) == len(membership.view.members) or self._idle_views > VIEWS:
+            return None  # a member may have left for good
+        return membership.loss_of(slots)
+
+    async def lose(self, number: int, slots: tuple[int, ...]) -> None:
+        """Take in that the processes in these slots have died; the driver has been told."""
+        if number == self._terms.number and self._membership is not None:
+            async with self._changed:
+                self._membership.lose(slots)
+                self._settle(self._membership)
+
+    async def leave(self, view: int, rank: int, world_size: int, is_kept: bool) -> bool:
+        """Wait until all of a view have stopped after the same step; return whether they are to ask for another one.
+
+        Else they stop as the user has asked, or to be started again: only if rank 0 has kept the work, `is_kept`.
+        """
+        if rank == 0 and is_kept:
+            self._saved.add(view)
+        await self._break_if_waited_for(view, _end_of(view))
+        if not await self.end(_leave_of(view), rank, world_size, True, view):
+            return True
+        stops = view in self._saved and self._request.ask in (Ask.STOP, Ask.RESTART)
+        return self._rejoins.setdefault(view, not stops)
+
+    async def through(self, view: int, rank: int, world_size: int) -> bool:
+        """Wait until all of a view have done their task; return False if one of them was lost or has left before."""
+        await self._break_if_waited_for(view, _leave_of(view))
+        return await self.end(_end_of(view), rank, world_size, True, view)
+
+    async def _break_if_waited_for(self, view: int, ended: str) -> None:
+        """Break a view of which some leave, and others wait for the end: in a prediction each stops by itself."""
+        membership = self._membership
+        if membership is not None and membership.view.number == view and self._ended.get(ended):
+            async with self._changed:
+                membership.break_up()
+                self._changed.notify_all()
+
+    def _is_broken(self, view: int) -> bool:
+        return bool(view) and (self._membership is None or self._membership.asks(view) is Leave.NOW)
 
     async def set_store(self, attempt: str, host: str, port: int) -> None:
         """Say where rank 0 holds the attempt's store, at which its workers form their process group."""
@@ -256,11 +398,19 @@ class Channel:
             self._stores[attempt] = host, port
             self._changed.notify_all()
 
-    async def store(self, attempt: str) -> tuple[str, int]:
-        """Return host and port of the attempt's store, as soon as rank 0 has opened it."""
+    async def store(self, attempt: str, view: int = 0) -> tuple[str, int] | None:
+        """Return host and port of the attempt's store, as soon as rank 0 has opened it; None if its view breaks."""
         async with self._changed:
-            await self._changed.wait_for(lambda: attempt in self._stores)
-            return self._stores[attempt]
+            await self._changed.wait_for(lambda: attempt in self._stores or self._is_broken(view))
+            return self._stores.get(attempt)
+
+
+def _end_of(view: int) -> str:
+    return f"view {view}"
+
+
+def _leave_of(view: int) -> str:
+    return f"leaves view {view}"
 
 
 def open_channel(workers: int = 1) -> Any:

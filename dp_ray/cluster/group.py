@@ -79,27 +79,39 @@ def named_devices(names: Sequence[str], own: Sequence[torch.device] | None) -> l
 
 
 STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed
+VIEW_TIMEOUT = timedelta(seconds=5)  # the same where workers may be lost meanwhile, and all form another one
 
 _stores: list[TCPStore] = []  # rank 0 holds the last group's store until the next: others may still read from it
 
 
 @contextmanager
 def process_group(
-    channel: Any, attempt: str, world: World, backend: str, step_seconds: float | None, local_world_size: int
+    channel: Any,
+    attempt: str,
+    world: World,
+    backend: str,
+    step_seconds: float | None,
+    local_world_size: int,
+    view: int = 0,
 ) -> Iterator[None]:
     """Form the process group of an attempt's workers, and have the environment tell of it while the block runs.
 
+    `view` is the number of their view, if they have one.
     Rank 0 holds the store. The caller leaves the group. Raises WorkerError if it cannot be formed, and JobError if a
     mistake in the keys is why.
     """
+    timeout = VIEW_TIMEOUT if view else STORE_TIMEOUT
     with _group_errors():
         if world.rank == 0:
-            store = TCPStore(world.node, 0, world.world_size, True, STORE_TIMEOUT, wait_for_workers=False)
+            store = TCPStore(world.node, 0, world.world_size, True, timeout, wait_for_workers=False)
             ray.get(channel.set_store.remote(attempt, world.node, store.port))
             _stores[:] = [store]
         else:
-            host, port = ray.get(channel.store.remote(attempt))
-            store = TCPStore(host, port, world.world_size, False, STORE_TIMEOUT, wait_for_workers=False)
+            held = ray.get(channel.store.remote(attempt, view))
+            if held is None:
+                raise WorkerError("another worker was lost while the process group was formed")
+            host, port = held
+            store = TCPStore(host, port, world.world_size, False, timeout, wait_for_workers=False)
     places = {
         "RANK": 0,
         "WORLD_SIZE": 1,

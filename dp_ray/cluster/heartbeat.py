@@ -54,6 +54,7 @@ def bring_about(fault: Fault, driver_node: str) -> None:
 
 
 SHOWN_FRAMES = 12
+STUCK_SECONDS = 5.0  # in a collective of a view that is to be left at once
 
 
 class Heartbeat(StepControl):
@@ -61,7 +62,8 @@ class Heartbeat(StepControl):
 
     Once the loop has been in one step for `limit` seconds, each beat carries its stack, how far its GPU has come, and
     the collectives in which it stands; the flight recorder is written to `run`, the run's directory. Without a limit
-    a beat carries the last two after 30 minutes, for whoever ends the run.
+    a beat carries the last two after 30 minutes, for whoever ends the run. `view` is the number of the worker's view,
+    and its name in it, if the job goes on where workers are lost.
     """
 
     def __init__(
@@ -72,8 +74,11 @@ class Heartbeat(StepControl):
         run: Storage,
         limit: float | None,
         faults: Sequence[Fault] = (),
+        view: tuple[int, str] = (0, ""),
     ) -> None:
         self._worker = worker
+        self._view, self._name = view
+        self._stuck_since: float | None = None  # in a collective, since it was asked to leave its view at once
         self.attempt = attempt
         self.node_id = worker.node_id
         self.kind = worker.kind
@@ -147,7 +152,12 @@ class Heartbeat(StepControl):
 
     def leave(self) -> None:
         """Wait until the attempt's other workers have kept their work, then raise StopRequested."""
-        self._end(wait=True)
+        if self._view:
+            self.through()
+            place = self._view, self._world.rank, self._world.world_size
+            self.is_to_rejoin = ray.get(self._worker.channel.leave.remote(*place, not self.is_to_rejoin))
+        else:
+            self._end(wait=True)
         super().leave()
 
     def end(self) -> None:
@@ -173,12 +183,22 @@ class Heartbeat(StepControl):
         interval = beat_interval(self._world.world_size)
         while not self._stopped.wait(interval):
             try:
-                request: Ask = ray.get(self._worker.channel.put.remote(encoded(self._state()), self._worker.number))
+                given = encoded(self._state()), self._worker.number, self._view, self._name
+                request: Ask = ray.get(self._worker.channel.put.remote(*given))
             except ray.exceptions.RayError:
                 return  # the driver is gone, and Ray will end this worker soon
-            self.wants_stop = request in (Ask.RESTART, Ask.STOP)
+            self.is_to_rejoin = self.is_to_rejoin or request in (Ask.LEAVE, Ask.LEAVE_NOW)
+            self.wants_stop = self.is_to_rejoin or request in (Ask.RESTART, Ask.STOP)
+            self._end_if_stuck(request is Ask.LEAVE_NOW)
             if request is Ask.SAVE and not self._has_saved:
                 self._save = self._has_saved = True
+
+    def _end_if_stuck(self, is_to_leave: bool) -> None:
+        """End this process if it waits for a peer that closes no connection: nothing else frees it."""
+        now = time.monotonic()
+        self._stuck_since = (self._stuck_since or now) if is_to_leave and waits_for() else None
+        if self._stuck_since is not None and now - self._stuck_since > STUCK_SECONDS:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _state(self) -> Beat:
         since, step = self._since, self._step

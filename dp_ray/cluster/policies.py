@@ -32,10 +32,12 @@ from dp_ray.cluster.decisions import (
     decide_restart,
     decide_scaling,
     is_worth_a_look,
+    survived,
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
 from dp_ray.errors import ClusterLost
-from dp_ray.messages import GaveUp, Message, Note, Starting, Waits
+from dp_ray.messages import Ending, GaveUp, Interrupted, Message, Note, Starting, Waits
+from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.system.imports import prepare_imports
 from dp_ray.text import counted, listed
 
@@ -182,6 +184,12 @@ def answers_at(node: dict[str, Any]) -> bool:
         return False
 
 
+def all_answer(node_ids: Sequence[str]) -> bool:
+    """Return whether all of these nodes are there, so that a worker can be replaced on them."""
+    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    return all(node_id in alive and answers_at(alive[node_id]) for node_id in node_ids)
+
+
 @dataclass(eq=False)
 class RestartPolicy:
     """Decides whether failed workers are restarted; it remembers a job's failures, and reports to the driver."""
@@ -198,6 +206,13 @@ class RestartPolicy:
         request, job = ray.get(self.channel.state.remote())
         if job.number != self._job.number:
             self._job, self._memory = job, Memory(job.retries, has_restarted=self._memory.has_restarted)
+        if job.goes_on and isinstance(failure, WorkersFailed) and request.ask is not Ask.STOP:
+            do = self._with_survivors(failure, job)
+            if do is not None:
+                return do
+        if job.goes_on and isinstance(failure, StartFailed):
+            what = f"no other worker could be started in the place of the lost one: {failure.cause}"
+            send(self.channel, Interrupted(IncidentKind.RESIZE, what, ()))
         losses = ray.get(self.channel.count_loss.remote()) if job.serves else None
         snapshot = Snapshot(failure, request, self._memory, job.workers or None, losses)
         decision = decide_restart(snapshot, time.monotonic())
@@ -211,6 +226,29 @@ class RestartPolicy:
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do
 
+    def on_more(self, failure: WorkersFailed | StartFailed) -> None:
+        """Take in all failures that are known by now, before the failed workers are replaced."""
+        job = ray.get(self.channel.state.remote())[1]
+        if job.goes_on and isinstance(failure, WorkersFailed):
+            self._with_survivors(failure, job)
+
+    def _with_survivors(self, failure: WorkersFailed, job: Terms) -> Restart | None:
+        """Replace lost workers alone, and tell the driver; None if all are to start again, or the job is given up."""
+        if len(failure.of(Ending.LOST_PEER)) < len(failure.ended):
+            return None  # an error of a survivor
+        slots = *failure.died, *failure.ended
+        loss = ray.get(self.channel.survey.remote(job.number, slots))
+        if loss is None or not all_answer(loss.node_ids):
+            return None
+        if loss.losses > job.retries:
+            self._memory = replace(self._memory, retries=0)
+            return None
+        told = survived(failure, loss.ranks)
+        if told is not None:
+            send(self.channel, told)  # first: the next view may begin at once
+        ray.get(self.channel.lose.remote(job.number, slots))
+        return Restart.REPLACE
+
 
 @dataclass
 class StartReports:
@@ -222,9 +260,12 @@ class StartReports:
 
     env: dict[str, str]
     channel: Any
+    _group: str = ""  # the id of those that are started together, and of others in their places
+    _starts_all: bool = True
 
     def on_placing(self, count: int) -> None:
         """Report that workers are about to be placed on nodes."""
+        self._group, self._starts_all = uuid.uuid4().hex, True
         self._say(Starting(f"starting {counted(count, 'worker')}"))
 
     def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
@@ -232,8 +273,10 @@ class StartReports:
 
         `call(do, *args)` calls `do` in each process, and returns all results.
         """
-        self._say(Starting(f"{counted(count, 'worker')} importing torch"))
-        call(prepare_imports, {**self.env, GROUP: uuid.uuid4().hex})
+        if self._starts_all:
+            self._say(Starting(f"{counted(count, 'worker')} importing torch"))
+        self._starts_all = False
+        call(prepare_imports, {**self.env, GROUP: self._group})
 
     def _say(self, phase: Message) -> None:
         ray.get(self.channel.put_phase.remote(encoded(phase)))

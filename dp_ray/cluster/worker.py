@@ -5,10 +5,12 @@ that sends to the driver what user code prints (`prints.py`).
 """
 
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -17,10 +19,11 @@ from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, send
 from dp_ray.cluster.group import place_of_worker, process_group, report, with_devices
 from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.internals.context import place_of_this_worker
+from dp_ray.cluster.membership import Member, Place, View
 from dp_ray.cluster.prints import forwarded_prints
 from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
 from dp_ray.engine.votes import NotFinite, StopRequested
-from dp_ray.engine.world import Trouble, World, leave_group, trouble_of
+from dp_ray.engine.world import Trouble, World, leave_group, trouble_of, without_frames
 from dp_ray.errors import JobError, StorageError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.messages import Ending, Finished, Logged, WorkerExit, WorkerReady
@@ -31,9 +34,12 @@ from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.imports import imported_files
 from dp_ray.system.process import environment
+from dp_ray.tasks.held import Held
 from dp_ray.tasks.isolation import isolated
 from dp_ray.tasks.numerics import OtherKind
-from dp_ray.tasks.task import run_task
+from dp_ray.tasks.setup import Context
+from dp_ray.tasks.task import run_task, settings_of
+from dp_ray.tasks.views import prepare
 
 
 @dataclass(frozen=True)
@@ -58,23 +64,104 @@ def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]
     attempt = f"{os.environ[GROUP]}-{terms.number}"
     prints = forwarded_prints(worker.channel, worker.number, worker.keep_prints, here)
     with isolated() as remains, environment(env), prints:
-        is_stopped = run_packed(worker, packed, attempt, here)
-    imported = imported_files() if here.rank == 0 and not terms.is_last else ()
-    send(worker.channel, Finished(attempt, here.rank, is_stopped, tuple(remains), imported), worker.number)
+        ended = (run_in_views if terms.goes_on else run_once)(worker, packed, attempt, here)
+    if ended is not None:
+        attempt, rank, is_stopped = ended
+        imported = imported_files() if rank == 0 and not terms.is_last else ()
+        send(worker.channel, Finished(attempt, rank, is_stopped, tuple(remains), imported), worker.number)
 
 
-def run_packed(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> bool:
-    """Run the job; return whether it stopped as the user asked. When this returns, nobody holds the job's objects."""
+def run_once(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> tuple[str, int, bool]:
+    """Run the job among the workers that were started together; return its attempt, the rank, and if it stopped."""
+    return attempt, here.rank, run_packed(worker, packed, attempt, here) is True
+
+
+def run_in_views(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> tuple[str, int, bool] | None:
+    """Run the job in one view after another, as long as workers are lost or come; return how it ended here.
+
+    That is the last view's attempt, the rank in it, and whether the job stopped as the user asked; None if the job
+    has ended without this worker.
+    """
+    held, member = Held(), Member(uuid.uuid4().hex, here.rank, worker.node_id)
+    group, has_lost_peer = os.environ[GROUP], False
     with reported_errors(worker, attempt, here, lambda: False):
         assigned: Assignment = ray.get(packed).load()
+        if ray.get(worker.channel.has_views.remote(worker.number, group)):
+            hold_in_advance(assigned, here, held)
+    while True:
+        given = worker.number, group, member, held.progress, has_lost_peer, here.world_size
+        view: View | None = ray.get(worker.channel.ask.remote(*given))
+        if view is None:
+            if ray.get(worker.channel.state.remote())[1].number != worker.number:
+                return None
+            raise WorkerExit(Ending.LOST_PEER, "the others go on without this worker", False)
+        place = view.place(member.name)
+        world = replace(
+            here,
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            node_rank=place.node_rank,
+        )
+        of_view = f"{attempt}-{view.number}"
+        ended = run_packed(worker, assigned, of_view, world, Membered(view.number, member.name, held, place))
+        free_memory()  # as in `left_together`
+        leave_group()
+        if isinstance(ended, bool):
+            return of_view, world.rank, ended
+        has_lost_peer = ended is Next.AFTER_LOSS
+
+
+def hold_in_advance(assigned: Assignment, here: World, held: Held) -> None:
+    """Build what a newcomer will need, while the others train without it."""
+    job = assigned.job.for_task()
+    world = with_devices(here, job, job.num_devices)
+    with settings_of(job, world):
+        prepare(Context(job, world, Storage(assigned.run_dir), lambda _: None, held=held))
+
+
+class Next(Enum):
+    """Why a worker goes on in another view."""
+
+    AS_PLANNED = auto()
+    AFTER_LOSS = auto()
+
+
+class Membered(NamedTuple):
+    """A worker's view: its number, the worker's name and place in it; and what its process holds."""
+
+    number: int
+    name: str
+    held: Held
+    place: Place
+
+
+def run_packed(
+    worker: WorkerConfig, packed: Any, attempt: str, here: World, view: Membered | None = None
+) -> bool | Next:
+    """Run the job; return whether it stopped as the user asked. When this returns, nobody holds the job's objects.
+
+    In a view, `packed` is the Assignment itself, and the job may go on in another one.
+    """
+    with reported_errors(worker, attempt, here, lambda: False):
+        assigned: Assignment = packed if isinstance(packed, Assignment) else ray.get(packed).load()
         world = with_devices(here, assigned.job, assigned.job.num_devices)
         run = Storage(assigned.run_dir)
     limit, faults = assigned.job.timeouts.step, assigned.faults
-    heartbeat = Heartbeat(worker, attempt, world, run, limit, faults)
-    with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed):
+    of_view = (0, "") if view is None else (view.number, view.name)
+    heartbeat = Heartbeat(worker, attempt, world, run, limit, faults, of_view)
+    beats: AbstractContextManager[Any] = nullcontext() if view is None else heartbeat  # also while a view forms
+    with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed), beats:
         try:
-            run_assigned(worker, assigned, run, attempt, world, heartbeat)
+            run_assigned(worker, assigned, run, world, heartbeat, view)
+        except WorkerError as lost:
+            if view is None:
+                raise
+            without_frames(lost)  # so that the group can be left
+            return Next.AFTER_LOSS
         except StopRequested:
+            if view is not None and heartbeat.is_to_rejoin:
+                return Next.AS_PLANNED
             if ray.get(worker.channel.state.remote())[0].ask is not Ask.STOP:
                 raise  # so that the workers are started anew, more or fewer of them
             return True
@@ -89,23 +176,31 @@ def run_packed(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> 
 
 
 def run_assigned(
-    worker: WorkerConfig, assigned: Assignment, run: Storage, attempt: str, world: World, heartbeat: "Heartbeat"
+    worker: WorkerConfig,
+    assigned: Assignment,
+    run: Storage,
+    world: World,
+    heartbeat: "Heartbeat",
+    view: Membered | None,
 ) -> None:
     """Run the task within the process group of the job's workers.
 
     Raises StopRequested if it stopped as it was asked.
     """
-    job, channel = assigned.job, worker.channel
+    job, channel, attempt = assigned.job, worker.channel, heartbeat.attempt
     # Ray Train numbers the workers node by node; the job may take only the first of those on this node.
     first = world.rank - world.local_rank
     on_node = min(world.world_size - first, place_of_this_worker().get_local_world_size())
+    number, held = (0, None) if view is None else (view.number, view.held)
+    if view is not None:
+        on_node = view.place.local_world_size
     flight = run.child(FLIGHT_RECORDER)
     recorder = recorder_variables(assigned.backend, flight, attempt)
     step_seconds = job.timeouts.step
     with (
         environment(recorder),
-        process_group(channel, attempt, world, assigned.backend, step_seconds, on_node),
-        left_together(channel, attempt, world),
+        process_group(channel, attempt, world, assigned.backend, step_seconds, on_node, number),
+        left_together(channel, attempt, world) if view is None else through_together(channel, number, world),
     ):
         check_shared(run, assigned.token, str(world))
         if DUMP_FILE in recorder:
@@ -114,7 +209,7 @@ def run_assigned(
         context = ray.get_runtime_context()
         gpus = tuple(context.get_accelerator_ids().get("GPU", []))
         send(worker.channel, WorkerReady(attempt, world, os.getpid(), gpus, worker.node_id), worker.number)
-        with heartbeat:
+        with heartbeat if view is None else nullcontext():
             run_task(
                 job,
                 world,
@@ -123,6 +218,7 @@ def run_assigned(
                 lambda message: send(channel, message, worker.number, wait=not isinstance(message, Logged)),
                 heartbeat,
                 assigned.rows,
+                held,
             )
     if DUMP_FILE in recorder and world.rank == 0:
         with suppress(StorageError):
@@ -206,3 +302,14 @@ def left_together(channel: Any, attempt: str, world: World) -> Iterator[None]:
     # group's threads, and they may wait for the interpreter, which the collector holds.
     free_memory()
     leave()
+
+
+@contextmanager
+def through_together(channel: Any, view: int, world: World) -> Iterator[None]:
+    """Wait at the block's end for all of a view; raises WorkerError if one of them was lost before.
+
+    The caller leaves the process group at once: that is how others hear of a loss.
+    """
+    yield
+    if not ray.get(channel.through.remote(view, world.rank, world.world_size)):
+        raise WorkerError("another worker was lost before all were through")

@@ -37,10 +37,11 @@ from dp_ray.engine.objects import check_packs, pack_object, refused
 from dp_ray.errors import ClusterLost, Error, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.messages import Failed, Finished, GaveUp, WorkerReady, error_of
+from dp_ray.messages import Failed, Finished, GaveUp, Note, WorkerReady, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Progress
 from dp_ray.rundir.history import is_measured
+from dp_ray.rundir.incidents import Level
 from dp_ray.system.imports import postponed
 from dp_ray.system.process import environment
 from dp_ray.system.threads import repeated
@@ -167,7 +168,12 @@ class StartedWorkers:
         self._number += 1
         monitor.take_control(RayNodeControl(self.channel, self._number))
         terms = Terms(
-            self._number, job.max_workers, job.retries, job.task != "evaluate" and not job.finds_shards, is_last
+            self._number,
+            job.max_workers,
+            job.retries,
+            job.task != "evaluate" and not job.finds_shards,
+            is_last,
+            goes_on=self._goes_on(job, monitor),
         )
         self.trainer.when_ended(monitor.end.has_come.set)
         packed = self._packed(job, claimed, rows, faults)
@@ -187,6 +193,15 @@ class StartedWorkers:
             self._abort()
             raise
         self._check_end(monitor)
+
+    def _goes_on(self, job: Job, monitor: "Monitor") -> bool:
+        """Return whether the survivors of a lost worker go on; tell why not, if they were to."""
+        why = job.why_restarts
+        if not why and backend_of(job, self.each.get("GPU", 0)) != "gloo":
+            why = "GPUs"
+        if job.on_lost_worker == "go_on" and why and job.max_workers > 1:
+            monitor.take(Note(f"on_lost_worker: with {why}, all workers restart where one is lost"))
+        return job.goes_on and not why
 
     def begin_serving(self, keys: WorkerKeys, is_last: bool) -> int:
         """Have all workers take calls of parallel modules, and return the number by which that ends."""
@@ -215,6 +230,7 @@ class StartedWorkers:
 
         if monitor.end.finished:
             self.take_end(monitor.end.finished)
+            self.is_mended |= any(one.level is Level.MEMORY for one in monitor.incidents.log.interruptions)
             if any(worker.is_stopped for worker in monitor.end.finished):
                 raise StopRequested("stopped as it was asked")
             return

@@ -317,7 +317,7 @@ class SessionWorkers:
         elif self.started.is_over:
             why = self.started.why_over
         elif self.started.is_mended:
-            why = "one was replaced alone while they served a parallel module"
+            why = "one was replaced alone"
         else:
             return
         if edited and not self._is_own and connect.ships_callers_code():

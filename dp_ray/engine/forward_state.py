@@ -113,6 +113,8 @@ class ForwardState(Writable):
         self._is_early = True  # whether what forwards write is looked for
         self._is_alone = self._was_alone = True
         self._layouts: dict[str, Form | None] = {}
+        self.keeps_start = False  # so that a step can be dropped
+        self.is_open = False  # a step has begun, and its update has not come
         self._flat = torch.empty(0)  # what is sent, in one piece
         self._views: Values = {}  # the values in it, by their names
         self._work: Any = None
@@ -123,7 +125,8 @@ class ForwardState(Writable):
         self._num_left = num_shards
         self._is_alone = num_shards <= 1 and not self._has_peers
         self._was_alone = self._was_alone and self._is_alone
-        if num_shards > 1 or self._is_early:
+        self.is_open = True
+        if num_shards > 1 or self._is_early or (self.keeps_start and (self._places or self._followed)):
             self._start = self._take(self._start)
         else:
             self._start = Copies(self, self._now(), {}) if self._shared else self._nothing
@@ -249,6 +252,13 @@ class ForwardState(Writable):
     def restore(self) -> None:
         """Set all to the values before the step, for the next shard."""
         self._put(self._start)
+
+    def drop(self) -> None:
+        """Set all to the values before a step that has begun and will not end; it must have kept them."""
+        if self.is_open:
+            self._work = self._before = self._kept = None
+            self.is_open = False
+            self.restore()
 
     def share(self) -> None:
         """Start the broadcast of rank 0's values; every rank calls this once a step."""

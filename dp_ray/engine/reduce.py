@@ -32,7 +32,7 @@ from dp_ray.engine.model import autocast
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.step import Compare, Metrics, Row, Step, StepOutput, UsersPair, Weighted, row_of, run_step
 from dp_ray.engine.tree_sum import Gradients, ShardSums, add, sparse_modules, tree_sum, zeros_that_add_nothing
-from dp_ray.engine.world import World, begin_sum, everyone, is_gpu, new_group
+from dp_ray.engine.world import World, begin_sum, everyone, is_gpu, new_group, without_frames
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.tree import Node, fold, nodes_by_rank
@@ -540,6 +540,9 @@ class TreeReducer(Reducer):
                     sent.record_stream(stream)  # so that backward does not reuse their memory before they are sent
                 future.set_result(tree_sum(flat, flats, self._nodes, self._root, self._group))
         except Exception as error:  # DDP raises it again where it waits for the bucket
+            # Its frames hold the future, and a cycle through C++ is never collected: the group would stay, while its
+            # peers wait to see it gone.
+            without_frames(error)
             future.set_exception(error)
 
 

@@ -271,6 +271,7 @@ class TrainingStep:
         The gradients are those of the first pass, of the sum of its losses divided by the rows of the whole batch.
         """
         trainer, whole = self.trainer, self.loaded.whole
+        trainer.state.is_open = False  # from here on the step cannot be dropped
         if trainer.seeds_updates or optimizer_step.hooks.hooked:
             self.seed()
         if self.is_empty and optimizer_step.may_skip():

@@ -160,7 +160,8 @@ class StopRequested(Error):
 class StepControl:
     """The interface of a worker's loop between two steps; this base class requests nothing of the worker.
 
-    `wants_stop` asks the worker to stop once all workers agree, or after its current step if it is the only one.
+    `wants_stop` asks the worker to stop once all workers agree, or after its current step if it is the only one; if
+    `is_to_rejoin`, only to go on with what it holds, among more or fewer workers.
     `take_save` asks, once, to keep the work so far now. `slows` says whether `take_delay` may ask to sleep.
     `attempt` names the workers that were started together for a job, for the driver. `node_id` is the cluster's name
     of the worker's node. `kind` is what the workers of the job's last attempt computed on, empty if it is the first.
@@ -170,6 +171,7 @@ class StepControl:
     node_id = ""
     kind = ""
     wants_stop = False
+    is_to_rejoin = False
     slows = False
 
     def settle(self, kind: str) -> None:

@@ -149,6 +149,21 @@ def show_alone(backend: str) -> None:
         )
 
 
+def without_frames(error: BaseException) -> None:
+    """Drop the frames that an error and its causes hold: a group lives as long as one of them holds it.
+
+    A future in C++ may hold the error, and a frame the future: such a cycle is never collected.
+    """
+    seen: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and not any(one is other for other in seen):
+            seen.append(one)
+            one.__traceback__ = None
+            left += [one.__cause__, one.__context__]
+
+
 def leave_group() -> None:
     """Destroy all groups that were formed, the user's too."""
     global _everyone, _store, _num_groups

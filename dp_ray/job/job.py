@@ -109,6 +109,7 @@ class Job(MeasuringKeys):
         (
             *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
             *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
+            "on_lost_worker",
             *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops", "strategy", "fsdp"),
             *("activation_checkpointing", "stop_on_nan", "hooks", "bucket_cap_mb"),
         )
@@ -181,8 +182,25 @@ class Job(MeasuringKeys):
         if "rows" in self.metrics and self.eval is not None:
             yield "metrics.rows: with on_error, eval_rows counts the samples of an evaluation; rename the metric"
 
+    @property
+    def why_restarts(self) -> str:
+        """The key with which `on_lost_worker: go_on` cannot be done, so that all workers restart; "" without one."""
+        keys = {
+            "loop": self.task == "train" and self.loop is not None,
+            "strategy: fsdp": self.is_sharded,
+            "shards: auto": self.finds_shards,
+        }
+        return next((key for key, is_set in keys.items() if is_set), "")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the survivors of a lost worker go on from memory."""
+        return self.on_lost_worker == "go_on" and not self.why_restarts
+
     def _of_devices(self) -> Iterator[str]:
         """Yield keys of devices that contradict each other."""
+        if self.on_lost_worker == "go_on" and self.asks_for_gpus:
+            yield "on_lost_worker: go_on is not built for GPUs yet; take restart, which is the default"
         gpus = self.gpus_per_worker
         if gpus != "auto" and gpus > 1 and gpus != int(gpus):
             yield f"gpus_per_worker: must be 'auto', at most 1, or a whole number, got {gpus:g}"

@@ -307,7 +307,8 @@ def interruption_of(
         kind = IncidentKind.NODE
     if hung:
         kind, what = IncidentKind.HANG, hung
-    return Interruption(kind, what, step, message.ranks, tuple(sorted({worker.world.node for worker in lost})))
+    nodes = tuple(sorted({worker.world.node for worker in lost}))
+    return Interruption(kind, what, step, message.ranks, nodes, level=message.level)
 
 
 @dataclass

@@ -12,6 +12,13 @@ from dp_ray.text import counted
 INCIDENTS = "story.json"
 
 
+class Level(StrEnum):
+    """What an interruption has cost: the first of these that was possible."""
+
+    MEMORY = "memory"  # the survivors have gone on with what they held
+    RESTART = "restart"  # all workers were started again, from the newest checkpoint
+
+
 class IncidentKind(StrEnum):
     """The kinds of events that end an attempt before the job is done."""
 
@@ -31,7 +38,7 @@ class Interruption:
 
     `ranks` and `nodes` are those that were lost. `step` is the step that was running;
     for a driver's end, the step that was next. The next attempt resumed from `resumed_step`, None if there was none.
-    `seconds` is the time from the last finished step to the resumption, None if unknown.
+    `seconds` is the time from the last finished step to the resumption, None if unknown. `level` says who went on.
     """
 
     kind: IncidentKind
@@ -41,6 +48,7 @@ class Interruption:
     nodes: tuple[str, ...] = ()
     resumed_step: int | None = None
     seconds: float | None = None
+    level: Level = Level.RESTART
 
     def __str__(self) -> str:
         where = f" (rank {', '.join(map(str, self.ranks))} on {', '.join(self.nodes)})" if self.ranks else ""
@@ -51,7 +59,10 @@ class Interruption:
 
     def to_json(self) -> dict[str, Any]:
         """Return the interruption as JSON values."""
-        return {**asdict(self), "kind": self.kind.value, "ranks": list(self.ranks), "nodes": list(self.nodes)}
+        values = {**asdict(self), "level": self.level.value}
+        if self.level is Level.RESTART:
+            del values["level"]  # earlier versions do not know it
+        return {**values, "kind": self.kind.value, "ranks": list(self.ranks), "nodes": list(self.nodes)}
 
     @property
     def resumption(self) -> str:
@@ -60,13 +71,16 @@ class Interruption:
             return "not resumed"
         again = f", {counted(self.step - self.resumed_step, 'step')} again" if self.step > self.resumed_step else ""
         after = "" if self.seconds is None else f" after {self.seconds:.1f} s"
+        if self.level is Level.MEMORY:
+            return f"the others go on from step {self.resumed_step}{after}, from memory{again}"
         return f"resumed from step {self.resumed_step}{after}{again}"
 
 
 def read_interruption(values: Mapping[str, Any]) -> Interruption:
     """Undo `Interruption.to_json`; raises ValueError, KeyError or TypeError if the values are damaged."""
     kind, ranks, nodes = IncidentKind(values["kind"]), tuple(values["ranks"]), tuple(values["nodes"])
-    return Interruption(**{**values, "kind": kind, "ranks": ranks, "nodes": nodes})
+    level = Level(values.get("level", Level.RESTART))
+    return Interruption(**{**values, "kind": kind, "ranks": ranks, "nodes": nodes, "level": level})
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import torch
 
 from dp_ray.engine.clock import Part
-from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.loading import Source
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Update
@@ -38,8 +37,8 @@ from dp_ray.rundir.history import HISTORY, write_piece
 from dp_ray.rundir.ledger import check_newest
 from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start
 from dp_ray.rundir.weights import BEST, EMA, tensors_of_files, write_best, write_weights
-from dp_ray.system.threads import waiting
 from dp_ray.tasks.setup import Context
+from dp_ray.tasks.train_state import TrainState
 from dp_ray.telemetry.times import History
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
 
@@ -48,48 +47,6 @@ LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any 
 EXPECTED = 0.005, 200e6  # the first checkpoint's cost: fixed seconds, and bytes a second
 TrainingLayout: TypeAlias = dict[str, Any]  # all that decides which samples a step holds
 UpdateKeys: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
-
-
-@dataclasses.dataclass
-class TrainState:
-    """The running values of a training: `step` steps are done; `measured` holds the last evaluation."""
-
-    step: int = 0
-    # Sum and weight since the epoch's start.
-    epoch_loss: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
-    measured: dict[str, float] = dataclasses.field(default_factory=dict)
-    _unread: list[torch.Tensor] = dataclasses.field(default_factory=list, init=False, repr=False)
-    best: float | None = None
-    best_step: int | None = None
-    best_by: list[str] = dataclasses.field(default_factory=list)  # the metric and the mode that `best` refers to
-    stopping: dict[str, Any] = dataclasses.field(default_factory=dict)  # what early stopping counts; empty without it
-
-    def add(self, sums: torch.Tensor) -> None:
-        """Add a step's loss, whose sum and weight come first in `sums`, without waiting for the device."""
-        self._unread.append(sums)
-        if len(self._unread) >= 256:
-            self._read()
-
-    def end_epoch(self) -> float:
-        """Return the epoch's mean loss and begin the next epoch."""
-        self._read()
-        (total, weight), self.epoch_loss = self.epoch_loss, [0.0, 0.0]
-        return total / weight if weight else float("nan")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values as a checkpoint holds them."""
-        self._read()
-        values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self) if name.init}
-        if not self.stopping:
-            del values["stopping"]  # earlier versions do not know it
-        return values
-
-    def _read(self) -> None:
-        with waiting(ON_GPU):
-            unread = torch.stack(self._unread)[:, :2].tolist() if self._unread else ()
-        for total, weight in unread:
-            self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
-        self._unread = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +118,11 @@ class Checkpointer(PieceKeeper):
             run.child(folder).remove_unfinished()
         extra = ["epoch_loss", *job.eval_names]
         self._history = History(run.child(HISTORY), split, trainer.measured, extra, train_state.step, context.send)
+        if context.held is not None:
+            context.held.look(run)
+            self._history.take_in(context.held.rows)
         pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
-        self._best = job.checkpoint.best
-        by = [] if self._best is None else [self._best.metric, self._best.mode]
-        # The best so far counts only if its checkpoint exists, and by the job's metric and mode.
-        kept = steps_of(run.child(CHECKPOINTS))
-        if train_state.best_by != by or train_state.best_step not in kept:
-            train_state.best = train_state.best_step = None
-        train_state.best_by = by
+        begin_best(training)
         self._periods = checkpoints_of(job).due.periods(split)
         self._all_agree = trainer.placement.sharers is not None
         # What each checkpoint holds of the job.
@@ -187,7 +141,7 @@ class Checkpointer(PieceKeeper):
         self._history.add(step, update, measured, self._times.data_wait)
         is_due = must_save
         if measured:
-            is_due = self._note_best(measured) or is_due
+            is_due = note_best(self._training, measured) or is_due
             self._history.resume_clock()
         for period in self._periods:
             is_due = is_due or (step + 1) % period == 0
@@ -226,17 +180,27 @@ class Checkpointer(PieceKeeper):
         self._history.flush()
         super().close()
 
-    def _note_best(self, measured: dict[str, float]) -> bool:
-        """Note the best value so far; return whether the values measured after this step have it."""
-        best = self._best
-        value = None if best is None else measured.get(best.metric)
-        if best is None or value is None or value != value:
-            return False
-        before = self._train_state.best
-        if before is not None and (value >= before if best.mode == "min" else value <= before):
-            return False
-        self._train_state.best, self._train_state.best_step = value, self._train_state.step
-        return True
+
+def begin_best(training: Training) -> None:
+    """Forget the best value so far unless its checkpoint exists, and it is by the job's metric and mode."""
+    best, state = training.context.job.checkpoint.best, training.state
+    by = [] if best is None else [best.metric, best.mode]
+    if state.best_by != by or state.best_step not in steps_of(training.context.run.child(CHECKPOINTS)):
+        state.best = state.best_step = None
+    state.best_by = by
+
+
+def note_best(training: Training, measured: dict[str, float]) -> bool:
+    """Note the best value so far; return whether the values measured after this step have it."""
+    best, state = training.context.job.checkpoint.best, training.state
+    value = None if best is None else measured.get(best.metric)
+    if best is None or value is None or value != value:
+        return False
+    before = state.best
+    if before is not None and (value >= before if best.mode == "min" else value <= before):
+        return False
+    state.best, state.best_step = value, state.step
+    return True
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dp_ray.engine.world import broadcast
 from dp_ray.job import keys
 from dp_ray.job.job import Job
 from dp_ray.messages import StoppedEarly
-from dp_ray.tasks.checkpoints import TrainState
+from dp_ray.tasks.train_state import TrainState
 
 
 class Stopping(Protocol):

@@ -4,7 +4,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from dp_ray.engine.evaluation import Evaluated, Evaluation, build_metrics
-from dp_ray.engine.loading import Source, load_steps, seeded_dataset
+from dp_ray.engine.loading import Source, load_steps
 from dp_ray.engine.step import StepEnd, build_step
 from dp_ray.engine.weights import synchronise
 from dp_ray.engine.world import check_same_rows
@@ -69,7 +69,7 @@ class Evaluator:
         self._world = context.world
         self._told = training.source.told  # the dataset may be that of the training
         self._job = job.over_eval()
-        self._dataset = seeded_dataset(self._job, "eval.dataset")
+        self._dataset = context.dataset(self._job, "eval.dataset")
         check_same_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
         check_unchanged(context, "eval.dataset", self._dataset)
         self._planned = evaluations_of(job, len(self._dataset))

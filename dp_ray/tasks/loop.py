@@ -65,6 +65,8 @@ class Run:
         and notes and profiles it if there is; False ends the steps. A step without rows is not timed then.
         """
         control, clock, recorder, profiler = self._control, self._clock, self.recorder, self.profiler
+        if self.stops:
+            return
         self._times.begin()
         for step in range(start, self._end):
             if goes_on is None:

@@ -33,10 +33,10 @@ from dp_ray.job.targets import bound
 from dp_ray.messages import StoppedEarly
 from dp_ray.rundir.checkpoint import pack
 from dp_ray.rundir.history import OF_FURTHER
-from dp_ray.tasks.checkpoints import TrainState
 from dp_ray.tasks.early_stopping import Patience
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import PlacedTraining, begun_training, place_training
+from dp_ray.tasks.train_state import TrainState
 from dp_ray.tensors.files import is_dense
 from dp_ray.tensors.flat import as_bytes
 from dp_ray.text import listed

@@ -6,8 +6,8 @@ A run reads the same files of a dataset to its end, however often it is resumed:
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from dp_ray.engine.bad_samples import Quarantine, Reference
 from dp_ray.engine.loading import find_reference, seeded_dataset
@@ -27,6 +27,9 @@ from dp_ray.rundir.start import NEW_HEAD, describe_start, read_start
 from dp_ray.storage import Storage
 from dp_ray.text import hide_in, listed
 
+if TYPE_CHECKING:
+    from dp_ray.tasks.held import Held
+
 PINS = "files-of-{}.json"
 REFERENCE = "reference-of-{}.json"
 PINS_JSON = Record[dict[str, str | None]](dict[str, str | None], missing={}, indent=2)
@@ -39,7 +42,8 @@ class Context:
     """All that a task is given on its worker.
 
     `send` takes the reports for the driver. `rows_on_driver` has the lengths of the datasets, by their keys, as the
-    driver found them. `attempt` names the attempt of a task that writes parts or checkpoints.
+    driver found them. `attempt` names the attempt of a task that writes parts or checkpoints. `held` is what the
+    process holds of the job, if its group may change.
     """
 
     job: Job
@@ -49,6 +53,21 @@ class Context:
     control: StepControl = field(default_factory=StepControl)
     rows_on_driver: Mapping[str, int] = field(default_factory=dict)
     attempt: str = ""
+    held: "Held | None" = None
+
+    def dataset(self, job: Job, key: str) -> Any:
+        """Build the dataset of `key`, or return the one that the process holds."""
+        return seeded_dataset(job, key) if self.held is None else self.held.dataset(job, key)
+
+    def place(self) -> Placement:
+        """Build the model, or return the one that the process holds; every rank calls this."""
+        held = self.held
+        if held is None:
+            return place(self.job, self.world, self.say)
+        if held.placement is None:
+            held.placement = place(self.job, self.world, self.say)
+        before = held.placement
+        return replace(before, world=self.world.with_inputs_on(before.world.device), say=self.say)
 
     def say(self, text: str) -> None:
         """Send a line for the user, from rank 0 alone: the other ranks would repeat it."""
@@ -62,7 +81,7 @@ def load_dataset(context: Context) -> Any:
     Raises DataError, on every rank, unless all ranks and the driver have a dataset of the same length, of the files
     with which the run began.
     """
-    dataset = seeded_dataset(context.job, context.job.dataset_key)
+    dataset = context.dataset(context.job, context.job.dataset_key)
     check_same_rows("dataset", len(dataset), context.rows_on_driver)
     check_unchanged(context, "dataset", dataset)
     check_blocks(context.job, dataset)
@@ -133,7 +152,7 @@ def check_blocks(job: Job, dataset: Any) -> None:
 def model_to_run(context: Context) -> Placement:
     """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights."""
     job, world, run = context.job, context.world, context.run
-    placement = place(job, world, context.say)
+    placement = context.place()
     if job.init_from is not None:
         weights, _ = read_start(run, job.init_from, job.strict, placement.sharers)
         loaded = placement.load_weights(weights, job.init_from, job.strict, NEW_HEAD)

@@ -20,6 +20,7 @@ from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.tasks.evaluate import evaluate
 from dp_ray.tasks.find_shards import find_shards
+from dp_ray.tasks.held import Held
 from dp_ray.tasks.numerics import check_numerics
 from dp_ray.tasks.own_loop import train_by_loop
 from dp_ray.tasks.predict import predict_outputs
@@ -37,11 +38,13 @@ def run_task(
     send: Send,
     control: StepControl | None = None,
     rows_on_driver: Mapping[str, int] | None = None,
+    held: Held | None = None,
 ) -> None:
     """Run the job's task on this worker; `send` takes shape Reports, notices and rows of the history.
 
     A job with `shards: auto` has no number of shards yet: it finds it, and does nothing else.
-    `rows_on_driver` has the lengths of the datasets, by their keys, as the driver found them.
+    `rows_on_driver` has the lengths of the datasets, by their keys, as the driver found them. `held` is what the
+    process holds of the job, if it may be called again for another group.
     Raises StopRequested if it stopped between two steps because `control` asked for it, and WorkerError if another
     worker was lost. Raises JobError if the workers cannot talk to each other because of a mistake in the job, or if
     they would give a bitwise job different bits.
@@ -53,7 +56,7 @@ def run_task(
         try:
             # Before the first step: of workers that compute otherwise, each step would give other bits.
             check_numerics(job, world, send, control)
-            task(Context(job.for_task(), world, run, send, control, rows_on_driver or {}))
+            task(Context(job.for_task(), world, run, send, control, rows_on_driver or {}, held=held))
         except RuntimeError as error:
             failed = failed_in_group(error)
             if failed is None:

@@ -5,9 +5,11 @@ loop of the user's (`own_loop.py`). `declared` makes what is a declared training
 and evaluates after it.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from dp_ray.engine.bad_samples import Quarantine
@@ -15,7 +17,7 @@ from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.engine.loading import Source, load_steps
 from dp_ray.engine.model import autocast
-from dp_ray.engine.placement import Placement, place
+from dp_ray.engine.placement import Placement
 from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, build_step, of_neighbours
 from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
 from dp_ray.engine.user_code import reraise_as
@@ -26,12 +28,22 @@ from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.messages import FlopsCounted
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.rundir.ledger import begin_attempt
-from dp_ray.tasks.checkpoints import PieceKeeper, Training, checkpointing, keep_weights, restored, sample_layout
+from dp_ray.tasks.checkpoints import (
+    PieceKeeper,
+    Training,
+    begin_best,
+    checkpointing,
+    keep_weights,
+    note_best,
+    restored,
+    sample_layout,
+)
 from dp_ray.tasks.early_stopping import Patience, Stopping
 from dp_ray.tasks.evaluate import Evaluator
 from dp_ray.tasks.hooks import HookCalls
 from dp_ray.tasks.loop import Run, times_of
 from dp_ray.tasks.setup import Context, begin_quarantine, drop_set_aside, load_dataset
+from dp_ray.tasks.views import holding, levelled
 
 M = TypeVar("M", bound=TrainedModel)
 
@@ -41,9 +53,9 @@ def train(context: Context) -> None:
 
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
-    with begun_training(place_training(context), declared) as run:
+    with begun_training(place_training(context), declared) as run, closing(run.steps()) as steps:
         gradient, optimizer = run.trainer.gradient, run.trainer.optimizer_step
-        for step in run.steps():
+        for step in steps:
             step.backward(gradient)  # forward and backward of the shards, and the sum over all workers
             step.update(optimizer)  # of the mean's gradient: hooks, clip, optimizer, scheduler
 
@@ -61,7 +73,7 @@ class TrainingRun(Generic[M]):
     trainer: M
     evaluation: Evaluation
 
-    def steps(self, stopping: Stopping | None = None) -> Iterator[TrainingStep]:
+    def steps(self, stopping: Stopping | None = None) -> Generator[TrainingStep, None, None]:
         """Yield the steps that are left, to run passes and updates, and do after each what follows it.
 
         These are its reports, evaluations, hooks, history and checkpoint; after the last one the weights are kept.
@@ -69,7 +81,7 @@ class TrainingRun(Generic[M]):
         """
         training, trainer = self.training, self.trainer
         context, state, split = training.context, training.state, training.split
-        job, world, control, watch = context.job, context.world, context.control, trainer.watch
+        job, world, control, watch, held = context.job, context.world, context.control, trainer.watch, context.held
         hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
         # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
         quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
@@ -85,13 +97,17 @@ class TrainingRun(Generic[M]):
             evaluator = Evaluator(training, self.evaluation) if job.eval is not None else None
             after = AfterStep(training, evaluator, stopping)
             on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
-            for number in run.steps(start):
-                step = TrainingStep(trainer, number, next(loaded), on_shard, control.wants_stop)
-                yield step
-                update = step.end()
-                # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
-                # take long.
-                run.recorder.on_step(number)
+            for number in chain([] if state.unfinished is None else [state.unfinished[0]], run.steps(start)):
+                if state.unfinished is None:
+                    step = TrainingStep(trainer, number, next(loaded), on_shard, control.wants_stop)
+                    yield step
+                    state.is_torn = True  # until the step is counted
+                    update = step.end()
+                    # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
+                    # take long.
+                    run.recorder.on_step(number)
+                else:
+                    update = state.unfinished[1]  # the step has ended among other workers
                 if watch is not None and watch.not_finite is not None:
                     if checkpointer is not None:
                         checkpointer.after_step(number, update, {})  # logs it; no state is kept any more
@@ -103,17 +119,33 @@ class TrainingRun(Generic[M]):
                 stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
                 run.stops = stops and number + 1 < split.total_steps
                 if checkpointer is not None:
-                    checkpointer.after_step(number, update, measured, run.stops or control.take_save())
-            if watch is not None:
-                end_at_loss(watch.check_all, checkpointer)
-            run.close()  # before the last step is kept: its times are kept with it
-            control.through()  # writing the rest has no time limit
-            if checkpointer is not None:
-                checkpointer.finish()
-            run.send_times()
-            if trainer.flops is not None:
-                context.send(FlopsCounted(trainer.flops))
+                    must_save = run.stops and not control.is_to_rejoin
+                    checkpointer.after_step(number, update, measured, must_save or control.take_save())
+                elif measured and held is not None:
+                    note_best(training, measured)  # as rank 0 does
+                state.unfinished = None
+                if held is not None:
+                    held.rows.append((number, update, measured, time.perf_counter(), times.data_wait))
+                    if len(held.rows) > held.most_rows:
+                        held.look(context.run)
+            self._through(run, checkpointer)
         end(training, stopping, hooks, quarantine)  # nothing is read or written in the background any more
+
+    def _through(self, run: Run, checkpointer: PieceKeeper | None) -> None:
+        """Keep what is left after the last step."""
+        context, trainer = self.training.context, self.trainer
+        if trainer.watch is not None:
+            end_at_loss(trainer.watch.check_all, checkpointer)
+        run.close()  # before the last step is kept: its times are kept with it
+        context.control.through()  # writing the rest has no time limit
+        if checkpointer is not None:
+            if run.stops and context.control.is_to_rejoin:
+                checkpointer.wait()
+            else:
+                checkpointer.finish()
+        run.send_times()
+        if trainer.flops is not None:
+            context.send(FlopsCounted(trainer.flops))
 
 
 def end(
@@ -155,7 +187,7 @@ def place_training(context: Context) -> PlacedTraining:
     """Load the dataset and build the model; every rank calls this."""
     job, dataset = context.job, load_dataset(context)
     split = split_of(job, len(dataset))
-    placement = place(with_schedule(job, split), context.world, context.say)
+    placement = replace(context, job=with_schedule(job, split)).place()
     check_all_tensors(placement.model)
     return PlacedTraining(replace(context, world=placement.world), dataset, split, placement)
 
@@ -179,12 +211,19 @@ def begun_training(
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
         context = replace(context, attempt=begin_attempt(context.run).attempt)
         layout = sample_layout(job, split, dataset)
-        training = restored(Training(context, Source(job, dataset), split, layout, trainer, times))
-        trainer.synchronise()  # with the restored state: the average of the weights begins with it
-        forwards, trial = placement.forwards(), placement.row_trial()
-        evaluation = Evaluation(job, step, measures, states, world.device, forwards, trainer.over_batch, trial=trial)
-        with trainer.advising():
-            yield TrainingRun(training, trainer, evaluation)
+        trainer.state.keeps_start = context.held is not None
+        training = Training(context, Source(job, dataset), split, layout, trainer, times)
+        training = levelled(training) or restored(training)
+        with holding(training):
+            if context.held is not None:
+                begin_best(training)
+                context.held.begin(training.state.step)
+            trainer.synchronise()  # with the restored state: the average of the weights begins with it
+            ways = placement.forwards(), trainer.over_batch
+            trial = placement.row_trial()
+            evaluation = Evaluation(job, step, measures, states, world.device, *ways, trial=trial)
+            with trainer.advising():
+                yield TrainingRun(training, trainer, evaluation)
 
 
 def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> None:
@@ -227,18 +266,22 @@ class AfterStep:
     def take(self, step: int, update: Update) -> dict[str, float]:
         """Count a step; return the measurements after it: of an evaluation, and an epoch's loss at its end."""
         state = self._state
-        state.step = step + 1
-        state.add(update.sums)
+        if state.step == step:  # else it is counted, and what follows it was begun among other workers
+            state.step = step + 1
+            state.add(update.sums)
+            state.unfinished, state.is_torn = (step, update, {}, 0.0, 0.0), False
         is_evaluated = self._evaluator is not None and self._evaluator.is_due(step)
         measured = self._evaluate(step) if is_evaluated else {}
         if (step + 1) % self._split.steps == 0:
+            state.is_torn = True
             measured = {**measured, "epoch_loss": state.end_epoch()}
             with reraise_as(f"step {step}: scheduler"):
                 self._schedule.after_epoch({**state.measured, "loss": measured["epoch_loss"]})
         if self._stopping is not None and self._stopping.take(measured):
-            self.stops = True
+            self.stops = state.is_torn = True
             if not is_evaluated:
                 measured |= self._evaluate(step)  # as after the last step
+        state.is_torn = False
         return measured
 
     def _evaluate(self, step: int) -> dict[str, float]:

@@ -409,6 +409,11 @@ def _are_equal(rows: Sequence[float]) -> bool:
     return max(rows) <= EQUAL * min(rows)
 
 
+# A finished step as a worker holds it which may have to write its row: number, update, the values evaluated after it,
+# and by the clock when it ended, and how long the worker has waited for data so far.
+FinishedStep = tuple[int, Update, dict[str, float], float, float]
+
+
 class _Step(NamedTuple):
     """A finished step whose numbers are still on the device; its rows, seconds, and the values evaluated after it."""
 
@@ -460,6 +465,16 @@ class History:
         self._ended = now
         if now - self._sent > SEND_SECONDS:
             self._read(must_wait=False)
+
+    def take_in(self, steps: Sequence[FinishedStep]) -> None:
+        """Add the rows of steps that this worker, or another one, has finished before it was rank 0."""
+        ended, waited = None, 0.0
+        for step, update, measured, at, data_wait in steps:
+            start, stop = self._split.batch(step)
+            seconds = 0.0 if ended is None else at - ended
+            self._pending.append(_Step(step, update, stop - start, seconds, max(0.0, data_wait - waited), measured))
+            self._extra.update(dict.fromkeys(measured))
+            ended, waited = at, data_wait
 
     def resume_clock(self) -> None:
         """Leave the time since the last step, such as an evaluation's, out of the training speed."""

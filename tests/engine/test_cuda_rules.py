@@ -37,7 +37,7 @@ from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waits_for
 from dp_ray.tasks import task
-from dp_ray.tasks.checkpoints import TrainState
+from dp_ray.tasks.train_state import TrainState
 from dp_ray.telemetry import times
 from dp_ray.telemetry.times import History
 from tests.support import training

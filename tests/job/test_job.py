@@ -29,6 +29,12 @@ def make(**keys: Any) -> Job:
         ({"workers": {"min": 1, "mx": 3}}, "workers.mx: is no key of a job; did you mean workers.max?"),
         ({"workers": 3, "shards": 2}, "workers: 3 workers cannot share 2 shards; set shards to at least 3"),
         ({"workers": {"min": 1, "max": 9}, "shards": 8}, "workers: 9 workers cannot share 8 shards"),
+        (
+            {"on_lost_worker": "go_on", "gpus_per_worker": 1},
+            "on_lost_worker: go_on is not built for GPUs yet; take restart, which is the default",
+        ),
+        ({"on_lost_worker": "go_on", "devices": ["cuda:0"]}, "on_lost_worker: go_on is not built for GPUs yet"),
+        ({"on_lost_worker": "stay"}, "on_lost_worker: must be 'go_on' or 'restart', got 'stay'"),
         ({"name": "a/b"}, "name: must be one folder's name of letters"),
         ({"name": ".."}, "name: must be one folder's name of letters"),
         ({"name": ""}, "name: must be one folder's name of letters"),
@@ -147,3 +153,19 @@ def test_a_watched_metric_is_measured_or_an_element_of_one() -> None:
 def test_what_is_no_job_is_told(given: Any) -> None:
     with pytest.raises(JobError, match=rf"got a {type(given).__name__}; the keys of a job are keywords"):
         job_from(given, {})
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({}, ""),
+        ({"task": "evaluate", "loss": "torch.nn:CrossEntropyLoss"}, ""),
+        ({"strategy": "fsdp"}, "strategy: fsdp"),
+        ({"shards": "auto"}, "shards: auto"),
+        ({"task": "train", "loop": "tests.support.loops:plain"}, "loop"),
+    ],
+)
+def test_survivors_go_on_if_they_are_to_and_no_key_forbids_it(keys: dict[str, Any], why: str) -> None:
+    goes_on = make(**keys, on_lost_worker="go_on")
+    assert (goes_on.why_restarts, goes_on.goes_on) == (why, not why)
+    assert not make(**keys).goes_on, "all restart by default"

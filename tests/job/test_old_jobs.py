@@ -17,7 +17,11 @@ from tests.support.cluster import ROOT
 DATA = ROOT / "tests" / "kept"
 FILES = sorted(DATA.glob("*/jobs/*.yaml"))
 # Keys that an earlier version did not have, and what a job without them means today: what it did then.
-NEW_IN_0_3 = ["outputs.ragged: not set there, False here", "loop: not set there, None here"]
+NEW_IN_0_3 = [
+    "outputs.ragged: not set there, False here",
+    "loop: not set there, None here",
+    "on_lost_worker: not set there, 'restart' here",
+]
 NEW: dict[str, list[str]] = {
     "90f781f": ["strict: not set there, True here", "bucket_cap_mb: not set there, None here", *NEW_IN_0_3],
     "0.2.0": NEW_IN_0_3,

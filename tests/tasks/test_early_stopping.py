@@ -16,8 +16,8 @@ from dp_ray.report.run_data import read_run
 from dp_ray.results.text import list_text
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
-from dp_ray.tasks.checkpoints import TrainState
 from dp_ray.tasks.early_stopping import Patience
+from dp_ray.tasks.train_state import TrainState
 from tests.support.cli import status_of
 from tests.support.group import history_of, run_group
 from tests.support.trainings import job_of, keys_of

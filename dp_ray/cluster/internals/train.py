@@ -246,7 +246,8 @@ class OwnController(TrainController):  # type: ignore[misc]
 
     def _execute_resize_decision(self, decision: Any) -> Any:
         if self._manages_replica_groups:
-            self._worker_group.poll_status(timeout=POLL_SECONDS)  # more may have failed since the last one
+            status = self._worker_group.poll_status(timeout=POLL_SECONDS)  # more may have failed since the last one
+            self._failure_policy.tell_more(status.get_worker_group_error())
         return super()._execute_resize_decision(decision)
 
     def _replace_bad_workers(self, poll_status: Any) -> None:
@@ -276,3 +277,7 @@ class WorkerRestarts(FailurePolicy):  # type: ignore[misc]
         """Called by Ray Train's controller after a failure; after NOOP again soon, with the failures known then."""
         do = self._policy.on_failure(failure_of(training_failed_error))
         return _DECISIONS.get(do, do)  # the rest is for OwnController
+
+    def tell_more(self, training_failed_error: Exception) -> None:
+        """Tell of all failures that are known by now, before the failed workers are replaced."""
+        self._policy.on_more(failure_of(training_failed_error))

@@ -1,0 +1,188 @@
+"""Who works together on a job: begin at `Membership`. It is pure, and knows neither Ray nor torch.
+
+Workers that form one process group are a view. The channel makes views, one after another: a worker asks to take
+part, and gets the next view once all that live have asked. Where a member is lost, its view breaks, and the others
+leave it at once; where a newcomer asks, they leave it together after a step.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker's process: `name` is its own alone, `slot` its number among those that were started."""
+
+    name: str
+    slot: int
+    node_id: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """The workers of one process group, in the order of their ranks; views are numbered from 1."""
+
+    number: int = 0
+    members: tuple[Member, ...] = ()
+
+    def rank(self, name: str) -> int | None:
+        """Return the rank of the process of this name; None if it does not take part."""
+        return next((rank for rank, member in enumerate(self.members) if member.name == name), None)
+
+    def place(self, name: str) -> "Place":
+        """Return the place of a member."""
+        rank = self.rank(name)
+        assert rank is not None
+        node_ids = [member.node_id for member in self.members]
+        here, nodes = node_ids[rank], list(dict.fromkeys(node_ids))
+        return Place(rank, len(node_ids), node_ids[:rank].count(here), node_ids.count(here), nodes.index(here))
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a worker among all of its view, and among those of its node."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Members that are lost: their ranks and nodes, and how often some were since a step was finished, now too."""
+
+    ranks: tuple[int, ...]
+    node_ids: tuple[str, ...]
+    losses: int
+
+
+class Phase(Enum):
+    """The state of a membership."""
+
+    BEGINNING = auto()  # the first view waits for its workers
+    SETTLED = auto()
+    PLANNED = auto()  # all members are to leave their view together, after a step
+    BREAKING = auto()  # all members are to leave their view at once
+
+
+class Leave(Enum):
+    """What a member of a view is asked to do."""
+
+    NOT = auto()
+    AFTER_A_STEP = auto()
+    NOW = auto()
+
+
+@dataclass(eq=False)
+class Membership:
+    """The views of the workers that were started together, and of those that were started in their places.
+
+    The first view has `expected` workers. A process that was lost or excluded takes part no more, even if it lives:
+    another one may be in its place. `losses` counts the times that members were lost, between which no step was
+    finished.
+    """
+
+    expected: int
+    view: View = View()
+    phase: Phase = Phase.BEGINNING
+    losses: int = 0
+    _asking: dict[str, Member] = field(default_factory=dict)
+    _since: dict[str, int] = field(default_factory=dict)  # the number of the first view of each process, by its name
+    _gone: set[str] = field(default_factory=set)
+    progress: int = -1  # of the newest worker that has asked
+    _settled_at: int = -1  # the same, when a view was last made
+
+    def ask(self, member: Member, progress: int, has_lost_peer: bool = False) -> bool:
+        """Take in that a worker asks for a view; return whether it may have one.
+
+        `progress` counts what it has finished, -1: it is a newcomer. A member that `has_lost_peer` breaks its view.
+        """
+        if member.name in self._gone:
+            return False
+        self._leave_out({one.name for one in self._known() if one.slot == member.slot} - {member.name})
+        self._asking[member.name] = member
+        self.progress = max(self.progress, progress)
+        is_newcomer = self.view.rank(member.name) is None
+        if has_lost_peer and not is_newcomer:
+            self.phase = Phase.BREAKING
+        elif self.phase is Phase.SETTLED:
+            self.phase = Phase.PLANNED
+        return True
+
+    def lose(self, slots: Collection[int]) -> tuple[int, ...]:
+        """Take in that the processes in these slots have died; return their ranks in the view."""
+        return self._leave_out({member.name for member in self._known() if member.slot in slots})
+
+    def exclude(self, name: str) -> None:
+        """Go on without a member that has given no sign for long, and may live."""
+        self._leave_out({name})
+
+    def break_up(self) -> None:
+        """Have all members leave their view at once."""
+        self.phase = Phase.BREAKING
+
+    def _leave_out(self, names: set[str]) -> tuple[int, ...]:
+        ranks = tuple(rank for rank, member in enumerate(self.view.members) if member.name in names - self._gone)
+        self._gone |= names
+        for name in names & self._asking.keys():
+            del self._asking[name]
+        if ranks:
+            self.losses += 1
+            self.phase = Phase.BREAKING
+        return ranks
+
+    def _known(self) -> list[Member]:
+        return [*self.view.members, *self._asking.values()]
+
+    @property
+    def is_breaking(self) -> bool:
+        """Whether the members leave their view at once."""
+        return self.phase is Phase.BREAKING
+
+    def is_asking(self, name: str) -> bool:
+        """Return whether the process of this name waits for a view."""
+        return name in self._asking
+
+    def loss_of(self, slots: Collection[int]) -> Loss | None:
+        """Return what the loss of the processes in these slots would be; None if no other one lives."""
+        living = [member for member in self._known() if member.name not in self._gone]
+        if all(member.slot in slots for member in living):
+            return None
+        lost = [member for member in self.view.members if member in living and member.slot in slots]
+        ranks = tuple(rank for rank, member in enumerate(self.view.members) if member in lost)
+        progress = self.losses if self.progress <= self._settled_at else 0
+        return Loss(ranks, tuple(dict.fromkeys(member.node_id for member in lost)), progress + bool(lost))
+
+    def awaited(self) -> list[Member]:
+        """Return the members without whose asking there is no next view."""
+        return [one for one in self.view.members if one.name not in self._gone and one.name not in self._asking]
+
+    def settle(self) -> View | None:
+        """Make the next view and return it, if all that live have asked; else None.
+
+        The nodes come by their oldest member, within a node the oldest first. So rank 0 stays if it lives.
+        """
+        if self.phase is Phase.SETTLED or not self._asking or self.awaited():
+            return None
+        if self.phase is Phase.BEGINNING and len(self._asking) < self.expected:
+            return None
+        number = self.view.number + 1
+        by_age = sorted(self._asking.values(), key=lambda one: (self._since.get(one.name, number), one.slot))
+        nodes = list(dict.fromkeys(member.node_id for member in by_age))
+        members = sorted(by_age, key=lambda one: nodes.index(one.node_id))
+        self._since = {member.name: self._since.get(member.name, number) for member in members}
+        self.view, self.phase, self._asking = View(number, tuple(members)), Phase.SETTLED, {}
+        if self.progress > self._settled_at:
+            self.losses, self._settled_at = 0, self.progress
+        return self.view
+
+    def asks(self, number: int) -> Leave:
+        """Return what the members of the view of this number are asked to do; one of no view, 0, is asked nothing."""
+        if number == 0:
+            return Leave.NOT
+        if number < self.view.number or self.phase is Phase.BREAKING:
+            return Leave.NOW
+        return Leave.AFTER_A_STEP if self.phase is Phase.PLANNED else Leave.NOT

@@ -1,0 +1,94 @@
+"""What a worker's process holds of its job while its group changes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dp_ray.engine.loading import seeded_dataset
+from dp_ray.engine.trainer import Update
+from dp_ray.rundir.history import HISTORY, end_of_pieces
+from dp_ray.tasks.train_state import TrainState
+from dp_ray.telemetry.times import FinishedStep
+
+if TYPE_CHECKING:
+    from dp_ray.engine.placement import Placement
+    from dp_ray.job.job import Job
+    from dp_ray.storage import Storage
+
+ROWS = 4096  # of finished steps, before the first look at which of them are on the storage
+
+
+@dataclass(eq=False)
+class Held:
+    """What a process keeps of its job from one view to the next; `state` is a training's, None if it has none.
+
+    `rows` are the finished steps that no piece of the history may hold yet: rank 0 may die, and another worker
+    writes them. `most_rows` is their number at which to look which of them are there by now.
+    """
+
+    datasets: dict[str, Any] = field(default_factory=dict)
+    placement: "Placement | None" = None
+    state: dict[str, Any] | None = None
+    running: TrainState = field(default_factory=TrainState)
+    rows: list[FinishedStep] = field(default_factory=list)
+    most_rows: int = ROWS
+
+    def dataset(self, job: "Job", key: str) -> Any:
+        """Return the dataset of `key`, built once."""
+        if key not in self.datasets:
+            self.datasets[key] = seeded_dataset(job, key)
+        return self.datasets[key]
+
+    @property
+    def progress(self) -> int:
+        """How much this process has finished: two for each step, and its second one with all that follows the step.
+
+        -1 if it has no state.
+        """
+        return -1 if self.state is None else 2 * self.running.step - (self.running.unfinished is not None)
+
+    def forget(self) -> None:
+        """Hold neither state nor model: the next view reads a checkpoint, or begins with new weights."""
+        self.state = self.placement = None
+        self.running = TrainState()
+
+    def begin(self, step: int) -> None:
+        """Drop the rows of steps that run again, since a checkpoint was read after all."""
+        self.rows[:] = [row for row in self.rows if row[0] < step]
+
+    def look(self, run: "Storage") -> None:
+        """Drop the rows that pieces of the history hold by now."""
+        end = end_of_pieces(run.child(HISTORY))
+        self.rows[:] = [row for row in self.rows if row[0] >= end]
+        self.most_rows = max(ROWS, 2 * len(self.rows))
+
+    def to_send(self) -> dict[str, Any]:
+        """Return the state as `pack` takes it."""
+        steps = [*self.rows, *([] if self.running.unfinished is None else [self.running.unfinished])]
+        updates = [update for _, update, *_ in steps]
+        return {
+            "state": self.state,
+            "running": self.running.to_json(),
+            "is_unfinished": self.running.unfinished is not None,
+            "steps": [[step, update.learning_rate, *rest] for step, update, *rest in steps],
+            "sums": torch.stack([update.sums for update in updates]) if updates else None,
+            "norms": torch.stack([update.gradient_norm.detach() for update in updates]) if updates else None,
+        }
+
+    def take(self, sent: dict[str, Any]) -> None:
+        """Hold the state that another worker has sent."""
+        steps: list[FinishedStep] = [
+            (step, Update(sent["sums"][at], rate, sent["norms"][at], False), *rest)
+            for at, (step, rate, *rest) in enumerate(sent["steps"])
+        ]
+        self.state, self.running = sent["state"], TrainState(**sent["running"])
+        self.running.unfinished = steps.pop() if sent["is_unfinished"] else None
+        self.rows = steps
+
+
+def newest(progress: Sequence[int]) -> int | None:
+    """Return the first rank of those that have finished most, None if none has a state."""
+    most = max(progress)
+    return None if most < 0 else list(progress).index(most)

@@ -1,0 +1,55 @@
+"""The running values of a training, beside its model and what changes with its weights."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from dp_ray.engine.host_copy import ON_GPU
+from dp_ray.system.threads import waiting
+from dp_ray.telemetry.times import FinishedStep
+
+
+@dataclasses.dataclass
+class TrainState:
+    """The running values of a training: `step` steps are done; `measured` holds the last evaluation."""
+
+    step: int = 0
+    # Sum and weight since the epoch's start.
+    epoch_loss: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
+    measured: dict[str, float] = dataclasses.field(default_factory=dict)
+    _unread: list[torch.Tensor] = dataclasses.field(default_factory=list, init=False, repr=False)
+    best: float | None = None
+    best_step: int | None = None
+    best_by: list[str] = dataclasses.field(default_factory=list)  # the metric and the mode that `best` refers to
+    stopping: dict[str, Any] = dataclasses.field(default_factory=dict)  # what early stopping counts; empty without it
+    # The last step, while not all is done that follows it. In memory alone.
+    unfinished: FinishedStep | None = dataclasses.field(default=None, init=False, repr=False)
+    is_torn: bool = dataclasses.field(default=False, init=False, repr=False)  # and it cannot be done again
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Add a step's loss, whose sum and weight come first in `sums`, without waiting for the device."""
+        self._unread.append(sums)
+        if len(self._unread) >= 256:
+            self._read()
+
+    def end_epoch(self) -> float:
+        """Return the epoch's mean loss and begin the next epoch."""
+        self._read()
+        (total, weight), self.epoch_loss = self.epoch_loss, [0.0, 0.0]
+        return total / weight if weight else float("nan")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values as a checkpoint holds them."""
+        self._read()
+        values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self) if name.init}
+        if not self.stopping:
+            del values["stopping"]  # earlier versions do not know it
+        return values
+
+    def _read(self) -> None:
+        with waiting(ON_GPU):
+            unread = torch.stack(self._unread)[:, :2].tolist() if self._unread else ()
+        for total, weight in unread:
+            self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
+        self._unread = []

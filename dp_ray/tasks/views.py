@@ -1,0 +1,114 @@
+"""Go on from memory where a worker's group changes: begin at `levelled`.
+
+Workers that survive the loss of another one form a new group, a view, and their task is called again with what each
+holds (`held.py`). All go on from one state, that of a worker which has finished most. Nothing is read from a
+checkpoint then.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dp_ray.engine.update import OptimizerStep
+from dp_ray.engine.votes import StopRequested
+from dp_ray.engine.world import broadcast, everyone, gathered, has_peers, own_rank
+from dp_ray.errors import ModelError, WorkerError
+from dp_ray.job.plan import split_of, with_schedule
+from dp_ray.rundir.checkpoint import CHECKPOINTS, pack, steps_of, unpack
+from dp_ray.system.threads import waiting
+from dp_ray.tasks.checkpoints import Training
+from dp_ray.tasks.held import Held, newest
+from dp_ray.tasks.setup import Context
+
+
+def levelled(training: Training) -> Training | None:
+    """Return the training at the state of the worker that has finished most; None if none has a state.
+
+    Every rank calls this, at the begin of a view. If the best weights so far are in no checkpoint, since the worker
+    that was to write them is gone, all forget what they hold, and raise WorkerError: in another view an earlier
+    checkpoint leads to those weights again.
+    """
+    held = training.context.held
+    if held is None:
+        return None
+    told = gathered(held.progress)
+    source = newest(told)
+    if source is None:
+        return None
+    if min(told) < told[source]:
+        sent = shared(held.to_send() if own_rank() == source else None, source)
+        if held.progress < told[source]:
+            held.take(sent)
+    best = held.running.best_step
+    is_there = best is None or best in steps_of(training.context.run.child(CHECKPOINTS))
+    if not broadcast("there" if is_there else ""):
+        held.forget()
+        raise WorkerError("the best weights so far were to be kept by a worker that is lost")
+    assert held.state is not None
+    training.trainer.load_state_dict(held.state)
+    held.state = None  # the trainer has it now
+    return replace(training, state=held.running)
+
+
+def shared(value: Any, source: int) -> Any:
+    """Return the value of the rank `source` on every rank; every rank calls this. It is as `pack` takes it."""
+    if not has_peers():
+        return value
+    group, is_source = everyone(), own_rank() == source
+    plain, tensors = pack(value) if is_source else (None, {})
+    with waiting(f"the state of rank {source}"):
+        told = [(plain, [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])]
+        dist.broadcast_object_list(told, src=source, group=group)
+        plain, listed = told[0]
+        for name, shape, dtype in listed:
+            tensors[name] = tensors[name].detach().contiguous() if is_source else torch.empty(shape, dtype=dtype)
+            if tensors[name].numel():
+                dist.broadcast(tensors[name].view(-1).view(torch.uint8), src=source, group=group)
+    return value if is_source else unpack(plain, tensors)
+
+
+def keep(held: Held, training: Training) -> None:
+    """Hold the state of a training whose group ends; what a step in flight has changed is undone.
+
+    If a step cannot be undone, neither state nor model is held.
+    """
+    placement, running = held.placement, training.state
+    held.forget()
+    trainer = training.trainer
+    assert isinstance(trainer.optimizer_step, OptimizerStep)
+    if running.is_torn:
+        return
+    if (unfinished := running.unfinished) is not None:
+        step, update, measured, ended, data_wait = unfinished
+        running.unfinished = step, update._replace(stops=False), measured, ended, data_wait
+    with suppress(ModelError):
+        trainer.state.drop()
+        trainer.optimizer_step.drop_gradients()
+        held.state = trainer.state_dict()
+        held.placement, held.running = placement, running
+
+
+@contextmanager
+def holding(training: Training) -> Iterator[None]:
+    """Hold the training's state where the block ends since its group does."""
+    try:
+        yield
+    except (StopRequested, RuntimeError, WorkerError):
+        if training.context.held is not None:
+            keep(training.context.held, training)
+        raise
+
+
+def prepare(context: Context) -> None:
+    """Hold what a worker needs that is to join others, while they go on without it: datasets and model."""
+    job = context.job
+    dataset = context.dataset(job, job.dataset_key)
+    if job.task == "train":
+        if job.eval is not None:
+            context.dataset(job.over_eval(), "eval.dataset")
+        job = with_schedule(job, split_of(job, len(dataset)))
+    replace(context, job=job).place()

@@ -1,0 +1,168 @@
+"""Views of workers: every interleaving of deaths, silences and newcomers of three, and drawn ones of four."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dp_ray.cluster.membership import Leave, Member, Membership, Phase, Place, View
+from dp_ray.tasks.held import newest
+from tests.support.views import FAULTS, Broken, Model
+
+BUDGETS = [{"kill": 2}, {"kill": 1, "come": 1}, {"silence": 1, "kill": 1}]
+
+
+def explored(model: Model, budget: dict[str, int]) -> int:
+    """Go every way from the model, with so many faults of each kind; return the number of states."""
+    seen = set()
+    left: list[tuple[Model, dict[str, int]]] = [(model, budget)]
+    while left:
+        here, faults = left.pop()
+        for event in here.events(tuple(kind for kind, number in faults.items() if number)):
+            there = here.copied()
+            there.do(event)
+            rest = {kind: number - (kind == event[0]) for kind, number in faults.items()}
+            key = there.key(), *rest.values()
+            if key not in seen:
+                seen.add(key)
+                left.append((there, rest))
+    return len(seen)
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids="-".join)
+def test_three_workers_in_every_interleaving(budget: dict[str, int]) -> None:
+    assert explored(Model(3, 2), budget) > 10_000
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_four_workers_over_three_steps_come_to_the_end(data: st.DataObject) -> None:
+    model, chance = Model(4, 3), data.draw(st.randoms(use_true_random=False))
+    for _ in range(data.draw(st.integers(0, 120))):
+        events = model.events(FAULTS)
+        if not events:
+            break
+        faults = [event for event in events if event[0] in FAULTS]
+        others = [event for event in events if event[0] not in FAULTS]
+        model.do(chance.choice(faults if faults and (not others or chance.random() < 0.1) else others))
+    for _ in range(1000):  # without another fault
+        if model.is_over():
+            break
+        model.do(chance.choice(model.events()))
+    assert model.is_over()
+    finished = [worker for worker in model.workers if worker.state == "done"]
+    assert all(worker.steps == 3 for worker in finished)
+    out = all(worker.is_dead or worker.state == "excluded" for worker in model.workers)
+    assert finished or out
+
+
+class WaitsForNobody(Membership):
+    """Makes a view of those that have asked, whoever else may be at work."""
+
+    def awaited(self) -> list[Member]:
+        return []
+
+
+class NeverSaysNow(Membership):
+    def asks(self, number: int) -> Leave:
+        return Leave.NOT if super().asks(number) is Leave.NOW else super().asks(number)
+
+
+class TakesTheDeadForAlive(Membership):
+    def lose(self, slots: Any) -> tuple[int, ...]:
+        return ()
+
+
+class TakesTheExcluded(Membership):
+    def ask(self, member: Member, progress: int, has_lost_peer: bool = False) -> bool:
+        self._gone.discard(member.name)
+        return super().ask(member, progress, has_lost_peer)
+
+
+class RanksBySlot(Membership):
+    def settle(self) -> View | None:
+        self._since.clear()
+        return super().settle()
+
+
+@pytest.mark.parametrize(
+    ("make", "budget", "says"),
+    [
+        (WaitsForNobody, {"kill": 1}, "not left the one before|runs again"),
+        (NeverSaysNow, {"silence": 1, "kill": 1}, "nothing happens"),
+        (TakesTheDeadForAlive, {"kill": 1}, "nothing happens"),
+        (RanksBySlot, {"kill": 1, "come": 1}, "rank 0 lives"),
+    ],
+)
+def test_a_membership_that_breaks_a_rule_is_found(make: Any, budget: dict[str, int], says: str) -> None:
+    with pytest.raises(Broken, match=says):
+        explored(Model(3, 2, make), budget)
+
+
+def test_a_state_that_is_not_the_newest_is_found() -> None:
+    def rank_0(progress: Sequence[int]) -> int | None:
+        return 0 if progress[0] >= 0 else newest(progress)
+
+    with pytest.raises(Broken, match=r"a step that another one has finished|runs again"):
+        explored(Model(3, 2, level=rank_0), {"kill": 1})
+
+
+def test_a_membership_that_takes_the_excluded_runs_steps_again() -> None:
+    """A process that was left out is behind, or another one has its place."""
+    membership = TakesTheExcluded(2)
+    for slot in (0, 1):
+        membership.ask(Member(str(slot), slot), -1)
+    membership.settle()
+    membership.lose([1])
+    assert membership.ask(Member("1", 1), 4)
+    plain = Membership(2)
+    for slot in (0, 1):
+        plain.ask(Member(str(slot), slot), -1)
+    plain.settle()
+    plain.lose([1])
+    assert not plain.ask(Member("1", 1), 4)
+
+
+def test_ranks_go_node_by_node_and_the_oldest_first() -> None:
+    membership = Membership(4)
+    for slot, node in enumerate("aabb"):
+        membership.ask(Member(f"w{slot}", slot, node), -1)
+    view = membership.settle()
+    assert view is not None and [member.slot for member in view.members] == [0, 1, 2, 3]
+    assert view.place("w2") == Place(2, 4, 0, 2, 1)
+    assert membership.lose([0]) == (0,)
+    assert membership.phase is Phase.BREAKING
+    for slot in (1, 2, 3):
+        membership.ask(Member(f"w{slot}", slot, "aabb"[slot]), 5, has_lost_peer=True)
+    assert [member.slot for member in (membership.settle() or View()).members] == [1, 2, 3]
+    membership.ask(Member("new", 0, "a"), -1)
+    assert membership.phase is Phase.PLANNED and membership.asks(2) is Leave.AFTER_A_STEP
+    for slot in (1, 2, 3):
+        assert membership.settle() is None
+        membership.ask(Member(f"w{slot}", slot, "aabb"[slot]), 9)
+    assert [member.name for member in (membership.settle() or View()).members] == ["w1", "new", "w2", "w3"]
+    assert membership.asks(2) is Leave.NOW and membership.asks(3) is Leave.NOT
+
+
+def test_losses_count_while_no_step_is_finished() -> None:
+    membership = Membership(3)
+    for slot in range(3):
+        membership.ask(Member(str(slot), slot), -1)
+    membership.settle()
+    membership.lose([2])
+    assert membership.losses == 1
+    for slot in (0, 1):
+        membership.ask(Member(str(slot), slot), 4, has_lost_peer=True)
+    membership.settle()
+    assert membership.losses == 0  # steps were finished since the first view
+    membership.lose([1])
+    membership.ask(Member("0", 0), 4, has_lost_peer=True)
+    membership.settle()
+    assert membership.losses == 1
+
+
+def test_the_first_of_those_that_have_finished_most_gives_its_state() -> None:
+    assert newest([3, 4, -1, 4]) == 1
+    assert newest([-1, -1]) is None

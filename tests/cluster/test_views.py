@@ -1,0 +1,159 @@
+"""The channel makes views for a job whose workers go on where others are lost; the actor's class, without Ray."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from dp_ray.cluster import channel as module
+from dp_ray.cluster.channel import STOP, Ask, Channel, Terms
+from dp_ray.cluster.membership import Loss, Member, View
+from tests.cluster.test_channel import played, soon
+
+A, B, C = (Member(name, slot, "node") for slot, name in enumerate("abc"))
+NEW = Member("new", 1, "node")
+
+
+def asks(
+    channel: Channel, member: Member, progress: int = -1, lost: bool = False
+) -> Coroutine[Any, Any, View | None]:
+    return channel.ask(1, "group", member, progress, lost, 3)
+
+
+async def begun() -> Channel:
+    """A channel whose job runs in its first view."""
+    channel = Channel()
+    await channel.begin(Terms(1, 3, goes_on=True), ["job"])
+    views = await asyncio.gather(*(asks(channel, member) for member in (C, A, B)))
+    assert [view and view.members for view in views] == [(A, B, C)] * 3
+    return channel
+
+
+async def beat(channel: Channel, member: Member, view: int) -> Ask:
+    return await channel.put(b"", 1, view, member.name)
+
+
+def test_survivors_get_the_next_view_once_all_that_live_have_asked() -> None:
+    async def play() -> None:
+        channel = await begun()
+        assert await beat(channel, A, 1) is Ask.NOTHING
+        first = await soon(asks(channel, A, 6, lost=True))
+        assert await beat(channel, C, 1) is Ask.LEAVE_NOW
+        assert not first.done()
+        second = await soon(asks(channel, C, 8, lost=True))
+        assert not second.done(), "nobody knows that the third one is dead"
+        assert await channel.survey(1, (1,)) == Loss((1,), ("node",), 1)
+        await channel.lose(1, (1,))
+        assert await first == await second == View(2, (A, C))
+        assert await beat(channel, B, 1) is Ask.LEAVE_NOW
+        assert await asks(channel, B, 8) is None
+
+    played(play())
+
+
+def test_a_newcomer_is_taken_in_after_a_step_of_all() -> None:
+    async def play() -> None:
+        channel = await begun()
+        await channel.lose(1, (1,))
+        await asyncio.gather(asks(channel, A, 2, lost=True), asks(channel, C, 2, lost=True))
+        newcomer = await soon(asks(channel, NEW))
+        assert await beat(channel, A, 2) is Ask.LEAVE
+        kept = await soon(channel.leave(2, 0, 2, False))
+        assert not kept.done()
+        assert await channel.leave(2, 1, 2, False) and await kept
+        views = await asyncio.gather(asks(channel, C, 4), asks(channel, A, 4))
+        assert [view and view.members for view in [*views, await newcomer]] == [(A, C, NEW)] * 3
+
+    played(play())
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_all_of_a_view_stop_for_the_user_only_if_rank_0_has_kept_the_work(is_kept: bool) -> None:
+    async def play() -> None:
+        channel = await begun()
+        await channel.request(STOP)
+        assert await beat(channel, A, 1) is Ask.STOP
+        answers = await asyncio.gather(*(channel.leave(1, rank, 3, is_kept or rank > 0) for rank in (2, 0, 1)))
+        assert answers == [not is_kept] * 3
+
+    played(play())
+
+
+def test_all_that_waits_ends_when_the_view_breaks() -> None:
+    async def play() -> None:
+        channel = await begun()
+        through = await soon(channel.through(1, 0, 3))
+        leaves = await soon(channel.leave(1, 0, 3, True))
+        store = await soon(channel.store("attempt", 1))
+        await channel.lose(1, (2,))
+        assert await through is False and await leaves is True and await store is None
+
+    played(play())
+
+
+@pytest.mark.parametrize("leaves_first", [True, False])
+def test_who_waits_for_the_end_goes_on_with_those_that_left_for_a_newcomer(leaves_first: bool) -> None:
+    async def play() -> None:
+        channel = await begun()
+        leaving, ending = channel.leave(1, 0, 3, False), channel.through(1, 1, 3)
+        first, second = (leaving, ending) if leaves_first else (ending, leaving)
+        waits = await soon(first)
+        assert not waits.done()
+        assert await second is not leaves_first
+        assert await waits is leaves_first
+        views = await asyncio.gather(*(asks(channel, member, 8) for member in (A, B, C)))
+        assert views == [View(2, (A, B, C))] * 3
+
+    played(play())
+
+
+def test_nobody_goes_on_after_all_were_through_or_are_dead() -> None:
+    async def play() -> None:
+        channel = await begun()
+        assert await asyncio.gather(*(channel.through(1, rank, 3) for rank in range(3))) == [True] * 3
+        assert await channel.survey(1, (1,)) is None, "the others may have left"
+        other = await begun()
+        assert await other.survey(1, (0, 1, 2)) is None
+        assert await other.survey(1, (7,)) == Loss((), (), 0)
+
+    played(play())
+
+
+def test_an_asking_worker_hears_that_the_job_has_ended() -> None:
+    async def play() -> None:
+        channel = await begun()
+        newcomer = await soon(asks(channel, NEW))
+        await channel.finish(1)
+        assert await newcomer is None
+
+    played(play())
+
+
+def test_workers_that_were_all_started_anew_begin_anew_and_the_old_ones_are_out() -> None:
+    async def play() -> None:
+        channel = await begun()
+        assert await channel.has_views(1, "group") and not await channel.has_views(1, "later")
+        old = await soon(asks(channel, A, 4, lost=True))
+        view = await channel.ask(1, "later", Member("x", 0), -1, False, 1)
+        assert view is not None and view.number == 1
+        assert await old is None
+        assert await asks(channel, C, 4) is None
+
+    played(play())
+
+
+def test_a_member_without_a_sign_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REJOIN_SECONDS", 0.3)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
+
+    async def play() -> None:
+        channel = await begun()
+        first = await soon(asks(channel, A, 6, lost=True))
+        for _ in range(4):  # one that computes gives signs
+            await asyncio.sleep(0.15)
+            await beat(channel, C, 1)
+        assert not first.done()
+        assert await asks(channel, C, 6, lost=True) == View(2, (A, C))
+
+    played(play())

@@ -1,0 +1,58 @@
+"""Jobs on Ray whose workers go on where others are killed: the undisturbed run's bits, and what is told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dp_ray
+from dp_ray.driver.sessions import Session
+from dp_ray.errors import WorkerError
+from tests.support.cluster import Run
+from tests.support.drivers import SLOW, told
+
+GOES_ON: dict[str, Any] = {**SLOW, "epochs": 12, "checkpoint": {"every_steps": 50}, "on_lost_worker": "go_on"}
+PREDICTS: dict[str, Any] = {
+    "task": "predict",
+    "model": {"target": "tests.support.training:conv"},
+    "dataset": {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.05}},
+    "collate": {"target": "tests.support.training:as_images"},
+    "batch_size": 6,
+    "shards": 3,
+    "bitwise": True,
+    "on_lost_worker": "go_on",
+}
+
+
+@pytest.mark.ray
+def test_a_prediction_whose_worker_is_killed(run: Run, tmp_path: Path) -> None:
+    result = run(None, **PREDICTS, workers=3, inject="kill worker 1 at step 4")
+    undisturbed = run(None, **PREDICTS, workers=0, name="undisturbed")
+    assert result.outputs_sha256 == undisturbed.outputs_sha256
+    assert [one["level"] for one in result.interruptions] == ["memory"]
+
+
+@pytest.mark.ray
+def test_workers_of_a_session_go_on_and_its_next_job_has_all_of_them(session: Session, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {**GOES_ON, "epochs": 2, "workers": 2, "storage": str(tmp_path), "quiet": True}
+    expected = dp_ray.run(None, **{**keys, "workers": 0}, name="expected")
+    killed = session.run(None, **keys, name="killed", inject="kill worker 1 at step 3")
+    with pytest.raises(WorkerError, match="workers were lost, more often than retries allows: rank"):
+        session.run(None, **keys, name="lost", inject="kill worker 0 at step 2", retries=0)
+    after = session.run(None, **keys, name="after")
+    assert killed.weights_sha256 == after.weights_sha256 == expected.weights_sha256
+    assert [one["level"] for one in killed.interruptions] == ["memory"]
+    assert after.world_sizes == [2]
+
+
+@pytest.mark.ray
+def test_three_workers_of_which_two_are_killed_at_once_and_then_rank_0(run: Run, tmp_path: Path) -> None:
+    faults = "kill worker 1 at step 5; kill worker 2 at step 5; kill worker 0 at step 95"
+    result = run(None, **GOES_ON, workers=3, inject=faults)
+    undisturbed = run(None, **GOES_ON, workers=0, name="undisturbed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert told(result) == told(undisturbed)
+    assert {one["level"] for one in result.interruptions} == {"memory"}
+    assert sorted(rank for one in result.interruptions for rank in one["ranks"]) == [0, 1, 2]
+    assert all(one["step"] == one["resumed_step"] for one in result.interruptions), "no step is run again"
+    assert result.world_sizes[0] == 3 and max(result.world_sizes[2:]) == 3, "others come in their places"

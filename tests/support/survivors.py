@@ -1,0 +1,272 @@
+"""A job's workers as real processes without Ray, of which some are killed while the others go on.
+
+This process makes the views, as the channel does, and starts another worker in the place of a dead one if it is told
+to. A fault is due in a worker of a slot, in a step, at a part of it.
+"""
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from dp_ray.cluster.membership import Leave, Member, Membership
+from dp_ray.engine import reduce, trainer
+from dp_ray.engine.out_of_memory import free_memory
+from dp_ray.engine.votes import StepControl, StopRequested
+from dp_ray.engine.world import World, form_group, leave_group, without_frames
+from dp_ray.errors import WorkerError
+from dp_ray.job.job import Job
+from dp_ray.messages import Logged
+from dp_ray.rundir import checkpoint
+from dp_ray.rundir.ledger import PARTS
+from dp_ray.storage import Storage
+from dp_ray.tasks import evaluate, train
+from dp_ray.tasks.held import Held
+from dp_ray.tasks.task import run_task
+from tests.support.forked import new_process
+from tests.support.group import LOCALHOST
+
+SECONDS = 60.0
+
+# Where a part of a step begins: what is called then, of which object.
+PARTS_OF_A_STEP: dict[str, tuple[Any, str]] = {
+    "backward": (trainer.Pass, "_backward"),
+    "exchange": (reduce.DdpReduction, "summed"),
+    "update": (trainer.TrainingStep, "update"),
+    "after": (train.AfterStep, "take"),
+    "evaluation": (evaluate.Evaluator, "measure"),
+    "checkpoint": (checkpoint.CheckpointWriter, "_write"),
+    "weights": (train, "keep_weights"),
+}
+
+
+class Fault(NamedTuple):
+    """The worker of a slot is killed in a step, as a part of it begins; "stop": it is stopped, for these seconds."""
+
+    slot: int
+    step: int
+    part: str = "forward"
+    seconds: float = 0.0
+
+
+@dataclass
+class Told:
+    """What happened: the views, each with its slots; when workers died; and the steps of each row that was logged."""
+
+    views: list[list[int]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    ran: list[tuple[int, int]] = field(default_factory=list)  # slot and step, as each one began
+
+
+class Control(StepControl):
+    """Kills its worker where a fault is due, and leaves together with others."""
+
+    def __init__(self, slot: int, faults: Sequence[Fault], plans: Path, pipe: Connection) -> None:
+        self._slot, self._faults, self._plans, self._pipe = slot, faults, plans, pipe
+        self._armed: Fault | None = None
+        self.view = 0
+        self.step = -1
+
+    def _is_asked(self) -> bool:
+        return (self._plans / str(self.view)).exists()
+
+    wants_stop = property(_is_asked)  # type: ignore[assignment]
+    is_to_rejoin = property(_is_asked)  # type: ignore[assignment]
+
+    def before(self, step: int) -> None:
+        self.step = step
+        self._pipe.send(("begins", step))
+        for fault in self._faults:
+            if (fault.slot, fault.step) == (self._slot, step):
+                self._armed = fault
+                self.meet("forward")
+
+    def meet(self, part: str) -> None:
+        if self._armed is not None and self._armed.part == part:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave(self) -> None:
+        self._pipe.send(("leaves", self.view))
+        self._pipe.recv()
+        super().leave()
+
+
+def run_surviving(
+    job: Job,
+    folder: Path,
+    faults: Sequence[Fault] = (),
+    replaces: bool = False,
+) -> Told:
+    """Run a job's workers to the end, through the faults; raises AssertionError with what a worker raised."""
+    return _Parent(job, folder, faults, replaces).run()
+
+
+class _Parent:
+    def __init__(self, job: Job, folder: Path, faults: Sequence[Fault], replaces: bool) -> None:
+        self.job, self.folder, self.faults, self.replaces = job, folder, faults, replaces
+        self.membership = Membership(job.max_workers)
+        self.plans = folder.parent / f"plans-{folder.name}"
+        self.plans.mkdir()
+        Storage(str(folder)).child(PARTS).create()
+        self.told = Told()
+        self.pipes: dict[Connection, tuple[Any, Member]] = {}
+        self.asking: dict[str, Connection] = {}
+        self.at_end: dict[int, dict[str, Connection]] = {}
+        self.store: Any = None
+        self.num = 0
+
+    def start(self, slot: int) -> None:
+        self.num += 1
+        here, there = new_pipe()
+        faults = [] if self.num > self.job.max_workers else list(self.faults)
+        process = new_process(_work, there, slot, self.job, str(self.folder), str(self.plans), faults)
+        process.start()
+        there.close()
+        self.pipes[here] = process, Member(f"w{self.num}", slot)
+
+    def run(self) -> Told:
+        for slot in range(self.job.max_workers):
+            self.start(slot)
+        try:
+            until = time.monotonic() + SECONDS
+            while self.pipes:
+                assert time.monotonic() < until, f"nothing more happens: {self.told}\n{self.stacks()}"
+                for pipe in wait(list(self.pipes), 1.0):
+                    try:
+                        self.hear(pipe, *pipe.recv())
+                    except (EOFError, ConnectionResetError):
+                        self.lose(pipe)
+                self.settle()
+        finally:
+            for process, _ in self.pipes.values():
+                process.kill()
+            for pipe, (process, _) in self.pipes.items():
+                pipe.close()
+                process.join(60)
+        return self.told
+
+    def stacks(self) -> str:
+        """Where the workers that are left stand."""
+        for process, _ in self.pipes.values():
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(2)
+        return "\n".join(f"{file.name}:\n{file.read_text()}" for file in sorted(self.plans.glob("stacks-*")))
+
+    def hear(self, pipe: Any, kind: str, what: Any) -> None:
+        member = self.pipes[pipe][1]
+        if kind == "ask":
+            progress, has_lost_peer = what
+            if self.membership.ask(member, progress, has_lost_peer):
+                self.asking[member.name] = pipe
+                if self.membership.asks(self.membership.view.number) is Leave.AFTER_A_STEP:
+                    (self.plans / str(self.membership.view.number)).touch()
+            else:
+                pipe.send(None)
+        elif kind in ("leaves", "through"):
+            self.at_end.setdefault(what, {})[member.name] = pipe
+        elif kind == "raised":
+            raise AssertionError(what)
+        elif kind == "rows":
+            self.told.rows += what
+        elif kind == "begins":
+            self.told.ran.append((member.slot, what))
+        elif kind == "done":
+            process, _ = self.pipes.pop(pipe)
+            process.join(60)
+            pipe.close()
+
+    def lose(self, pipe: Any) -> None:
+        process, member = self.pipes.pop(pipe)
+        process.join(60)
+        pipe.close()
+        self.asking.pop(member.name, None)
+        self.membership.lose([member.slot])
+        if self.replaces:
+            self.start(member.slot)
+
+    def settle(self) -> None:
+        view = self.membership.settle()
+        if view is not None:
+            self.told.views.append([member.slot for member in view.members])
+            self.store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+            for rank, member in enumerate(view.members):
+                with suppress(OSError):
+                    self.asking.pop(member.name).send((view.number, rank, len(view.members), self.store.port))
+        for number, ended in self.at_end.items():
+            names = {member.name for member in self.membership.view.members}
+            is_whole = number == self.membership.view.number and names <= ended.keys()
+            if is_whole or self.membership.asks(number) is Leave.NOW:
+                for pipe in ended.values():
+                    with suppress(OSError):
+                        pipe.send(is_whole)
+                self.at_end = {one: pipes for one, pipes in self.at_end.items() if one != number}
+                break
+
+
+def new_pipe() -> tuple[Any, Any]:
+    from tests.support.forked_python import FORKED
+
+    return FORKED.Pipe()
+
+
+def _work(pipe: Any, slot: int, job: Job, folder: str, plans: str, faults: list[Fault]) -> None:
+    torch.set_num_threads(1)
+    stacks = open(f"{plans}/stacks-{slot}-{os.getpid()}", "w")  # noqa: SIM115  (it is open as long as this process)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    held, control = Held(), Control(slot, faults, Path(plans), pipe)
+    one_at_a_time = threading.Lock()
+
+    def send(what: Any) -> None:
+        if isinstance(what, Logged):
+            with one_at_a_time:
+                pipe.send(("rows", what.rows))
+
+    for part, (owner, name) in PARTS_OF_A_STEP.items():
+        patch.object(owner, name, _met(control, part, getattr(owner, name))).start()
+    try:
+        has_lost_peer = False
+        while True:
+            pipe.send(("ask", (held.progress, has_lost_peer)))
+            given = pipe.recv()
+            if given is None:
+                break
+            control.view, rank, size, port = given
+            is_whole, has_lost_peer = False, True
+            try:
+                form_group("gloo", TCPStore(LOCALHOST, port, wait_for_workers=False), World(rank, size))
+                run_task(job, World(rank, size), Storage(folder), send, control, held=held)
+                pipe.send(("through", control.view))
+                is_whole = pipe.recv()
+            except StopRequested:
+                has_lost_peer = False
+            except (WorkerError, torch.distributed.DistError) as lost:
+                without_frames(lost)
+            free_memory()
+            leave_group()
+            if is_whole:
+                break
+        pipe.send(("done", None))
+    except BaseException:
+        import traceback
+
+        pipe.send(("raised", traceback.format_exc()))
+
+
+def _met(control: Control, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def met(*args: Any, **keys: Any) -> Any:
+        control.meet(part)
+        return function(*args, **keys)
+
+    return met

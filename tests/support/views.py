@@ -1,0 +1,209 @@
+"""A model of workers that train in views: each event is one of theirs, of the channel's, or a fault.
+
+A view's collectives are numbered: the first one levels the state, each later one is a step. A worker goes into a
+collective, and comes out of it once all members have gone into it; or it fails, since a member is gone.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from dp_ray.cluster.membership import Leave, Member, Membership, Phase
+from dp_ray.tasks.held import newest
+
+Event = tuple[str, int]
+FAULTS = ("kill", "silence", "come")
+
+
+@dataclass
+class Worker:
+    slot: int
+    state: str = "fresh"  # asking, in, leaving, ending, done, excluded
+    is_dead: bool = False
+    is_silent: bool = False
+    is_told: bool = False  # its death, to the channel
+    is_replaced: bool = False
+    view: int = 0
+    out_of: int = 0  # collectives of the view that it has come out of
+    is_in: bool = False  # one
+    level: int = -1  # its steps when it went into the first collective of its view
+    steps: int = -1
+    ran: dict[int, int] = field(default_factory=dict)  # the view of each step that it has finished
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Model:
+    """`make` makes the membership; `level` chooses the rank whose state all get."""
+
+    def __init__(self, workers: int, steps: int, make: Any = Membership, level: Any = newest) -> None:
+        self.steps = steps
+        self.membership = make(workers)
+        self.level = level
+        self.workers = [Worker(slot) for slot in range(workers)]
+        self.views: dict[int, tuple[int, ...]] = {}  # the members, by their places in `workers`
+        self.votes: set[tuple[int, int]] = set()  # the view and number of collectives with which all leave
+        self.ended: set[tuple[int, int]] = set()  # the view and place of workers that have nothing left to do in it
+
+    def copied(self) -> "Model":
+        other = copy.copy(self)
+        other.membership = copy.copy(self.membership)
+        for name in ("_asking", "_since", "_gone"):
+            setattr(other.membership, name, getattr(self.membership, name).copy())
+        other.workers = [copy.copy(worker) for worker in self.workers]
+        for worker in other.workers:
+            worker.ran = worker.ran.copy()
+        other.views, other.votes, other.ended = self.views.copy(), self.votes.copy(), self.ended.copy()
+        return other
+
+    def key(self) -> Any:
+        known = self.membership
+        workers = tuple(
+            (*(value for name, value in vars(worker).items() if name != "ran"), *sorted(worker.ran.items()))
+            for worker in self.workers
+        )
+        asking, gone = frozenset(known._asking), frozenset(known._gone)
+        return workers, known.phase, known.view.number, asking, gone, frozenset(self.votes), frozenset(self.ended)
+
+    # Events.
+
+    def events(self, faults: tuple[str, ...] = ()) -> list[Event]:
+        """All that may happen now, with these kinds of faults."""
+        found: list[Event] = []
+        for number, worker in enumerate(self.workers):
+            if worker.is_dead:
+                if not worker.is_told:
+                    found.append(("tell", number))
+                elif not worker.is_replaced and "come" in faults:
+                    found.append(("come", number))
+                continue
+            if worker.state in ("done", "excluded"):
+                continue
+            if "kill" in faults and self.views:  # before the first view, all start again
+                found.append(("kill", number))
+            if worker.is_silent:
+                if self.membership.phase is Phase.BREAKING and str(number) in self._awaited():
+                    found.append(("exclude", number))
+                found.append(("wake", number))
+                continue
+            if "silence" in faults and worker.state == "in":
+                found.append(("silence", number))
+            found += [(kind, number) for kind in self._own(worker)]
+        return found
+
+    def _own(self, worker: Worker) -> list[str]:
+        if worker.state == "fresh":
+            return ["ask"]
+        if worker.state == "asking":
+            return []
+        members = [self.workers[number] for number in self.views[worker.view]]
+        must_leave = self.membership.asks(worker.view) is Leave.NOW
+        if worker.state in ("leaving", "ending"):
+            if all((worker.view, number) in self.ended for number in self.views[worker.view]):
+                return ["leave" if worker.state == "leaving" else "end"]
+            return ["fail"] if must_leave else []
+        if not worker.is_in:
+            return ["fail"] if must_leave else ["go in"]
+        found = []
+        at = worker.out_of
+        if all(one.view == worker.view and (one.out_of > at or (one.out_of == at and one.is_in)) for one in members):
+            found.append("come out")
+        if must_leave or any(one.is_dead or one.view != worker.view for one in members):
+            found.append("fail")
+        return found
+
+    def _awaited(self) -> list[str]:
+        return [member.name for member in self.membership.awaited()]
+
+    def do(self, event: Event) -> None:
+        """Have it happen; raises Broken if an invariant does not hold after it."""
+        kind, number = event
+        worker = self.workers[number]
+        if kind == "kill":
+            worker.is_dead = True
+        elif kind == "tell":
+            worker.is_told = True
+            self.membership.lose([worker.slot])
+        elif kind == "come":
+            worker.is_replaced = True
+            self.workers.append(Worker(worker.slot))
+        elif kind in ("silence", "wake"):
+            worker.is_silent = kind == "silence"
+        elif kind == "exclude":
+            self.membership.exclude(str(number))
+        elif kind == "go in":
+            worker.is_in = True
+            if worker.out_of == 0:
+                worker.level = worker.steps
+            elif self.membership.asks(worker.view) is Leave.AFTER_A_STEP:
+                self.votes.add((worker.view, worker.out_of))
+        elif kind == "end":
+            worker.state = "done"
+        elif kind == "come out":
+            self._come_out(number, worker)
+        else:  # asks for a view
+            self._ask(number, worker, has_lost_peer=kind == "fail")
+        self._settle()
+        self._check()
+
+    def _ask(self, number: int, worker: Worker, has_lost_peer: bool) -> None:
+        worker.state, worker.view, worker.is_in, worker.out_of = "asking", 0, False, 0
+        if not self.membership.ask(Member(str(number), worker.slot), worker.steps, has_lost_peer):
+            worker.state = "excluded"
+
+    def _settle(self) -> None:
+        before = self.membership.view
+        view = self.membership.settle()
+        if view is None:
+            return
+        members = tuple(int(member.name) for member in view.members)
+        self.views[view.number] = members
+        if before.members and (first := int(before.members[0].name)) in members and members[0] != first:
+            raise Broken("rank 0 lives, and has another rank")
+        for number in members:
+            worker = self.workers[number]
+            if worker.state != "asking" and not worker.is_dead:
+                raise Broken("a worker is in a view, and has not left the one before")
+            worker.state, worker.view, worker.out_of, worker.is_in = "in", view.number, 0, False
+
+    def _come_out(self, number: int, worker: Worker) -> None:
+        members = self.views[worker.view]
+        if worker.out_of == 0:
+            told = [self.workers[one].level for one in members]
+            source = self.level(told)
+            worker.steps = max(0, told[source] if source is not None else 0)
+            if worker.steps < max(told):
+                raise Broken("a worker goes on without a step that another one has finished")
+        else:
+            for one in self.workers:
+                if self._counts(one) and worker.view != one.ran.get(worker.steps, worker.view):
+                    raise Broken("a step runs again that a worker has finished which lives")
+            worker.ran[worker.steps] = worker.view
+            worker.steps += 1
+        if worker.steps >= self.steps:
+            worker.state = "ending"
+        elif (worker.view, worker.out_of) in self.votes:
+            worker.state = "leaving"
+        if worker.state in ("ending", "leaving"):
+            self.ended.add((worker.view, number))
+        worker.out_of += 1
+        worker.is_in = False
+
+    def _counts(self, worker: Worker) -> bool:
+        is_gone = str(self.workers.index(worker)) in self.membership._gone
+        return not worker.is_dead and not is_gone and worker.state != "excluded"
+
+    def _check(self) -> None:
+        members = [self.workers[number] for number in self.views.get(self.membership.view.number, ())]
+        level = [one.steps for one in members if one.view == self.membership.view.number and one.out_of]
+        if level and max(level) - min(level) > 1:
+            raise Broken("two members of a view differ by more than a step")
+        if not self.is_over() and not self.events():
+            raise Broken("nothing happens any more, and workers live that have not come to the end")
+
+    def is_over(self) -> bool:
+        """Whether all that live have come to the end or are out; who asks then is told that the job is over."""
+        states = {worker.state for worker in self.workers if not worker.is_dead}
+        return states <= {"excluded"} or ("done" in states and states <= {"done", "excluded", "asking"})

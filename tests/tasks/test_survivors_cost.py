@@ -1,0 +1,65 @@
+"""What it costs to be ready for the loss of a worker: in a step without a fault, no call of dp_ray's own."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dp_ray.engine.votes import StepControl
+from dp_ray.messages import Note
+from dp_ray.tasks.held import Held
+from dp_ray.tasks.setup import Context
+from dp_ray.tasks.train import train
+from tests.support.cluster import ROOT
+from tests.support.group import run_group
+from tests.support.trainings import job_of
+
+OWN = str(ROOT / "dp_ray")
+
+
+class Counts(StepControl):
+    """Counts the calls of dp_ray's own functions in the loop's thread from step to step."""
+
+    def __init__(self, is_ready: bool) -> None:
+        self._is_ready = is_ready
+        self._calls: list[str] = []
+        self._steps: list[list[str]] = []
+
+    def before(self, step: int) -> None:
+        sys.setprofile(None)
+        self._steps.append(sorted(self._calls))
+        self._calls.clear()
+        sys.setprofile(self._count)
+
+    def through(self) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OWN):
+            self._calls.append(frame.f_code.co_qualname)
+
+    def task(self, context: Context) -> None:
+        train(replace(context, held=Held() if self._is_ready else None))
+        context.send(Note(repr(self._steps)))
+
+
+def steps_of(folder: Path, is_ready: bool, workers: int) -> list[list[str]]:
+    keys: dict[str, Any] = {"batch_size": 12, "shards": 4, "bitwise": True, "checkpoint": {"every_steps": 1000}}
+    messages = run_group(job_of("mlp", workers=workers, **keys), folder, Counts(is_ready))
+    (told,) = (message.text for message in messages if isinstance(message, Note) and message.text.startswith("[["))
+    steps: list[list[str]] = eval(told)
+    return steps
+
+
+def test_a_step_without_a_fault_makes_no_call_more(tmp_path: Path) -> None:
+    for workers in (1, 2):
+        ready = steps_of(tmp_path / f"ready-{workers}", True, workers)
+        plain = steps_of(tmp_path / f"plain-{workers}", False, workers)
+        assert len(ready) == len(plain) == 18
+        # Not those of the first steps, which fill caches, and at whose begin the clock has the history read.
+        pairs = [
+            pair for pair in zip(ready[4:], plain[4:], strict=True) if "History._read" not in {*pair[0], *pair[1]}
+        ]
+        assert len(pairs) > 6
+        assert all(one == other for one, other in pairs)
+        assert any("backward" in name for name in plain[8])
