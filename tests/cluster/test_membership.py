@@ -138,7 +138,7 @@ def test_ranks_go_node_by_node_and_the_oldest_first() -> None:
         membership.ask(Member(f"w{slot}", slot, "aabb"[slot]), 5, has_lost_peer=True)
     assert [member.slot for member in (membership.settle() or View()).members] == [1, 2, 3]
     membership.ask(Member("new", 0, "a"), -1)
-    assert membership.phase is Phase.PLANNED and membership.asks(2) is Leave.AFTER_A_STEP
+    assert membership.phase == Phase.PLANNED and membership.asks(2) is Leave.AFTER_A_STEP  # type: ignore[comparison-overlap]
     for slot in (1, 2, 3):
         assert membership.settle() is None
         membership.ask(Member(f"w{slot}", slot, "aabb"[slot]), 9)

@@ -82,8 +82,8 @@ class Control(StepControl):
     def _is_asked(self) -> bool:
         return (self._plans / str(self.view)).exists()
 
-    wants_stop = property(_is_asked)  # type: ignore[assignment]
-    is_to_rejoin = property(_is_asked)  # type: ignore[assignment]
+    wants_stop = property(_is_asked)
+    is_to_rejoin = property(_is_asked)
 
     def before(self, step: int) -> None:
         self.step = step
@@ -144,6 +144,7 @@ class _Parent:
             while self.pipes:
                 assert time.monotonic() < until, f"nothing more happens: {self.told}\n{self.stacks()}"
                 for pipe in wait(list(self.pipes), 1.0):
+                    assert isinstance(pipe, Connection)
                     try:
                         self.hear(pipe, *pipe.recv())
                     except (EOFError, ConnectionResetError):

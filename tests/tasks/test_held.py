@@ -21,7 +21,7 @@ from dp_ray.errors import WorkerError
 from dp_ray.job.job import Job
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
-from dp_ray.tasks import evaluate, held, setup, train
+from dp_ray.tasks import checkpoints, evaluate, held, setup, train, views
 from dp_ray.tasks.task import run_task
 from tests.support.group import history_of, weights_of
 from tests.support.trainings import ADAMW, job_of
@@ -62,7 +62,7 @@ class Knows(StepControl):
     def is_asked(self) -> bool:
         return self.step == self.leaves
 
-    wants_stop = is_to_rejoin = is_asked  # type: ignore[assignment]
+    wants_stop = is_to_rejoin = is_asked
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def test_nothing_is_read_or_built_again(tmp_path: Path) -> None:
     control = Knows()
     with (
         lost_in("backward", 6, control),
-        patch.object(train, "restored", wraps=train.restored) as restored,
+        patch.object(train, "restored", wraps=checkpoints.restored) as restored,
         patch.object(held, "seeded_dataset", wraps=seeded_dataset) as read,
         patch.object(setup, "place", wraps=place) as built,
     ):
@@ -172,7 +172,7 @@ def test_an_early_stop_counts_each_evaluation_once(tmp_path: Path) -> None:
 def test_the_best_weights_that_nobody_has_kept_are_computed_again(tmp_path: Path) -> None:
     """Rank 0 dies with the checkpoint of the best evaluation: the survivors do not have those weights any more."""
     job, expected = undisturbed(tmp_path)
-    control, real, lost = Knows(), train.levelled, []
+    control, real, lost = Knows(), views.levelled, list[str]()
 
     def levelled(training: Any) -> Any:
         here = training.context.held

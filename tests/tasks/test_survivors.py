@@ -82,7 +82,7 @@ def test_of_four_those_hear_of_a_death_that_are_no_neighbours(
 
 @pytest.mark.parametrize("slot", [0, 2])
 def test_another_worker_comes_in_the_place_of_a_dead_one(tmp_path: Path, slot: int) -> None:
-    slow = {"epochs": 60, "checkpoint": {"every_steps": 50, "best": "eval_loss"}}
+    slow: dict[str, Any] = {"epochs": 60, "checkpoint": {"every_steps": 50, "best": "eval_loss"}}
     expected = undisturbed(tmp_path, **slow)
     job = made(workers=3, **slow)
     told = run_surviving(job, tmp_path / "run", [Fault(slot, 7, "exchange")], replaces=True)
