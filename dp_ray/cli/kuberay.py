@@ -1,6 +1,7 @@
 """The command that writes a job as a RayJob for Kubernetes: kuberay."""
 
 import logging
+import re
 import shlex
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,7 @@ from dp_ray.errors import JobError
 from dp_ray.job.files import load_job
 from dp_ray.text import hide
 
+QUANTITY = re.compile(r"\d+(\.\d+)?([KMGTPE]i|[mkMGTPE]|[eE]\d+)?")
 GRACE = click.option(
     "--grace",
     type=click.IntRange(1),
@@ -58,6 +60,7 @@ def kuberay(job_file: str, out: TextIO, **flags: Any) -> None:
     from dp_ray.places.kuberay import Manifest, Pods, kubernetes_name, parse_toleration
 
     keys = take(KeyOptions, flags)
+    _check_quantities(flags)
     storage, code, claim = _storage(job_file, keys, flags["claim"]), flags["code_in"], flags["claim"]
     job = load_job(job_file, {**keys.overrides(), "storage": storage})
     path = Path(job_file)
@@ -143,6 +146,13 @@ def _nodes(text: str) -> tuple[int, int]:
     if len(counts) != 2 or not 1 <= counts[0] <= counts[1]:
         raise JobError(f"--nodes {text}: must be a number from 1 on, or MIN:MAX")
     return counts[0], counts[1]
+
+
+def _check_quantities(flags: dict[str, Any]) -> None:
+    for key in ("cpus_per_node", "memory_per_node", "shm", "head_cpus", "head_memory"):
+        if not QUANTITY.fullmatch(flags[key]):
+            option = f"--{key.replace('_', '-')} {flags[key]}"
+            raise JobError(f"{option}: must be a quantity of Kubernetes, as 4, 500m or 16Gi")
 
 
 def _selectors(texts: tuple[str, ...]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 import os
 import shlex
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import click
 
 from dp_ray.cli import options
 from dp_ray.cli.options import KeyOptions, say, take
-from dp_ray.errors import Error, JobError
+from dp_ray.errors import JobError
 from dp_ray.job.files import load_job
 from dp_ray.job.job import Job
 from dp_ray.text import hide, listed
@@ -39,9 +38,7 @@ def node(hosts: int | None, rank: int | None, meet: str | None, command: tuple[s
     from dp_ray.places.launchers import place_of
 
     place = place_of(os.environ, hosts, rank, meet)
-    jobs: list[Job] = []
-    with suppress(*(() if place.rank == 0 else (Error,))):  # another host may lack the job's file
-        jobs = jobs_of(command)
+    jobs = jobs_of(command, may_lack=place.rank > 0)
     from dp_ray.cluster.ray_version import check_ray
     from dp_ray.places.node import Wanted, run_on_this_host
     from dp_ray.places.own_ray import Machine
@@ -122,8 +119,11 @@ def slurm(
     click.echo(f"{PREFIX}{submitted}")
 
 
-def jobs_of(command: tuple[str, ...]) -> list[Job]:
-    """Return the jobs that the arguments of dp-ray run, none if they name no job file; raises JobError if wrong."""
+def jobs_of(command: tuple[str, ...], may_lack: bool = False) -> list[Job]:
+    """Return the jobs that the arguments of dp-ray run, none if they name no job file; raises JobError if wrong.
+
+    A host that `may_lack` files passes over those that it has not: it learns all else from the first host.
+    """
     name, *arguments = command
     if name not in ON_HOSTS:
         raise JobError(f"{name}: `dp-ray node` runs one of {listed(ON_HOSTS)}: dp-ray node ... -- run JOB.yaml")
@@ -138,6 +138,7 @@ def jobs_of(command: tuple[str, ...]) -> list[Job]:
     files = flags.get("job_files") or [flags[key] for key in ("job_file",) if key in flags]
     if name == "verify":
         flags.pop("workers")
+    files = [job_file for job_file in files if not may_lack or Path(job_file).exists()]
     jobs = [load_job(job_file, take(KeyOptions, dict(flags)).overrides()) for job_file in files]
     for job in jobs:
         check_workers(job)

@@ -4,7 +4,9 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from dp_ray.errors import JobError
 
@@ -80,6 +82,8 @@ def place_of(
         )
     if not 0 <= rank < hosts:
         raise JobError(f"--rank {rank}: of {hosts} hosts it is 0 to {hosts - 1}")
+    if meet and _is_address(meet):
+        raise JobError(f"--meet {meet}: an address needs a port, as {meet}:7000; else it names a folder")
     return Place(hosts, rank, meet or "", told.names)
 
 
@@ -91,6 +95,12 @@ def host_and_port(meet: str) -> tuple[str, int] | None:
     """
     found = re.fullmatch(r"(\[[^\]/]+\]|[^:/]+):(\d{1,5})", meet)
     return (found[1].strip("[]"), int(found[2])) if found else None
+
+
+def _is_address(meet: str) -> bool:
+    with suppress(ValueError):
+        return bool(ip_address(meet.strip("[]")))
+    return False
 
 
 def without_own(variables: Mapping[str, str]) -> dict[str, str]:

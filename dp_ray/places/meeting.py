@@ -182,6 +182,8 @@ def opened(place: Place, token: str, heard: Callable[[Heard], None]) -> Iterator
             if folder.resolve().is_relative_to(Path.cwd()):  # which is sent to all nodes, without what this names
                 (folder / ".gitignore").write_text("*\n")
             (folder / STATUS).unlink(missing_ok=True)
+            for left in folder.glob("token-*"):  # by an attempt that was killed
+                left.unlink(missing_ok=True)
             _write(folder / name, token)
             _write(folder / FIRST, json.dumps(told))
         except OSError as error:

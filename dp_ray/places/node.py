@@ -306,9 +306,7 @@ class _Other(_Host):
     def run(self) -> int:
         """Join the Ray of the first host, and stay until the run is over or has left this host."""
         place, hello = self.place, {"rank": self.place.rank, "hosts": self.place.hosts, "host": host_name()}
-        line, token = join(
-            place, {**hello, **_versions()}, self.wanted.capacity, lambda: self.wait_or_leave(self.handle)
-        )
+        line, token = join(place, {**hello, **_versions()}, self.wanted.capacity, self._waiter())
         threading.Thread(
             target=listen_to, args=[line, 0, self.events.put], name="the first host", daemon=True
         ).start()
@@ -330,6 +328,19 @@ class _Other(_Host):
         finally:
             line.close()
         raise RunInterrupted("the run has left this host", self.signals)
+
+    def _waiter(self) -> Callable[[], None]:
+        """Return a function that waits a moment for the first host, and says so now and then."""
+        tell = time.monotonic() + TELL_SECONDS
+
+        def wait() -> None:
+            nonlocal tell
+            if time.monotonic() > tell:
+                self.say(f"waiting for the first host ({self.place.name(0)}) at {self.place.meet}")
+                tell += 6 * TELL_SECONDS
+            self.wait_or_leave(self.handle)
+
+        return wait
 
     def handle(self, heard: Heard) -> None:
         """Take in what the first host says."""

@@ -5,6 +5,7 @@ token of its own. `ray stop`, which ends all Rays of a user, is never called.
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ KILL_SECONDS = 60.0  # what the kernel does not end by then, it may never end
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 TOKEN, LOG, CURRENT = "token", "ray-start.log", "ray_current_cluster"  # Ray writes the last once it is up
 SHOWN_LINES = 15
+FRAMES = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 # Ports that the system chooses; two Rays on a host would else ask for the same ones.
 FREE_PORTS = ("node-manager", "object-manager", "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent")
 NODE_ID = "--node_id="  # an argument of the raylet
@@ -82,9 +84,9 @@ class OwnRay:
         return _start(["drain-node", f"--address={address}", f"--node-id={node}", *reason], self.folder)
 
     def last_lines(self) -> str:
-        """Return the end of what `ray start` has said."""
+        """Return the end of what `ray start` has said, without the frames of a traceback."""
         with suppress(OSError):
-            lines = (self.folder / LOG).read_text(errors="replace").splitlines()
+            lines = FRAMES.sub("", (self.folder / LOG).read_text(errors="replace")).splitlines()
             return "\n".join([line for line in lines if line.strip()][-SHOWN_LINES:])
         return ""
 

@@ -159,6 +159,11 @@ def test_for_a_claim_the_code_is_written_here(folder: Path, capsys: pytest.Captu
         ),
         (["--storage", "s3://b/r", "--code-in", "/a", "--selector", "a"], "--selector a: must be KEY=VALUE"),
         (
+            ["--storage", "s3://b/r", "--code-in", "/a", "--memory-per-node", "16GB"],
+            "--memory-per-node 16GB: must be a quantity of Kubernetes, as 4, 500m or 16Gi",
+        ),
+        (["--storage", "s3://b/r", "--code-in", "/a", "--head-cpus", "two"], "--head-cpus two: must be a quantity"),
+        (
             ["--storage", "s3://b/r", "--code-in", "/a", "--toleration", "a:No"],
             r"--toleration a:No: must be KEY\[=VA",
         ),

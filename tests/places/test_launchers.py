@@ -90,6 +90,7 @@ def test_options_go_before_variables() -> None:
         (OPEN_MPI, {}, "--meet: Open MPI does not tell"),
         (JOBSET | {"NNODES": ""}, {}, "--hosts: JobSet does not tell"),
         ({}, {"hosts": 2, "rank": 2, "meet": "/a"}, "--rank 2: of 2 hosts it is 0 to 1"),
+        ({}, {"hosts": 2, "rank": 0, "meet": "10.0.0.1"}, "--meet 10.0.0.1: an address needs a port"),
         (
             SLURM | {"SLURM_STEP_NUM_TASKS": "32"},
             {},

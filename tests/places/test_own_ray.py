@@ -1,6 +1,7 @@
 """What a host gives to its Ray, and what its programs inherit."""
 
 import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TMPDIR
 from dp_ray.places import own_ray
-from dp_ray.places.own_ray import clients_environment, usable_cpus
+from dp_ray.places.own_ray import OwnRay, clients_environment, usable_cpus
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,11 @@ def test_programs_find_this_ray_and_no_other(tmp_path: Path, monkeypatch: pytest
     assert not others.keys() & given.keys()
     assert given["NCCL_DEBUG"] == "INFO" and given["PATH"] == os.environ["PATH"]
     assert (given[AUTH_MODE], given[AUTH_TOKEN_PATH]) == ("token", str(tmp_path / "token"))
+
+
+def test_of_a_traceback_the_exception_is_shown(tmp_path: Path) -> None:
+    frames = "".join(f'  File "a.py", line {line}, in start\n    call()\n\n' for line in range(20))
+    said = f"Usage stats are off.\nTraceback (most recent call last):\n{frames}Exception: The node timed out.\n"
+    (tmp_path / own_ray.LOG).write_text(said)
+    with subprocess.Popen(["true"]) as ended:
+        assert OwnRay(tmp_path, ended).last_lines() == "Usage stats are off.\nException: The node timed out."

@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dp_ray.errors import ClusterLost
+from dp_ray.places import node
+from dp_ray.places.launchers import Place
+from dp_ray.places.node import Wanted
+from dp_ray.places.own_ray import Machine
 from tests.support import stand_in_ray
 from tests.support.cluster import ROOT
 from tests.support.on_hosts import Hosts, hosts_in, job_in
@@ -148,6 +153,31 @@ def test_a_fixed_job_ends_to_be_run_again(hosts: Hosts, tmp_path: Path) -> None:
 def test_a_host_without_a_first_one_ends_to_be_run_again(hosts: Hosts, tmp_path: Path) -> None:
     hosts.start(1, "run", job_in(tmp_path, timeouts={"capacity": 0.5}))
     assert hosts.statuses() == [75], hosts.all_said()
+
+
+def test_a_wrong_job_ends_all_hosts_at_once(hosts: Hosts, tmp_path: Path) -> None:
+    """Who launches them must not take it for a job to run again."""
+    for rank in (0, 1):
+        hosts.start(rank, "run", job_in(tmp_path, worker=2))
+    assert hosts.statuses() == [2, 2], hosts.all_said()
+    for rank in (0, 1):
+        assert "worker: is no key of a job" in hosts.said(rank)
+
+
+def test_another_host_may_lack_the_job_file(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.start(0, "run", job_in(tmp_path))
+    hosts.start(1, "run", str(tmp_path / "not-here.yaml"))
+    hosts.wait_until_said(1, "is part of the Ray at 10.0.0.1:6379")
+    (tmp_path / "ends").write_text("0")
+    assert hosts.statuses() == [0, 0], hosts.all_said()
+
+
+def test_a_host_says_that_it_waits_for_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "TELL_SECONDS", 0.3)
+    said: list[str] = []
+    with pytest.raises(ClusterLost, match="the first host"):
+        node.run_on_this_host(Place(2, 1, str(tmp_path)), Wanted((), capacity=1.5), Machine(), said.append)
+    assert said == [f"waiting for the first host (host 0) at {tmp_path}"]
 
 
 @pytest.mark.parametrize("meet", ["", None], ids=["nowhere", "folder"])
