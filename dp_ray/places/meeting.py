@@ -28,7 +28,7 @@ from dp_ray.errors import ClusterLost, JobError
 from dp_ray.places.launchers import Place, host_and_port
 from dp_ray.system.threads import repeated
 
-FIRST, STATUS = "first.json", "status"  # in a folder where hosts meet
+FIRST, STATUS, IGNORED = "first.json", "status", ".gitignore"  # in a folder where hosts meet
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60.0  # after which the other side counts as gone
 CONNECT_SECONDS = 5.0
@@ -179,8 +179,9 @@ def opened(place: Place, token: str, heard: Callable[[Heard], None]) -> Iterator
         try:
             folder = Path(place.meet)
             folder.mkdir(parents=True, exist_ok=True)
-            if folder.resolve().is_relative_to(Path.cwd()):  # which is sent to all nodes, without what this names
-                (folder / ".gitignore").write_text("*\n")
+            ignored = folder / IGNORED if _is_sent(folder) and not (folder / IGNORED).exists() else None
+            if ignored is not None:
+                ignored.write_text("*\n")
             (folder / STATUS).unlink(missing_ok=True)
             for left in folder.glob("token-*"):  # by an attempt that was killed
                 left.unlink(missing_ok=True)
@@ -194,8 +195,15 @@ def opened(place: Place, token: str, heard: Callable[[Heard], None]) -> Iterator
             if (_read(folder) or {}).get("token") == name:  # else another attempt has begun
                 (folder / FIRST).unlink(missing_ok=True)
             (folder / name).unlink(missing_ok=True)
+            if ignored is not None:
+                ignored.unlink(missing_ok=True)
     finally:
         meeting.close()
+
+
+def _is_sent(folder: Path) -> bool:
+    """Return whether a folder is sent to all nodes, as a part of that in which the user stands."""
+    return Path.cwd() in folder.resolve().parents
 
 
 def leave_status(place: Place, status: int) -> None:

@@ -369,8 +369,8 @@ class _Other(_Host):
                     raise RunInterrupted(f"left at once, after {listed(self.signals)}", self.signals)
                 line.send(asks=name)
                 self.say(f"{name}: this host waits until the run has stopped, or has left it")
-            if self.is_drained and drain is None:
-                drain = ray.drain(str(self.ray), f"{listed(self.signals)} on {host_name()}")
+            if self.is_drained and drain is None and ray.is_alive:
+                drain = ray.drain(f"{listed(self.signals)} on {host_name()}")
             if drain is not None and drain.poll() and not is_told:
                 self.say(f"Ray does not drain this host: {ray.last_lines()}")
                 is_told = True

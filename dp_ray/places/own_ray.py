@@ -37,7 +37,6 @@ SHOWN_LINES = 15
 FRAMES = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 # Ports that the system chooses; two Rays on a host would else ask for the same ones.
 FREE_PORTS = ("node-manager", "object-manager", "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent")
-NODE_ID = "--node_id="  # an argument of the raylet
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,10 @@ class OwnRay:
             return self.raylet is None or self.raylet.status() != psutil.STATUS_ZOMBIE
         return False
 
-    def drain(self, address: str, why: str) -> "subprocess.Popen[bytes]":
+    def drain(self, why: str) -> "subprocess.Popen[bytes]":
         """Tell Ray that this host will be taken away; what runs here leaves, and then the raylet ends."""
         assert self.raylet is not None, "it is up"
-        node = next(one.removeprefix(NODE_ID) for one in self.raylet.cmdline() if one.startswith(NODE_ID))
-        reason = ["--reason=DRAIN_NODE_REASON_PREEMPTION", f"--reason-message={why}"]
-        return _start(["drain-node", f"--address={address}", f"--node-id={node}", *reason], self.folder)
+        return _start(drain_node(self.raylet, why), self.folder)
 
     def last_lines(self) -> str:
         """Return the end of what `ray start` has said, without the frames of a traceback."""
@@ -95,6 +92,19 @@ class OwnRay:
         with suppress(OSError, IndexError):
             return (self.folder / LOG).read_text(errors="replace").split(f"{API_SERVER_ADDRESS}='")[1].split("'")[0]
         return None
+
+
+def drain_node(raylet: psutil.Process, why: str) -> list[str]:
+    """Return the arguments of `ray` that tell the Ray of this raylet that its node will be taken away.
+
+    Raises:
+        psutil.NoSuchProcess: the raylet has ended.
+    """
+    told = dict(one.removeprefix("--").split("=", 1) for one in raylet.cmdline() if "=" in one)
+    if not told:  # it ends just now
+        raise psutil.NoSuchProcess(raylet.pid)
+    which = [f"--address={told['gcs-address']}", f"--node-id={told['node_id']}"]
+    return ["drain-node", *which, "--reason=DRAIN_NODE_REASON_PREEMPTION", f"--reason-message={why}"]
 
 
 def clients_environment(folder: Path) -> dict[str, str]:

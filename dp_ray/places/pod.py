@@ -11,7 +11,8 @@ from contextlib import suppress
 
 import psutil
 
-NODE_ID, HEAD = "--node_id=", "--gcs-address="  # arguments of the raylet
+from dp_ray.places.own_ray import RAY, drain_node
+
 LOOK_SECONDS = 1.0
 
 
@@ -22,12 +23,9 @@ def leave(raylets: Sequence[psutil.Process], seconds: float) -> int:
     """
     until = time.monotonic() + seconds
     for raylet in raylets:
-        with suppress(psutil.NoSuchProcess, StopIteration):
-            line = raylet.cmdline()
-            node, head = (next(one.removeprefix(of) for one in line if one.startswith(of)) for of in (NODE_ID, HEAD))
-            drain = ["drain-node", f"--address={head}", f"--node-id={node}", "--reason=DRAIN_NODE_REASON_PREEMPTION"]
-            drain += ["--reason-message=Kubernetes ends the pod", f"--deadline-remaining-seconds={seconds:.0f}"]
-            subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *drain], check=False)
+        with suppress(psutil.NoSuchProcess):
+            drain = drain_node(raylet, "Kubernetes ends the pod")
+            subprocess.run([*RAY, *drain, f"--deadline-remaining-seconds={seconds:.0f}"], check=False)
     while any(map(_is_raylet, raylets)) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
     return int(any(map(_is_raylet, raylets)))

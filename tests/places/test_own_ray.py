@@ -2,14 +2,16 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TMPDIR
 from dp_ray.places import own_ray
-from dp_ray.places.own_ray import OwnRay, clients_environment, usable_cpus
+from dp_ray.places.own_ray import OwnRay, clients_environment, drain_node, usable_cpus
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,16 @@ def test_of_a_traceback_the_exception_is_shown(tmp_path: Path) -> None:
     (tmp_path / own_ray.LOG).write_text(said)
     with subprocess.Popen(["true"]) as ended:
         assert OwnRay(tmp_path, ended).last_lines() == "Usage stats are off.\nException: The node timed out."
+
+
+def test_a_node_is_drained_by_what_its_raylet_was_told() -> None:
+    told = ["--node_id=ab12", "--gcs-address=10.0.0.1:6379", "--flag", "--session=a=b"]
+    with subprocess.Popen([sys.executable, "-c", "input()", *told], stdin=subprocess.PIPE) as raylet:
+        line = drain_node(psutil.Process(raylet.pid), "the reason")
+        assert line[0] == "drain-node"
+        assert {"--address=10.0.0.1:6379", "--node-id=ab12", "--reason-message=the reason"} < set(line)
+        ended = psutil.Process(raylet.pid)
+        raylet.kill()
+        raylet.wait()
+        with pytest.raises(psutil.NoSuchProcess):
+            drain_node(ended, "the reason")
