@@ -111,6 +111,21 @@ def test_a_token_in_the_folder_that_is_sent_to_all_nodes_is_left_out(
             assert [path.name for path in packed_files(code["working_dir"], code["excludes"])] == ["model.py"]
 
 
+@pytest.mark.parametrize("meet", ["meet", "."])
+def test_a_gitignore_of_the_users_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meet: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / meet / ".gitignore"
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("*.bin\n")
+    with listening(Place(2, 0, meet)):
+        assert own.read_text() == "*.bin\n"
+    assert [path.name for path in own.parent.iterdir()] == [".gitignore"]
+    own.unlink()
+    with listening(Place(2, 0, meet)):
+        assert own.exists() == (meet == "meet"), "of the folder in which the user stands all is sent"
+    assert not own.exists()
+
+
 def test_the_token_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
     before = socket.socket.sendall
