@@ -112,11 +112,11 @@ def slurm(
         max_requeues=max_requeues,
     )
     if dry_run:
-        click.echo(script.text(), nl=False)
+        click.echo(hide(script.text()), nl=False)
         return
     submitted = submit(script.text(), Path(FOLDER, f"{script.name}.sbatch"))
     say(f"submitted as {PREFIX}{submitted}; dp-ray logs -f {PREFIX}{submitted} follows it, dp-ray stop stops it")
-    click.echo(f"{PREFIX}{submitted}")
+    click.echo(hide(f"{PREFIX}{submitted}"))
 
 
 def jobs_of(command: tuple[str, ...], may_lack: bool = False) -> list[Job]:

@@ -723,8 +723,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     """predict only: what is kept of the outputs, and how it is written."""
     on_lost_worker: Literal["go_on", "restart"] = "restart"
     """What the others do where a worker is lost. go_on: they run the step in flight at once, from memory, and another
-    worker comes in the place of the lost one; on CPUs alone, and not with `loop`, `strategy: fsdp` or `shards: auto`,
-    where all restart. restart: all workers start again from the newest checkpoint."""
+    worker comes in the place of the lost one. That is for CPUs alone. With `loop`, `strategy: fsdp` or `shards: auto`
+    all restart. restart: all workers start again from the newest checkpoint."""
     retries: NonNegativeInt = 3
     """How many times all workers are started again, after a loss, a hang or an error that may pass, before the job
     fails."""

@@ -168,7 +168,7 @@ class Everyone:
     def ready(self) -> list[Any]:
         return self._members
 
-    def call(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
+    def ask(self, messages: Mapping[Any, Any]) -> dict[Any, Any]:
         answers = gathered(self._served.answer(messages[self._own]) if self._own in messages else None)
         assert not any(map(has_left, answers)), "no worker is lost"
         return {one: answers[at] for at, one in enumerate(self._members) if one in messages}

@@ -43,7 +43,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_other_module_names_what_linux_alone_has() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         found = [name for name in LINUX_ALONE if name in path.read_text()]
-        assert not found or path == Path(linux.__file__), f"{path.relative_to(ROOT)} names {found}"
+        is_of_pods = path.name == "kuberay.py"  # which run Linux, whatever prints their manifest
+        assert not found or is_of_pods or path == Path(linux.__file__), f"{path.relative_to(ROOT)} names {found}"
     assert all(name in Path(linux.__file__).read_text() for name in LINUX_ALONE if name != "setns")
 
 
