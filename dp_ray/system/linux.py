@@ -63,6 +63,13 @@ def start_of(pid: int) -> str | None:
         return None
 
 
+def path_of_stdout() -> str:
+    """Return the path of the file to which this process prints; "" where it is not known."""
+    with suppress(OSError):
+        return os.readlink(f"{PROC}/self/fd/1")
+    return ""
+
+
 def processor() -> str:
     """Return vendor and model of this machine's processor; of cores that differ, each kind."""
     kinds: dict[str, None] = {}

@@ -29,6 +29,7 @@ from ray.core.generated import autoscaler_pb2
 
 from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS, UV_RUN, VARIABLES
 from dp_ray.cluster.resources import NodeType
+from dp_ray.system import linux
 from dp_ray.system.process import patched
 
 CONNECT_SECONDS = 10.0
@@ -315,7 +316,7 @@ def own_log_folder() -> Path:
 
     Ray's dashboard serves the files of this folder, and follows links in it. Public: none.
     """
-    log = Path(os.readlink("/proc/self/fd/1"))
+    log = Path(linux.path_of_stdout())
     if not log.name.startswith("job-driver-"):
         raise RuntimeError(f"a submitted job prints to its log, and this process to {log}")
     return log.parent
