@@ -16,6 +16,21 @@ from dp_ray.system.threads import last_call
 ROWS, BATCH, EPOCHS, LR = 23, 10, 3, 0.1  # the last batch is short, and its shards uneven
 
 
+def keys_of(loop: str, **keys: Any) -> dict[str, Any]:
+    """The keys of a training by one of these loops, or by that of a full name."""
+    given: dict[str, Any] = {
+        "task": "train",
+        "model": f"{__name__}:Gan",
+        "dataset": f"{__name__}:Points",
+        "loop": loop if ":" in loop else f"{__name__}:{loop}",
+        "batch_size": BATCH,
+        "epochs": EPOCHS,
+        "shuffle": False,
+        "shards": 3,
+    }
+    return {**given, **keys}
+
+
 class Points(Dataset[Any]):
     """Real points, and the noise of which a generator makes others."""
 

@@ -32,22 +32,9 @@ from tests.support.group import (
     run_group,
     weights_of,
 )
+from tests.support.loops import keys_of
 
 LOOPS = "tests.support.loops"
-
-
-def keys_of(loop: str, **keys: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "task": "train",
-        "model": f"{LOOPS}:Gan",
-        "dataset": f"{LOOPS}:Points",
-        "loop": loop if ":" in loop else f"{LOOPS}:{loop}",
-        "batch_size": loops.BATCH,
-        "epochs": loops.EPOCHS,
-        "shuffle": False,
-        "shards": 3,
-    }
-    return {**given, **keys}
 
 
 def loop_job(loop: str, workers: int, **keys: Any) -> Job:

@@ -21,25 +21,12 @@ from tests.support import drawn_loops, loops
 from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
 from tests.support.group import StopsBefore, history_of, run_group
+from tests.support.loops import keys_of
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
 LOOPS = "tests.support.loops"
 HERE = "tests.tasks.test_replay_of_loops"
-
-
-def keys_of(loop: str, **keys: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "task": "train",
-        "model": f"{LOOPS}:Gan",
-        "dataset": f"{LOOPS}:Points",
-        "loop": loop if ":" in loop else f"{LOOPS}:{loop}",
-        "batch_size": loops.BATCH,
-        "epochs": loops.EPOCHS,
-        "shuffle": False,
-        "shards": 3,
-    }
-    return {**given, **keys}
 
 
 def trained(folder: Path, loop: str, *lives: tuple[int, int | None], **keys: Any) -> Path:
