@@ -89,6 +89,10 @@ class TextTable(Tabular[Stretch]):
         """Return what stands before the first row and belongs to each stretch."""
         return b""
 
+    def _before(self, file: File, start: int) -> bytes:
+        """Return what is read before the rows from byte `start` on: only where a file begins may it have a mark."""
+        return self._head(file) or (b"\n" if start else b"")
+
     def _look(self, file: File) -> tuple[list[Stretch], pa.Schema]:
         """Return where the rows lie, and the types of the columns."""
         head = self._head(file)
@@ -97,12 +101,13 @@ class TextTable(Tabular[Stretch]):
             schemas.append(self._parse(head + b"\n", None).schema)
             check_once(file, schemas[0].names)
         for start, text in _whole_rows(file, self._ends, len(head)):
-            if not text.removeprefix(BOM).strip(self.BLANK):
+            if not (text if start else text.removeprefix(BOM)).strip(self.BLANK):
                 continue
-            table = self._parse(head + text, None)
+            rows = self._before(file, start) + text
+            table = self._parse(rows, None)
             check_once(file, table.column_names)
             found.append(Stretch(start, start + len(text), len(table)))
-            schemas.append(self._with_large_numbers(head + text, table))
+            schemas.append(self._with_large_numbers(rows, table))
         return found, _joined(schemas)
 
     def _with_large_numbers(self, text: bytes, table: pa.Table) -> pa.Schema:
@@ -118,7 +123,7 @@ class TextTable(Tabular[Stretch]):
         return pa.schema(fields)
 
     def _table(self, block: Block[Stretch]) -> pa.Table:
-        text = self._head(block.file) + read_stretch(block.file, block.source)
+        text = self._before(block.file, block.source.start) + read_stretch(block.file, block.source)
         table = self._parse(text, self._schema)
         return table.select([name for name in self._columns if name in table.column_names])
 

@@ -226,6 +226,17 @@ def test_a_part_of_a_byte_order_mark_is_told(tmp_path: Path, text: bytes) -> Non
         JsonLines(tmp_path)
 
 
+def test_a_byte_order_mark_within_a_file_is_a_value(tmp_path: Path) -> None:
+    """As the whole last row, which its text does not end; and where a piece of the file begins."""
+    (tmp_path / "0.csv").write_bytes(b"a\r1\r\xef\xbb\xbf")
+    assert [item["a"] for item in Csv(tmp_path / "0.csv")] == ["1", "\ufeff"]
+    (tmp_path / "1.csv").write_bytes(b"x\ry\r\xef\xbb\xbfz")
+    assert [item["a"] for item in Csv(tmp_path / "1.csv", names=["a"])] == ["x", "y", "\ufeffz"]
+    (tmp_path / "2.jsonl").write_bytes(b'{"a": 1}\n\xef\xbb\xbf{"a": 2}')
+    with pytest.raises(DataError, match="2.jsonl"):
+        JsonLines(tmp_path / "2.jsonl")
+
+
 @pytest.mark.parametrize("text", ['a,b\n0,x\n1,"y\n2,z\n', 'a,b\n0,"x', 'a,b\n0,"x""', 'a,"b'])
 def test_a_quote_that_is_not_closed_does_not_swallow_the_rest(tmp_path: Path, text: str) -> None:
     (tmp_path / "0.csv").write_text(text)

@@ -27,15 +27,21 @@ DEEP: dict[str, dict[str, Any]] = {"resnet": {"blocks": (3, 3)}, "Gpt": {"layers
 
 
 def measure(device: torch.device) -> dict[str, dict[str, Any]]:
-    """By task, model, and one of `one`, `two` and `deep`: how many more ours are, and which."""
-    found = {}
+    """By task, model, and one of `one`, `two` and `deep`: how many more ours are, and which.
+
+    `deeper` is by how much the count of any function grows from `one` on.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for case in gpu.cases("small", replace(gpu.SMALL, block=SHARDS * STEPS.stop, warm=0, pairs=0)):
         deep = replace(case, model_args={**case.model_args, **DEEP[case.model]})
+        with_one: Counter[Call] = Counter()
         for kind, one, shards in (("one", case, 1), ("two", case, SHARDS), ("deep", deep, 1)):
             more = ours(one, device, shards)
             more.subtract(plain(one, device, shards))
+            with_one = with_one or more
             found[f"{case.task} {case.model}: {kind}"] = {
                 "more": more.total(),
+                "deeper": max(count - with_one[call] for call, count in more.items()),
                 "calls": [f"{count:+.0f} {call.file} {call.function}" for call, count in more.most_common(60)],
             }
     return found

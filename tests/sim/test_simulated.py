@@ -58,15 +58,15 @@ class Limit(NamedTuple):
 
     one: int
     further: int  # shard, each
-    layers: int  # ten more
+    layers: int  # ten more, of any function: a call a layer would add ten
 
 
 # A busy machine adds some: what has come from the GPU by then is taken in sooner or later.
 LIMITS = {
-    "train resnet": Limit(300, 170, 10),
-    "train Gpt": Limit(300, 170, 10),
-    "predict resnet": Limit(140, 55, 10),
-    "predict Gpt": Limit(140, 55, 10),
+    "train resnet": Limit(300, 170, 5),
+    "train Gpt": Limit(300, 170, 5),
+    "predict resnet": Limit(140, 55, 5),
+    "predict Gpt": Limit(140, 55, 5),
 }
 
 
@@ -279,7 +279,7 @@ def more_calls(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_step_makes_few_calls_more_than_a_plain_loops(more_calls: Any, name: str) -> None:
     """Each costs the thread that launches the kernels some time, for which the GPU waits where kernels are short."""
     one, two, deep = (more_calls[f"{name}: {kind}"] for kind in ("one", "two", "deep"))
-    found = Limit(one["more"], two["more"] - one["more"], abs(deep["more"] - one["more"]))
+    found = Limit(one["more"], two["more"] - one["more"], deep["deeper"])
     assert all(map(int.__le__, found, LIMITS[name])), "\n".join([f"{found}, of these:", *two["calls"]])
 
 

@@ -39,7 +39,7 @@ def start(folder: Path) -> None:
     if (folder / "broken").exists() and "--head" not in sys.argv:
         sys.exit("this Ray is broken")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    raylet = subprocess.Popen([*OWN, "raylet", "--node_id=abc"])
+    raylet = subprocess.Popen([*OWN, "raylet", "--gcs-address=10.0.0.1:6379", "--node_id=abc"])
     try:
         time.sleep(0.2)
         (Path(given("temp-dir")) / "ray_current_cluster").write_text("10.0.0.1:6379")
