@@ -162,11 +162,28 @@ def run_page(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> st
             case "text":
                 missing = set(block.text.splitlines()) - set((said or block.text).splitlines())
                 assert not missing, f"{block.place}: is not what the command says: {said}"
+            case "console":
+                lines = [without_numbers(line) for line in (said or block.text).splitlines()]
+                missing = {line for line in block.text.splitlines() if not any(shows(line, told) for told in lines)}
+                assert not missing, f"{block.place}: is not what the command says, numbers aside: {said}"
+            case "none":
+                pass  # a drawing, or an error that the page explains
             case "yaml":
                 raise AssertionError(f"{block.place}: a YAML block begins with its file's name: # NAME.yaml")
             case other:
                 raise AssertionError(f"{block.place}: no test knows what a block of {other or 'nothing'} is")
     return "".join(printed)
+
+
+def shows(line: str, told: str) -> bool:
+    """Whether a line of a page shows the told one: `...` stands for any text, and for lines that are left out."""
+    parts = re.split(r" ?\.\.\. ?", without_numbers(line))
+    return re.fullmatch(".*".join(map(re.escape, parts)), told) is not None
+
+
+def without_numbers(line: str) -> str:
+    """A line of a console, so that two runs print the same: spaces of a column as one, numbers as 0, units as s."""
+    return re.sub(r"(?<![\w])\d[\d.,:e+-]*( (ms|s|min|h)\b)?", "0", " ".join(line.split()))
 
 
 def made_short(code: str) -> str:
