@@ -1,4 +1,4 @@
-"""The recipes: docs/recipes.md, and those of docs/losses.md and docs/steps.md for dict items and losses that are one number."""
+"""The recipes: docs/recipes.md, and for dict items and losses that are one number docs/losses.md and docs/steps.md."""
 
 import functools
 import importlib
