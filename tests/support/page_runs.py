@@ -31,6 +31,7 @@ STAYS = "starts processes that stay: tests/support/hosts.py starts such nodes"
 OTHER_MACHINES = "needs a cluster of other machines"
 RAYS_OWN = "needs a cluster: tests/cluster/test_submitted.py runs the block on one"
 DASHBOARD, PREDICTS = "http://10.0.0.1:8265", "jobs/digits_predict.yaml"
+PLAN_OF_8 = "dp-ray plan jobs/characters.yaml --memory --workers 8 --gpu-memory 80"
 NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"
 DOWNLOAD = "pip download --only-binary=:all: --python-version 3.12"
 ON_THE_GPU = "dp-ray run jobs/digits.yaml --workers 1"
@@ -70,6 +71,7 @@ NOT_RUN = {
     f"{ON_TWO_GPUS} --name peaks": NEEDS_A_GPU,
     f"{ON_TWO_GPUS} --set strategy=fsdp --set bitwise=true --name sharded-bits": NEEDS_A_GPU,
     f"{ON_TWO_GPUS} --set strategy=fsdp --set bitwise=false --name sharded": NEEDS_A_GPU,
+    f"{PLAN_OF_8} --set model.args.width=4096 --set model.args.depth=24": "takes nine seconds of a core",
     "ray start --head --port=6379": STAYS,
     "ray start --address=10.0.0.1:6379": OTHER_MACHINES,
     "python parallel.py": "needs Ray: tests/driver/test_notebook.py runs the same loop",
