@@ -1,4 +1,4 @@
-"""The recipes: docs/recipes.md, and docs/losses.md and docs/steps.md for dict items and losses that are one number."""
+"""docs/recipes.md, and docs/losses.md and docs/steps.md for dict items and losses that are one number."""
 
 import functools
 import importlib
