@@ -343,7 +343,7 @@ class Exchange:
         `gradients` are those of the outputs' leaves, by shard. Raises what `forward` raises.
         """
         given = {
-            shard: tuple(None if one is None else wire.packed(one) for one in of_shard)
+            shard: tuple(None if tensor is None else wire.packed(tensor) for tensor in of_shard)
             for shard, of_shard in gradients.items()
         }
         with self.workers.lock:
@@ -372,15 +372,15 @@ class Exchange:
                         for member in members  # those without a shard too: they take part in the sum
                     }
                 )
-                raised = [(one, member) for member, one in answers.items() if isinstance(one, wire.Raised)]
-                if len(answers) == len([one for one in answers.values() if isinstance(one, wire.BackwardResult)]):
+                raised = [(answer, member) for member, answer in answers.items() if isinstance(answer, wire.Raised)]
+                if all(isinstance(answer, wire.BackwardResult) for answer in answers.values()):
                     parts: list[wire.BackwardResult] = list(answers.values())
                     sys.stdout.write("".join(part.text for part in parts))
                     call.owners = owners
                     inputs = {shard: found for part in parts for shard, found in part.inputs.items()}
                     return inputs, self._sums(call, layout, parts)
                 if raised:
-                    texts = [one.text for one in answers.values() if isinstance(one, wire.BackwardResult)]
+                    texts = [answer.text for answer in answers.values() if isinstance(answer, wire.BackwardResult)]
                     self._raise(call, members, raised, {-1: "".join(texts)})
             raise WorkerError(f"the backward of call {call.number}: workers were lost in each of {TRIES} tries")
 
@@ -404,7 +404,7 @@ class Exchange:
         slices = zip(*(part.slices for part in parts), strict=True)
         vectors = [on_device(torch.cat(list(map(wire.unpacked, pieces))), device) for pieces in slices]
         views, counts = layout.views(vectors)
-        sparse = {index: wire.of_parts(one, device) for part in parts for index, one in part.sparse.items()}
+        sparse = {index: wire.of_parts(parts_of, device) for part in parts for index, parts_of in part.sparse.items()}
         return [
             (sparse[index] if index in sparse else views[index]) if count else None
             for index, count in enumerate(counts.tolist())
@@ -418,9 +418,9 @@ class Ticket:
     """
 
     def __init__(self, exchange: Exchange, call: Call) -> None:
-        tensors = [one for shard in call.inputs for one in tensors_in(shard)]
-        call.input_versions = [one._version for one in tensors]
-        exchange.waiting[call.number] = sum(one.nbytes for one in tensors)
+        tensors = [tensor for shard in call.inputs for tensor in tensors_in(shard)]
+        call.input_versions = [tensor._version for tensor in tensors]
+        exchange.waiting[call.number] = sum(tensor.nbytes for tensor in tensors)
         self.of: tuple[Exchange, Call] | None = exchange, call
         self._end = weakref.finalize(self, exchange.drop, call.number)
         self._end.atexit = False

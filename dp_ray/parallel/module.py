@@ -192,7 +192,7 @@ class DataParallel(Wrapper):
         for spec, leaves in results:
             by_key = dict(zip(leaf_keys(spec), leaves, strict=True))
             own = [by_key.get(key) for key in keys]
-            rows.append([one.shape[rows_dim(one, self.dim)] if one is not None and one.ndim else None for one in own])
+            rows.append([v.shape[rows_dim(v, self.dim)] if v is not None and v.ndim else None for v in own])
             if self.shards > 1:
                 leaves = [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves]
             flat.append((leaves, spec))
