@@ -107,7 +107,9 @@ class Sum:
         ]
         self.sparse: dict[int, torch.Tensor] = {}
 
-    def take(self, layout: wire.Layout, sparse: frozenset[int], gradients: Sequence[torch.Tensor | None]) -> "Sum":
+    def take(
+        self, layout: wire.VectorLayout, sparse: frozenset[int], gradients: Sequence[torch.Tensor | None]
+    ) -> "Sum":
         """Take in a shard's gradients; a parameter that the shard has not used adds nothing."""
         own, counts = layout.views(self.vectors)
         counts.zero_()
@@ -181,10 +183,10 @@ class Served:
                 return self._held_bytes(message.module_number)
         raise TypeError(f"a worker of parallel modules knows no {type(message).__name__}")
 
-    def _forward(self, asked: wire.Forward) -> list[wire.ShardOutput] | wire.Raised | wire.PeerLost:
+    def _forward(self, asked: wire.Forward) -> list[wire.ForwardResult] | wire.Raised | wire.PeerLost:
         """Take in what is new, then run the shards in order, and keep their graphs."""
         module_number, at, got, what = asked.sync.module_number, None, "", "the module cannot be made on a worker:"
-        outputs: list[wire.ShardOutput] = []
+        outputs: list[wire.ForwardResult] = []
         text = io.StringIO()
         try:
             # Without shards too: new elements come by a broadcast, in which all workers take part.
@@ -241,7 +243,7 @@ class Served:
         arguments: tuple[dict[int, torch.Tensor], Any, Any],
         got: str,
         text: io.StringIO,
-    ) -> tuple[wire.ShardOutput, Graph]:
+    ) -> tuple[wire.ForwardResult, Graph]:
         modes, (inputs, args, kwargs) = asked.modes, arguments
 
         def run() -> tuple[Any, float]:
@@ -262,7 +264,7 @@ class Served:
         kept = [end if has else None for end, has in zip(ends, has_graph, strict=True)]
         forms = [copy.structure.forms[index] for index in indices]
         graph = Graph(inputs, kept, list(trained), forms, sparse, got, modes, copy)
-        output = wire.ShardOutput(
+        output = wire.ForwardResult(
             given.shard,
             tree,
             tuple(wire.packed(tensor) for tensor in ends),
@@ -325,7 +327,7 @@ class Served:
         held: dict[Node, Sum] = {}
         of_inputs: dict[int, dict[int, wire.Packed | None]] = {}
         raised: wire.Raised | None = None
-        layout: wire.Layout | None = None
+        layout: wire.VectorLayout | None = None
         at, got, text = None, "", io.StringIO()
         try:
             graphs = self._graphs.get((asked.module_number, asked.call_number), {})
@@ -343,7 +345,7 @@ class Served:
                     index: None if gradient is None else wire.packed(gradient)
                     for index, gradient in zip(graph.inputs, inputs, strict=True)
                 }
-                layout = layout or wire.Layout(graph.forms, graph.sparse, ranks)  # which all shards share
+                layout = layout or wire.VectorLayout(graph.forms, graph.sparse, ranks)  # which all shards share
                 own = Sum(asked.lengths, self._device).take(layout, graph.sparse, trained)
                 if asked.threads is not None:
                     climb(held, (shard, shard + 1), own, above, Sum.add)
