@@ -56,6 +56,15 @@ class DataParallel(Wrapper):
 
     All parallel modules of a process share its workers; those of a session have the session's. Raises JobError if a
     key is wrong or if more workers are asked for than run, and ClusterError if no Ray answers.
+
+    >>> import dp_ray, torch
+    >>> model = dp_ray.DataParallel(torch.nn.Linear(1, 1), workers=0, shards=2, quiet=True)
+    >>> outputs = model(torch.ones(4, 1))
+    >>> outputs.sum().backward()
+    >>> outputs.shape, model.module.weight.grad
+    (torch.Size([4, 1]), tensor([[4.]]))
+    >>> [shape.input for shape in model.shapes]
+    [torch.Size([2, 1]), torch.Size([2, 1])]
     """
 
     def __init__(

@@ -69,6 +69,18 @@ class Loop:
 
     `model` is the job's, on `device`. `num_steps` is the number of all steps. What the model, the optimizers and the
     states hold is that of the newest checkpoint once `steps` gives the first step.
+
+    >>> import dp_ray, torch
+    >>> rows = torch.utils.data.TensorDataset(torch.arange(6.0)[:, None], torch.arange(6.0)[:, None])
+    >>> def train(run):
+    ...     update = run.optimizer(torch.optim.SGD(run.model.parameters(), lr=0.01))
+    ...     for step in run.steps():
+    ...         # One number for each row of the shard.
+    ...         step.backward(lambda batch: (run.model(batch[0]) - batch[1]).square().mean(1), of=run.model)
+    ...         update.step(clip=1.0)
+    >>> job = {"task": "train", "model": torch.nn.Linear(1, 1), "dataset": rows, "batch_size": 2, "loop": train}
+    >>> dp_ray.run(**job, workers=0, quiet=True).status
+    'done'
     """
 
     _kind: type[LoopModel] = LoopModel
