@@ -22,7 +22,7 @@ endif
 # Else each of a thousand processes compiles dp_ray's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test below on-ray lowest quick places gpu sim ray fuzz check bench docs lock dist matrix clean
+.PHONY: demo test below on-ray lowest quick places gpu sim ray fuzz check bench docs site lock dist matrix clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -83,6 +83,11 @@ bench: $(VENV)/installed
 
 docs: $(VENV)/installed
 	$(BIN)/python docs/reference.py
+
+# Into build/site; a warning is an error. The pages' snippets are run by `make test`, which needs none of this.
+site: $(VENV)/installed
+	$(PIP) -c constraints.txt -e '.[site]'
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . build/site
 
 # UPGRADE="NAME..." or UPGRADE=all takes newer versions.
 lock: $(VENV)/installed

@@ -1,21 +1,32 @@
-"""Write the table of all keys of a job into docs/job-file.md; `make docs` runs this."""
+"""Write what the code knows into pages; `make docs` runs this.
 
+docs/job-file.md gets the tables of all keys from dp_ray/job/keys.py, docs/errors.md the errors from dp_ray/errors.py.
+"""
+
+import inspect
 import json
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dp_ray import errors
 from dp_ray.job.files import json_schema
 from dp_ray.job.job import Job
 
-PAGE = Path(__file__).with_name("job-file.md")
-BEGIN = "<!-- The keys: `make docs` writes this table from dp_ray/job/keys.py and dp_ray/job/keys.py. -->\n"
-END = "<!-- The end of the keys. -->\n"
-OF_TARGETS = ("target", "args")  # the page describes them once, above the table
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from groups_of_keys import GROUPS, LINKS  # noqa: E402  (it stands beside this file)
+
+BEGIN = "<!-- `make docs` writes what follows, from {source}. -->\n"
+END = "<!-- The end of what `make docs` writes. -->\n"
+OF_TARGETS = ("target", "args")  # the page describes them once, above the tables
 
 
 class Row(NamedTuple):
-    """One key: its dotted name, the values that it takes, its default and its meaning, as Markdown."""
+    """One key: its dotted name; the values that it takes, its default and its meaning, as Markdown."""
 
     key: str
     values: str
@@ -23,28 +34,82 @@ class Row(NamedTuple):
     meaning: str
 
 
-def updated(page: str) -> str:
-    """The page with the table of today's keys between its two markers."""
-    before, begin, rest = page.partition(BEGIN)
+def updated(page: str, source: str, write: Callable[[], str]) -> str:
+    """The page with what the code says today between its two markers."""
+    before, begin, rest = page.partition(BEGIN.format(source=source))
     _, end, after = rest.partition(END)
-    assert begin and end, f"the page has no markers: {BEGIN}{END}"
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    assert begin and end, f"the page has no markers: {BEGIN.format(source=source)}{END}"
+    return f"{before}{begin}\n{write()}\n{END}{after}"
 
 
-def table() -> str:
-    """All keys, in the order of the model; the keys of a part follow it with dotted names."""
+def keys() -> str:
+    """The tables of all keys, in groups by task; the keys of a part follow it with dotted names."""
+    rows = _all_rows()
+    named = [key for _, _, keys in GROUPS for key in keys]
+    assert sorted(named) == sorted(Job.model_fields), "docs/groups_of_keys.py: each key stands in one group"
+    assert LINKS.keys() <= rows.keys(), f"docs/groups_of_keys.py: no keys: {LINKS.keys() - rows.keys()}"
+    return "\n".join(_group(heading, says, keys, rows) for heading, says, keys in GROUPS)
+
+
+def _group(heading: str, says: str, keys: tuple[str, ...], rows: "dict[str, Row]") -> str:
+    """A group's table, with the parts of each key below it; those of the first group have a table of their own."""
+    parts = {key: [row for row in rows.values() if re.match(rf"{key}[.\[]", row.key)] for key in keys}
+    if heading != GROUPS[0][0]:
+        return _table(heading, says, [row for key in keys for row in (rows[key], *parts[key])])
+    first = _table(heading, says, [rows[key] for key in keys])
+    below = _table(
+        "Parts of these", "Keys within the mappings of some of them.", [row for key in keys for row in parts[key]]
+    )
+    return f"{first}\n{below}"
+
+
+def _table(heading: str, says: str, rows: "list[Row]") -> str:
+    lines = [f"### {heading}\n\n{says}\n\n| key | values | default | meaning |\n| --- | --- | --- | --- |\n"]
+    for row in rows:
+        meaning = f"{row.meaning} {LINKS[row.key]}" if row.key in LINKS else row.meaning
+        anchor = row.key.replace("[]", "")
+        lines.append(f'| <a id="{anchor}"></a>`{row.key}` | {row.values} | {row.default} | {meaning} |\n')
+    return "".join(lines)
+
+
+def _all_rows() -> "dict[str, Row]":
     schema = json_schema()
     keys = {name: key for name, key in schema["properties"].items() if name in Job.model_fields}
-    rows = [Row("key", "values", "default", "meaning"), Row("---", "---", "---", "---")]
-    rows += _rows(keys, schema["required"], schema["$defs"], "")
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return {row.key: row for row in _rows(keys, schema["required"], schema["$defs"], "")}
+
+
+def all_errors() -> str:
+    """A part for each error: what it means, an example, the exit status, and what to do."""
+    kinds = [kind for kind in vars(errors).values() if inspect.isclass(kind) and kind.__module__ == errors.__name__]
+    public = [kind for kind in kinds if issubclass(kind, errors.Error | errors.RunInterrupted)]
+    return "\n".join(map(_error, public))
+
+
+def _error(kind: type[BaseException]) -> str:
+    means, *paragraphs = inspect.cleandoc(kind.__doc__ or "").split("\n\n")
+    lines = [f"## {kind.__name__}", "", means, ""]
+    for paragraph in paragraphs:
+        if paragraph.startswith(">>>"):
+            message = paragraph.rpartition("\n")[2].removeprefix(f"{errors.__name__}.")
+            lines += ["```text", message, "```", ""]
+        else:
+            lines += [" ".join(paragraph.split()), ""]
+    base = kind.__bases__[0]
+    status = getattr(kind, "exit_status", errors.FAILED)
+    above = (
+        f"[`{base.__name__}`](#{base.__name__.lower()})"
+        if base.__module__ == errors.__name__
+        else f"`{base.__name__}`"
+    )
+    either = " or 75" if kind is errors.RunInterrupted else ""
+    return "\n".join([*lines, f"Exit status {status}{either}. A kind of {above}.", ""])
 
 
 def _rows(keys: dict[str, Any], required: list[str], parts: dict[str, Any], before: str) -> Iterator[Row]:
     """A row for each key, followed by those of the part that it holds; `before` stands before their names."""
     for name, key in keys.items():
         default = "required" if name in required else _default(key)
-        yield Row(f"`{before}{name}`", ", ".join(_values(key)), default, key["description"])
+        yield Row(f"{before}{name}", ", ".join(_values(key)), default, key["description"])
         inside = f"{before}{name}[]." if "items" in key else f"{before}{name}."
         for part in (parts[ref] for ref in _references(key)):
             yield from _rows(_own_keys(part), part.get("required", []), parts, inside)
@@ -92,6 +157,8 @@ def _values(key: dict[str, Any]) -> Iterator[str]:
             yield f"a list of {', '.join(f'`{name}`' for name in names)}"
         case {"type": "array", "items": {"type": "string"}}:
             yield "a list of text"
+        case {"type": "array", "items": {"type": "integer"}}:
+            yield "a list of whole numbers"
         case {"type": "array"}:
             yield "a list of mappings"
         case {"type": "object", "additionalProperties": {"anyOf": _}}:
@@ -110,5 +177,11 @@ def _values(key: dict[str, Any]) -> Iterator[str]:
             yield "text"
 
 
+PAGES: dict[str, tuple[str, Callable[[], str]]] = {
+    "job-file.md": ("dp_ray/job/keys.py", keys),
+    "errors.md": ("dp_ray/errors.py", all_errors),
+}
+
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text()))
+    for name, (source, write) in PAGES.items():
+        (HERE / name).write_text(updated((HERE / name).read_text(), source, write))

@@ -22,7 +22,7 @@ def main(upgraded: list[str]) -> None:
         kept.write("\n".join(pin for pin in pins if pin.partition("==")[0] not in upgraded))
         kept.flush()
         solve = ["install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", "-c", kept.name]
-        line = [sys.executable, "-m", "pip", *solve, "-e", ".[mlflow,trackio,wandb]", "--group", "dev"]
+        line = [sys.executable, "-m", "pip", *solve, "-e", ".[mlflow,site,trackio,wandb]", "--group", "dev"]
         done = subprocess.run(line, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     found = [one["metadata"] for one in json.loads(done.stdout)["install"]]
     # Without the local part: PyPI has torch 2.13.0, a machine's folder of wheels may have 2.13.0+cpu.

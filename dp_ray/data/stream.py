@@ -40,6 +40,13 @@ class Stream(Dataset[Any]):
 
     Raises JobError for arguments that do not go together. Reading raises DataError if there are fewer items than
     `rows`, if a file has more, or if the iterable draws random numbers.
+
+    >>> import dp_ray
+    >>> def squares():
+    ...     return (number * number for number in range(10))
+    >>> dataset = dp_ray.data.Stream(squares, rows=10)
+    >>> len(dataset), dataset[3]
+    (10, 9)
     """
 
     reads_forward = True

@@ -180,7 +180,22 @@ class ColumnFiles(Tabular[int]):
 
 
 class Parquet(ColumnFiles):
-    """The rows of Parquet files; a row group is read at once. See `ColumnFiles` for the parameters."""
+    """The rows of Parquet files; a row group is read at once.
+
+    `paths` is a file, a folder, a glob, a list of these, or a URL (`s3://...`, `gs://...`). `columns` are those to
+    read, by default all. `decode` maps a column to a function of its value, as `{"image": "dp_ray.data:image"}`. At
+    most `cache_bytes` of blocks stay in memory, in each process that reads. An item is a dict of the row's values.
+
+    Raises DataError for files that are missing, damaged or lack a column, by name.
+
+    >>> import dp_ray
+    >>> from pyarrow import parquet
+    >>> import pyarrow
+    >>> table = pyarrow.table({"x": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
+    >>> parquet.write_table(table, "rows.parquet")
+    >>> dp_ray.data.Parquet("rows.parquet", columns=["x"])[1]
+    {'x': tensor([3., 4.], dtype=torch.float64)}
+    """
 
     SUFFIXES = (".parquet", ".pq")
     BLOCK = "row group"
@@ -212,7 +227,16 @@ def _footer(stream: pa.NativeFile) -> tuple[pq.FileMetaData, int]:
 
 
 class Arrow(ColumnFiles):
-    """The rows of Arrow files (Feather); a record batch is read at once. See `ColumnFiles` for the parameters."""
+    """The rows of Arrow files (Feather); a record batch is read at once. The parameters are those of `Parquet`.
+
+    >>> import dp_ray
+    >>> from pyarrow import feather
+    >>> import pyarrow
+    >>> table = pyarrow.table({"x": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
+    >>> feather.write_feather(table, "rows.arrow", compression="uncompressed")
+    >>> dp_ray.data.Arrow("rows.arrow", columns=["x"])[1]
+    {'x': tensor([3., 4.], dtype=torch.float64)}
+    """
 
     SUFFIXES = (".arrow", ".feather")
     BLOCK = "record batch"

@@ -137,6 +137,11 @@ class JsonLines(TextTable):
 
     Raises DataError for files that are missing, damaged or lack a column, by name, and for whole numbers of more than
     64 bits in a column without a type.
+
+    >>> import dp_ray, pathlib
+    >>> size = pathlib.Path("texts.jsonl").write_text('{"text": "good", "label": 1}\\n{"text": "bad", "label": 0}\\n')
+    >>> dp_ray.data.JsonLines("texts.jsonl")[1]
+    {'text': 'bad', 'label': np.int64(0)}
     """
 
     SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -178,6 +183,11 @@ class Csv(TextTable):
 
     Raises DataError for files that are missing, damaged or lack a column, by name, and for whole numbers of more than
     64 bits in a column without a type.
+
+    >>> import dp_ray, pathlib
+    >>> size = pathlib.Path("flowers.csv").write_text("petal,kind\\n1.5,rose\\n2.5,lily\\n")
+    >>> dp_ray.data.Csv("flowers.csv")[1]
+    {'petal': np.float32(2.5), 'kind': 'lily'}
     """
 
     SUFFIXES = (".csv", ".tsv")

@@ -217,6 +217,12 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
     `bytes`, as Hugging Face stores images, is taken too. Of 16-bit images the upper 8 bits are kept.
 
     Raises DataError if Pillow is missing, and for pixels of 32 bits, whose range is not known.
+
+    >>> import dp_ray, io
+    >>> from PIL import Image
+    >>> Image.new("RGB", (6, 4)).save(png := io.BytesIO(), "png")
+    >>> dp_ray.data.image(png.getvalue(), size=(2, 2)).shape
+    torch.Size([3, 2, 2])
     """
     try:
         from PIL import Image, UnidentifiedImageError
@@ -242,7 +248,14 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
 
 
 def float_image(value: Any) -> torch.Tensor:
-    """Return the same as float32 from 0 to 1, as models of images take it."""
+    """Return what `image` does as float32 from 0 to 1: [3, height, width], as models of images take it.
+
+    >>> import dp_ray, io
+    >>> from PIL import Image
+    >>> Image.new("RGB", (6, 4), "white").save(png := io.BytesIO(), "png")
+    >>> dp_ray.data.float_image(png.getvalue()).max()
+    tensor(1.)
+    """
     return image(value).float() / 255
 
 

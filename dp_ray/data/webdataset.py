@@ -49,6 +49,15 @@ class WebDataset(Blocks[Stretch]):
     The first time, each shard is read once to find its samples; what was found is kept beside it.
 
     Raises DataError for shards that are missing or damaged, and for a sample that lacks an extension, by name.
+
+    >>> import dp_ray, io, tarfile
+    >>> with tarfile.open("shard-000.tar", "w") as shard:
+    ...     for name, content in {"a.txt": b"a cat", "a.cls": b"3"}.items():
+    ...         member = tarfile.TarInfo(name)
+    ...         member.size = len(content)
+    ...         shard.addfile(member, io.BytesIO(content))
+    >>> dp_ray.data.WebDataset("shard-000.tar")[0]
+    {'__key__': 'a', 'txt': 'a cat', 'cls': 3}
     """
 
     def __init__(
@@ -230,6 +239,14 @@ class Images(Blocks[int]):
     `height` and `width` resize each image, with Pillow's bilinear filter; one of them alone makes it square.
 
     Raises DataError if there are no images, if one is damaged, or if one is in no folder though there are classes.
+
+    >>> import dp_ray, pathlib
+    >>> from PIL import Image
+    >>> pathlib.Path("pets/cat").mkdir(parents=True)
+    >>> Image.new("RGB", (6, 4)).save("pets/cat/1.png")
+    >>> item = dp_ray.data.Images("pets", classes=True)[0]
+    >>> item["image"].shape, item["path"], item["label"]
+    (torch.Size([3, 4, 6]), 'cat/1.png', np.int64(0))
     """
 
     def __init__(

@@ -68,6 +68,22 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
     caller says that they are the same. Without a `name`, a run from Python is named by its time.
     Raises an Error of dp_ray.errors, and RunInterrupted if a signal (SIGINT, SIGTERM, SIGUSR2) or `dp-ray stop`
     stopped the run. The `exit_status` of either is what the program should end with, for its launcher.
+
+    >>> import dp_ray, torch
+    >>> rows = torch.utils.data.TensorDataset(torch.arange(6.0)[:, None], torch.arange(6.0)[:, None])
+    >>> result = dp_ray.run(
+    ...     task="train",
+    ...     model=torch.nn.Linear(1, 1),
+    ...     dataset=rows,
+    ...     batch_size=2,
+    ...     loss=torch.nn.MSELoss,
+    ...     optimizer={"target": torch.optim.SGD, "args": {"lr": 0.01}},
+    ...     epochs=2,
+    ...     workers=0,
+    ...     quiet=True,
+    ... )
+    >>> result.status, result.total_steps, sorted(result.weights)
+    ('done', 6, ['bias', 'weight'])
     """
     options = options_of(keys)
     with ShortErrors(options.verbose):

@@ -51,6 +51,13 @@ def session(
     `resources_per_worker`, `accelerator_type`, `placement`, `devices`, `timeouts` and `env`, which is set before
     torch is imported. A session that runs no job for `idle_seconds` ends. Does not wait for the workers.
     Raises JobError if a key is wrong, and ClusterError if no Ray answers or if the workers can never fit.
+
+    >>> import dp_ray, torch
+    >>> job = {"model": torch.nn.Linear(1, 2), "dataset": [torch.zeros(1)] * 6, "batch_size": 4}
+    >>> with dp_ray.session(workers=2, quiet=True) as session:
+    ...     results = [session.run(**job, seed=seed, quiet=True) for seed in (1, 2)]
+    >>> [result.outputs.shape for result in results]
+    [torch.Size([6, 2]), torch.Size([6, 2])]
     """
     return Session(worker_keys(keys), Options(address, quiet=quiet, verbose=verbose), idle_seconds)
 
@@ -58,7 +65,13 @@ def session(
 class Session:
     """Workers that stay, with torch imported and their resources held, and run one job after another.
 
-    Of the `options`, the address of Ray, quiet, verbose and the fork server are the session's.
+    `dp_ray.session` makes one. Of the `options`, the address of Ray, quiet, verbose and the fork server are the
+    session's.
+
+    >>> import dp_ray, torch
+    >>> with dp_ray.session(workers=2, quiet=True) as session, session.parallel(torch.nn.Linear(1, 2)) as model:
+    ...     model(torch.zeros(6, 1)).shape
+    torch.Size([6, 2])
     """
 
     def __init__(

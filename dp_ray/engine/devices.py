@@ -27,7 +27,12 @@ _devices: ContextVar[tuple[torch.device, ...]] = ContextVar("devices", default=(
 
 
 def devices() -> list[torch.device]:
-    """Return the devices of this worker, for a model to place its parts on while it is built; [cpu] elsewhere."""
+    """Return the devices of this worker, for a model to place its parts on while it is built; [cpu] elsewhere.
+
+    >>> import dp_ray
+    >>> dp_ray.devices()
+    [device(type='cpu')]
+    """
     return list(_devices.get())
 
 

@@ -100,6 +100,11 @@ class Job(MeasuringKeys):
     A target is `module:attribute` with args or, from Python, a class, a function, a partial or an object. The args
     may also stand in a key of their own: `model_args`, `dataset_args` and so on. Keys of other tasks are ignored.
     `Job.make` raises JobError, which names each wrong key, what it got and what it may be.
+
+    >>> import dp_ray
+    >>> job = dp_ray.Job.make({"model": "torch.nn:Identity", "dataset": "mine:Rows", "batch_size": 32}, "job")
+    >>> job.task, job.workers, job.seed
+    ('predict', 1, 0)
     """
 
     TARGETED: ClassVar = ("model", "dataset", "collate", "loss", "step", "loop", "optimizer", "scheduler")

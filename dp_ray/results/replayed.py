@@ -232,7 +232,7 @@ class ReplayedLoop(ReplayedStep):
         return {
             **super().to_json(),
             "logged": _plain(logged),
-            "passes": _plain([one.to_json() for one in self.passes]),
+            "passes": _plain([replayed_pass.to_json() for replayed_pass in self.passes]),
         }
 
     def lines(self) -> Iterator[str]:
@@ -243,16 +243,16 @@ class ReplayedLoop(ReplayedStep):
                 (name, repr(here), repr(there), compared(here, there)) for name, (here, there) in self.logged.items()
             ]
             yield in_columns([("logged", "here", "in the history", ""), *cells])
-        spoilt = next((one for one in self.passes if one.places("pass")), None)
+        spoilt = next((replayed_pass for replayed_pass in self.passes if replayed_pass.places("pass")), None)
         if spoilt is not None:
             yield f"not finite, first in pass {spoilt.place}"
         seen = set()
-        for one in self.passes:
+        for replayed_pass in self.passes:
             yield ""
             # Of a closure that is called again, most lines would be the same again.
-            is_again = one.number in seen and not one.places("pass")
-            yield from one.lines_of_pass() if is_again else one.lines()
-            seen.add(one.number)
+            is_again = replayed_pass.number in seen and not replayed_pass.places("pass")
+            yield from replayed_pass.lines_of_pass() if is_again else replayed_pass.lines()
+            seen.add(replayed_pass.number)
 
 
 def relative_difference(here: float | None, there: float | None) -> float | None:

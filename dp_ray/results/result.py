@@ -61,6 +61,12 @@ class Result:
     step's parts in the workers' time, and `verdict` says in words what limits the run. `seconds_before_steps` and
     `seconds_after_steps` are those of `seconds` outside of the steps. With the key `flops`,
     `flops_per_row` has the operations of a row, and `mfu` their share of the peak of the devices, if that is known.
+
+    >>> import dp_ray, torch
+    >>> rows = [torch.full((3,), float(number)) for number in range(6)]
+    >>> result = dp_ray.run(model=torch.nn.Linear(3, 2), dataset=rows, batch_size=4, workers=0, quiet=True)
+    >>> result.outputs.shape, [tuple(batch.shape) for batch in result.batches()], result.sample_index.tolist()
+    (torch.Size([6, 2]), [(4, 2), (2, 2)], [0, 1, 2, 3, 4, 5])
     """
 
     run_dir: str
@@ -222,6 +228,12 @@ def load(run_dir: str | Path) -> Result:
     """Load the result from a run directory, a folder or a URL; if a prediction goes on, what is known so far.
 
     Raises StorageError if it holds no `result.json`, or a damaged one.
+
+    >>> import dp_ray, torch
+    >>> dataset = [torch.zeros(3)] * 6
+    >>> run = dp_ray.run(model=torch.nn.ReLU(), dataset=dataset, batch_size=4, workers=0, name="relu", quiet=True)
+    >>> dp_ray.load("runs/relu").outputs.shape
+    torch.Size([6, 3])
     """
     storage = Storage(str(run_dir))
     if not storage.exists(RESULT):

@@ -31,6 +31,17 @@ class TrainingView:
     that of the first parameter group in this step. `run_dir` is the run directory, a path or a URL.
     `loss`, `gradient_norm` and `metrics` are numbers that are read from the device when they are asked for: on a GPU
     that waits for the step to end. They are NaN and nothing if this process has run no step.
+
+    >>> import dp_ray, torch
+    >>> rows = torch.utils.data.TensorDataset(torch.arange(6.0)[:, None], torch.arange(6.0)[:, None])
+    >>> job = {"task": "train", "model": torch.nn.Linear(1, 1), "dataset": rows, "batch_size": 3}
+    >>> job |= {"loss": torch.nn.MSELoss, "optimizer": torch.optim.SGD}
+    >>> seen = []
+    >>> def note(view):
+    ...     seen.append((view.step, view.epoch, view.samples))
+    >>> run = dp_ray.run(**job, hooks={"on_step": note}, workers=0, quiet=True)
+    >>> seen
+    [(0, 0, 3), (1, 0, 6)]
     """
 
     step: int

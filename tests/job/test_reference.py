@@ -1,41 +1,82 @@
-"""docs/job-file.md holds the reference of the job file, as it is made from the model."""
+"""docs/job-file.md and docs/errors.md hold what the code says: the keys of a job, and the errors."""
 
 import re
 import runpy
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import yaml
 
+from dp_ray import errors
 from dp_ray.job.job import Job
 from dp_ray.job.keys import CheckpointKeys, Loader
 from tests.support.cluster import ROOT
 
 PAGE = (ROOT / "docs" / "job-file.md").read_text()
-updated: Callable[[str], str] = runpy.run_path(str(ROOT / "docs" / "reference.py"))["updated"]
+written: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+KEY = re.compile(r'^\| <a id="([\w.]+)"></a>`([\w.\[\]]+)` \| (.*) \|$', re.M)
 
 
 def rows() -> dict[str, list[str]]:
-    """The cells of each row of the table, by its key."""
-    found = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
-    return {key.strip("`"): cells for key, *cells in found}
+    """The cells of each row of the tables, by its key."""
+    return {key: cells.split(" | ") for _, key, cells in KEY.findall(PAGE)}
 
 
-def test_the_reference_is_up_to_date() -> None:
-    assert updated(PAGE) == PAGE, "docs/job-file.md is not what the model says: run `make docs`"
+@pytest.mark.parametrize("name", written["PAGES"])
+def test_what_is_written_from_the_code_is_up_to_date(name: str) -> None:
+    source, write = written["PAGES"][name]
+    page = (ROOT / "docs" / name).read_text()
+    assert written["updated"](page, source, write) == page, f"docs/{name} is not what {source} says: run `make docs`"
 
 
 def test_a_table_that_is_out_of_date_is_written_anew() -> None:
-    assert updated(PAGE.replace("| `seed` |", "| `sed` |")) == PAGE
+    source, write = written["PAGES"]["job-file.md"]
+    assert written["updated"](PAGE.replace("`seed`", "`sed`"), source, write) == PAGE
     with pytest.raises(AssertionError, match="no markers"):
-        updated("# The job file\n")
+        written["updated"]("# The job file\n", source, write)
 
 
-def test_every_key_has_its_row_and_its_description() -> None:
-    assert [key for key in rows() if "." not in key] == list(Job.model_fields)
+def test_every_key_has_its_row_once_and_its_description() -> None:
+    keys = [key for _, key, _ in KEY.findall(PAGE)]
+    assert len(keys) == len(set(keys))
+    assert {key for key in keys if "." not in key} == Job.model_fields.keys()
     for name, field in Job.model_fields.items():
         assert field.description is not None
-        assert rows()[name][-1] == " ".join(field.description.split())
+        meaning = re.sub(r" \[[^\]]+\]\([^)]+\)$", "", rows()[name][-1])
+        assert meaning == " ".join(field.description.split())
+
+
+def test_every_key_has_an_anchor_of_its_own() -> None:
+    headings = {re.sub(r"\W", "-", line).lower() for line in re.findall(r"^#+ (.*)$", PAGE, re.M)}
+    assert all(anchor == key.replace("[]", "") for anchor, key, _ in KEY.findall(PAGE))
+    assert not headings & {anchor for anchor, _, _ in KEY.findall(PAGE)}
+
+
+def test_the_first_table_has_ten_keys_with_which_a_job_trains() -> None:
+    (_, ten, *_) = PAGE.split("\n### ")
+    keys = [key for _, key, _ in KEY.findall(ten)]
+    assert len(keys) == 10
+    given = {
+        "model": "a:b",
+        "dataset": "a:c",
+        "optimizer": "a:d",
+        "loss": "a:e",
+        "eval": {"dataset": "a:c"},
+        "task": "train",
+    }
+    assert given.keys() <= set(keys)
+    assert Job.make({**given, "batch_size": 1}, "job").task == "train"
+
+
+def test_every_error_has_its_part_and_its_exit_status() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    parts = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    kinds = {name: kind for name, kind in vars(errors).items() if re.search(r"Error$|Lost$|Interrupted$", name)}
+    assert parts.keys() == kinds.keys()
+    for name, kind in kinds.items():
+        assert f"Exit status {kind.exit_status}" in parts[name]
+        assert "What to do: " in parts[name] or name == "Error"
+
     assert [key for key in rows() if key.startswith("loader.")] == [f"loader.{name}" for name in Loader.model_fields]
 
 

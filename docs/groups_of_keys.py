@@ -1,0 +1,118 @@
+"""How docs/job-file.md groups the keys of a job, by task, and which page explains a key; `reference.py` writes it."""
+
+# Each group: its heading, what it is for, and its keys. The parts of a key follow it.
+GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "Ten keys for a start",
+        "Most jobs need no others.",
+        ("task", "model", "dataset", "batch_size", "epochs", "shuffle", "loss", "optimizer", "eval", "workers"),
+    ),
+    (
+        "The run and its files",
+        "Where it is kept, and from what it starts.",
+        ("name", "storage", "init_from", "strict"),
+    ),
+    (
+        "Read the data",
+        "What an item gives to the model, and how batches are read.",
+        ("inputs", "target", "call", "collate", "batch_dim", "order", "drop_last", "loader", "on_error", "skip"),
+    ),
+    (
+        "Train",
+        "How long, by which steps, and what is measured.",
+        (
+            *("max_steps", "scheduler", "grad_clip", "precision", "metrics", "early_stopping", "ema", "hooks"),
+            *("stop_on_nan", "step", "loop", "compile", "find_unused_parameters"),
+        ),
+    ),
+    (
+        "Predict",
+        "What is kept of the outputs.",
+        ("outputs",),
+    ),
+    (
+        "The same numbers on any workers",
+        "What decides the bits of a result.",
+        ("shards", "seed", "bitwise", "scatter", "sync_batchnorm"),
+    ),
+    (
+        "Carry on",
+        "Checkpoints, and what happens when workers are lost.",
+        ("checkpoint", "on_lost_worker", "retries", "timeouts"),
+    ),
+    (
+        "What a worker gets",
+        "Processors, GPUs and nodes.",
+        (
+            *(
+                "gpus_per_worker",
+                "cpus_per_worker",
+                "resources_per_worker",
+                "accelerator_type",
+                "placement",
+                "devices",
+            ),
+            "env",
+        ),
+    ),
+    (
+        "Models that are too large for a GPU",
+        "Over several devices, or over the workers.",
+        (
+            *("strategy", "fsdp", "activation_checkpointing", "device_map", "blocks", "input_device"),
+            "bucket_cap_mb",
+        ),
+    ),
+    ("See what it does", "Histories, traces and operations.", ("trackers", "profile", "flops")),
+)
+
+# Below its meaning, a key has a link to the page that explains it.
+LINKS: dict[str, str] = {
+    "model": "[More](job-file.md#inputs-and-outputs)",
+    "dataset": "[More](data.md)",
+    "shuffle": "[Large files](data.md#shuffling-large-files)",
+    "loss": "[What a loss returns](losses.md#what-a-loss-returns)",
+    "loss.over": "[More](losses.md#a-loss-over-the-whole-batch)",
+    "optimizer": "[More](training.md)",
+    "optimizer.groups": "[An example](recipes.md#image-classification)",
+    "eval": "[More](first-day.md#evaluate)",
+    "workers": "[Elastic jobs](faults.md)",
+    "storage": "[Storage](places/shared.md#storage)",
+    "init_from": "[More](faults.md#start-from-another-run)",
+    "strict": "[A new head](recipes.md#a-new-head)",
+    "inputs": "[Items](data.md#items)",
+    "loader": "[Reading ahead](data.md#reading-ahead)",
+    "on_error": "[Bad records](bad-records.md)",
+    "skip": "[Leave rows out](replay.md#leave-rows-out)",
+    "scheduler": "[Schedules](steps.md#a-schedule)",
+    "precision": "[Half precision](first-day.md#half-precision)",
+    "metrics": "[Metrics](trackers.md)",
+    "early_stopping": "[More](steps.md#stop-early)",
+    "ema": "[More](steps.md#average-the-weights)",
+    "hooks": "[More](steps.md#hooks)",
+    "stop_on_nan": "[More](replay.md#stop-at-the-first-one)",
+    "step": "[More](steps.md#a-step-of-your-own)",
+    "loop": "[A loop of your own](loops.md)",
+    "compile": "[More](training.md#compile)",
+    "outputs": "[What is kept](predictions.md#what-is-kept)",
+    "outputs.ragged": "[Boxes and other lists](predictions.md#boxes-and-other-lists)",
+    "shards": "[As few as fit](memory.md#as-few-shards-as-fit)",
+    "seed": "[Random numbers](bits.md#random-numbers)",
+    "bitwise": "[Bit for bit](bits.md#bit-for-bit)",
+    "checkpoint": "[Checkpoints](faults.md#checkpoints)",
+    "on_lost_worker": "[More](faults.md#go-on-without-the-lost-worker)",
+    "retries": "[What happens](faults.md#what-happens)",
+    "timeouts": "[A hang](faults.md#a-hang)",
+    "gpus_per_worker": "[On GPUs](gpus.md)",
+    "placement": "[Where a job runs](places/README.md)",
+    "devices": "[Name devices by hand](devices.md#name-devices-by-hand)",
+    "env": "[Security](security.md)",
+    "strategy": "[Sharding](sharding.md)",
+    "fsdp": "[Blocks](sharding.md#blocks)",
+    "fsdp.mixed_precision": "[Half precision](sharding.md#half-precision)",
+    "activation_checkpointing": "[More](memory.md#activation-checkpointing)",
+    "device_map": "[More](devices.md#let-dp_ray-place-them)",
+    "trackers": "[Trackers](trackers.md)",
+    "profile": "[A trace](where-time-goes.md#a-trace)",
+    "flops": "[Operations of a row](where-time-goes.md#operations-of-a-row-and-mfu)",
+}
