@@ -5,8 +5,10 @@ in this process. What needs a cluster stands in NOT_RUN with the reason; its arg
 """
 
 import re
+import runpy
 import shlex
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from dp_ray.cli import main
 from dp_ray.job.job import IN_A_LOOP, Job
 from tests.support.cluster import ROOT
 from tests.support.page_runs import NOT_RUN, check, run_page, standing_in
-from tests.support.pages import PAGES, anchors_of, blocks_of, inline_of, links_of, name_of, prose_of
+from tests.support.pages import PAGES, anchors_of, blocks_of, inline_of, links_of, name_of, num_words, prose_of
 from tests.support.sources import ORDER
 
 PACKAGE = ROOT / "dp_ray"
@@ -39,7 +41,23 @@ ANY_JOB: dict[str, Any] = {
     "device_map": "auto",
 }
 
+# The site's pages that are not in docs/.
+AT_THE_TOP = {"CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md", "SECURITY.md"}
+MOST_WORDS = 1800
+REFERENCE = {"docs/job-file.md", "docs/commands.md", "docs/api.md", "docs/errors.md", "docs/glossary.md"}
+# Pages that are still longer, with their words: these numbers only shrink.
+TOO_LONG: dict[str, int] = {
+    "docs/benchmarks.md": 3143,
+    "docs/data.md": 3381,
+    "docs/faults.md": 3098,
+    "docs/gpus.md": 2744,
+    "docs/how-it-works.md": 3780,
+    "docs/outputs.md": 2564,
+    "docs/training.md": 4799,
+}
+
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+menu = runpy.run_path(str(ROOT / "docs" / "menu.py"))
 
 
 def test_the_front_page_is_short() -> None:
@@ -71,6 +89,64 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_every_page_is_linked(page: Path) -> None:
     linked = {(one.parent / link.partition("#")[0]).resolve() for one in PAGES for link in links_of(one)}
     assert page in linked or page == ROOT / "README.md"
+
+
+def test_every_page_is_in_the_menu_once() -> None:
+    groups = menu["groups"]((ROOT / "docs" / "index.md").read_text())
+    assert list(groups) == ["Learn", "Do", "Look up", "Understand", "Contributing"]
+    entries = [entry for entries in groups.values() for entry in entries]
+    listed = [name_of((ROOT / "docs" / page.path).resolve()) for entry in entries for page in (entry, *entry.below)]
+    own = {name_of(page) for page in PAGES if page.is_relative_to(ROOT / "docs")} - {"docs/index.md"}
+    missing, more = own - set(listed), Counter(listed) - Counter(own | AT_THE_TOP)
+    assert not missing, f"docs/index.md needs a line for each: - [Title]({missing}): a sentence."
+    assert not more, f"docs/index.md lists twice, or without a page: {list(more)}"
+
+
+def test_the_list_for_language_models_has_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    told = menu["llms_txt"](index, "dp_ray", "What it is.")
+    assert told.startswith("# dp_ray\n\n> What it is.\n\n## Learn\n")
+    addresses = re.findall(r"^- \[[^\]]+\]\((\S+)\): [^\[\]]+$", told, re.M)
+    assert len(addresses) == len(re.findall(r"^ *- \[.*\.md\): ", index, re.M)) > 40
+    assert all((ROOT / address.removeprefix("_sources/")).is_file() for address in addresses)
+
+
+def test_menus_are_hidden_tables_of_contents() -> None:
+    index = (
+        "## Do\n\n- [A](a.md): is a.\n- [Places](places/README.md): where.\n  - [B](places/b.md): is b.\n\n## None\n"
+    )
+    assert menu["menu"](index) == (
+        "\n```{toctree}\n:hidden:\n:caption: Do\n\nA <a.md>\nPlaces <places/README.md>\n```\n"
+    )
+    assert menu["menus_below"](index) == {"places/README.md": "\n```{toctree}\n:hidden:\n\nB <b.md>\n```\n"}
+
+
+@page_by_page
+def test_an_anchor_stands_for_one_place(page: Path) -> None:
+    assert not [anchor for anchor, times in Counter(anchors_of(page)).items() if times > 1]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "contributing" not in name_of(page).lower()], ids=name_of)
+def test_pages_are_short(page: Path) -> None:
+    if name_of(page) not in REFERENCE:
+        most = TOO_LONG.get(name_of(page), MOST_WORDS)
+        assert num_words(page) <= most, "make it shorter, or two pages of it"
+        assert name_of(page) not in TOO_LONG or num_words(page) > MOST_WORDS, "it is short now: not in TOO_LONG"
+
+
+def test_each_cell_of_the_comparison_has_its_source() -> None:
+    head, _, *rows = re.findall(r"^\|(.*)\|$", (ROOT / "docs" / "comparison.md").read_text(), re.M)
+    assert head.split(" | ")[1:] == ["dp_ray", "Ray Train", "accelerate", "Lightning", "torchtitan "]
+    assert len(rows) > 5
+    for row in rows:
+        name, ours, *others = row.split(" | ")
+        assert "](" in ours and len(others) == 4, name
+        assert all("](https://" in cell for cell in others), name
+
+
+def test_every_command_has_an_anchor() -> None:
+    anchors = "\n".join(anchors_of(ROOT / "docs" / "commands.md"))
+    assert {name for name in main.cli.commands if not re.search(rf"\b{name}\b", anchors)} == set()
 
 
 @page_by_page

@@ -55,7 +55,14 @@ def links_of(page: Path) -> list[str]:
     return [one[1] or one[2] for one in _LINK.finditer(prose_of(page))]
 
 
-def anchors_of(page: Path) -> set[str]:
-    """The anchors of the headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+def anchors_of(page: Path) -> list[str]:
+    """The anchors of the headings, as GitHub makes them, and those that the page has itself."""
+    prose = prose_of(page)
+    headings = re.findall(r"^#+ (.*)$", prose, re.M)
+    made = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    return made + re.findall(r'<a id="([^"]+)">', prose)
+
+
+def num_words(page: Path) -> int:
+    """The words of its sentences and tables, without blocks of code."""
+    return len(prose_of(page).split())
