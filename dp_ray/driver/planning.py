@@ -11,7 +11,7 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
 from dp_ray.job.plan import has_evaluations, plan_of
-from dp_ray.job.samples import block_rows_of
+from dp_ray.job.samples import order_of
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, faults_for
 from dp_ray.monitor.in_process import ONE_AT_A_TIME
@@ -118,6 +118,6 @@ def dataset_rows(job: Job) -> dict[str, int]:
     rows = {}
     for name, (over, key) in runs_over.items():
         dataset = seeded_dataset(over, key)
-        block_rows_of(over, dataset)
+        order_of(over, dataset)
         rows[name] = len(dataset)
     return rows
