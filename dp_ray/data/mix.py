@@ -110,14 +110,18 @@ class Mix(Dataset[Any]):
                 raise type(error)(f"{where}: {error}") from error
             raise DataError(f"{where} raised {type(error).__name__}: {error}") from error
         if len(items) != len(rows):
-            raise DataError(f"source {name!r} gave {len(items)} items for {len(rows)} rows: it must give one for each")
+            raise DataError(
+                f"source {name!r} gave {len(items)} items for {len(rows)} rows: it must give one for each"
+            )
         return items
 
     def _of_fields(self, name: str, row: int, item: Any) -> Any:
-        """Return the item with the fields that are taken; raise DataError if those of the sources are not the same."""
+        """Return the item with the fields that are taken; raise DataError if the sources' fields are not the same."""
         if self._fields is not None:
             if not isinstance(item, Mapping) or (lacking := [key for key in self._fields if key not in item]):
-                has = f"has no {lacking[0]!r}, but {listed(list(item))}" if isinstance(item, Mapping) else "is no dict"
+                has = (
+                    f"has no {lacking[0]!r}, but {listed(list(item))}" if isinstance(item, Mapping) else "is no dict"
+                )
                 raise DataError(f"row {row} of source {name!r} {has}; fields names keys that each item has")
             return {key: item[key] for key in self._fields}
         if self._first is None:
@@ -187,7 +191,9 @@ def _shares(key: str, names: list[str], weights: Weights) -> tuple[Fraction, ...
     """Return the weight of each source, as exact fractions that add up to 1."""
     for name in weights:
         if name not in names:
-            raise JobError(f"Mix: {key}.{name}: there is no such source{did_you_mean(str(name), names)}; {listed(names)}")
+            raise JobError(
+                f"Mix: {key}.{name}: there is no such source{did_you_mean(str(name), names)}; {listed(names)}"
+            )
     lacking = [name for name in names if name not in weights]
     if lacking:
         raise JobError(f"Mix: {key}: source {lacking[0]!r} has no weight; give it one, or 0 to leave it out")
@@ -202,8 +208,14 @@ def _shares(key: str, names: list[str], weights: Weights) -> tuple[Fraction, ...
             raise JobError(f"Mix: {key}.{name}: {says}")
         shares.append(share)
     if (total := sum(shares)) != 1:
-        instead = listed([f"{name}: {share / total}" for name, share in zip(names, shares, strict=True)]) if total else ""
-        says = f"write fractions as text, exactly: {instead}" if instead and len(instead) < 100 else "as fractions, exactly"
+        instead = (
+            listed([f"{name}: {share / total}" for name, share in zip(names, shares, strict=True)]) if total else ""
+        )
+        says = (
+            f"write fractions as text, exactly: {instead}"
+            if instead and len(instead) < 100
+            else "as fractions, exactly"
+        )
         raise JobError(f"Mix: {key}: must add up to 1, and add up to {float(total):.17g}; {says}")
     return tuple(shares)
 

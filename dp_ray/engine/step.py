@@ -239,9 +239,7 @@ class Metrics:
     They follow the loss contract of `dp_ray.engine.step`.
     """
 
-    def __init__(
-        self, functions: Mapping[str, Compare], batch_dim: int = 0, mixture: Mixture | None = None
-    ) -> None:
+    def __init__(self, functions: Mapping[str, Compare], batch_dim: int = 0, mixture: Mixture | None = None) -> None:
         self.functions = dict(functions)
         self.mixture = mixture  # of a training's dataset: the loss is measured by source, too
         self._batch_dim = batch_dim
@@ -295,7 +293,9 @@ class Metrics:
         sources = torch.from_numpy(self.mixture.sources_at(positions)[0]).to(losses.device)
         is_of = sources == torch.arange(len(self.mixture.names), device=losses.device)[:, None]
         every = torch.ones_like(losses) if weights is None else weights
-        of_rows = [part.detach().movedim(dim, 0).reshape(rows, -1).sum(1, dtype=torch.float64) for part in (losses, every)]
+        of_rows = [
+            part.detach().movedim(dim, 0).reshape(rows, -1).sum(1, dtype=torch.float64) for part in (losses, every)
+        ]
         sums, counts = (torch.where(is_of, part, 0.0).sum(1).unbind() for part in of_rows)
         return [Weighted(total, count) for total, count in zip(sums, counts, strict=True)]
 

@@ -181,7 +181,15 @@ class Trainer(TrainedModel):
         sources = () if measures.mixture is None else measures.mixture.names
         self.measured = ["loss", *measures.functions, *(f"loss_of_{name}" for name in sources)]
         self.gradient = Pass(
-            placement, loss, self.optimizer_step, split, self.state, self.clock, self.ahead, len(self.measured), measures
+            placement,
+            loss,
+            self.optimizer_step,
+            split,
+            self.state,
+            self.clock,
+            self.ahead,
+            len(self.measured),
+            measures,
         )
         self.seeds_updates = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
 

@@ -1,7 +1,8 @@
 """The order of a job's samples, and the requests of a worker's loader to read them. It imports no torch.
 
-`order_of` is the dataset's order, shuffled, or shuffled by blocks, or that of a mixture. `IndexLists` makes the requests: the samples of a
-shard or of a global batch, by their indices. `LookAhead` adds the blocks that later requests need.
+`order_of` is the dataset's order, shuffled, or shuffled by blocks, or that of a mixture. `IndexLists` makes the
+requests: the samples of a shard or of a global batch, by their indices. `LookAhead` adds the blocks that later
+requests need.
 """
 
 import dataclasses
@@ -21,7 +22,6 @@ from dp_ray.plan.order import BlockOrder, Ints, Order, blocks_held
 from dp_ray.plan.split import Shard, Work
 from dp_ray.text import counted
 
-
 JobOrder: TypeAlias = Order | BlockOrder | MixtureOrder
 
 
@@ -31,7 +31,9 @@ def order_of(job: Job, dataset: Any) -> JobOrder:
         if job.block_shuffle is not None:
             raise JobError("shuffle: blocks: a Mix shuffles the rows of each of its sources; set shuffle: true")
         if job.skipped:
-            raise JobError("skip: numbers the samples of one dataset, and this is a Mix; leave them out of its sources")
+            raise JobError(
+                "skip: numbers the samples of one dataset, and this is a Mix; leave them out of its sources"
+            )
         return MixtureOrder(mixture, job.seed, 0, job.is_shuffled)
     how, sizes = job.block_shuffle, block_rows_of(job, dataset)
     if how is None or sizes is None:
@@ -68,7 +70,7 @@ def block_rows_of(job: Job, dataset: Any) -> Ints | None:
 
 
 def describe_order(job: Job, dataset: Any) -> dict[str, Any]:
-    """Return what decides the order beside seed, epoch and rows: of shuffled blocks, or of a mixture; else nothing."""
+    """Return what else than seed, epoch and rows decides the order: of shuffled blocks or a mixture; or nothing."""
     if (mixture := mixture_of(dataset)) is not None:
         return {"mixture": mixture.describe()}
     how, sizes = job.block_shuffle, block_rows_of(job, dataset)
@@ -161,8 +163,9 @@ def look_ahead(
     order: JobOrder, dataset: Any, processes: int
 ) -> Callable[[Iterator[Shard]], Iterator[Sequence[int]]] | None:
     """Return how to look ahead among pieces; None if the dataset does not read ahead, or any sample may come next."""
-    any_next = isinstance(order, MixtureOrder) or (isinstance(order, Order) and order.shuffle)
-    if any_next or not getattr(dataset, "reads_ahead", False):
+    if isinstance(order, MixtureOrder) or not getattr(dataset, "reads_ahead", False):
+        return None
+    if isinstance(order, Order) and order.shuffle:
         return None
     return functools.partial(LookAhead, order, dataset, max(1, processes))
 

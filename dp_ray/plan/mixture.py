@@ -104,7 +104,7 @@ def _found(tree: Share | int, source: int, number: int) -> int | None:
 
 
 class Stage(NamedTuple):
-    """The rows from number `start` on, until the next stage: their weights, one for each source, which add up to 1."""
+    """The rows from number `start` on, until the next stage: a weight for each source, which add up to 1."""
 
     start: int
     weights: tuple[Fraction, ...]
@@ -143,7 +143,10 @@ class Mixture:
         """The rows of an epoch."""
         if isinstance(self.stop, int):
             return self.stop
-        ends = {name: self.row_of(at, size - 1) for at, (name, size) in enumerate(zip(self.names, self.sizes, strict=True))}
+        ends = {
+            name: self.row_of(at, size - 1)
+            for at, (name, size) in enumerate(zip(self.names, self.sizes, strict=True))
+        }
         known = [end for end in ends.values() if end is not None]
         if self.stop == "first":
             return min(known) + 1
@@ -232,7 +235,10 @@ class Mixture:
     def describe(self) -> dict[str, Any]:
         """Return all that decides its rows, as plain JSON values."""
         stages = [
-            {"from": stage.start, **{name: str(weight) for name, weight in zip(self.names, stage.weights, strict=True)}}
+            {
+                "from": stage.start,
+                **{name: str(weight) for name, weight in zip(self.names, stage.weights, strict=True)},
+            }
             for stage in self.stages
         ]
         return {"rows": dict(zip(self.names, self.sizes, strict=True)), "weights": stages, "stop": self.stop}
@@ -274,9 +280,8 @@ class MixtureOrder(EpochOrder):
         sources, numbers = mixture.sources_at(positions + self.epoch * mixture.rows)
         epochs, indices = np.divmod(numbers, np.array(mixture.sizes, np.int64)[sources])
         if self.shuffle and len(positions):
-            every, firsts, own = np.unique(
-                epochs * len(mixture.sizes) + sources, return_index=True, return_inverse=True
-            )
+            passes = epochs * len(mixture.sizes) + sources
+            _, firsts, own = np.unique(passes, return_index=True, return_inverse=True)
             streams = hashed(stream_of((self.seed, _SOURCES)), self._keys[sources[firsts]])
             streams = hashed(streams, epochs[firsts].astype(np.uint64))
             sizes = [mixture.sizes[source] for source in sources[firsts].tolist()]

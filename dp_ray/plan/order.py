@@ -87,9 +87,9 @@ def permutation(size: int, parts: Sequence[int]) -> Permutation:
 
 
 def each_permutation(sizes: Sequence[int], streams: Words, own: Ints) -> Permutation:
-    """Return for each number its bijection: the one at place `own` of those with these sizes, keyed by the streams."""
-    rectangles = np.array([(size, *sides(size)) for size in sizes], np.uint64)[own]
-    return Permutation(*rectangles.T, round_keys(streams, _ROUNDS)[:, own])
+    """Return for each number its bijection: at place `own` of those that have these sizes and random streams."""
+    size, width, height = np.array([(size, *sides(size)) for size in sizes], np.uint64)[own].T
+    return Permutation(size, width, height, round_keys(streams, _ROUNDS)[:, own])
 
 
 def sides(size: int) -> tuple[int, int]:

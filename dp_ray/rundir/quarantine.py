@@ -121,7 +121,8 @@ def distinct(files: Any) -> set[SampleKey]:
 
 def _sample_of(record: BadRecord) -> SampleKey:
     """Return what tells a sample from others; a row of a mixture's source is the same one in each epoch."""
-    return record["dataset"], record.get("source"), record.get("source_index", record["sample_index"])
+    of = record["sample_index"] if "source" not in record else record["source_index"]
+    return record["dataset"], record.get("source"), of
 
 
 def record_files(folder: Storage) -> list[str]:

@@ -41,6 +41,7 @@ from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train_state import TrainState
 from dp_ray.telemetry.times import History
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
+from dp_ray.text import listed
 
 SHARE = 0.01  # of the training's time may go into checkpoints
 LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any cost
@@ -117,9 +118,9 @@ class Checkpointer(PieceKeeper):
             run.child(folder).create()
             run.child(folder).remove_unfinished()
         extra = ["epoch_loss", *job.eval_names]
-        folder, mixture = run.child(HISTORY), mixture_of(training.source.dataset)
+        pieces, mixture = run.child(HISTORY), mixture_of(training.source.dataset)
         self._history = History(
-            folder, split, trainer.measured, extra, train_state.step, context.send, mixture=mixture
+            pieces, split, trainer.measured, extra, train_state.step, context.send, mixture=mixture
         )
         if context.held is not None:
             context.held.look(run)
@@ -383,6 +384,9 @@ def check_layout(what: str, about: dict[str, Any], here: TrainingLayout, advice:
     """Raise JobError if a checkpoint's steps hold other samples than this job's; the error names `what`."""
     there = about.get("cut")
     if there != here:
+        if there is not None and all(there.get(key) == here.get(key) for key in {*there, *here} - {"mixture"}):
+            changed = listed(differences({"dataset": there.get("mixture")}, {"dataset": here.get("mixture")}))
+            raise JobError(f"{what} differ from this job's ({changed}); {advice}")
         raise JobError(f"{what} differ from this job's: {there} there, {here} here; {advice}")
 
 
