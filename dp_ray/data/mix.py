@@ -66,7 +66,10 @@ class Mix(Dataset[Any]):
             places = np.flatnonzero(rows.sources == source)
             name, own = self.mixture.names[source], rows.indices[places].tolist()
             for place, row, item in zip(places.tolist(), own, self._read(name, own), strict=True):
-                items[place] = self._of_fields(name, row, item)
+                items[place] = item if self._fields is None else self._of_fields(name, row, item)
+                # Not of a row by itself: a job that sets bad samples aside compares each with a good one.
+                if self._fields is None and len(indices) > 1:
+                    self._check_fields(name, row, item)
         return items
 
     def locate(self, index: int) -> tuple[str, int, int]:
@@ -116,23 +119,24 @@ class Mix(Dataset[Any]):
         return items
 
     def _of_fields(self, name: str, row: int, item: Any) -> Any:
-        """Return the item with the fields that are taken; raise DataError if the sources' fields are not the same."""
-        if self._fields is not None:
-            if not isinstance(item, Mapping) or (lacking := [key for key in self._fields if key not in item]):
-                has = (
-                    f"has no {lacking[0]!r}, but {listed(list(item))}" if isinstance(item, Mapping) else "is no dict"
-                )
-                raise DataError(f"row {row} of source {name!r} {has}; fields names keys that each item has")
-            return {key: item[key] for key in self._fields}
+        """Return the fields that are taken of an item. Raises DataError if it has not all of them."""
+        fields = self._fields or []
+        lacking = [key for key in fields if key not in item] if isinstance(item, Mapping) else fields
+        if lacking:
+            has = f"has no {lacking[0]!r}, but {listed(list(item))}" if isinstance(item, Mapping) else "is no dict"
+            raise DataError(f"row {row} of source {name!r} {has}; fields names keys that each item has")
+        return {key: item[key] for key in fields}
+
+    def _check_fields(self, name: str, row: int, item: Any) -> None:
+        """Raise DataError unless an item has the fields of other sources' items, as far as this process has seen."""
         if self._first is None:
             self._first = name, row, _form_of(item)
-        elif name != self._first[0] and (form := _form_of(item)) != self._first[2]:
-            first, first_row, there = self._first
+        first, first_row, there = self._first
+        if name != first and (form := _form_of(item)) != there:
             raise DataError(
                 f"row {row} of source {name!r} is {form}, and row {first_row} of source {first!r} is {there}; give "
                 "all sources the same fields, or name those to take of each item: fields: [...]"
             )
-        return item
 
 
 def _is_name(name: Any) -> bool:
