@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from dp_ray.engine.world import is_gpu
-from dp_ray.job.samples import mixture_of
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard
 
@@ -50,8 +49,8 @@ def own_generators(owner: Any) -> list[Generator]:
         if dataset is not None and all(dataset is not owner for owner in owners):
             owners.append(dataset)
             held = getattr(dataset, "__dict__", {})
-            sources = held.get("sources") if mixture_of(dataset) is not None else None
-            datasets += [*reversed((sources or {}).values()), held.get("dataset")]
+            sources = held["sources"] if "mixture" in held and isinstance(held.get("sources"), dict) else {}
+            datasets += [*reversed(sources.values()), held.get("dataset")]
     values = (value for owner in owners for value in getattr(owner, "__dict__", {}).values())
     return list({id(value): value for value in values if isinstance(value, Generator)}.values())
 

@@ -26,13 +26,13 @@ from dp_ray.storage import Storage
 from dp_ray.tasks.replay import StepChoice
 from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of
 from tests.support.training import IGNORED, Pairs, PartlyLabelled, mlp
-from tests.support.trainings import SGD, initial, job_of, keys_of
+from tests.support.trainings import initial, job_of, keys_of
 
-SOURCES = {
+SOURCES: dict[str, Any] = {
     "web": {"target": "tests.support.training:Pairs", "args": {"length": 40}},
     "code": {"target": "tests.support.training:PartlyLabelled", "args": {"length": 9}},
 }
-WEIGHTS = [{"from": 0, "web": "2/3", "code": "1/3"}, {"from": 50, "web": 0.25, "code": 0.75}]
+WEIGHTS: list[dict[str, Any]] = [{"from": 0, "web": "2/3", "code": "1/3"}, {"from": 50, "web": 0.25, "code": 0.75}]
 
 
 def mixed(**args: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Dicts(Dataset[Any]):
 def test_a_training_is_plain_torchs_with_its_loss_by_source(tmp_path: Path) -> None:
     run_group(job_of("mlp", mixed(), workers=1, shards=3, epochs=4), tmp_path)
     data, model, rows = mix(), initial(mlp), []
-    optimizer = torch.optim.SGD(model.parameters(), **SGD["args"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(4):
         order = MixtureOrder(data.mixture, 0, epoch).indices(0, 33).tolist()
         for start in range(0, 33, 7):
@@ -317,10 +317,11 @@ def test_a_source_without_rows_is_refused() -> None:
 
 
 def test_what_a_job_cannot_do_with_a_mixture_is_said_before_it_runs(tmp_path: Path) -> None:
-    for keys, says in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"shuffle": "blocks"}, r"shuffle: blocks: a Mix shuffles the rows of each of its sources"),
         ({"skip": [3]}, r"skip: numbers the samples of one dataset"),
-    ]:
+    ]
+    for keys, says in refused:
         with pytest.raises(JobError, match=says):
             plan_job(job_of("mlp", mixed(), storage=str(tmp_path), **keys))
     stream = {"target": "dp_ray.data:Stream", "args": {"iterable": "tests.data.test_mix:numbers", "rows": 5}}

@@ -5,6 +5,7 @@ import time
 import tracemalloc
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,7 @@ def test_one_to_five_workers_read_the_same_batches_resumed_at_any_step(
             pieces = [
                 piece for step, mine in Work(split, workers, rank, start=start) if step < done for piece in mine
             ]
-            for request in IndexLists(order, lambda pieces=pieces: iter(pieces)):
+            for request in IndexLists(order, partial(iter, pieces)):
                 got[request.step] += request.indices
         for step, ids in got.items():
             epoch, (first, end) = step // split.steps, split.batch(step)
