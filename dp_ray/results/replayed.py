@@ -26,6 +26,7 @@ class ReplayedRow(NamedTuple):
     shard: int
     position: int
     gradient: float | None = None
+    source: tuple[str, int, int] | None = None  # of a mixture: the row's source, its epoch, and its index there
 
     @property
     def number(self) -> float | None:
@@ -33,8 +34,19 @@ class ReplayedRow(NamedTuple):
         return self.loss if self.gradient is None else self.gradient
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; without `gradient` if there is none."""
-        return {key: value for key, value in self._asdict().items() if key != "gradient" or value is not None}
+        """Return plain JSON values; without `gradient` or a source if there is none."""
+        values = {key: value for key, value in self._asdict().items() if key != "source"}
+        if self.source is not None:
+            values |= dict(zip(("source", "source_epoch", "source_index"), self.source, strict=True))
+        return {key: value for key, value in values.items() if key != "gradient" or value is not None}
+
+    @property
+    def name(self) -> str:
+        """The sample, for people: its index, or of a mixture the row of its source."""
+        if self.source is None:
+            return str(self.sample)
+        name, epoch, index = self.source
+        return f"{name} {index}, epoch {epoch}"
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,7 @@ class Looked:
         has_samples = any(row.sample is not None for row in self.rows)
         table = [(what, *(["sample"] if has_samples else []), "shard", "position")]
         for row in self.rows[:shown]:
-            sample = [str(row.sample)] if has_samples else []
+            sample = [row.name] if has_samples else []
             table.append((_number(row.number), *sample, str(row.shard), str(row.position)))
         yield in_columns(table)
         yield from _more(len(self.rows) - shown)
