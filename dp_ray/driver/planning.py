@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping
+from typing import NamedTuple
 
 from dp_ray.driver.checks import check_targets, lacking_here
 from dp_ray.engine.loading import seeded_dataset
+from dp_ray.engine.packing import Packed
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
@@ -15,7 +16,7 @@ from dp_ray.job.samples import block_rows_of
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, faults_for
 from dp_ray.monitor.in_process import ONE_AT_A_TIME
-from dp_ray.plan.costs import GIB, MemoryPlan, Plan
+from dp_ray.plan.costs import GIB, MemoryPlan, PackedRows, Plan
 from dp_ray.rundir.claim import Resume, Wanted, check_claim
 from dp_ray.rundir.settled import run_of, settled, taken_over
 from dp_ray.rundir.unfinished import resumption
@@ -36,7 +37,7 @@ class Prepared:
 
     def cut_as(self, job: Job) -> "Prepared":
         """Return the same, with this job's number of shards."""
-        return Prepared(job, plan_of(job, self.plan.rows), self.faults)
+        return Prepared(job, plan_of(job, self.plan.rows, packed=self.plan.packed), self.faults)
 
 
 def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
@@ -48,8 +49,8 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
         check_targets(job)  # stdout is kept free of what user code prints
         for error in lacking_here(job):
             raise error
-        rows = dataset_rows(job)
-    return Prepared(job, plan_of(job, rows, taken_over(asked, job)), faults)
+        sizes = dataset_sizes(job)
+    return Prepared(job, plan_of(job, sizes.rows, taken_over(asked, job), sizes.packed), faults)
 
 
 def plan_job(job: Job) -> Plan:
@@ -61,7 +62,7 @@ def plan_job(job: Job) -> Plan:
     job = job.for_task()
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
         check_targets(job)
-        plan = _plan_to_claim(job, dataset_rows(job))
+        plan = _plan_to_claim(job, dataset_sizes(job))
         if job.device_map is not None:
             from dp_ray.engine.model import plan_blocks
 
@@ -70,18 +71,19 @@ def plan_job(job: Job) -> Plan:
         return dataclasses.replace(plan, remarks=(*plan.remarks, *lacking))
 
 
-def _plan_to_claim(asked: Job, rows: Mapping[str, int]) -> Plan:
+def _plan_to_claim(asked: Job, sizes: "Sizes") -> Plan:
     """Return the plan of a job that may resume the run in STORAGE/NAME; a remark says whether it does, or why not."""
+    rows, packed = sizes
     try:
         job, run = settled(asked), run_of(asked)
-        plan = plan_of(job, rows, taken_over(asked, job))
+        plan = plan_of(job, rows, taken_over(asked, job), packed)
         if not isinstance(check_claim(run, Wanted(job, rows, plan.split.total_steps)), Resume):
             return plan
         return dataclasses.replace(plan, remarks=(*plan.remarks, resumption(run, job.task, plan.split)))
     except StorageError as error:
-        return plan_of(asked, rows, [f"whether an earlier run would be resumed is not known: {error}"])
+        return plan_of(asked, rows, [f"whether an earlier run would be resumed is not known: {error}"], packed)
     except JobError as error:
-        return plan_of(asked, rows, [f"a run would not start: {error}"])
+        return plan_of(asked, rows, [f"a run would not start: {error}"], packed)
 
 
 def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
@@ -107,7 +109,14 @@ def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
         return plan_memory(job.for_task(), gpu_bytes)
 
 
-def dataset_rows(job: Job) -> dict[str, int]:
+class Sizes(NamedTuple):
+    """The lengths of a job's datasets, by their keys, and how those are packed whose rows are."""
+
+    rows: dict[str, int]
+    packed: list[PackedRows]
+
+
+def dataset_sizes(job: Job) -> Sizes:
     """Return the lengths of the job's datasets: its task's own as `dataset`, and a training's `eval.dataset`.
 
     Raises JobError if the job shuffles blocks of a dataset, but nothing says what they are.
@@ -115,9 +124,11 @@ def dataset_rows(job: Job) -> dict[str, int]:
     runs_over = {"dataset": (job, job.dataset_key)}
     if has_evaluations(job):
         runs_over["eval.dataset"] = (job.over_eval(), "eval.dataset")
-    rows = {}
+    rows, packed = {}, []
     for name, (over, key) in runs_over.items():
         dataset = seeded_dataset(over, key)
         block_rows_of(over, dataset)
         rows[name] = len(dataset)
-    return rows
+        if isinstance(dataset, Packed):
+            packed.append(dataset.described(over))
+    return Sizes(rows, packed)

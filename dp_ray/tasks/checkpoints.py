@@ -371,10 +371,13 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
 
 def sample_layout(job: Job, split: Split, dataset: Any) -> TrainingLayout:
     """Return all that decides which samples a step holds; a checkpoint stores it."""
-    layout = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows, "batch_size": split.batch_size}
-    layout["drop_last"] = split.drop_last
-    blocks = describe_blocks(job, dataset)
-    return layout if blocks is None else {**layout, "blocks": blocks}
+    layout: TrainingLayout = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows}
+    layout |= {"batch_size": split.batch_size, "drop_last": split.drop_last}
+    if (blocks := describe_blocks(job, dataset)) is not None:
+        layout["blocks"] = blocks
+    if job.pack is not None:
+        layout["pack"] = dataset.description
+    return layout
 
 
 def check_layout(what: str, about: dict[str, Any], here: TrainingLayout, advice: str) -> None:
