@@ -105,7 +105,7 @@ class Packed(Dataset[dict[str, torch.Tensor]]):
     def hold_blocks(self, number: int) -> None:
         """Have the dataset keep the blocks in memory that hold the rows of so many blocks of windows."""
         if hasattr(self.dataset, "hold_blocks"):
-            per_block = len(self.dataset.block_rows) * ROWS_AT_ONCE / len(self.packing.lengths)
+            per_block = self.dataset.num_blocks * ROWS_AT_ONCE / len(self.packing.lengths)
             self.dataset.hold_blocks(number * (int(per_block) + 2))
 
     def blocks_at(self, first: int, stop: int) -> Any:

@@ -43,6 +43,50 @@ class TooLongRow(ValueError):
 
 
 @dataclass(eq=False)
+class Sums:
+    """Rows of these lengths, one behind another: where each begins and ends, from one sum for each block of rows."""
+
+    lengths: Lengths
+
+    def __post_init__(self) -> None:
+        sums = [np.zeros(1, np.int64)]
+        for first in range(0, len(self.lengths), SUMMED_AT_ONCE):
+            some = np.asarray(self.lengths[first : first + SUMMED_AT_ONCE], np.int64)
+            sums.append(np.add.reduceat(some, np.arange(0, len(some), ROWS_AT_ONCE)))
+        self.before: Ints = np.cumsum(np.concatenate(sums))  # tokens before each block, and in all
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def bounds(self, row: int) -> tuple[int, int]:
+        """Return where a row begins and ends."""
+        ends = self.ends(row - row % ROWS_AT_ONCE, row + 1)
+        return int(ends[-1] - int(self.lengths[row])), int(ends[-1])
+
+    def row_at(self, place: int) -> int:
+        """Return the row that has the token at a place."""
+        first = (int(np.searchsorted(self.before, place, side="right")) - 1) * ROWS_AT_ONCE
+        return first + int(np.searchsorted(self.ends(first, first + ROWS_AT_ONCE), place, side="right"))
+
+    def rows_before(self, places: Ints) -> Ints:
+        """Return how many rows begin before each place: int64 [places]."""
+        blocks = np.searchsorted(self.before, places, side="left").tolist()
+        found = []
+        for block, place in zip(blocks, places.tolist(), strict=True):
+            first = max(0, block - 1) * ROWS_AT_ONCE
+            sizes = np.asarray(self.lengths[first : first + ROWS_AT_ONCE], np.int64)
+            starts = self.ends(first, first + ROWS_AT_ONCE) - sizes
+            found.append(first + int(np.searchsorted(starts, place, side="left")))
+        return np.array(found, np.int64)
+
+    def ends(self, first: int, stop: int) -> Ints:
+        """Return where the rows first .. stop - 1 end; `first` begins a block."""
+        sizes = np.asarray(self.lengths[first:stop], np.int64)
+        ends: Ints = np.cumsum(sizes) + self.before[first // ROWS_AT_ONCE]
+        return ends
+
+
+@dataclass(eq=False)
 class Packing:
     """The windows of `length` tokens into which rows of these lengths are packed; rows of no tokens are in none."""
 
@@ -84,11 +128,7 @@ class Cut(Packing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sums = [np.zeros(1, np.int64)]
-        for first in range(0, len(self.lengths), SUMMED_AT_ONCE):
-            some = np.asarray(self.lengths[first : first + SUMMED_AT_ONCE], np.int64)
-            sums.append(np.add.reduceat(some, np.arange(0, len(some), ROWS_AT_ONCE)))
-        self._before = np.cumsum(np.concatenate(sums))  # tokens before each block, and in all
+        self._rows = Sums(self.lengths)
 
     def __len__(self) -> int:
         return -(-self.tokens // self.length)
@@ -97,33 +137,27 @@ class Cut(Packing):
         """Return the parts of a window, in the order of their rows."""
         begin, end = window * self.length, min((window + 1) * self.length, self.tokens)
         first_row, stop_row = self.rows_between(window, window + 1)
-        sizes = np.asarray(self.lengths[first_row:stop_row], np.int64)
-        ends = np.cumsum(sizes) + self._before[first_row // ROWS_AT_ONCE]
-        first, last = (int(at) for at in np.searchsorted(ends, [begin, end - 1], side="right"))
-        starts = np.maximum(begin, ends[first : last + 1] - sizes[first : last + 1])
-        stops = np.minimum(end, ends[first : last + 1])
-        shift = ends[first : last + 1] - sizes[first : last + 1]
-        return [
-            Part(row, start, stop)
-            for row, start, stop in zip(
-                range(first_row + first, first_row + last + 1),
-                (starts - shift).tolist(),
-                (stops - shift).tolist(),
-                strict=True,
-            )
-            if start < stop
-        ]
+        ends = self._rows.ends(first_row, stop_row)
+        first, last = np.searchsorted(ends, [begin, end - 1], side="right").tolist()
+        starts = ends[first : last + 1] - self.lengths[first_row + first : first_row + last + 1]
+        cut = zip(
+            range(first_row + first, first_row + last + 1),
+            (np.maximum(begin, starts) - starts).tolist(),
+            (np.minimum(end, ends[first : last + 1]) - starts).tolist(),
+            strict=True,
+        )
+        return [Part(row, start, stop) for row, start, stop in cut if start < stop]
 
     def rows_between(self, first: int, stop: int) -> tuple[int, int]:
         """Return a range of rows, `first, stop`, that holds those of the windows first .. stop - 1."""
         ends = [first * self.length, min(stop * self.length, self.tokens) - 1]
-        begin, last = np.searchsorted(self._before, ends, side="right").tolist()
+        begin, last = np.searchsorted(self._rows.before, ends, side="right").tolist()
         return (begin - 1) * ROWS_AT_ONCE, min(last * ROWS_AT_ONCE, len(self.lengths))
 
     @property
     def block_windows(self) -> Ints:
         """How many windows begin in each block of rows: int64 [blocks]."""
-        begun: Ints = np.diff(-(-self._before // self.length))
+        begun: Ints = np.diff(-(-self._rows.before // self.length))
         return begun
 
 
