@@ -57,7 +57,7 @@ class Tokens(Blocks[Any]):
     A window is a dict of two int64 tensors: `input_ids` has the tokens from `i * length` on, and `labels` the token
     that follows each of these. The windows go through all files as one text, over the borders of documents and files.
     The last window may have fewer tokens: then it is filled up, with 0, and with labels of -100, which losses ignore.
-    Each token but the last is an input once, and each but the first a label. A document is a dict of `input_ids` alone.
+    Each token but the last is an input once, and each but the first a label. A document is a dict of `input_ids`.
 
     `paths` are as those of `Parquet`: `.bin` of bare numbers, with Megatron's `.idx` beside it or without, `.npy`,
     and `.arrow` or `.parquet` with a list of tokens in each row of `column`. `dtype` is that of a `.bin` that does
@@ -234,12 +234,8 @@ class Tokens(Blocks[Any]):
         chunks = read.column(0).chunks
         flat = (chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)).flatten()
         if flat.null_count or not pa.types.is_integer(flat.type):
-            says = (
-                "a token is missing"
-                if flat.null_count
-                else f"its lists hold {flat.type}, and tokens are whole numbers"
-            )
-            raise DataError(f"{block}: {says}")
+            says = f"holds {read.schema.field(0).type} with {flat.null_count} values missing in it"
+            raise DataError(f"{block}: must hold lists of whole numbers, none of them missing; {says}")
         if len(flat) != block.rows:
             raise DataError(f"{block}: is damaged: has {len(flat)} tokens where it had {block.rows}")
         return numbers(flat) if len(flat) else np.empty(0, np.int64), read.nbytes
@@ -247,6 +243,8 @@ class Tokens(Blocks[Any]):
     def _read_bare(self, block: Block[Any]) -> tuple[Numbers, int]:
         file, (offset, kind), count = block.file, block.source, block.rows
         dtype = np.dtype(kind)
+        if not count:
+            return np.empty(0, dtype), 0
         if file.is_local:
             whole = self._maps.get(str(file))
             if whole is None:
