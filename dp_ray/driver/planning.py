@@ -3,11 +3,12 @@
 import contextlib
 import dataclasses
 import sys
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from dp_ray.driver.checks import check_targets, lacking_here
 from dp_ray.engine.loading import seeded_dataset
-from dp_ray.engine.packing import Packed
+from dp_ray.engine.packing import packings
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
@@ -37,7 +38,8 @@ class Prepared:
 
     def cut_as(self, job: Job) -> "Prepared":
         """Return the same, with this job's number of shards."""
-        return Prepared(job, plan_of(job, self.plan.rows, packed=self.plan.packed), self.faults)
+        plan = plan_of(job, self.plan.rows)
+        return Prepared(job, dataclasses.replace(plan, packed=self.plan.packed), self.faults)
 
 
 def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
@@ -49,8 +51,9 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
         check_targets(job)  # stdout is kept free of what user code prints
         for error in lacking_here(job):
             raise error
-        sizes = dataset_sizes(job)
-    return Prepared(job, plan_of(job, sizes.rows, taken_over(asked, job), sizes.packed), faults)
+        datasets = _datasets(job)
+    plan = plan_of(job, _rows_of(datasets), taken_over(asked, job))
+    return Prepared(job, dataclasses.replace(plan, packed=_packed(job, datasets)), faults)
 
 
 def plan_job(job: Job) -> Plan:
@@ -62,7 +65,9 @@ def plan_job(job: Job) -> Plan:
     job = job.for_task()
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
         check_targets(job)
-        plan = _plan_to_claim(job, dataset_sizes(job))
+        datasets = _datasets(job)
+        plan = _plan_to_claim(job, _rows_of(datasets))
+        plan = dataclasses.replace(plan, packed=_packed(job, datasets))
         if job.device_map is not None:
             from dp_ray.engine.model import plan_blocks
 
@@ -71,19 +76,18 @@ def plan_job(job: Job) -> Plan:
         return dataclasses.replace(plan, remarks=(*plan.remarks, *lacking))
 
 
-def _plan_to_claim(asked: Job, sizes: "Sizes") -> Plan:
+def _plan_to_claim(asked: Job, rows: Mapping[str, int]) -> Plan:
     """Return the plan of a job that may resume the run in STORAGE/NAME; a remark says whether it does, or why not."""
-    rows, packed = sizes
     try:
         job, run = settled(asked), run_of(asked)
-        plan = plan_of(job, rows, taken_over(asked, job), packed)
+        plan = plan_of(job, rows, taken_over(asked, job))
         if not isinstance(check_claim(run, Wanted(job, rows, plan.split.total_steps)), Resume):
             return plan
         return dataclasses.replace(plan, remarks=(*plan.remarks, resumption(run, job.task, plan.split)))
     except StorageError as error:
-        return plan_of(asked, rows, [f"whether an earlier run would be resumed is not known: {error}"], packed)
+        return plan_of(asked, rows, [f"whether an earlier run would be resumed is not known: {error}"])
     except JobError as error:
-        return plan_of(asked, rows, [f"a run would not start: {error}"], packed)
+        return plan_of(asked, rows, [f"a run would not start: {error}"])
 
 
 def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
@@ -109,26 +113,27 @@ def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
         return plan_memory(job.for_task(), gpu_bytes)
 
 
-class Sizes(NamedTuple):
-    """The lengths of a job's datasets, by their keys, and how those are packed whose rows are."""
-
-    rows: dict[str, int]
-    packed: list[PackedRows]
-
-
-def dataset_sizes(job: Job) -> Sizes:
-    """Return the lengths of the job's datasets: its task's own as `dataset`, and a training's `eval.dataset`.
+def _datasets(job: Job) -> dict[str, Any]:
+    """Return the job's datasets: its task's own as `dataset`, and a training's `eval.dataset`.
 
     Raises JobError if the job shuffles blocks of a dataset, but nothing says what they are.
     """
     runs_over = {"dataset": (job, job.dataset_key)}
     if has_evaluations(job):
         runs_over["eval.dataset"] = (job.over_eval(), "eval.dataset")
-    rows, packed = {}, []
+    built = {}
     for name, (over, key) in runs_over.items():
         dataset = seeded_dataset(over, key)
         block_rows_of(over, dataset)
-        rows[name] = len(dataset)
-        if isinstance(dataset, Packed):
-            packed.append(dataset.described(over))
-    return Sizes(rows, packed)
+        built[name] = dataset
+    return built
+
+
+def _rows_of(datasets: Mapping[str, Any]) -> dict[str, int]:
+    return {name: len(dataset) for name, dataset in datasets.items()}
+
+
+def _packed(job: Job, datasets: Mapping[str, Any]) -> tuple[PackedRows, ...]:
+    """Return how the rows of the datasets are packed, of those whose rows are."""
+    over = {"dataset": job, "eval.dataset": job.over_eval() if "eval.dataset" in datasets else job}
+    return tuple(own.described(over[name]) for name, dataset in datasets.items() for own in packings(dataset))

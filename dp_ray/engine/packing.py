@@ -6,7 +6,7 @@ read a stretch of a row has a method `read_parts`.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,31 @@ HANDED_ON = frozenset(
 def packed(job: Job, dataset: Any, name: str) -> Any:
     """Return the dataset whose samples are the windows of the job's `pack`; without one, the dataset itself.
 
-    Each source of a mixture is packed by itself: it has `with_sources`, which maps a function over them.
+    Each source of a mixture is packed by itself, so that its weights are those of tokens: a mixture has a method
+    `with_sources`, which gives the same one of other sources.
     """
     if job.pack is None:
         return dataset
     if hasattr(dataset, "with_sources"):
-        return dataset.with_sources(lambda source: packed(job, source, name))
+        return dataset.with_sources(lambda source, own: packed(job, own, f"{name}.{source}"))
     return Packed(dataset, job.pack, name)
+
+
+def packings(dataset: Any) -> list["Packed"]:
+    """Return the datasets of windows in a job's dataset: itself, or the sources of a mixture; none without `pack`."""
+    sources = getattr(dataset, "sources", None)
+    every = sources.values() if isinstance(sources, Mapping) else [dataset]
+    return [own for own in every if isinstance(own, Packed)]
+
+
+def parts_of(dataset: Any, sample: int) -> list[Part]:
+    """Return the rows of a window, each with its stretch there; none of a sample that is no window."""
+    if isinstance(dataset, Packed):
+        return dataset.parts(sample)
+    if packings(dataset):  # of a mixture, whose samples say of which source they are
+        source, _, own = dataset.locate(sample)
+        return parts_of(dataset.sources[source], own)
+    return []
 
 
 class Packed(Dataset[dict[str, torch.Tensor]]):
@@ -68,7 +86,7 @@ class Packed(Dataset[dict[str, torch.Tensor]]):
         self.dataset = dataset
         self.pack = pack
         self.name = name
-        self._reader = SampleReader(dataset, name)
+        self._reader = SampleReader(dataset, f"the rows of {name}")
         lengths = self._lengths()
         if not len(lengths) or not lengths.any():
             raise DataError(f"{name}: has no tokens: {pack.fields[0]!r} is empty in all of its {len(lengths)} rows")

@@ -1,6 +1,6 @@
 """Make the plan of a job: what a run will do, from the job's keys and the lengths of its datasets. See `plan_of`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
@@ -11,12 +11,8 @@ from dp_ray.plan.split import Split, chunk_sizes
 from dp_ray.text import counted
 
 
-def plan_of(
-    job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = (), packed: Sequence[costs.PackedRows] = ()
-) -> costs.Plan:
+def plan_of(job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = ()) -> costs.Plan:
     """Return the plan of a job over datasets of these lengths, by key: `dataset`, and in a training `eval.dataset`.
-
-    `packed` tells of those whose rows are packed.
 
     Raises DataError if no step is left, and JobError if workers without rows would deadlock SyncBatchNorm.
     """
@@ -43,7 +39,6 @@ def plan_of(
         evaluations=evaluations,
         checkpoints=checkpoints,
         remarks=(*about, *late, *more_remarks),
-        packed=tuple(packed),
     )
 
 

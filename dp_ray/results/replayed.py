@@ -18,7 +18,8 @@ class ReplayedRow(NamedTuple):
     """A row of a step: its loss, None if not known, the sample's index, its shard, its position in the epoch.
 
     In a batch that a loop has given, there is no sample, and the position is that in the batch. If the loss is over
-    the batch, it is that of the batch, and `gradient` the norm of its gradient by the row's outputs.
+    the batch, it is that of the batch, and `gradient` the norm of its gradient by the row's outputs. A window of
+    packed rows has `parts`: each row of the dataset, and which of its tokens.
     """
 
     loss: float | None
@@ -26,6 +27,7 @@ class ReplayedRow(NamedTuple):
     shard: int
     position: int
     gradient: float | None = None
+    parts: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def number(self) -> float | None:
@@ -33,8 +35,9 @@ class ReplayedRow(NamedTuple):
         return self.loss if self.gradient is None else self.gradient
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; without `gradient` if there is none."""
-        return {key: value for key, value in self._asdict().items() if key != "gradient" or value is not None}
+        """Return plain JSON values; without `gradient` and `parts` if there are none."""
+        values = {**self._asdict(), "parts": [list(part) for part in self.parts] or None}
+        return {key: value for key, value in values.items() if key not in ("gradient", "parts") or value is not None}
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,10 @@ class Looked:
             table.append((_number(row.number), *sample, str(row.shard), str(row.position)))
         yield in_columns(table)
         yield from _more(len(self.rows) - shown)
+        for row in self.rows[:shown]:
+            if row.parts:
+                packed = listed([f"{number}[{start}:{stop}]" for number, start, stop in row.parts])
+                yield f"sample {row.sample} is packed of {counted(len(row.parts), 'row')}: {packed}"
 
 
 @dataclass(frozen=True)

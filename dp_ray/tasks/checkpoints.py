@@ -21,6 +21,7 @@ import torch
 
 from dp_ray.engine.clock import Part
 from dp_ray.engine.loading import Source
+from dp_ray.engine.packing import packings
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Update
 from dp_ray.engine.weights import advice_on, tensors_of
@@ -376,7 +377,7 @@ def sample_layout(job: Job, split: Split, dataset: Any) -> TrainingLayout:
     if (blocks := describe_blocks(job, dataset)) is not None:
         layout["blocks"] = blocks
     if job.pack is not None:
-        layout["pack"] = dataset.description
+        layout["pack"] = "; ".join(packing.description for packing in packings(dataset))
     return layout
 
 
