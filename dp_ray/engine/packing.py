@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dp_ray.engine.items import SampleReader, class_of, value_of
-from dp_ray.errors import DataError, JobError
+from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Pack
 from dp_ray.plan.costs import PackedRows
@@ -80,9 +80,7 @@ class Packed(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, dataset: Any, pack: Pack, name: str = "dataset") -> None:
         if getattr(dataset, "reads_forward", False):
-            raise JobError(
-                f"pack: a {class_of(dataset)} is read in its own order, and rows are packed in another one"
-            )
+            raise JobError(f"pack: a {class_of(dataset)} can only be read forward; write its rows to files first")
         self.dataset = dataset
         self.pack = pack
         self.name = name
@@ -208,18 +206,28 @@ class Packed(Dataset[dict[str, torch.Tensor]]):
 
     def _values(self, parts: Sequence[Part]) -> dict[tuple[int, int], list[Lengths]]:
         """Return the values of each field, of each part by its row and start, with one more token if there is one."""
-        sizes = dict(
-            zip((part.row for part in parts), (int(self.packing.lengths[part.row]) for part in parts), strict=True)
-        )
+        sizes = {part.row: int(self.packing.lengths[part.row]) for part in parts}
         wanted = [Part(row, start, min(stop + 1, sizes[row])) for row, start, stop in dict.fromkeys(parts)]
         if hasattr(self.dataset, "read_parts"):
             read = self.dataset.read_parts(wanted, self.pack.fields)
             return {(part.row, part.start): values for part, values in zip(wanted, read, strict=True)}
-        rows = list(dict.fromkeys(part.row for part in wanted))
-        of_rows = {
-            row: self._of_row(item, row, sizes[row]) for row, item in zip(rows, self._reader.whole(rows), strict=True)
-        }
+        items = zip(sizes, self._read(list(sizes)), strict=True)
+        of_rows = {row: self._of_row(item, row, sizes[row]) for row, item in items}
         return {(row, start): [value[start:stop] for value in of_rows[row]] for row, start, stop in wanted}
+
+    def _read(self, rows: list[int]) -> list[Any]:
+        """Read some rows. An error names the first one that cannot be read; it says that it comes from a row."""
+        try:
+            return self._reader.whole(rows)
+        except Error as error:
+            found = error
+        for row in rows if len(rows) > 1 else ():
+            try:
+                self._reader.whole([row])
+            except Error as error:
+                found = error
+                break
+        raise type(found)(f"{found} (a row of a window)") from found.__cause__
 
     def _of_row(self, item: Any, row: int, size: int) -> list[Lengths]:
         values = [self._value(item, field, row) for field in self.pack.fields]
