@@ -11,7 +11,22 @@ from dp_ray.data.mix import Mix
 from dp_ray.data.stream import Stream
 from dp_ray.data.tables import Arrow, Parquet
 from dp_ray.data.text import Csv, JsonLines
+from dp_ray.data.tokens import Tokens, cu_seqlens, document_mask
 from dp_ray.data.values import float_image, image
 from dp_ray.data.webdataset import Images, WebDataset
 
-__all__ = ["Arrow", "Csv", "Images", "JsonLines", "Mix", "Parquet", "Stream", "WebDataset", "float_image", "image"]
+__all__ = [
+    "Arrow",
+    "Csv",
+    "Images",
+    "JsonLines",
+    "Mix",
+    "Parquet",
+    "Stream",
+    "Tokens",
+    "WebDataset",
+    "cu_seqlens",
+    "document_mask",
+    "float_image",
+    "image",
+]

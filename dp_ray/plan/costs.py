@@ -100,13 +100,36 @@ def planned_sources(mixture: Mixture, split: Split) -> tuple[PlannedSource, ...]
 
 
 @dataclass(frozen=True)
+class PackedRows:
+    """How a dataset's rows are packed: `empty` is the share of the windows' places without a token.
+
+    `padding_before` is that of batches of the rows themselves, as many as the job has windows in a batch.
+    """
+
+    key: str
+    rows: int
+    tokens: int
+    windows: int
+    length: int
+    empty: float
+    padding_before: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key}: {self.rows:,} rows of {self.tokens:,} tokens are packed into {self.windows:,} windows of "
+            f"{self.length:,}: {100 * self.empty:.1f} % of these are empty; batches of rows would be "
+            f"{100 * self.padding_before:.1f} % padding"
+        )
+
+
+@dataclass(frozen=True)
 class Plan:
     """The course of a run: its steps, its workers, and what happens between the steps.
 
     `split` is that of the task's own dataset, over all epochs. `evaluations` and `checkpoints` are a training's.
     `blocks` are there if the job places the model's blocks on several devices, and only for `dp-ray plan`: to find
-    them, the model is built, which in a run is left to the workers. So are the `sources` of a mixture. `remarks` are
-    warnings, a line each.
+    them, the model is built, which in a run is left to the workers. So are the `sources` of a mixture. `packed` are
+    datasets whose rows are packed. `remarks` are warnings, a line each.
     """
 
     split: Split
@@ -117,6 +140,7 @@ class Plan:
     blocks: tuple[PlacedBlock, ...] = ()
     sources: tuple[PlannedSource, ...] = ()
     remarks: tuple[str, ...] = ()
+    packed: tuple[PackedRows, ...] = ()
 
     @property
     def rows(self) -> dict[str, int]:
@@ -147,6 +171,7 @@ class Plan:
             **self._of_training(),
             **({"sources": [asdict(source) for source in self.sources]} if self.sources else {}),
             **({"blocks": [asdict(block) for block in self.blocks]} if self.blocks else {}),
+            **({"packed": [asdict(packed) for packed in self.packed]} if self.packed else {}),
             **({"remarks": list(self.remarks)} if self.remarks else {}),
         }
 
@@ -220,6 +245,7 @@ def plan_table(plan: Plan) -> str:
         for source in plan.sources
     ]
     lines += _batches(split, workers)
+    lines += map(str, plan.packed)
     if plan.evaluations:
         own = plan.evaluations.split
         lines.append(f"evaluations {_often(plan.evaluations.due, split)}")

@@ -21,6 +21,7 @@ import torch
 
 from dp_ray.engine.clock import Part
 from dp_ray.engine.loading import Source
+from dp_ray.engine.packing import packings
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Update
 from dp_ray.engine.weights import advice_on, tensors_of
@@ -375,9 +376,11 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
 
 def sample_layout(job: Job, split: Split, dataset: Any) -> TrainingLayout:
     """Return all that decides which samples a step holds; a checkpoint stores it."""
-    layout = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows, "batch_size": split.batch_size}
-    layout["drop_last"] = split.drop_last
-    return {**layout, **describe_order(job, dataset)}
+    layout: TrainingLayout = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows}
+    layout |= {"batch_size": split.batch_size, "drop_last": split.drop_last, **describe_order(job, dataset)}
+    if job.pack is not None:
+        layout["pack"] = "; ".join(packing.description for packing in packings(dataset))
+    return layout
 
 
 def check_layout(what: str, about: dict[str, Any], here: TrainingLayout, advice: str) -> None:

@@ -16,6 +16,7 @@ from dp_ray.engine.inspect_passes import Debug, InspectedModel, PassFindings, St
 from dp_ray.engine.inspect_step import Findings, ModulePlace, StepInspection, inspection_of
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.loop_model import LoopModel, name_of
+from dp_ray.engine.packing import parts_of
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
@@ -305,12 +306,12 @@ def _looked(findings: Findings, dataset: Any) -> dict[str, Any]:
     ):
         for at, (sample, position) in enumerate(zip(indices.tolist(), shard.positions, strict=True)):
             number = losses.values[at] if losses.values else None
+            place, parts = (sample, shard.shard, position), tuple(parts_of(dataset, sample))
             source = None if mixture is None else mixture.row(sample)
-            place = sample, shard.shard, position
             if losses.of_batch is None:
-                rows.append(ReplayedRow(number, *place, source=source))
+                rows.append(ReplayedRow(number, *place, source=source, parts=parts))
             else:
-                rows.append(ReplayedRow(losses.of_batch, *place, number, source))
+                rows.append(ReplayedRow(losses.of_batch, *place, number, source, parts))
     rows.sort(key=lambda row: _falling(row.number))
     return {
         "row_losses": "; ".join(dict.fromkeys(shard.losses.how for shard in findings.shards)),
