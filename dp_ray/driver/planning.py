@@ -10,7 +10,7 @@ from dp_ray.engine.loading import seeded_dataset
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
-from dp_ray.job.plan import has_evaluations, plan_of
+from dp_ray.job.plan import evaluations_in, plan_of
 from dp_ray.job.samples import block_rows_of
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, faults_for
@@ -108,13 +108,13 @@ def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
 
 
 def dataset_rows(job: Job) -> dict[str, int]:
-    """Return the lengths of the job's datasets: its task's own as `dataset`, and a training's `eval.dataset`.
+    """Return the lengths of the job's datasets: its task's own as `dataset`, and those of its evaluations.
 
     Raises JobError if the job shuffles blocks of a dataset, but nothing says what they are.
     """
     runs_over = {"dataset": (job, job.dataset_key)}
-    if has_evaluations(job):
-        runs_over["eval.dataset"] = (job.over_eval(), "eval.dataset")
+    for evaluation in evaluations_in(job):
+        runs_over[evaluation.dataset_key] = (job.over_eval(evaluation), evaluation.dataset_key)
     rows = {}
     for name, (over, key) in runs_over.items():
         dataset = seeded_dataset(over, key)
