@@ -34,7 +34,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "How long, by which steps, and what is measured.",
         (
             *("max_steps", "scheduler", "grad_clip", "precision", "metrics", "early_stopping", "ema", "hooks"),
-            *("stop_on_nan", "step", "loop", "compile", "find_unused_parameters"),
+            *("evaluation", "stop_on_nan", "step", "loop", "compile", "find_unused_parameters"),
         ),
     ),
     (

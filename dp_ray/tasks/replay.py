@@ -227,7 +227,7 @@ def _steps_again(training: Training, history: StepRows, wanted: int) -> Generato
     _check_watched(trainer, begun, wanted, history)
     quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
     context.say(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
-    progress, said = AfterStep(training, RecordedEvaluations(history)), time.monotonic()
+    progress, said = AfterStep(training, [RecordedEvaluations(history)]), time.monotonic()
     until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
     with closing(load_steps(source, until, context.world.device, quarantine)) as loaded:
         for number in range(begun, wanted + 1):

@@ -5,11 +5,12 @@ loop of the user's (`own_loop.py`). `declared` makes what is a declared training
 and evaluates after it.
 """
 
+import itertools
+import operator
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from dp_ray.engine.bad_samples import Quarantine
@@ -72,7 +73,7 @@ class TrainingRun(Generic[M]):
 
     training: Training
     trainer: M
-    evaluation: Evaluation
+    evaluations: Sequence[Evaluation]
 
     def steps(self, stopping: Stopping | None = None) -> Generator[TrainingStep, None, None]:
         """Yield the steps that are left, to run passes and updates, and do after each what follows it.
@@ -95,10 +96,12 @@ class TrainingRun(Generic[M]):
             # Within the run: the writer's thread has the recorder send, also after an error.
             checkpointing(training, run.recorder.keep) as checkpointer,
         ):
-            evaluator = Evaluator(training, self.evaluation) if job.eval is not None else None
-            after = AfterStep(training, evaluator, stopping)
+            evaluators = [Evaluator(training, evaluation) for evaluation in self.evaluations]
+            after = AfterStep(training, evaluators, stopping)
             on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
-            for number in chain([] if state.unfinished is None else [state.unfinished[0]], run.steps(start)):
+            for number in itertools.chain(
+                [] if state.unfinished is None else [state.unfinished[0]], run.steps(start)
+            ):
                 if state.unfinished is None:
                     step = TrainingStep(trainer, number, next(loaded), on_shard, control.wants_stop)
                     yield step
@@ -221,10 +224,16 @@ def begun_training(
                 context.held.begin(training.state.step)
             trainer.synchronise()  # with the restored state: the average of the weights begins with it
             ways = placement.forwards(), trainer.over_batch
-            trial = placement.row_trial()
-            evaluation = Evaluation(job, step, measures, states, world.device, *ways, trial=trial)
+            evaluations = [
+                Evaluation(
+                    *(job, step, measures, states, world.device, *ways),
+                    trial=placement.row_trial(),
+                    named=named,
+                )
+                for named in job.evaluations
+            ]
             with trainer.advising():
-                yield TrainingRun(training, trainer, evaluation)
+                yield TrainingRun(training, trainer, evaluations)
 
 
 def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> None:
@@ -242,7 +251,7 @@ def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> 
 
 
 class Evaluates(Protocol):
-    """An evaluator of a training, or the recorded values of one."""
+    """An evaluator of a training, or the recorded values of them all."""
 
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate after a step."""
@@ -257,10 +266,10 @@ class AfterStep:
     `stops` is set once the training is to stop early.
     """
 
-    def __init__(self, training: Training, evaluator: Evaluates | None, stopping: Stopping | None = None) -> None:
+    def __init__(self, training: Training, evaluators: Sequence[Evaluates], stopping: Stopping | None = None) -> None:
         self._state, self._split, self._schedule = training.state, training.split, training.trainer.schedule
         self._clock = training.times.clock
-        self._evaluator = evaluator
+        self._evaluators = evaluators
         self._stopping = stopping
         self.stops = False
 
@@ -271,8 +280,8 @@ class AfterStep:
             state.step = step + 1
             state.add(update.sums)
             state.unfinished, state.is_torn = (step, update, {}, 0.0, 0.0), False
-        is_evaluated = self._evaluator is not None and self._evaluator.is_due(step)
-        measured = self._evaluate(step) if is_evaluated else {}
+        due = [evaluator.is_due(step) for evaluator in self._evaluators]
+        measured = self._evaluate(step, itertools.compress(self._evaluators, due))
         if (step + 1) % self._split.steps == 0:
             state.is_torn = True
             measured = {**measured, "epoch_loss": state.end_epoch()}
@@ -280,17 +289,17 @@ class AfterStep:
                 self._schedule.after_epoch({**state.measured, "loss": measured["epoch_loss"]})
         if self._stopping is not None and self._stopping.take(measured):
             self.stops = state.is_torn = True
-            if not is_evaluated:
-                measured |= self._evaluate(step)  # as after the last step
+            # As after the last step: what is not evaluated yet.
+            measured |= self._evaluate(step, itertools.compress(self._evaluators, map(operator.not_, due)))
         state.is_torn = False
         return measured
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        if self._evaluator is None:
-            return {}
-        self._clock.enter(Part.EVALUATION)
-        measured = self._evaluator.measure(step)
-        self._clock.enter(Part.OTHER)
+    def _evaluate(self, step: int, evaluators: Iterable[Evaluates]) -> dict[str, float]:
+        measured: dict[str, float] = {}
+        for evaluator in evaluators:
+            self._clock.enter(Part.EVALUATION)
+            measured |= evaluator.measure(step)
+            self._clock.enter(Part.OTHER)
         self._state.measured.update(measured)
         return measured
 

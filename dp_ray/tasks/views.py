@@ -108,7 +108,7 @@ def prepare(context: Context) -> None:
     job = context.job
     dataset = context.dataset(job, job.dataset_key)
     if job.task == "train":
-        if job.eval is not None:
-            context.dataset(job.over_eval(), "eval.dataset")
+        for evaluation in job.evaluations:
+            context.dataset(job.over_eval(evaluation), evaluation.dataset_key)
         job = with_schedule(job, split_of(job, len(dataset)))
     replace(context, job=job).place()
