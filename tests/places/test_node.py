@@ -156,6 +156,6 @@ def test_a_mistake_in_the_command_is_told_at_once(tmp_path: Path) -> None:
     }
     with hosts_in(tmp_path) as hosts:
         for command in cases:
-            hosts.start(0, *command)
+            hosts.start(0, *command, hosts=1, meet="")
         assert hosts.statuses() == [2] * len(cases), hosts.said(0)
         assert all(says in hosts.said(0) for says in cases.values()), hosts.said(0)
