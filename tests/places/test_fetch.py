@@ -282,6 +282,7 @@ def program(*args: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("variables_kept")
 def test_a_run_comes_through_the_cluster(trained: Path, cluster: Cluster, tmp_path: Path) -> None:
     """And large files, of any bytes, come as they are; the cluster keeps nothing of it."""
     there = tmp_path / "there" / "trained"
