@@ -126,6 +126,19 @@ def test_another_host_is_killed_and_comes_again(hosts: Hosts, tmp_path: Path) ->
 
 
 @places
+def test_if_the_first_ray_does_not_start_all_hosts_end_at_once(hosts: Hosts, tmp_path: Path) -> None:
+    """Also one that comes only then."""
+    (tmp_path / "broken_head").touch()
+    for rank in (0, 1):
+        hosts.start(rank, "run", job_in(tmp_path), hosts=3)
+    hosts.wait_until_said(0, "waits for host 2, to tell it so")
+    hosts.start(2, "run", job_in(tmp_path), hosts=3)
+    assert hosts.statuses() == [1, 1, 1], hosts.all_said()
+    for rank in range(3):
+        assert "Ray cannot be started on" in hosts.said(rank) and "this Ray is broken" in hosts.said(rank)
+
+
+@places
 def test_a_host_whose_ray_does_not_start_is_named(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "broken").touch()
     for rank in (0, 1):
