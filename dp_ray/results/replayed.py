@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
+from dp_ray.plan.packing import Part
 from dp_ray.results.text import in_columns
 from dp_ray.text import counted, listed, relative
 
@@ -27,7 +28,7 @@ class ReplayedRow(NamedTuple):
     shard: int
     position: int
     gradient: float | None = None
-    parts: tuple[tuple[int, int, int], ...] = ()
+    parts: tuple[Part, ...] = ()
 
     @property
     def number(self) -> float | None:

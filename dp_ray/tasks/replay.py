@@ -305,7 +305,7 @@ def _looked(findings: Findings, dataset: Any) -> dict[str, Any]:
     ):
         for at, (sample, position) in enumerate(zip(indices.tolist(), shard.positions, strict=True)):
             number = losses.values[at] if losses.values else None
-            place, parts = (sample, shard.shard, position), tuple(map(tuple, parts_of(dataset, sample)))
+            place, parts = (sample, shard.shard, position), tuple(parts_of(dataset, sample))
             if losses.of_batch is None:
                 rows.append(ReplayedRow(number, *place, parts=parts))
             else:
