@@ -7,6 +7,7 @@ Begin at `blocks.Blocks`, the base of most of them: samples lie in blocks, which
 >>> Parquet("s3://bucket/train/*.parquet", columns=["image", "label"])  # doctest: +SKIP
 """
 
+from dp_ray.data.mix import Mix
 from dp_ray.data.stream import Stream
 from dp_ray.data.tables import Arrow, Parquet
 from dp_ray.data.text import Csv, JsonLines
@@ -19,6 +20,7 @@ __all__ = [
     "Csv",
     "Images",
     "JsonLines",
+    "Mix",
     "Parquet",
     "Stream",
     "Tokens",

@@ -13,11 +13,11 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
 from dp_ray.job.plan import has_evaluations, plan_of
-from dp_ray.job.samples import block_rows_of
+from dp_ray.job.samples import mixture_of, order_of
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, faults_for
 from dp_ray.monitor.in_process import ONE_AT_A_TIME
-from dp_ray.plan.costs import GIB, MemoryPlan, PackedRows, Plan
+from dp_ray.plan.costs import GIB, MemoryPlan, PackedRows, Plan, planned_sources
 from dp_ray.rundir.claim import Resume, Wanted, check_claim
 from dp_ray.rundir.settled import run_of, settled, taken_over
 from dp_ray.rundir.unfinished import resumption
@@ -68,6 +68,8 @@ def plan_job(job: Job) -> Plan:
         datasets = _datasets(job)
         plan = _plan_to_claim(job, _rows_of(datasets))
         plan = dataclasses.replace(plan, packed=_packed(job, datasets))
+        if (mixture := mixture_of(datasets["dataset"])) is not None:
+            plan = dataclasses.replace(plan, sources=planned_sources(mixture, plan.split))
         if job.device_map is not None:
             from dp_ray.engine.model import plan_blocks
 
@@ -118,13 +120,17 @@ def _datasets(job: Job) -> dict[str, Any]:
 
     Raises JobError if the job shuffles blocks of a dataset, but nothing says what they are.
     """
+    return {name: len(dataset) for name, dataset in _datasets(job).items()}
+
+
+def _datasets(job: Job) -> dict[str, Any]:
     runs_over = {"dataset": (job, job.dataset_key)}
     if has_evaluations(job):
         runs_over["eval.dataset"] = (job.over_eval(), "eval.dataset")
     built = {}
     for name, (over, key) in runs_over.items():
         dataset = seeded_dataset(over, key)
-        block_rows_of(over, dataset)
+        order_of(over, dataset)
         built[name] = dataset
     return built
 

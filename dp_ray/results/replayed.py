@@ -28,6 +28,7 @@ class ReplayedRow(NamedTuple):
     shard: int
     position: int
     gradient: float | None = None
+    source: tuple[str, int, int] | None = None  # of a mixture: the row's source, its epoch, and its index there
     parts: tuple[Part, ...] = ()
 
     @property
@@ -36,9 +37,20 @@ class ReplayedRow(NamedTuple):
         return self.loss if self.gradient is None else self.gradient
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; without `gradient` and `parts` if there are none."""
-        values = {**self._asdict(), "parts": [list(part) for part in self.parts] or None}
-        return {key: value for key, value in values.items() if key not in ("gradient", "parts") or value is not None}
+        """Return plain JSON values; without `gradient`, a source and `parts` if there are none."""
+        values = {key: value for key, value in self._asdict().items() if key not in ("source", "parts")}
+        values |= {"parts": [list(part) for part in self.parts]} if self.parts else {}
+        if self.source is not None:
+            values |= dict(zip(("source", "source_epoch", "source_index"), self.source, strict=True))
+        return {key: value for key, value in values.items() if key != "gradient" or value is not None}
+
+    @property
+    def name(self) -> str:
+        """The sample, for people: its index, or of a mixture the row of its source."""
+        if self.source is None:
+            return str(self.sample)
+        name, epoch, index = self.source
+        return f"{name} {index}, epoch {epoch}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,7 @@ class Looked:
         has_samples = any(row.sample is not None for row in self.rows)
         table = [(what, *(["sample"] if has_samples else []), "shard", "position")]
         for row in self.rows[:shown]:
-            sample = [str(row.sample)] if has_samples else []
+            sample = [row.name] if has_samples else []
             table.append((_number(row.number), *sample, str(row.shard), str(row.position)))
         yield in_columns(table)
         yield from _more(len(self.rows) - shown)

@@ -23,6 +23,7 @@ from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
 from dp_ray.errors import JobError
 from dp_ray.job.plan import split_of, with_schedule
+from dp_ray.job.samples import mixture_of
 from dp_ray.plan.split import Split, Work
 from dp_ray.results.replayed import (
     Replayed,
@@ -299,17 +300,18 @@ def _replayed_pass(place: int, found: PassFindings, dataset: Any) -> ReplayedPas
 
 def _looked(findings: Findings, dataset: Any) -> dict[str, Any]:
     """Return the values of a `Looked`."""
-    rows = []
+    rows, mixture = [], mixture_of(dataset)
     for (_, indices, _), shard, losses in (
         (found.loaded, found.loaded.shard, found.losses) for found in findings.shards
     ):
         for at, (sample, position) in enumerate(zip(indices.tolist(), shard.positions, strict=True)):
             number = losses.values[at] if losses.values else None
-            place, parts = (sample, shard.shard, position), tuple(parts_of(dataset, sample))
-            if losses.of_batch is None:
-                rows.append(ReplayedRow(number, *place, parts=parts))
-            else:
-                rows.append(ReplayedRow(losses.of_batch, *place, number, parts=parts))
+            source = None if mixture is None else mixture.row(sample)
+            place = sample, shard.shard, position
+            row = ReplayedRow(number, *place, source=source, parts=tuple(parts_of(dataset, sample)))
+            if losses.of_batch is not None:
+                row = row._replace(loss=losses.of_batch, gradient=number)
+            rows.append(row)
     rows.sort(key=lambda row: _falling(row.number))
     return {
         "row_losses": "; ".join(dict.fromkeys(shard.losses.how for shard in findings.shards)),

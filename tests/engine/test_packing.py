@@ -21,10 +21,11 @@ import dp_ray
 from dp_ray.data import Parquet, Stream, Tokens
 from dp_ray.driver.planning import plan_job
 from dp_ray.engine.loading import seeded_dataset
-from dp_ray.engine.packing import Packed, packed, packings, parts_of
+from dp_ray.engine.packing import Packed, packings, parts_of
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Pack
+from dp_ray.job.samples import order_of
 from dp_ray.plan import packing
 from dp_ray.plan.order import Order
 from jobs.gpt import Gpt
@@ -317,27 +318,34 @@ def test_a_replay_tells_the_rows_of_a_window(tmp_path: Path) -> None:
     assert any(line.startswith(f"sample {again.rows[0].sample} is packed of ") for line in again.lines())
 
 
-class Mixed(Dataset[Any]):
-    """What a mixture does for packing."""
-
-    def __init__(self, sources: dict[str, Any]) -> None:
-        self.sources = sources
-
-    def with_sources(self, change: Any) -> "Mixed":
-        return Mixed({name: change(name, source) for name, source in self.sources.items()})
-
-    def locate(self, index: int) -> tuple[str, int, int]:
-        return "b", 0, index
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sources.values()))
+def mixed(**more: Any) -> dict[str, Any]:
+    lists, texts = {"target": f"{HERE}:Lists", "args": {"rows": [[7] * 40, [8] * 30]}}, f"{HERE}:Texts"
+    weights = [{"from": 0, "a": "1/4", "b": "3/4"}, {"from": 20, "a": "1/2", "b": "1/2"}]
+    args = {"sources": {"a": lists, "b": texts}, "weights": weights, "stop": {"rows": 40}, **more}
+    return {"target": "dp_ray.data:Mix", "args": args}
 
 
 def test_the_sources_of_a_mixture_are_packed_each_by_itself() -> None:
-    made = packed(job_of(), Mixed({"a": Lists([[1] * 20]), "b": Lists([[2] * 40])}), "dataset")
-    assert {name: len(own) for name, own in made.sources.items()} == {"a": 2, "b": 3}
-    assert [own.name for own in packings(made)] == ["dataset.a", "dataset.b"]
-    assert parts_of(made, 1) == [(0, 16, 32)]
+    job = job_of(dataset=mixed(fields=["input_ids"]), shuffle=False)
+    dataset = seeded_dataset(job)
+    assert [(own.name, len(own)) for own in packings(dataset)] == [("dataset.a", 5), ("dataset.b", 16)]
+    order = order_of(job, dataset).indices(0, 40).tolist()
+    of_sources = [dataset.locate(sample) for sample in order]
+    assert [name for name, _, _ in of_sources].count("a") == 20 // 4 + 20 // 2
+    for sample, (name, _, index) in zip(order, of_sources, strict=True):
+        assert parts_of(dataset, sample) == dataset.sources[name].parts(index)
+        assert torch.equal(dataset[sample]["input_ids"], dataset.sources[name][index]["input_ids"])
+
+
+@pytest.mark.slow
+def test_a_training_on_a_packed_mixture_is_the_same_on_any_workers(tmp_path: Path) -> None:
+    found = []
+    for workers in (1, 3):
+        job = job_of(dataset=mixed(), workers=workers, shards=3, bitwise=True, batch_size=8)
+        run_group(job, tmp_path / str(workers))
+        found.append(history_of(tmp_path / str(workers)))
+    assert found[0] == found[1] and len(found[0]) == 10
+    assert all({"loss_of_a", "loss_of_b"} <= row.keys() for row in found[0])
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
