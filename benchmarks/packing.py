@@ -18,14 +18,14 @@ from benchmarks.measure import alternate
 from benchmarks.table import Row, rate_text
 from jobs.gpt import Texts
 
-LENGTH, DOCUMENTS = 512, 128  # of each source
+LENGTH, DOCUMENTS = 512, 256
 WINDOWS, ROWS = 8, 16  # in a batch
 REPEATS = 3
 OTHERS = {"streaming": "mosaicml-streaming", "litdata": "litdata"}
 KEYS: dict[str, Any] = {
     "task": "train",
     "model": {"target": "jobs.gpt:Gpt", "args": {"length": LENGTH}},
-    "dataset": {"target": "jobs.gpt:Texts", "args": {"longest": LENGTH, "documents": DOCUMENTS}},
+    "dataset": {"target": "jobs.gpt:Texts", "args": {"source": "code", "longest": LENGTH, "documents": DOCUMENTS}},
     "call": "kwargs",
     "shuffle": True,
     "workers": 2,
@@ -59,7 +59,7 @@ def measure() -> list[Row]:
     for module, package in OTHERS.items():
         if find_spec(module) is None:
             print(f"packing: no row beside {package}: it is not installed", file=sys.stderr)
-    tokens = int(Texts(longest=LENGTH, documents=DOCUMENTS).sizes.sum())
+    tokens = int(Texts("code", LENGTH, DOCUMENTS).sizes.sum())
     with scratch() as folder, local_ray():
 
         def rate(side: dict[str, Any]) -> float:
