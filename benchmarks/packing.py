@@ -18,7 +18,7 @@ from benchmarks.measure import alternate
 from benchmarks.table import Row, rate_text
 from jobs.gpt import Texts
 
-LENGTH, DOCUMENTS = 512, 256
+LENGTH, DOCUMENTS = 512, 128
 WINDOWS, ROWS = 8, 16  # in a batch
 REPEATS = 3
 OTHERS = {"streaming": "mosaicml-streaming", "litdata": "litdata"}
