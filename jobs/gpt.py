@@ -48,8 +48,6 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if index >= len(self):
-            raise IndexError(index)
         end = int(self.ends[index])
         return {"input_ids": self.numbers[end - int(self.sizes[index]) : end]}
 

@@ -120,10 +120,6 @@ def _datasets(job: Job) -> dict[str, Any]:
 
     Raises JobError if the job shuffles blocks of a dataset, but nothing says what they are.
     """
-    return {name: len(dataset) for name, dataset in _datasets(job).items()}
-
-
-def _datasets(job: Job) -> dict[str, Any]:
     runs_over = {"dataset": (job, job.dataset_key)}
     if has_evaluations(job):
         runs_over["eval.dataset"] = (job.over_eval(), "eval.dataset")

@@ -229,7 +229,7 @@ def test_a_training_goes_on_anywhere_with_another_number_of_workers(
 @pytest.mark.parametrize("processes", [0, 2])
 def test_blocks_of_files_are_read_for_their_windows_alone(processes: int, tmp_path: Path) -> None:
     """A training on two workers, by blocks, from Parquet: the same bits as from lists."""
-    rows = Texts().rows * 60
+    rows = [*Texts().rows] * 60
     pq.write_table(pa.table({"input_ids": rows}), tmp_path / "a.parquet", row_group_size=100)
     found: list[Any] = []
     for data, more in (
