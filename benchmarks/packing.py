@@ -1,7 +1,7 @@
 """A small GPT on rows of several lengths, packed, against the same padded; two workers.
 
-A side is a whole run. Its figure is the tokens of the rows, which are the same on both sides, by the seconds of the
-workers' loops. Padded, a batch is as long as its longest row. About as many tokens are in a batch of both.
+A side is a whole run. Its figure is the tokens of the rows, which are the same on both sides, by the seconds of its
+steps but the first two. Padded, a batch is as long as its longest row. About as many tokens are in a batch of both.
 """
 
 import sys
@@ -18,14 +18,15 @@ from benchmarks.measure import alternate
 from benchmarks.table import Row, rate_text
 from jobs.gpt import Texts
 
-LENGTH, DOCUMENTS = 512, 128
-WINDOWS, ROWS = 8, 16  # in a batch
+LENGTH, DOCUMENTS = 512, 384
+WINDOWS, ROWS = 8, 24  # in a batch
+WARM_UP = 2  # steps
 REPEATS = 3
 OTHERS = {"streaming": "mosaicml-streaming", "litdata": "litdata"}
 KEYS: dict[str, Any] = {
     "task": "train",
     "model": {"target": "jobs.gpt:Gpt", "args": {"length": LENGTH}},
-    "dataset": {"target": "jobs.gpt:Texts", "args": {"source": "code", "longest": LENGTH, "documents": DOCUMENTS}},
+    "dataset": {"target": "jobs.gpt:Texts", "args": {"source": "words", "longest": LENGTH, "documents": DOCUMENTS}},
     "call": "kwargs",
     "shuffle": True,
     "workers": 2,
@@ -59,18 +60,20 @@ def measure() -> list[Row]:
     for module, package in OTHERS.items():
         if find_spec(module) is None:
             print(f"packing: no row beside {package}: it is not installed", file=sys.stderr)
-    tokens = int(Texts("code", LENGTH, DOCUMENTS).sizes.sum())
+    tokens = int(Texts("words", LENGTH, DOCUMENTS).sizes.sum())
     with scratch() as folder, local_ray():
 
         def rate(side: dict[str, Any]) -> float:
-            return tokens / _seconds(folder, side)
+            return tokens * _rate(folder, side)
 
         pairs = alternate(lambda: rate(PACKED), lambda: rate(PADDED), REPEATS)
     what = f"packing: a GPT on {tokens:,} tokens in rows of up to {LENGTH}, 2 workers"
     return [compared(what, pairs, lambda value: rate_text(value).replace("rows", "tokens"), "padded", at_least(1.0))]
 
 
-def _seconds(folder: Path, side: dict[str, Any]) -> float:
-    """The seconds of the slower worker's loop."""
+def _rate(folder: Path, side: dict[str, Any]) -> float:
+    """The share of an epoch in a second."""
     result = dp_ray.run(**{**KEYS, **side}, storage=str(folder), quiet=True)
-    return float(max(worker["loop_seconds"] for worker in result.workers))
+    steps = result.history[WARM_UP:]
+    share = sum(step["rows"] for step in steps) / sum(step["rows"] for step in result.history)
+    return float(share / sum(step["rows"] / step["rows_per_second"] for step in steps))

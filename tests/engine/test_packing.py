@@ -408,7 +408,7 @@ def some() -> Any:
 @pytest.mark.parametrize(
     ("pack", "says"),
     [
-        ({"length": 1, "how": "cut"}, r"pack\.length: "),
+        ({"length": 0, "how": "cut"}, r"pack\.length: "),
         ({"length": 8}, r"pack\.how: is missing"),
         ({"length": 8, "how": "best"}, r"pack\.how: must be 'cut' or 'whole'"),
         ({"length": 8, "how": "cut", "fields": ["a", "a"]}, "pack: fields names 'a' twice"),
