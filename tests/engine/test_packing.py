@@ -262,6 +262,8 @@ def test_an_evaluation_packs_its_dataset_too(tmp_path: Path) -> None:
     keys = {"eval": {"dataset": f"{HERE}:Texts"}, "workers": 0, "storage": str(tmp_path), "epochs": 1}
     result = dp_ray.run(job_of(**keys), quiet=True)
     assert math.isfinite(result.metrics["eval_loss"])
+    page = (Path(result.run_dir) / "report.html").read_text()
+    assert "tokens are packed into" in page, "the page has the plan"
     assert [own.key for own in plan_job(job_of(**{**keys, "storage": str(tmp_path / "other")})).packed] == [
         "dataset",
         "eval.dataset",
@@ -380,6 +382,8 @@ def test_lengths_must_be_numbers() -> None:
             DataError, match=r"lengths\('input_ids'\) must give one whole number from 0 up for each of the 2"
         ):
             Packed(Told([[1], [2]], lengths=lengths), Pack(length=2, how="cut"))
+    with pytest.raises(DataError, match=r"dataset: lengths\('input_ids'\) raised KeyError"):
+        Packed(Told([[1], [2]]), Pack(length=2, how="cut"))
     with pytest.raises(DataError, match="row 1 of dataset: has 1 tokens now, and had 2 when the rows were packed"):
         Packed(Told([[1], [2]], lengths=[1, 2]), Pack(length=3, how="cut"))[0]
 
