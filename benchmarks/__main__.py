@@ -9,6 +9,7 @@ from benchmarks.table import heading, line
 NAMES = (
     *("run", "commands", "session", "predict", "outputs", "train", "faults", "reports", "growth", "order"),
     *("feeds", "ahead", "start", "pages", "metrics", "sharding", "tax", "parallel", "loops", "mixture"),
+    "packing",
 )
 
 

@@ -590,7 +590,7 @@ class Outputs(Strict):
 class Pack(Strict):
     """Rows of tokens, joined to windows of one length: a window is then a sample of the job."""
 
-    length: Annotated[int, Field(ge=2)]
+    length: PositiveInt
     """The tokens of a window."""
     how: Literal["cut", "whole"]
     """cut: all rows are one stream, which is cut anywhere. whole: rows stay whole; those that fill a window best are

@@ -84,26 +84,6 @@ class PlacedBlock:
 
 
 @dataclass(frozen=True)
-class PlannedSource:
-    """A source of a mixture: its name, how many rows it has, and how many a run takes of it, in all epochs."""
-
-    name: str
-    size: int
-    rows: int
-
-
-def planned_sources(mixture: Mixture, split: Split) -> tuple[PlannedSource, ...]:
-    """Return what a run takes of the sources of a mixture."""
-    taken, (epochs, steps) = dict.fromkeys(mixture.names, 0), split.cursor(split.total_steps)
-    for epoch in range(epochs + (steps > 0)):
-        stop = split.rows_kept if epoch < epochs else steps * split.batch_size
-        for name, rows in mixture.counts_between(epoch, 0, stop).items():
-            taken[name] += rows
-    named = zip(mixture.names, mixture.sizes, strict=True)
-    return tuple(PlannedSource(name, size, taken[name]) for name, size in named)
-
-
-@dataclass(frozen=True)
 class PackedRows:
     """How a dataset's rows are packed: `empty` is the share of the windows' places without a token.
 
@@ -124,6 +104,26 @@ class PackedRows:
             f"{self.length:,}: {100 * self.empty:.1f} % of these are empty; batches of rows would be "
             f"{100 * self.padding_before:.1f} % padding"
         )
+
+
+@dataclass(frozen=True)
+class PlannedSource:
+    """A source of a mixture: its name, how many rows it has, and how many a run takes of it, in all epochs."""
+
+    name: str
+    size: int
+    rows: int
+
+
+def planned_sources(mixture: Mixture, split: Split) -> tuple[PlannedSource, ...]:
+    """Return what a run takes of the sources of a mixture."""
+    taken, (epochs, steps) = dict.fromkeys(mixture.names, 0), split.cursor(split.total_steps)
+    for epoch in range(epochs + (steps > 0)):
+        stop = split.rows_kept if epoch < epochs else steps * split.batch_size
+        for name, rows in mixture.counts_between(epoch, 0, stop).items():
+            taken[name] += rows
+    named = zip(mixture.names, mixture.sizes, strict=True)
+    return tuple(PlannedSource(name, size, taken[name]) for name, size in named)
 
 
 @dataclass(frozen=True)
