@@ -128,8 +128,8 @@ def _groups(names: Sequence[str], evals: Sequence[NamedEval]) -> dict[str, list[
     values = {name: name.removeprefix("eval_" if each is None else each.prefix) for name, each in by.items()}
     bare = dict.fromkeys(value.replace("epoch_loss", "loss") for value in values.values())
     order = [*(name for name in bare if name not in LAST), *(name for name in LAST if name in bare)]
-    # The value itself comes first.
-    of_each = sorted(drawn, key=lambda name: name.startswith("eval_"))
+    # The value itself comes first, and then the evaluations in their order.
+    of_each = sorted(drawn, key=lambda name: -1 if (each := by[name]) is None else evals.index(each))
     groups = {name: [title for title in of_each if values[title] == name] for name in order}
     if "epoch_loss" in drawn:
         groups["loss"].insert(1, "epoch_loss")
