@@ -132,8 +132,8 @@ def _groups(names: Sequence[str], evals: Sequence[NamedEval]) -> dict[str, list[
     values |= {name: kind for kind in (LOSS_OF, ROWS_OF) for name in drawn if name.startswith(kind)}
     bare = dict.fromkeys(value.replace("epoch_loss", "loss") for value in values.values())
     order = [*(name for name in bare if name not in LAST), *(name for name in LAST if name in bare)]
-    # The value itself comes first.
-    of_each = sorted(drawn, key=lambda name: name.startswith("eval_"))
+    # The value itself comes first, and then the evaluations in their order.
+    of_each = sorted(drawn, key=lambda name: -1 if (each := by[name]) is None else evals.index(each))
     groups = {name: [title for title in of_each if values[title] == name] for name in order}
     if "epoch_loss" in drawn:
         groups["loss"].insert(1, "epoch_loss")

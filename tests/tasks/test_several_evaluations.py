@@ -58,6 +58,9 @@ KEYS: dict[str, Any] = {
     "epochs": 3,  # 15 steps
     "metrics": METRICS,
     "eval": {"test": TEST, "hard": HARD},
+    "checkpoint": {
+        "every_steps": 5
+    },  # by steps alone: the history's pieces have the columns of what was measured by then
 }
 RECALLS = [f"eval_hard_recall_{at}" for at in range(3)]
 OF_TEST = ["eval_test_loss", "eval_test_right", *(f"eval_test_recall_{at}" for at in range(3))]
@@ -146,8 +149,32 @@ def test_each_has_the_bits_of_the_same_evaluation_by_itself(tmp_path: Path) -> N
             list(values.values()) for values in both.values()
         ]
         assert list(alone) == list(both)
-    both, alone_weights = weights_of(tmp_path / "both"), weights_of(tmp_path / "test")
-    assert all(torch.equal(both[key], alone_weights[key]) for key in alone_weights)
+    theirs, mine = weights_of(tmp_path / "test"), weights_of(tmp_path / "both")
+    assert theirs.keys() == mine.keys() and all(torch.equal(theirs[key], mine[key]) for key in mine)
+
+
+def spread(outputs: torch.Tensor, target: torch.Tensor) -> float:
+    """The standard deviation over the whole batch."""
+    return outputs.std().item()
+
+
+@pytest.mark.parametrize("over", ["shard", "batch"])
+def test_what_sees_the_whole_batch_is_measured_where_it_is_named(tmp_path: Path, over: str) -> None:
+    """Also beside a loss that does. The hard set is one batch, so the oracle needs no mean of batches."""
+    metrics = {**RIGHT, "spread": {"target": f"{HERE}:spread", "over": "batch"}}
+    hard = {"dataset": f"{HERE}:Noisy", "batch_size": 17, "metrics": ["spread"]}
+    loss = {"target": "torch.nn:CrossEntropyLoss", "over": over}
+    evals = {"test": {**TEST, "metrics": ["right"]}, "hard": hard}
+    run_group(made(workers=2, metrics=metrics, eval=evals, loss=loss), tmp_path)
+    last, model, data = history_of(tmp_path)[-1], training.mlp().eval(), Noisy()
+    model.load_state_dict(weights_of(tmp_path))
+    with torch.no_grad():
+        outputs = model(data.inputs)
+    assert last["eval_hard_spread"] == pytest.approx(spread(outputs, data.targets), rel=1e-5)
+    assert last["eval_hard_loss"] == pytest.approx(measured_by_torch(model, data)["loss"], rel=1e-5)
+    assert {name for name in last if name.startswith("eval_")} == {
+        *("eval_test_loss", "eval_test_right", "eval_hard_loss", "eval_hard_spread"),
+    }
 
 
 class KilledAt(StepControl):
