@@ -15,7 +15,19 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Read the data",
         "What an item gives to the model, and how batches are read.",
-        ("inputs", "target", "call", "collate", "batch_dim", "order", "drop_last", "loader", "on_error", "skip"),
+        (
+            "inputs",
+            "target",
+            "call",
+            "collate",
+            "pack",
+            "batch_dim",
+            "order",
+            "drop_last",
+            "loader",
+            "on_error",
+            "skip",
+        ),
     ),
     (
         "Train",
@@ -70,6 +82,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 LINKS: dict[str, str] = {
     "model": "[More](job-file.md#inputs-and-outputs)",
     "dataset": "[More](data.md)",
+    "pack": "[Packing](packing.md)",
     "shuffle": "[Large files](data.md#shuffling-large-files)",
     "loss": "[What a loss returns](losses.md#what-a-loss-returns)",
     "loss.over": "[More](losses.md#a-loss-over-the-whole-batch)",
