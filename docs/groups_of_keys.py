@@ -122,7 +122,7 @@ LINKS: dict[str, str] = {
     "env": "[Security](security.md)",
     "strategy": "[Sharding](sharding.md)",
     "fsdp": "[Blocks](sharding.md#blocks)",
-    "fsdp.mixed_precision": "[Half precision](sharding.md#half-precision)",
+    "fsdp.mixed_precision": "[Half precision](sharding.md#run-it)",
     "activation_checkpointing": "[More](memory.md#activation-checkpointing)",
     "device_map": "[More](devices.md#let-dp_ray-place-them)",
     "trackers": "[Trackers](trackers.md)",
