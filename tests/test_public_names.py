@@ -30,6 +30,7 @@ OF_DATA = {
     "Csv": ["paths", "columns", "types", "decode", "delimiter", "names", "cache_bytes"],
     "Images": ["paths", "classes", "height", "width"],
     "JsonLines": ["paths", "columns", "types", "decode", "cache_bytes"],
+    "Mix": ["sources", "weights", "stop", "fields"],
     "Parquet": ["paths", "columns", "decode", "cache_bytes"],
     "Stream": ["iterable", "rows", "decode", "files", "batch_size", "shards"],
     "WebDataset": ["paths", "columns", "decode", "cache_bytes"],

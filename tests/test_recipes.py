@@ -1,4 +1,4 @@
-"""The recipes: docs/recipes.md, and those of docs/training.md for dict items and losses that are one number."""
+"""docs/recipes.md, and docs/losses.md and docs/steps.md for dict items and losses that are one number."""
 
 import functools
 import importlib
@@ -122,7 +122,7 @@ BEFORE_AND_AFTER = [
 
 @pytest.mark.parametrize(("before", "after"), BEFORE_AND_AFTER)
 def test_the_three_losses_of_one_number(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Written as for one GPU they are an error; written as docs/training.md says, they are what they were there."""
+    """Written as for one GPU they are an error; written as docs/losses.md says, they are what they were there."""
     with pytest.raises(ProcessExit, match="returned one number for a shard") as raised:
         run_group(job_of(**before), tmp_path / "before")
     assert "(loss * n, n)" in str(raised.value)
@@ -229,7 +229,7 @@ def test_a_loss_with_weights_of_classes_shows_no_step_of_another_mean(tmp_path: 
 
 
 def test_the_recipe_stands_in_the_docs() -> None:
-    page = (ROOT / "docs" / "training.md").read_text()
+    page = (ROOT / "docs" / "steps.md").read_text()
     assert '{"loss": (outputs.loss * n, n), "outputs": outputs.logits, "target": batch["labels"]}' in page
 
 

@@ -135,7 +135,7 @@ def take(kind: type[T], options: dict[str, Any]) -> T:
     return kind(**{name: options.pop(name) for name in signature(kind).parameters if name in options})
 
 
-class Begun(NamedTuple):
+class EarlyStart(NamedTuple):
     """What starts while torch is imported, for the workers of the jobs; None if they do not need it."""
 
     fork_server: "ForkServer | None" = None
@@ -143,7 +143,7 @@ class Begun(NamedTuple):
 
 
 @contextmanager
-def announced(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> Iterator[Begun]:
+def announced(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> Iterator[EarlyStart]:
     """Print what begins, and begin to connect to Ray if a single job needs it; the end of the block ends both.
 
     The block begins once Ray is connected or has failed: a Ray that starts takes over the environment, which the
@@ -152,7 +152,7 @@ def announced(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbo
     name = jobs[0].run_name
     with workers_begun(name, jobs, address, is_quiet) as server:
         if len(jobs) > 1 or jobs[0].max_workers == 0:
-            yield Begun(server)  # a session connects with the keys of all jobs
+            yield EarlyStart(server)  # a session connects with the keys of all jobs
             return
         from dp_ray.cluster.connect import AWAIT_SECONDS, connected_early, what_begins, what_is_awaited
 
@@ -164,7 +164,7 @@ def announced(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbo
             raise_put_off()
             with if_longer(AWAIT_SECONDS, lambda: say_unless_quiet(f"{name}: {what_is_awaited(address)}", is_quiet)):
                 connection.wait()
-            yield Begun(server, connection)
+            yield EarlyStart(server, connection)
 
 
 @contextmanager

@@ -115,7 +115,7 @@ SHOWN = ("name", "id", "status", "started", "seconds", "exit_status")
 
 
 def _row(job: Any) -> dict[str, Any]:
-    from dp_ray.cluster.submit import STATUSES, exit_status_of, name_of
+    from dp_ray.cluster.submit import STATUSES, job_exit_status, name_of
 
     started = None if job.start_time is None else datetime.fromtimestamp(job.start_time / 1000).astimezone()
     ended = datetime.now().timestamp() if not job.end_time else job.end_time / 1000
@@ -125,7 +125,7 @@ def _row(job: Any) -> dict[str, Any]:
         "status": STATUSES[job.status],
         "started": started and started.isoformat(timespec="seconds"),
         "seconds": started and round(ended - started.timestamp(), 1),
-        "exit_status": exit_status_of(job) if job.status.is_terminal() else None,
+        "exit_status": job_exit_status(job) if job.status.is_terminal() else None,
         "entrypoint": job.entrypoint,
         "message": job.message,
     }

@@ -4,7 +4,7 @@ Begin at `kinds.Workers`, which runs jobs and serves modules: `own.OwnWorkers` i
 `workers.StartedWorkers` follows; `serving.RayServing` is the driver's side of a module's calls. On a worker, begin at
 `loop.train_loop_per_worker`; the actor of `channel.py` is between them. `policies.py` runs in Ray Train's controller,
 `internals/` holds each private interface of Ray.
-See docs/how-it-works.md and docs/places/.
+See docs/contributing/how-it-runs.md and docs/places/.
 """
 
 import logging

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TextIO
 
 
-class Request(NamedTuple):
+class ForkRequest(NamedTuple):
     """A request of `forked_worker`: its own arguments, environment, working directory, blocked signals and files.
 
     `is_leader` says that it has a process group of its own, with which Ray ends what a worker has started.
@@ -37,7 +37,7 @@ def main(listening: int, path: list[str], modules: list[str], light: Sequence[st
     """Import modules with `path` as sys.path, and fork workers until stdin ends: first `light`, then `modules`.
 
     Of the workers that are asked for meanwhile, the first `num_light` do not wait for `modules`. In each worker,
-    `serve` returns what it is to be.
+    `fork_for_each` returns what it is to be.
     """
     own_path = [
         folder for folder in sys.path[1:] if folder not in python_path(os.environ)
@@ -45,7 +45,9 @@ def main(listening: int, path: list[str], modules: list[str], light: Sequence[st
     sys.path[:] = path
     import_all(light)
     with socket.socket(fileno=listening) as listener:
-        request = serve_meanwhile(listener, num_light, lambda: import_all(modules)) or serve(listener, sys.stdin)
+        request = serve_meanwhile(listener, num_light, lambda: import_all(modules)) or fork_for_each(
+            listener, sys.stdin
+        )
     if request is not None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         take_place(request)
@@ -64,14 +66,14 @@ def import_all(modules: Sequence[str]) -> None:
     gc.enable()
 
 
-def serve_meanwhile(listener: socket.socket, num_workers: int, do: Callable[[], object]) -> Request | None:
+def serve_meanwhile(listener: socket.socket, num_workers: int, do: Callable[[], object]) -> ForkRequest | None:
     """Do something, while a helper forks as many workers. In a worker return the request, else None."""
     end, held = os.pipe()
     helper = os.fork()
     if helper == 0:
         os.close(held)
         with open(end) as until:  # which ends if the server is killed, too
-            request = serve(listener, until, num_workers)
+            request = fork_for_each(listener, until, num_workers)
         if request is None:
             os._exit(0)
         return request
@@ -83,7 +85,7 @@ def serve_meanwhile(listener: socket.socket, num_workers: int, do: Callable[[], 
     return None
 
 
-def serve(listener: socket.socket, until: TextIO, most: int | None = None) -> Request | None:
+def fork_for_each(listener: socket.socket, until: TextIO, most: int | None = None) -> ForkRequest | None:
     """Fork a worker for each request, `most` in all. In a worker return the request, else None once `until` ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
     while most != 0:
@@ -108,12 +110,12 @@ def serve(listener: socket.socket, until: TextIO, most: int | None = None) -> Re
     return None
 
 
-def received(connection: socket.socket) -> Request:
+def received(connection: socket.socket) -> ForkRequest:
     """Return the request that comes through a connection, to its end."""
     data, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     with connection.makefile("rb") as rest:
         arguments, environment, folder, blocked, is_leader = marshal.loads(data + rest.read())
-    return Request(arguments, environment, folder, blocked, is_leader, files)
+    return ForkRequest(arguments, environment, folder, blocked, is_leader, files)
 
 
 def python_path(environment: Mapping[str, str]) -> list[str]:
@@ -121,7 +123,7 @@ def python_path(environment: Mapping[str, str]) -> list[str]:
     return [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
-def take_place(request: Request) -> None:
+def take_place(request: ForkRequest) -> None:
     """Make this process what the requesting one is: group, files, environment, folder, arguments, blocked signals."""
     if request.is_leader:
         os.setpgid(0, 0)

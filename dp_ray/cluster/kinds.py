@@ -27,7 +27,7 @@ class Serving(Protocol):
     pickler: ClassVar[type[Pickler]]  # its class of what goes to the workers: that of Ray, or PicklerHere
 
     def ready(self) -> list[Any]:
-        """Return the workers that are there, each a Member, in the order of their ranks in one process group.
+        """Return the workers that are there, each a ServingWorker, in the order of their ranks in one process group.
 
         Others have come in the place of lost ones, or will be returned once they have.
         """

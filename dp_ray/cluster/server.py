@@ -18,7 +18,7 @@ from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, encoded, send
 from dp_ray.cluster.group import place_of_worker, process_group, report, with_devices
 from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.internals.train_worker import messages
-from dp_ray.cluster.serving_messages import Join, Leave, Serves, framed, unframed
+from dp_ray.cluster.serving_messages import JoinGroup, LeaveGroup, Serves, framed, unframed
 from dp_ray.engine.world import leave_group
 from dp_ray.errors import WorkerError
 from dp_ray.messages import Ending, Finished, WorkerExit
@@ -75,11 +75,11 @@ def _await_end(channel: Any, job_number: int) -> None:
 
 def _answer(message: Any, served: Served, channel: Any, group: ExitStack) -> Any:
     match message:
-        case Leave():
+        case LeaveGroup():
             leave_group()
             group.close()
             return None
-        case Join(attempt=attempt, world=world, backend=backend, local_world_size=local):
+        case JoinGroup(attempt=attempt, world=world, backend=backend, local_world_size=local):
             try:
                 with waiting("the group to form"):
                     group.enter_context(process_group(channel, attempt, world, backend, None, local))

@@ -21,13 +21,13 @@ from ray.exceptions import RayActorError, RayError
 
 from dp_ray.cluster.channel import receive
 from dp_ray.cluster.resources import resources_text
-from dp_ray.cluster.serving_messages import Join, Leave, Serves, framed, unframed
+from dp_ray.cluster.serving_messages import JoinGroup, LeaveGroup, Serves, framed, unframed
 from dp_ray.engine.world import World
 from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Failed, Finished, Interrupted, Note, Starting, Waits, error_of
 from dp_ray.rundir.numerics import Numerics, difference, kinds_of, refusal
-from dp_ray.tasks.wire import Lost, Member, has_left
+from dp_ray.tasks.wire import Lost, ServingWorker, has_left
 from dp_ray.text import counted
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ GROUPS = 8  # that may fail to form, one after the other
 
 
 @dataclass(eq=False, kw_only=True)
-class RayMember(Member):
+class RayMember(ServingWorker):
     """A worker that serves, on Ray; `slot` is its rank among those that were started."""
 
     slot: int
@@ -155,7 +155,9 @@ class RayServing:
             self._await(lambda: bool(self.members))
             if not self._has_changed:
                 return list(self.members)
-            if any(isinstance(answer, Lost) for answer in self.ask(dict.fromkeys(self.members, Leave())).values()):
+            if any(
+                isinstance(answer, Lost) for answer in self.ask(dict.fromkeys(self.members, LeaveGroup())).values()
+            ):
                 continue
             self._lost_since = None
             failed = [answer for answer in self.ask(self._joins()).values() if answer is not None]
@@ -163,7 +165,7 @@ class RayServing:
             self._has_changed = bool(failed)
         raise ClusterError(f"the workers cannot form a process group: {why}")
 
-    def _joins(self) -> dict[RayMember, Join]:
+    def _joins(self) -> dict[RayMember, JoinGroup]:
         from dp_ray.cluster.workers import backend_of  # here: it comes with Ray Train
 
         members = self.members
@@ -182,7 +184,7 @@ class RayServing:
                 device=torch.device(member.place.device),
             )
             attempt = f"{self._job_number}-{self._num_groups}"
-            joins[member] = Join(attempt, world, backend, node_ids.count(member.place.node_id))
+            joins[member] = JoinGroup(attempt, world, backend, node_ids.count(member.place.node_id))
         return joins
 
     def keep_one_kind(self) -> None:

@@ -21,11 +21,11 @@ class Serves(NamedTuple):
     handle: Any
 
 
-class Leave(NamedTuple):
+class LeaveGroup(NamedTuple):
     """Leave the process group. So it is known, before another one is formed, who is there."""
 
 
-class Join(NamedTuple):
+class JoinGroup(NamedTuple):
     """Form a process group; the answer is why it could not be formed, None if it was."""
 
     attempt: str

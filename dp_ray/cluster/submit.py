@@ -183,7 +183,7 @@ class Follower:
         self._print(self.dashboard.logs(self.submission)[self.printed :])  # what came after the last look
         if ended.status == JobStatus.FAILED and ended.driver_exit_code is None:
             raise ClusterError(f"the job did not run to its end: {ended.message}")
-        return exit_status_of(ended)
+        return job_exit_status(ended)
 
     async def _tail(self) -> None:
         skipped = 0
@@ -197,7 +197,7 @@ class Follower:
         self.printed += len(text)
 
 
-def exit_status_of(job: JobDetails) -> int:
+def job_exit_status(job: JobDetails) -> int:
     """Return the exit status of a job that has ended: its driver's; 130 of one that was stopped."""
     if job.status == JobStatus.SUCCEEDED:
         return DONE

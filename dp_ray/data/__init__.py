@@ -7,10 +7,26 @@ Begin at `blocks.Blocks`, the base of most of them: samples lie in blocks, which
 >>> Parquet("s3://bucket/train/*.parquet", columns=["image", "label"])  # doctest: +SKIP
 """
 
+from dp_ray.data.mix import Mix
 from dp_ray.data.stream import Stream
 from dp_ray.data.tables import Arrow, Parquet
 from dp_ray.data.text import Csv, JsonLines
+from dp_ray.data.tokens import Tokens, cu_seqlens, document_mask
 from dp_ray.data.values import float_image, image
 from dp_ray.data.webdataset import Images, WebDataset
 
-__all__ = ["Arrow", "Csv", "Images", "JsonLines", "Parquet", "Stream", "WebDataset", "float_image", "image"]
+__all__ = [
+    "Arrow",
+    "Csv",
+    "Images",
+    "JsonLines",
+    "Mix",
+    "Parquet",
+    "Stream",
+    "Tokens",
+    "WebDataset",
+    "cu_seqlens",
+    "document_mask",
+    "float_image",
+    "image",
+]

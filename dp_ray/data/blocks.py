@@ -19,9 +19,10 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from torch.utils.data import Dataset
 
-from dp_ray.data.files import File
+from dp_ray.data.files import File, kept_numbers
 from dp_ray.data.values import MissingValue, RowNumbers
 from dp_ray.errors import DataError
+from dp_ray.tables import Numbers
 
 READ_AT_ONCE = 8  # of what is needed now
 AHEAD_AT_ONCE = 4  # in the background
@@ -242,11 +243,19 @@ class Blocks(Dataset[Item], Generic[BlockSource]):
             yield
         except MissingValue as error:
             number = int(np.searchsorted(self._starts, index % len(self), side="right")) - 1
-            file, first = self._blocks[number].file, number
-            while first and self._blocks[first - 1].file is file:
-                first -= 1
-            row = self._starts[number] - self._starts[first] + error.row
-            raise DataError(f"row {row} of {file}, counted from 0: {error}") from None
+            raise DataError(f"{self.where(int(self._starts[number]) + error.row)}: {error}") from None
+
+    def where(self, index: int) -> str:
+        """Name the file of a sample, and its row there."""
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        file, first = self._blocks[number].file, number
+        while first and self._blocks[first - 1].file is file:
+            first -= 1
+        return f"row {index - self._starts[first]} of {file}, counted from 0"
+
+    def kept(self, kind: str, of: str, build: Callable[[], Numbers]) -> Numbers:
+        """Return numbers about these samples, kept beside the first file, if they were made `of` the same."""
+        return kept_numbers(self.files[0], kind, of, build)
 
     def _by_block(self, indices: Sequence[int]) -> Iterator[tuple[RowNumbers, Any, RowNumbers]]:
         """For each block with samples at the indices, return their places in these, its contents, and their rows."""
@@ -279,6 +288,11 @@ class Blocks(Dataset[Item], Generic[BlockSource]):
     def reads_ahead(self) -> bool:
         """Whether there is room in memory for blocks that are read ahead."""
         return self._cache.most_bytes > 0
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are."""
+        return len(self._blocks)
 
     @property
     def blocks_held(self) -> int:

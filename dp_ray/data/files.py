@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
@@ -23,6 +24,7 @@ from pyarrow import fs as pafs
 from dp_ray.errors import DataError, StorageError
 from dp_ray.records import IGNORE, Record
 from dp_ray.storage import Storage, is_text
+from dp_ray.tables import Numbers, array_of, numbers
 from dp_ray.text import hide, listed
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -67,15 +69,17 @@ class File:
         return isinstance(self.folder.fs, pafs.LocalFileSystem)
 
 
-def find_files(paths: Paths, suffixes: Sequence[str]) -> list[File]:
+def find_files(paths: Paths | File, suffixes: Sequence[str]) -> list[File]:
     """Return the files in a folder, of a glob, of a list of these, or at a URL of pyarrow's file systems, by name.
 
     In a folder, files that end with one of `suffixes` count, in any case of letters and at any depth. Wildcards match
     any suffix. Names that begin with a dot or an underscore are hidden: they are left out, unless the path or that
     part of the pattern begins so too. A list keeps its order.
 
-    Raises DataError, which names the path, if there are none.
+    A file that was found already is taken as it is. Raises DataError, which names the path, if there are none.
     """
+    if isinstance(paths, File):
+        return [paths]
     texts = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if not texts:
         raise DataError("no files were given: an empty list")
@@ -317,6 +321,33 @@ def index_of(file: File, kind: str, build: Callable[[], tuple[list[Stretch], pa.
     built = Index(file.size, file.version, stretches, text)
     INDEX_JSON.write(file.folder, built, name)
     return built
+
+
+def kept_numbers(file: File, kind: str, of: str, build: Callable[[], Numbers]) -> Numbers:
+    """Return the numbers kept beside a file, if they were made `of` the same, else what `build` gives.
+
+    New ones are kept if the folder may be written: as an Arrow file, which is mapped into memory on a local disk.
+    `kind` is a part of its name. Raises what `build` raises.
+    """
+    folder, _, base = file.name.rpartition("/")
+    name = f"{folder}/.{base}.{quote(kind, safe=' =+,')}.arrow".lstrip("/")
+    of = f"{of}, form {VERSION}"
+    with (
+        suppress(StorageError, OSError, pa.ArrowException, ValueError, TypeError),  # they are made anew
+        pa.memory_map(file.folder.file(name)) if file.is_local else file.folder.open(name) as stream,
+    ):
+        reader = pa.ipc.open_file(stream)
+        if (reader.schema.metadata or {}).get(b"of") == of.encode():
+            return numbers(reader.get_batch(0).column(0))
+    made = build()
+    table = pa.record_batch([array_of(made)], pa.schema([("numbers", pa.from_numpy_dtype(made.dtype))], {"of": of}))
+    with (
+        suppress(StorageError, OSError),
+        file.folder.writing(name) as out,
+        pa.ipc.new_file(out, table.schema) as writer,
+    ):
+        writer.write_batch(table)
+    return made
 
 
 def read_stretch(file: File, stretch: Stretch) -> bytes:

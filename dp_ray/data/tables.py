@@ -3,9 +3,11 @@
 The rows of a block are given one by one as items, or many at once as columns.
 """
 
+import copy
+import functools
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
@@ -14,18 +16,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from pyarrow import compute as pc
 
 from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, BlockSource, Cache, Item
-from dp_ray.data.files import File, Paths, find_files, in_threads, with_retries
+from dp_ray.data.files import File, Paths, find_files, in_threads, kept_numbers, with_retries
 from dp_ray.data.values import Decode, Decoder, RowNumbers, decode_of, decoded, dicts, row_getter, stacked
 from dp_ray.errors import DataError
+from dp_ray.tables import Numbers, numbers
 from dp_ray.text import did_you_mean, listed
 
 ColumnValues = np.ndarray[Any, Any]
 
 FOOTER_BYTES = 64 << 20  # of footers kept in each process
 FIRST_MESSAGE = 8  # where it lies in an Arrow file
-RECORD_BATCH = 3  # the type of its message in Arrow's format
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+SCHEMA, RECORD_BATCH = 1, 3  # the types of their messages in Arrow's format
 
 
 class TableBlock:
@@ -106,6 +111,49 @@ class Tabular(Blocks[BlockSource]):
                     values |= some[0] if some else {}
         return values
 
+    def lengths(self, column: str) -> Numbers:
+        """Return how many numbers the list in a column has, for each row; what was found is kept beside each file.
+
+        Raises DataError for a column that is not read or holds no lists, and for a missing list.
+        """
+        if column not in self._columns:
+            raise DataError(
+                f"{self.files[0]}: no column {column!r} is read{did_you_mean(column, self._columns)}; those that "
+                f"are: {listed(self._columns)}"
+            )
+        if column in (self._decode or {}):  # what a decoder makes of it, no file can tell
+            return np.array([len(item[column]) for item in self], np.int64)
+        alone = copy.copy(self)
+        alone._columns = [column]
+        of_files: dict[str, list[Block[BlockSource]]] = {}
+        for block in self._blocks:
+            of_files.setdefault(str(block.file), []).append(block)
+
+        def look(blocks: list[Block[BlockSource]]) -> Numbers:
+            file = blocks[0].file
+            return kept_numbers(
+                file, f"lengths-{column}", f"{file.size}, {file.version}", lambda: alone._list_lengths(blocks)
+            )
+
+        found = in_threads(look, list(of_files.values()))
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _list_lengths(self, blocks: Sequence[Block[BlockSource]]) -> Numbers:
+        """Return the lengths of the lists in the only column that is read."""
+        (name,), sizes = self._columns, []
+        for block in blocks:
+            table = with_retries(functools.partial(self._table, block), str(block), block.file.is_local)
+            column = table.column(name) if name in table.column_names else None
+            is_list = column is not None and (pa.types.is_list(column.type) or pa.types.is_large_list(column.type))
+            if column is None or not (is_list or pa.types.is_fixed_size_list(column.type)):
+                kind = "nothing" if column is None else str(column.type)
+                raise DataError(f"{block}: column {name!r} holds {kind}, where lists of numbers are needed")
+            if column.null_count:
+                row = column.is_null().to_pylist().index(True)
+                raise DataError(f"{block}: row {row} of it has no list in column {name!r}; fill it, or leave it out")
+            sizes.append(numbers(pc.list_value_length(column)).astype(np.uint32))
+        return np.concatenate(sizes) if sizes else np.empty(0, np.uint32)
+
     def _place(
         self,
         columns: dict[str, ColumnValues],
@@ -156,7 +204,7 @@ class ColumnFiles(Tabular[int]):
 
     def __init__(
         self,
-        paths: Paths,
+        paths: Paths | File,
         columns: Sequence[str] | None = None,
         decode: Decode | None = None,
         cache_bytes: int = CACHE_BYTES,
@@ -229,6 +277,8 @@ def _footer(stream: pa.NativeFile) -> tuple[pq.FileMetaData, int]:
 class Arrow(ColumnFiles):
     """The rows of Arrow files (Feather); a record batch is read at once. The parameters are those of `Parquet`.
 
+    Files in Arrow's stream format are read too: those of `datasets` are in it.
+
     >>> import dp_ray
     >>> from pyarrow import feather
     >>> import pyarrow
@@ -241,8 +291,31 @@ class Arrow(ColumnFiles):
     SUFFIXES = (".arrow", ".feather")
     BLOCK = "record batch"
 
+    def __init__(
+        self,
+        paths: Paths | File,
+        columns: Sequence[str] | None = None,
+        decode: Decode | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self._in_stream: dict[str, list[int]] = {}  # where the record batches of each file in the stream format begin
+        super().__init__(paths, columns, decode, cache_bytes)
+
+    def _open(self, file: File) -> pa.NativeFile:
+        return file.open()
+
     def _look(self, file: File) -> tuple[list[str], list[int]]:
-        with file.open() as stream, pa.ipc.open_file(stream) as reader:
+        with self._open(file) as stream:
+            return self._look_at_stream(file, stream) if _is_stream(stream) else self._look_at_file(stream)
+
+    def _look_at_stream(self, file: File, stream: pa.NativeFile) -> tuple[list[str], list[int]]:
+        batches = list(_batches_of_stream(stream))
+        self._in_stream[str(file)] = [at for at, _ in batches]
+        stream.seek(0)
+        return pa.ipc.read_schema(stream).names, [rows for _, rows in batches]
+
+    def _look_at_file(self, stream: pa.NativeFile) -> tuple[list[str], list[int]]:
+        with pa.ipc.open_file(stream) as reader:
             if (sizes := _rows_of_batches(stream)) is None:  # of another layout, which pyarrow reads as a whole only
                 sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
             elif len(sizes) != reader.num_record_batches:
@@ -258,10 +331,49 @@ class Arrow(ColumnFiles):
             return reader.schema.names, sizes
 
     def _table(self, block: Block[int]) -> pa.Table:
-        with block.file.open() as stream, pa.ipc.open_file(stream) as reader:
-            table = pa.Table.from_batches([reader.get_batch(block.source)])
+        with self._open(block.file) as stream:
+            if (starts := self._in_stream.get(str(block.file))) is None:
+                batch = pa.ipc.open_file(stream).get_batch(block.source)
+            else:
+                stream.seek(0)
+                schema = pa.ipc.read_schema(stream)
+                stream.seek(starts[block.source])
+                batch = pa.ipc.read_record_batch(pa.ipc.read_message(stream), schema)
+            table = pa.Table.from_batches([batch])
             table.validate(full=True)  # Arrow has no checksums: a wrong offset would point to other memory
             return table.select(self._columns)
+
+
+def _is_stream(stream: pa.NativeFile) -> bool:
+    """Return whether an Arrow file is in the stream format, which begins with a message."""
+    begin: bytes = stream.read_at(4, 0)
+    return begin == b"\xff\xff\xff\xff"
+
+
+def _batches_of_stream(stream: pa.NativeFile) -> Iterator[tuple[int, int]]:
+    """Yield where each record batch of a file in the stream format begins, and its rows, from the messages' heads.
+
+    Raises ArrowInvalid for a file that is damaged, or that has dictionaries.
+    """
+    at, size, has_schema = 0, stream.size(), False
+    while stream.read_at(8, at) != END_OF_STREAM:
+        mark, length = struct.unpack("<iI", stream.read_at(8, at).ljust(8, b"\0"))
+        if mark != -1 or at + 8 + length > size:
+            raise pa.ArrowInvalid(f"there is no whole message at byte {at}")
+        try:
+            head = stream.read_at(length, at + 8)
+            message = _number(head, 0, "<I")
+            kind, body = _field(head, message, 1, "<B"), _field(head, message, 3, "<Q")
+            if kind == RECORD_BATCH:
+                yield at, _field(head, _below(head, message, 2), 0, "<q")
+            elif kind != SCHEMA or has_schema:
+                raise pa.ArrowInvalid("it holds dictionaries, or no rows; write it anew without dictionaries")
+            has_schema = True
+        except struct.error as error:
+            raise pa.ArrowInvalid(f"the head of the message at byte {at} is damaged: {error}") from None
+        at += 8 + length + body
+    if at + len(END_OF_STREAM) != size:
+        raise pa.ArrowInvalid(f"its last message ends at byte {at}, and it has {size} bytes")
 
 
 def _rows_of_batches(stream: pa.NativeFile) -> list[int] | None:

@@ -4,18 +4,20 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from dp_ray.driver.checks import check_targets, lacking_here
 from dp_ray.engine.loading import seeded_dataset
+from dp_ray.engine.packing import packings
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
 from dp_ray.job.plan import has_evaluations, plan_of
-from dp_ray.job.samples import block_rows_of
+from dp_ray.job.samples import mixture_of, order_of
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, faults_for
 from dp_ray.monitor.in_process import ONE_AT_A_TIME
-from dp_ray.plan.costs import GIB, MemoryPlan, Plan
+from dp_ray.plan.costs import GIB, MemoryPlan, PackedRows, Plan, planned_sources
 from dp_ray.rundir.claim import Resume, Wanted, check_claim
 from dp_ray.rundir.settled import run_of, settled, taken_over
 from dp_ray.rundir.unfinished import resumption
@@ -36,7 +38,8 @@ class Prepared:
 
     def cut_as(self, job: Job) -> "Prepared":
         """Return the same, with this job's number of shards."""
-        return Prepared(job, plan_of(job, self.plan.rows), self.faults)
+        plan = plan_of(job, self.plan.rows)
+        return Prepared(job, dataclasses.replace(plan, packed=self.plan.packed), self.faults)
 
 
 def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
@@ -48,8 +51,9 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
         check_targets(job)  # stdout is kept free of what user code prints
         for error in lacking_here(job):
             raise error
-        rows = dataset_rows(job)
-    return Prepared(job, plan_of(job, rows, taken_over(asked, job)), faults)
+        datasets = _datasets(job)
+    plan = plan_of(job, _rows_of(datasets), taken_over(asked, job))
+    return Prepared(job, dataclasses.replace(plan, packed=_packed(job, datasets)), faults)
 
 
 def plan_job(job: Job) -> Plan:
@@ -61,7 +65,11 @@ def plan_job(job: Job) -> Plan:
     job = job.for_task()
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
         check_targets(job)
-        plan = _plan_to_claim(job, dataset_rows(job))
+        datasets = _datasets(job)
+        plan = _plan_to_claim(job, _rows_of(datasets))
+        plan = dataclasses.replace(plan, packed=_packed(job, datasets))
+        if (mixture := mixture_of(datasets["dataset"])) is not None:
+            plan = dataclasses.replace(plan, sources=planned_sources(mixture, plan.split))
         if job.device_map is not None:
             from dp_ray.engine.model import plan_blocks
 
@@ -107,17 +115,27 @@ def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
         return plan_memory(job.for_task(), gpu_bytes)
 
 
-def dataset_rows(job: Job) -> dict[str, int]:
-    """Return the lengths of the job's datasets: its task's own as `dataset`, and a training's `eval.dataset`.
+def _datasets(job: Job) -> dict[str, Any]:
+    """Return the job's datasets: its task's own as `dataset`, and a training's `eval.dataset`.
 
     Raises JobError if the job shuffles blocks of a dataset, but nothing says what they are.
     """
     runs_over = {"dataset": (job, job.dataset_key)}
     if has_evaluations(job):
         runs_over["eval.dataset"] = (job.over_eval(), "eval.dataset")
-    rows = {}
+    built = {}
     for name, (over, key) in runs_over.items():
         dataset = seeded_dataset(over, key)
-        block_rows_of(over, dataset)
-        rows[name] = len(dataset)
-    return rows
+        order_of(over, dataset)
+        built[name] = dataset
+    return built
+
+
+def _rows_of(datasets: Mapping[str, Any]) -> dict[str, int]:
+    return {name: len(dataset) for name, dataset in datasets.items()}
+
+
+def _packed(job: Job, datasets: Mapping[str, Any]) -> tuple[PackedRows, ...]:
+    """Return how the rows of the datasets are packed, of those whose rows are."""
+    over = {"dataset": job, "eval.dataset": job.over_eval() if "eval.dataset" in datasets else job}
+    return tuple(own.described(over[name]) for name, dataset in datasets.items() for own in packings(dataset))

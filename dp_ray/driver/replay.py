@@ -82,11 +82,11 @@ def _step_of_loop(context: Context, history: StepRows, choice: StepChoice, debug
     if not debugs:
         return
     # Only now it is known which pass to debug, and the weights have changed since: the steps run once more.
-    passes = [one for one in replayed.passes if one.call == "backward"]
+    passes = [found for found in replayed.passes if found.call == "backward"]
     if not passes:
         context.say("the step has no pass, so there is nothing to debug")
         return
-    spoilt = next((one for one in passes if one.output or one.gradient), passes[0])
+    spoilt = next((found for found in passes if found.output or found.gradient), passes[0])
     context.say(f"once more, up to {spoilt.title}")
     LoopAgain(context, history, choice).debug(
         spoilt.place, lambda look, findings, of_loop: _debug(look, findings, context.say, of_loop)
@@ -166,7 +166,7 @@ def _debug(
     If all is finite, it stops in the function of a pass `of_loop`, which may call any part of the model.
     """
     found = findings.output or findings.gradient
-    shards = [one.loaded for one in findings.shards if found is None or one.loaded.shard.shard == found.shard]
+    shards = [each.loaded for each in findings.shards if found is None or each.loaded.shard.shard == found.shard]
     if not shards:
         say("no rows, so there is nothing to debug")
         return

@@ -3,5 +3,5 @@
 Nothing here knows of Ray: the same code runs in one process and in processes of torch.distributed.
 
 Begin reading at `trainer.py`: a `TrainingStep` trains on a global batch. A prediction begins at `prediction.predict`.
-docs/how-it-works.md tells the story of a step.
+docs/contributing/how-it-runs.md tells the story of a step.
 """

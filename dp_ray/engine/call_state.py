@@ -245,5 +245,5 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def bits_differ(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
     """Return whether the bits of two tensors of one form differ, for each pair; waits for a GPU once."""
     if pairs and pairs[0][0].device.type != "cpu":
-        return torch.stack([(as_bytes(one) != as_bytes(two)).any() for one, two in pairs]).tolist()
-    return [not torch.equal(as_bytes(one), as_bytes(two)) for one, two in pairs]
+        return torch.stack([(as_bytes(now) != as_bytes(before)).any() for now, before in pairs]).tolist()
+    return [not torch.equal(as_bytes(now), as_bytes(before)) for now, before in pairs]

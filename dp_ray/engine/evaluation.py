@@ -34,14 +34,17 @@ from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bound, build, keeps_state, resolve
+from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
 
 NO_LOSS = Weighted(torch.zeros(()), math.inf)  # of a step that gives none in an evaluation: no weight, no mean
 
 
-def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
+def build_metrics(job: Job, mixture: Mixture | None = None) -> tuple[Metrics, dict[str, Any]]:
     """Build the job's metrics: the functions of (outputs, target), and by name the torchmetrics objects.
+
+    With the `mixture` of a training's dataset, its loss is measured by source, too.
 
     Raises JobError if a metric cannot be imported, built or called, or put together from the states of shards.
     """
@@ -58,7 +61,7 @@ def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
         (states if keeps_state(made) else functions)[name] = made
         if keeps_state(made) and job.num_shards > 1:
             check_merges(name, made)
-    return Metrics(functions, job.batch_dim), states
+    return Metrics(functions, job.batch_dim, mixture), states
 
 
 def check_watched(job: Job, states: Mapping[str, Any]) -> None:

@@ -123,11 +123,11 @@ class InspectedPass(LoopPass):
 @contextmanager
 def gradients_apart(model: nn.Module) -> Iterator[None]:
     """Give the parameters their gradients of before after the block: the loop may hold some."""
-    held = [(one, one.grad) for one in model.parameters()]
-    for one, _ in held:
-        one.grad = None
+    held = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in held:
+        parameter.grad = None
     try:
         yield
     finally:
-        for one, gradient in held:
-            one.grad = gradient
+        for parameter, gradient in held:
+            parameter.grad = gradient

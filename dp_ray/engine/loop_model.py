@@ -72,16 +72,16 @@ class LoopModel(TrainedModel):
         if not modules or not all(isinstance(module, nn.Module) for module in modules):
             got = listed(dict.fromkeys(type(module).__qualname__ for module in modules)) or "no part"
             raise ModelError(f"step.backward: of is a part of run.model, or a list of parts, and got {got}")
-        names = {id(one): name for name, one in self.model.named_parameters()}
-        own = [one for module in modules for one in module.parameters()]
-        if any(id(one) not in names for one in own):
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        own = [parameter for module in modules for parameter in module.parameters()]
+        if any(id(parameter) not in names for parameter in own):
             raise ModelError(f"step.backward: {listed(self.names_of(modules))} is no part of run.model")
-        return {names[id(one)]: one for one in own if one.requires_grad}
+        return {names[id(parameter)]: parameter for parameter in own if parameter.requires_grad}
 
     def look_for_foreign(self, tensors: Iterable[Any]) -> None:
         """Note the parameters outside the model that graphs of these tensors reach: nothing sums their gradients."""
-        own = {id(one) for one in self.model.parameters()}
-        nodes = [one.grad_fn for one in tensors if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+        own = {id(parameter) for parameter in self.model.parameters()}
+        nodes = [leaf.grad_fn for leaf in tensors if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         seen = set(nodes)
         while nodes:
             node = nodes.pop()
@@ -96,15 +96,15 @@ class LoopModel(TrainedModel):
     def only(self, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Have all other parameters need no gradient while the block runs."""
         ids = set(map(id, trained.values()))
-        named = self.model.named_parameters()
-        self.constant = {name: one for name, one in named if one.requires_grad and id(one) not in ids}
-        for one in self.constant.values():
-            one.requires_grad_(False)
+        others = [(name, other) for name, other in self.model.named_parameters() if id(other) not in ids]
+        self.constant = {name: other for name, other in others if other.requires_grad}
+        for parameter in self.constant.values():
+            parameter.requires_grad_(False)
         try:
             yield
         finally:
-            for one in self.constant.values():
-                one.requires_grad_(True)
+            for parameter in self.constant.values():
+                parameter.requires_grad_(True)
 
     def pass_for(
         self, loss: OfRows, over: Any, modules: Sequence[nn.Module], trained: dict[str, nn.Parameter]
@@ -130,8 +130,8 @@ class LoopModel(TrainedModel):
         pieces = worker_pieces(rows, self.split.shards, world.world_size, world.rank)
         shards = [Shard(loaded.step, shard, start, stop, loaded.whole.epoch) for shard, start, stop in pieces]
         read = [
-            LoadedShard(one, np.asarray(one.positions), cut(batch, one.start, one.stop, job.batch_dim))
-            for one in shards
+            LoadedShard(shard, np.asarray(shard.positions), cut(batch, shard.start, shard.stop, job.batch_dim))
+            for shard in shards
         ]
         return LoadedStep(loaded.step, shards, read, Shard(loaded.step, -1, 0, rows, loaded.whole.epoch))
 
@@ -159,7 +159,7 @@ class LoopModel(TrainedModel):
 
         Raises ModelError if it left gradients, or logged other names than the first step.
         """
-        left = [name for name, one in self.model.named_parameters() if one.grad is not None]
+        left = [name for name, parameter in self.model.named_parameters() if parameter.grad is not None]
         if left:
             raise ModelError(
                 f"step {step.number}: the gradient of {listed(left)} is left at the step's end; update it "
@@ -169,7 +169,7 @@ class LoopModel(TrainedModel):
         self.calls.read()
         device = self.placement.world.device
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        updates = {n: (one.learning_rate, zero) for n, one in enumerate(self.optimizer_step.each)} | step.updated
+        updates = {n: (each.learning_rate, zero) for n, each in enumerate(self.optimizer_step.each)} | step.updated
         numbers = dict(logged)
         for number in range(1, len(updates)):
             numbers[f"learning_rate_{number}"], numbers[f"gradient_norm_{number}"] = updates[number]
@@ -184,7 +184,7 @@ class LoopModel(TrainedModel):
         sums = torch.zeros(4, dtype=torch.float64, device=device) if step.sums is None else step.sums
         if step.sums is None and self.watch is not None:  # without a pass: it counts the steps
             self.watch.take(step.number, sums[0] if self.is_on_gpu else 0.0)
-        cells = [_scalar(one, device) for name in self.measured[1:] for one in (numbers[name], 1.0)]
+        cells = [_scalar(value, device) for name in self.measured[1:] for value in (numbers[name], 1.0)]
         step.sums = torch.cat([sums[:2], torch.stack(cells), sums[2:]]) if cells else sums
         step.updated[0] = updates.get(0, (float("nan"), zero))
         step.loaded = step.loaded._replace(loaded=())  # frees the batches before those of the next step are read
@@ -192,8 +192,8 @@ class LoopModel(TrainedModel):
     def close(self) -> None:
         """Stop the threads of the reductions, and let the model be freed."""
         self.calls.close()
-        for one in self._passes.values():
-            one.close()
+        for loop_pass in self._passes.values():
+            loop_pass.close()
 
 
 class LoopPass(Pass):
@@ -246,14 +246,14 @@ class LoopPass(Pass):
     def _refuse(self, batch: Any) -> NoReturn:
         """Raise ModelError for a loss that trains nothing of its pass; it names what the loss does depend on."""
         constant = self._model.constant
-        for one in constant.values():
-            one.requires_grad_(True)
+        for parameter in constant.values():
+            parameter.requires_grad_(True)
         value = self.function(batch)
         total = value[0] if isinstance(value, tuple | list) else value
         found: Sequence[Any] = [None] * len(constant)
         if total.requires_grad and constant:
             found = torch.autograd.grad(total.sum(), list(constant.values()), allow_unused=True)
-        reached = [name.partition(".")[0] for name, one in zip(constant, found, strict=True) if one is not None]
+        reached = [name.partition(".")[0] for name, grad in zip(constant, found, strict=True) if grad is not None]
         but = f", but on those of {listed(dict.fromkeys(reached))}" if reached else ""
         raise ModelError(
             f"the loss does not depend on any parameter of {self._label}{but}; name in `of` what it trains"
@@ -271,10 +271,10 @@ class LoopPass(Pass):
         if not trained:
             raise ModelError(f"step {loaded.step}: {self._label} has no parameter that requires a gradient")
         self._earlier = None
-        if any(one.grad is not None for one in trained):
-            self._earlier = [None if one.grad is None else one.grad.clone() for one in trained]
-            for one in trained:
-                one.grad = None
+        if any(parameter.grad is not None for parameter in trained):
+            self._earlier = [None if parameter.grad is None else parameter.grad.clone() for parameter in trained]
+            for parameter in trained:
+                parameter.grad = None
         super().run(loaded, on_shard, number)
 
     def finish(self, weight: Any, loaded: LoadedStep, is_empty: bool) -> None:
@@ -287,19 +287,19 @@ class LoopPass(Pass):
             gradients.weigh(weight if self.loss.is_of_rows else rows, rows, loaded.step)
         if has_peers():
             self._leave_buckets()
-        for one, before in zip(gradients.trained.values(), self._earlier or (), strict=False):
+        for parameter, before in zip(gradients.trained.values(), self._earlier or (), strict=False):
             if before is not None:
-                one.grad = before if one.grad is None else before.add_(one.grad)
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         self._earlier = None
 
     def _leave_buckets(self) -> None:
         """Give the gradients memory of their own: the loop may hold them while this pass runs again."""
         trained = self.optimizer_step.trained.values()
-        held = [one for one in trained if one.grad is not None and not one.grad.is_sparse]
+        held = [parameter for parameter in trained if parameter.grad is not None and not parameter.grad.is_sparse]
         if held:
-            own = torch._foreach_mul([one.grad for one in held], 1.0)  # type: ignore[misc]
-            for one, gradient in zip(held, own, strict=True):
-                one.grad = gradient
+            own = torch._foreach_mul([parameter.grad for parameter in held], 1.0)  # type: ignore[misc]
+            for parameter, gradient in zip(held, own, strict=True):
+                parameter.grad = gradient
 
 
 class SameCalls:

@@ -116,7 +116,7 @@ def _batch(job: Job, dataset: Any, split: Split) -> Any:
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardMemory:
     """The bytes that a pass over one shard held, by device.
 
     `peak` is the most in a forward and a backward without the optimizer's state, and `step_peak` the most in the
@@ -225,7 +225,7 @@ class FakeShard:
     rows: int
     on_gpu: bool
 
-    def whole(self) -> Held:
+    def whole(self) -> ShardMemory:
         """Return what a worker holds that has the whole model."""
         with _fake(self.job) as mode:
             devices = fake_devices(self.job.num_devices)
@@ -235,7 +235,7 @@ class FakeShard:
                 held = _forward_backward(model, live, [run])
                 return held if self.job.task != "train" else self._with_optimizer(model, live, held)
 
-    def sharded(self, workers: int, shards: int) -> Held:
+    def sharded(self, workers: int, shards: int) -> ShardMemory:
         """Return what one of `workers` holds that shard the model; it runs `shards` of a batch, one after another."""
         world, adding = World(world_size=workers), self.job.model_copy(update={"bitwise": False})
         with _fake(self.job) as mode, pretended(workers):
@@ -283,7 +283,7 @@ class FakeShard:
 
         return infer
 
-    def _with_optimizer(self, model: nn.Module, live: LiveMemory, held: Held) -> Held:
+    def _with_optimizer(self, model: nn.Module, live: LiveMemory, held: ShardMemory) -> ShardMemory:
         """Run the optimizer's step on the present gradients, to measure its state and its peak."""
         optimizer = build_optimizer(self.job.optimizer, model)
         for group in optimizer.param_groups:
@@ -295,7 +295,7 @@ class FakeShard:
         return replace(held, optimizer=state, step_peak=Counter(live.peak))
 
 
-def _whole(job: Job, held: Held, split: Split) -> Iterator[WorkerMemory]:
+def _whole(job: Job, held: ShardMemory, split: Split) -> Iterator[WorkerMemory]:
     """Yield the memory of workers that hold the whole model each."""
     names = job.devices or [f"cuda:{number}" for number in range(job.num_devices)]
     places = list(zip(map(str, fake_devices(job.num_devices)), names, strict=True))
@@ -308,7 +308,7 @@ def _whole(job: Job, held: Held, split: Split) -> Iterator[WorkerMemory]:
         yield WorkerMemory("ddp", workers, shards, devices)
 
 
-def _device(held: Held, at: str, name: str, copies: int, grows: bool, averages: bool) -> DeviceMemory:
+def _device(held: ShardMemory, at: str, name: str, copies: int, grows: bool, averages: bool) -> DeviceMemory:
     """Return what a device holds; `copies` are the gradients of all parameters that are there at a time.
 
     A job that `averages` holds parameters and buffers twice.
@@ -335,7 +335,9 @@ def _copies_of_gradient(job: Job, workers: int, shards: int) -> int:
     return most + (workers > 1 and len(mine) > 1)  # DDP's buckets, into which the last shard's sums are copied
 
 
-def _sharded(job: Job, shard: FakeShard, whole: Held, alone: WorkerMemory, split: Split) -> Iterator[WorkerMemory]:
+def _sharded(
+    job: Job, shard: FakeShard, whole: ShardMemory, alone: WorkerMemory, split: Split
+) -> Iterator[WorkerMemory]:
     """Yield the memory of workers that hold a part of the model each; nothing if the job cannot run so."""
     try:
         job = Job.make({**dict(job), "strategy": "fsdp"}, job.run_name)
@@ -360,7 +362,7 @@ def _sharded(job: Job, shard: FakeShard, whole: Held, alone: WorkerMemory, split
             )
 
 
-def _part(job: Job, held: Held, whole: Held, seen: int, workers: int, on_gpu: bool) -> DeviceMemory:
+def _part(job: Job, held: ShardMemory, whole: ShardMemory, seen: int, workers: int, on_gpu: bool) -> DeviceMemory:
     """Return what one of `workers` holds, by a pass that has seen what one of another number of them holds.
 
     Sharded tensors are in inverse proportion to the workers; nothing else depends on them.
@@ -386,7 +388,7 @@ def _part(job: Job, held: Held, whole: Held, seen: int, workers: int, on_gpu: bo
 
 def _forward_backward(
     model: nn.Module, live: LiveMemory, runs: Sequence[RunShard], sharded: Sharded | None = None
-) -> Held:
+) -> ShardMemory:
     """Run the shards of a step one after another, and count."""
     parameters, buffers = list(map(local, model.parameters())), list(map(local, model.buffers()))
     live.keep([*parameters, *buffers])
@@ -400,7 +402,7 @@ def _forward_backward(
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     sizes = (_bytes(parameters), _bytes(gradients), _bytes(buffers))
     growing = tuple((kept - static[at], most) for (at, kept), most in live.beside.items())
-    return Held(*sizes, Counter(live.peak_activations), Counter(live.peak), Counter(), Counter(), growing)
+    return ShardMemory(*sizes, Counter(live.peak_activations), Counter(live.peak), Counter(), Counter(), growing)
 
 
 def _tell_gradients(sharded: Sharded, live: LiveMemory) -> None:

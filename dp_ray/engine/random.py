@@ -43,10 +43,14 @@ def has_drawn(number: int) -> bool:
 def own_generators(owner: Any) -> list[Generator]:
     """Return the generators that are attributes of a dataset, of datasets that it wraps, or of a model's modules."""
     owners: list[Any] = list(owner.modules()) if isinstance(owner, nn.Module) else []
-    dataset = None if owners else owner
-    while dataset is not None and all(dataset is not owner for owner in owners):  # datasets may wrap one another
-        owners.append(dataset)
-        dataset = getattr(dataset, "__dict__", {}).get("dataset")
+    datasets = [] if owners else [owner]
+    while datasets:  # datasets may wrap one another, and a Mix several
+        dataset = datasets.pop()
+        if dataset is not None and all(dataset is not owner for owner in owners):
+            owners.append(dataset)
+            held = getattr(dataset, "__dict__", {})
+            sources = held["sources"] if "mixture" in held and isinstance(held.get("sources"), dict) else {}
+            datasets += [*reversed(sources.values()), held.get("dataset")]
     values = (value for owner in owners for value in getattr(owner, "__dict__", {}).values())
     return list({id(value): value for value in values if isinstance(value, Generator)}.values())
 

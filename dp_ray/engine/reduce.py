@@ -587,7 +587,7 @@ def _set_strides(size: torch.Size, strides: tuple[int, ...], parameter: torch.Te
         return
     now = gradient.stride()
     if now != strides and all(
-        one == other for one, other, length in zip(now, strides, size, strict=True) if length != 1
+        stride == other for stride, other, length in zip(now, strides, size, strict=True) if length != 1
     ):
         gradient.as_strided_(size, strides)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -41,6 +42,7 @@ from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bind, bound, resolve
+from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import is_sharded, moved_batch
@@ -79,6 +81,20 @@ class Weighted(NamedTuple):
 
     sum: torch.Tensor
     weight: torch.Tensor | float
+
+
+class ClassLosses(Weighted):
+    """The sum and weight of torch's losses of classes, with the `losses` of the elements and their `weights`."""
+
+    losses: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, losses: torch.Tensor, weights: torch.Tensor) -> "ClassLosses":
+        """Sum losses, of which each counts by its weight."""
+        summed = cls(total_of(losses), weights.sum() if weights.dtype is torch.bool else total_of(weights))
+        summed.losses, summed.weights = losses.detach(), weights
+        return summed
 
 
 class UsersPair(Weighted):
@@ -223,8 +239,9 @@ class Metrics:
     They follow the loss contract of `dp_ray.engine.step`.
     """
 
-    def __init__(self, functions: Mapping[str, Compare], batch_dim: int = 0) -> None:
+    def __init__(self, functions: Mapping[str, Compare], batch_dim: int = 0, mixture: Mixture | None = None) -> None:
         self.functions = dict(functions)
+        self.mixture = mixture  # of a training's dataset: the loss is measured by source, too
         self._batch_dim = batch_dim
         self._tried: set[str] = set()  # the measures whose numbers a trial has counted
         self._of_rows: set[Any] = set()  # the sizes of values, outputs and targets that are known to be of rows
@@ -257,6 +274,30 @@ class Metrics:
             measured.append(weighted_sum(value, rows, f"metrics.{name}"))
             self._check_rows(f"metrics.{name}", function, value, step_output, rows)
         return measured
+
+    def by_source(self, shard: Shard, step_output: StepOutput) -> list[Weighted]:
+        """Return the sum and weight of the losses of each source's rows in a shard of a mixture.
+
+        The weights are 0 if the loss is no number for each row or element, nor torch's loss of classes.
+        """
+        if self.mixture is None:
+            return []
+        value, rows, dim = step_output.loss, shard.rows, self._batch_dim
+        losses, weights = (value.losses, value.weights) if isinstance(value, ClassLosses) else (value, None)
+        nothing = [Weighted(torch.zeros((), dtype=torch.float64), 0.0)] * len(self.mixture.names)
+        if not isinstance(losses, torch.Tensor) or losses.ndim <= dim or losses.shape[dim] % rows:
+            return nothing
+        if dim and losses.shape[dim] != rows:
+            return nothing
+        positions = np.asarray(shard.positions, np.int64) + shard.epoch * self.mixture.rows
+        sources = torch.from_numpy(self.mixture.sources_at(positions)[0]).to(losses.device)
+        is_of = sources == torch.arange(len(self.mixture.names), device=losses.device)[:, None]
+        every = torch.ones_like(losses) if weights is None else weights
+        of_rows = [
+            part.detach().movedim(dim, 0).reshape(rows, -1).sum(1, dtype=torch.float64) for part in (losses, every)
+        ]
+        sums, counts = (torch.where(is_of, part, 0.0).sum(1).unbind() for part in of_rows)
+        return [Weighted(total, count) for total, count in zip(sums, counts, strict=True)]
 
     def _check_rows(self, what: str, function: Compare, value: Any, step_output: StepOutput, rows: int) -> None:
         """Raise ModelError if a value is not of single rows; if its size does not show it, a trial does, once."""
@@ -689,8 +730,8 @@ def _of_classes(
         return losses  # probabilities: each row counts 1; or losses that a derived class has changed
     kept = target != loss.ignore_index
     if loss.weight is None:
-        return Weighted(total_of(losses), kept.sum())
-    return Weighted(total_of(losses), total_of(loss.weight[target.where(kept, torch.zeros_like(target))] * kept))
+        return ClassLosses.of(losses, kept)
+    return ClassLosses.of(losses, loss.weight[target.where(kept, torch.zeros_like(target))] * kept)
 
 
 class SplitLosses(NamedTuple):

@@ -29,7 +29,7 @@ from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, for_trial, make_gradients_dense
 from dp_ray.engine.replica import DummyBatch, Replica, Round
 from dp_ray.engine.sharded.state import whole_tensors
-from dp_ray.engine.step import Compare, Metrics, OnShard, Step
+from dp_ray.engine.step import Compare, Metrics, OnShard, Step, row_of
 from dp_ray.engine.tree_sum import sparse_parameters
 from dp_ray.engine.update import OptimizerStep, PassGradients, ShardedAverage, Updates
 from dp_ray.engine.user_code import location, raise_as, reraise_as
@@ -178,9 +178,18 @@ class Trainer(TrainedModel):
         self.over_batch = loss.over_batch
         self.state = self._new_state(loss.beside)
         self.ahead = OverlappedRead()
-        self.measured = ["loss", *measures.functions]
+        sources = () if measures.mixture is None else measures.mixture.names
+        self.measured = ["loss", *measures.functions, *(f"loss_of_{name}" for name in sources)]
         self.gradient = Pass(
-            placement, loss, self.optimizer_step, split, self.state, self.clock, self.ahead, len(self.measured)
+            placement,
+            loss,
+            self.optimizer_step,
+            split,
+            self.state,
+            self.clock,
+            self.ahead,
+            len(self.measured),
+            measures,
         )
         self.seeds_updates = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
 
@@ -316,7 +325,7 @@ class Pass:
 
     After it, the gradients are those of the summed loss of the whole batch, divided by the batch's rows, on every
     worker. A step may have several passes, as of a GAN, each with a loss of its own. `stats` has the sums and weights
-    of the loss and of metrics, `num_measures` in all.
+    of the loss and of metrics, `num_measures` in all; `measures` adds those by the sources of a mixture.
 
     The reduction is built in the first step: its batches show what DDP must expect.
     """
@@ -329,6 +338,7 @@ class Pass:
     clock: StepClock
     ahead: OverlappedRead | None = None
     num_measures: int = 1
+    measures: Metrics | None = None
 
     def __post_init__(self) -> None:
         placement, trained, self._world = self.placement, self.optimizer_step.trained, self.placement.world
@@ -411,6 +421,9 @@ class Pass:
         loss = replica.run(shard, reduction.called, *args, number=number, keeps=True)
         row = self.loss.result.row
         assert row is not None
+        if self.measures is not None and self.measures.mixture is not None:
+            by_source = self.measures.by_source(shard, self.loss.result.step_output)
+            row = [*row, *row_of(by_source, self._world.device)]
         self.stats.put(shard.shard, row)
         return loss
 

@@ -79,9 +79,9 @@ class OptimizerStep:
         self.has_skipped = False  # whether the last step has left the parameters as they were
         self.rate = 0.0  # the learning rate of the last step
         self._all_named = list(model.named_parameters(remove_duplicate=False))
-        self._names = {id(one): name for name, one in model.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         instead = {} if aligned is None else aligned.flats
-        self._of_model = [(one, instead.get(id(one), one)) for one in self.trained.values()]
+        self._of_model = [(parameter, instead.get(id(parameter), parameter)) for parameter in self.trained.values()]
         self.hooks = ParameterHooks(self.trained)
         self._parameters: list[nn.Parameter] = []
         self.left_out: list[nn.Parameter] = []
@@ -390,18 +390,18 @@ class GivenOptimizerStep(OptimizerStep):
                 f"run.optimizer: the {type(scheduler).__qualname__} is of another optimizer, so it would change the "
                 f"rate of that one; make it of this {type(optimizer).__qualname__}"
             )
-        names = {id(one): name for name, one in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         return optimizer, _held(optimizer, names), None if scheduler is None else lambda _: scheduler
 
     def _find_left_out(self) -> None:
         """Find what the optimizer holds: the loop may give it a further group."""
         self.trained = _held(self.optimizer, self._names)
-        self._of_model = [(one, one) for one in self.trained.values()]
+        self._of_model = [(parameter, parameter) for parameter in self.trained.values()]
         super()._find_left_out()
 
     def may_skip(self) -> bool:
         """Return whether a step without rows is no update: no pass over a batch of the loop's own has run either."""
-        return all(one.grad is None for one in self.trained.values())
+        return all(parameter.grad is None for parameter in self.trained.values())
 
     def apply(self, weight: torch.Tensor | float, rows: int, step: int) -> torch.Tensor:
         """Update the parameters and return the gradient's norm before clipping; the passes have weighed it."""
@@ -423,13 +423,13 @@ class GivenOptimizerStep(OptimizerStep):
 
 def _held(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, nn.Parameter]:
     """Return by name what an optimizer holds; raises JobError for what is not the model's."""
-    held = [one for group in optimizer.param_groups for one in group["params"]]
-    for one in held:
-        if id(one) not in names:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in held:
+        if id(parameter) not in names:
             raise JobError(
-                f"run.optimizer: {type(optimizer).__qualname__} holds a tensor of size {list(one.shape)} that is "
-                "none of the model's parameters, so it would be neither summed over the workers nor kept; make "
-                "it a part of the model"
+                f"run.optimizer: {type(optimizer).__qualname__} holds a tensor of size "
+                f"{list(parameter.shape)} that is none of the model's parameters, so it would be neither summed over "
+                "the workers nor kept; make it a part of the model"
             )
     return {names[id(parameter)]: parameter for parameter in held}
 
@@ -450,7 +450,7 @@ class Updates:
     @property
     def names(self) -> list[list[str]]:
         """The names of the parameters that each optimizer updates."""
-        return [one.names for one in self.each]
+        return [update.names for update in self.each]
 
     @property
     def learning_rate(self) -> float:
@@ -476,7 +476,7 @@ class Updates:
 
     def evaluated(self) -> dict[str, torch.Tensor]:
         """Return copies of what `evaluating` has in the model, by name; none if that is what is trained."""
-        return {name: one for update in self.each for name, one in update.evaluated().items()}
+        return {name: tensor for update in self.each for name, tensor in update.evaluated().items()}
 
 
 class PassGradients:
@@ -485,7 +485,7 @@ class PassGradients:
     def __init__(self, trained: dict[str, nn.Parameter]) -> None:
         self.trained = trained
         self.hooks = ParameterHooks(trained)
-        self._factor = MeanFactor(one.dtype for one in trained.values())
+        self._factor = MeanFactor(parameter.dtype for parameter in trained.values())
 
     def seed(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the gradient with which a backward of `loss` begins: that of loss / rows."""
@@ -497,7 +497,7 @@ class PassGradients:
     def weigh(self, weight: torch.Tensor | float, rows: int, step: int) -> None:
         """Make gradients of sum / `rows` those of sum / `weight`, and call the hooks on them."""
         factor = self._factor(weight, rows)
-        gradients = [numbers_of(one.grad) for one in self.trained.values() if one.grad is not None]
+        gradients = [numbers_of(parameter.grad) for parameter in self.trained.values() if parameter.grad is not None]
         if factor is not None and gradients:
             scale_by(gradients, factor)
         if self.hooks.hooked and self.hooks.are_any():
@@ -505,8 +505,8 @@ class PassGradients:
 
     def drop_gradients(self) -> None:
         """Drop the gradients of what the pass trains."""
-        for one in self.trained.values():
-            one.grad = None
+        for parameter in self.trained.values():
+            parameter.grad = None
 
 
 SHAPED = "keeps state of another shape than its parameters, of which strategy: fsdp cannot give each worker a part"

@@ -157,11 +157,11 @@ def without_frames(error: BaseException) -> None:
     seen: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
-        one = left.pop()
-        if one is not None and not any(one is other for other in seen):
-            seen.append(one)
-            one.__traceback__ = None
-            left += [one.__cause__, one.__context__]
+        cause = left.pop()
+        if cause is not None and not any(cause is other for other in seen):
+            seen.append(cause)
+            cause.__traceback__ = None
+            left += [cause.__cause__, cause.__context__]
 
 
 def leave_group() -> None:

@@ -108,6 +108,7 @@ _ALLOWED = {
     "device_map": "null or 'auto'",
     "on_error": "null or a mapping, like {quarantine: 100, timeout: 30, finite: true}",
     "scheduler.warmup": "a share of all updates from 0 up and below 1, like 0.05, or a number of updates from 1 up",
+    "pack": "null or a mapping, like {length: 2048, how: cut}",
     "skip": "null or a list of samples' indices, like [812, 1007]",
     "outputs.keep": "null or a list of paths, like [logits, hidden_states.0]",
     "outputs.carry": "null or a list of keys of an item, like [id, path]",

@@ -461,5 +461,5 @@ _LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
 # Keys that earlier versions did not have, each with the value that their runs have.
 AS_BEFORE: tuple[tuple[str, Any], ...] = (
     *(("target", None), ("skip", None), ("outputs", {}), ("loop", None)),
-    *(("early_stopping", None), ("ema", None), ("strict", True)),
+    *(("early_stopping", None), ("ema", None), ("strict", True), ("pack", None)),
 )

@@ -503,6 +503,31 @@ class Outputs(Strict):
         return self
 
 
+class Pack(Strict):
+    """Rows of tokens, joined to windows of one length: a window is then a sample of the job."""
+
+    length: Annotated[int, Field(ge=2)]
+    """The tokens of a window."""
+    how: Literal["cut", "whole"]
+    """cut: all rows are one stream, which is cut anywhere. whole: rows stay whole; those that fill a window best are
+    joined."""
+    fields: Annotated[list[str], Field(min_length=1)] = ["input_ids"]
+    """The keys of an item that hold a value for each token. The first one holds the tokens."""
+
+    @model_validator(mode="after")
+    def _has_fields_once(self) -> "Pack":
+        if twice := [name for name in self.fields if self.fields.count(name) > 1]:
+            raise ValueError(f"fields names {twice[0]!r} twice")
+        if taken := [name for name in self.fields if name in self.ADDED]:
+            raise ValueError(f"fields names {taken[0]!r}, which a window has of its own; rename it in the dataset")
+        if self.fields[0] == self.LABELS:
+            raise ValueError("fields: the first one is to hold the tokens, got 'labels'")
+        return self
+
+    ADDED: ClassVar[tuple[str, ...]] = ("position_ids", "document_ids")
+    LABELS: ClassVar[str] = "labels"
+
+
 def _in_order(samples: list[int]) -> list[int]:
     return sorted(set(samples))
 
@@ -610,6 +635,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     """predict and evaluate only: take the samples in the dataset's order, or shuffled."""
     drop_last: bool = False
     """Drop an epoch's last global batch if it is smaller than `batch_size`."""
+    pack: Pack | None = None
+    """Join rows of tokens to windows of one length, like `{length: 2048, how: cut}`. Those of `eval.dataset` too."""
     epochs: PositiveInt = 1
     """train only: how many times to go through the dataset. With more of them a finished run goes on."""
     max_steps: PositiveInt | None = None

@@ -1,7 +1,8 @@
 """The order of a job's samples, and the requests of a worker's loader to read them. It imports no torch.
 
-`order_of` is the dataset's order, shuffled, or shuffled by blocks. `IndexLists` makes the requests: the samples of a
-shard or of a global batch, by their indices. `LookAhead` adds the blocks that later requests need.
+`order_of` is the dataset's order, shuffled, or shuffled by blocks, or that of a mixture. `IndexLists` makes the
+requests: the samples of a shard or of a global batch, by their indices. `LookAhead` adds the blocks that later
+requests need.
 """
 
 import dataclasses
@@ -10,23 +11,40 @@ import hashlib
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
+from dp_ray.plan.mixture import Mixture, MixtureOrder
 from dp_ray.plan.order import BlockOrder, Ints, Order, blocks_held
 from dp_ray.plan.split import Shard, Work
 from dp_ray.text import counted
 
+JobOrder: TypeAlias = Order | BlockOrder | MixtureOrder
 
-def order_of(job: Job, dataset: Any) -> Order | BlockOrder:
-    """Return the order of the job's first epoch. Raises what `block_rows_of` raises."""
+
+def order_of(job: Job, dataset: Any) -> JobOrder:
+    """Return the order of the job's first epoch. Raises what `block_rows_of` raises, and JobError for a mixture's."""
+    if (mixture := mixture_of(dataset)) is not None:
+        if job.block_shuffle is not None:
+            raise JobError("shuffle: blocks: a Mix shuffles the rows of each of its sources; set shuffle: true")
+        if job.skipped:
+            raise JobError(
+                "skip: numbers the samples of one dataset, and this is a Mix; leave them out of its sources"
+            )
+        return MixtureOrder(mixture, job.seed, 0, job.is_shuffled)
     how, sizes = job.block_shuffle, block_rows_of(job, dataset)
     if how is None or sizes is None:
         return Order(len(dataset), job.seed, 0, job.is_shuffled)
     return BlockOrder(sizes, how.window_blocks, job.batch_size, job.num_shards, job.seed)
+
+
+def mixture_of(dataset: Any) -> Mixture | None:
+    """Return the mixture that a dataset brings, which has its order; None of any other dataset."""
+    mixture = getattr(dataset, "mixture", None)
+    return mixture if isinstance(mixture, Mixture) else None
 
 
 def block_rows_of(job: Job, dataset: Any) -> Ints | None:
@@ -51,14 +69,16 @@ def block_rows_of(job: Job, dataset: Any) -> Ints | None:
     return sizes
 
 
-def describe_blocks(job: Job, dataset: Any) -> str | None:
-    """Return what decides the order of shuffled blocks, but seed and epoch, as text; None without such a shuffle."""
+def describe_order(job: Job, dataset: Any) -> dict[str, Any]:
+    """Return what else than seed, epoch and rows decides the order: of shuffled blocks or a mixture; or nothing."""
+    if (mixture := mixture_of(dataset)) is not None:
+        return {"mixture": mixture.describe()}
     how, sizes = job.block_shuffle, block_rows_of(job, dataset)
     if how is None or sizes is None:
-        return None
+        return {}
     digest = hashlib.sha256(sizes.astype("<i8").tobytes()).hexdigest()[:16]
     dealt = f"windows of {how.window_blocks}, dealt to {counted(job.num_shards, 'shard')}"
-    return f"{counted(len(sizes), 'block')} with sizes of hash {digest}, {dealt}"
+    return {"blocks": f"{counted(len(sizes), 'block')} with sizes of hash {digest}, {dealt}"}
 
 
 def hold_blocks(job: Job, dataset: Any, work: Work) -> None:
@@ -98,7 +118,7 @@ class IndexLists:
     `look_ahead`, if there is one, gives for the pieces the blocks to read ahead with each.
     """
 
-    order: Order | BlockOrder
+    order: JobOrder
     pieces: Callable[[], Iterator[Shard]]
     look_ahead: Callable[[Iterator[Shard]], Iterator[Sequence[int]]] | None = None
 
@@ -140,10 +160,12 @@ REMEMBERED = 1024  # blocks, or windows, that a process has got
 
 
 def look_ahead(
-    order: Order | BlockOrder, dataset: Any, processes: int
+    order: JobOrder, dataset: Any, processes: int
 ) -> Callable[[Iterator[Shard]], Iterator[Sequence[int]]] | None:
     """Return how to look ahead among pieces; None if the dataset does not read ahead, or any sample may come next."""
-    if not getattr(dataset, "reads_ahead", False) or (isinstance(order, Order) and order.shuffle):
+    if isinstance(order, MixtureOrder) or not getattr(dataset, "reads_ahead", False):
+        return None
+    if isinstance(order, Order) and order.shuffle:
         return None
     return functools.partial(LookAhead, order, dataset, max(1, processes))
 

@@ -80,7 +80,7 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
     if isinstance(dataset, list | tuple) and dataset and all(map(_is_dataset, dataset)):
         raise JobError(
             f"{key}: is a {type(dataset).__qualname__} of {len(dataset)} datasets, and a job has one; give a "
-            "function that joins them by torch's ConcatDataset, or a class that mixes them (docs/recipes.md)"
+            "function that joins them by torch's ConcatDataset, or mix them by weights (dp_ray.data.Mix)"
         )
     lacking = [name for name in ("__len__", "__getitem__") if not _has(dataset, name)]
     if lacking:

@@ -4,5 +4,5 @@ Begin at `monitor.Monitor.take`: it dispatches on the messages of `dp_ray/messag
 `watchdog.py` finds workers that hang, `attempts.py` keeps the state of each attempt, `faults.py` parses `--inject`.
 `in_process.py` is the worker of `workers: 0`: it stands here because sessions and modules, which may not import the
 driver, have it too.
-See docs/how-it-works.md.
+See docs/contributing/how-it-runs.md.
 """

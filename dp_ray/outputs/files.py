@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.outputs.columns import METADATA, SAMPLE_INDEX, Layout, bytes_of_value, from_arrow, raw_bytes
 from dp_ray.outputs.parts import POSITION, RUN_AGAIN, PartReader, RowsInOrder, discard
-from dp_ray.plan.order import Order
+from dp_ray.plan.order import EpochOrder
 from dp_ray.plan.split import FilePlan, Frontier, Range, Shard, Split
 from dp_ray.records import Record, damage_told
 from dp_ray.rundir import ledger
@@ -83,7 +83,7 @@ class AttemptOutputs:
     run: Storage
     ledger: Ledger
     split: Split
-    order: Order
+    order: EpochOrder
     find_missing: Callable[[], Collection[int]] = tuple
 
     def position(self, step: int) -> int:
@@ -213,7 +213,7 @@ def _range(name: str) -> Range:
 class RowProof:
     """The proof of rows, block after block: of the positions `first .. end - 1` but for the `missing` ones."""
 
-    def __init__(self, order: Order, first: int, end: int, missing: Collection[int] = ()) -> None:
+    def __init__(self, order: EpochOrder, first: int, end: int, missing: Collection[int] = ()) -> None:
         self._order = order
         self._at = first
         self._end = end

@@ -164,7 +164,7 @@ class Call:
     inputs: Sequence[Sequence[torch.Tensor | Any]]  # of each shard that runs: its leaves, on the caller's device
     requires_grad: frozenset[int]  # indices of leaves
     seed: int
-    owners: dict[int, wire.Member] = field(default_factory=dict)  # of the shards' graphs
+    owners: dict[int, wire.ServingWorker] = field(default_factory=dict)  # of the shards' graphs
     lost: str = ""  # why a worker was lost in the forward, last
     sparse: frozenset[int] = frozenset()  # which of the trained parameters have sparse gradients
     input_versions: list[int] = field(default_factory=list)  # torch's, of the inputs: whether they were written to
@@ -234,14 +234,14 @@ class Exchange:
             f"worker (rank {most[1]}): call backward, let their outputs go, or call the module under torch.no_grad()"
         )
 
-    def forward(self, call: Call) -> tuple[list[wire.ShardOutput], list[int]]:
+    def forward(self, call: Call) -> tuple[list[wire.ForwardResult], list[int]]:
         """Run a call's shards; return their outputs in order, and the ranks that ran them.
 
         Raises ModelError if the model raised, naming the shard, and WorkerError if workers are lost again and again.
         """
         with self.workers.lock:
             self.check_open()
-            outputs: dict[int, wire.ShardOutput] = {}
+            outputs: dict[int, wire.ForwardResult] = {}
             ranks: dict[int, int] = {}  # one that has run a shard may be lost while others run theirs again
             for _ in range(TRIES):
                 members = self.workers.serving.ready()
@@ -255,9 +255,9 @@ class Exchange:
                 f"process or takes all memory; the last one: {call.lost or 'a collective failed'}"
             )
 
-    def _run(self, call: Call, members: list[wire.Member], outputs: dict[int, wire.ShardOutput]) -> None:
+    def _run(self, call: Call, members: list[wire.ServingWorker], outputs: dict[int, wire.ForwardResult]) -> None:
         """Have the workers run the shards without output, with what they lack of the module; note what they have."""
-        messages: dict[wire.Member, wire.Forward] = {}
+        messages: dict[wire.ServingWorker, wire.Forward] = {}
         syncs = self._syncs(call.version, members)
         running = min(self.max_workers, len(members))
         for rank, member in enumerate(members):
@@ -273,7 +273,7 @@ class Exchange:
             if shards or sync.structure or sync.changed or sync.dropped or sync.closed:
                 spec = call.spec if shards else None
                 messages[member] = wire.Forward(call.number, sync, call.modes, spec, call.requires_grad, shards)
-        raised: list[tuple[wire.Raised, wire.Member]] = []
+        raised: list[tuple[wire.Raised, wire.ServingWorker]] = []
         for member, answer in self.workers.serving.ask(messages).items():
             if isinstance(answer, list) or (isinstance(answer, wire.Raised) and answer.has_module):
                 member.loaded[self.module_number] = call.version
@@ -295,7 +295,7 @@ class Exchange:
         of_module = (self.module_number,) if self.module_number > 1 else ()
         return derive_seed(call.seed, "parallel", call.number, shard, *of_module)
 
-    def _syncs(self, version: Version, members: Sequence[wire.Member]) -> dict[wire.Member, wire.Sync]:
+    def _syncs(self, version: Version, members: Sequence[wire.ServingWorker]) -> dict[wire.ServingWorker, wire.Sync]:
         """Return what each worker lacks of this version of the module.
 
         All get the same elements, since they come to rank 0 alone, and from there to all.
@@ -319,8 +319,8 @@ class Exchange:
     def _raise(
         self,
         call: Call,
-        members: Sequence[wire.Member],
-        raised: Sequence[tuple[wire.Raised, wire.Member]],
+        members: Sequence[wire.ServingWorker],
+        raised: Sequence[tuple[wire.Raised, wire.ServingWorker]],
         texts: Mapping[int, str],
     ) -> NoReturn:
         """Print what user code has printed, then raise the first shard's error as a ModelError that names it."""
@@ -343,7 +343,7 @@ class Exchange:
         `gradients` are those of the outputs' leaves, by shard. Raises what `forward` raises.
         """
         given = {
-            shard: tuple(None if one is None else wire.packed(one) for one in of_shard)
+            shard: tuple(None if tensor is None else wire.packed(tensor) for tensor in of_shard)
             for shard, of_shard in gradients.items()
         }
         with self.workers.lock:
@@ -353,7 +353,7 @@ class Exchange:
                 if any(call.owners.get(shard) not in members for shard in call.filled):
                     self._run_again(call)
                     members = self.workers.serving.ready()
-                layout = wire.Layout(call.forms, call.sparse, len(members))
+                layout = wire.VectorLayout(call.forms, call.sparse, len(members))
                 owners, call.owners = call.owners, {}  # until all have answered: some may have dropped their graphs
                 ranks = {shard: members.index(owners[shard]) for shard in call.filled}
                 answers = self.workers.serving.ask(
@@ -372,15 +372,15 @@ class Exchange:
                         for member in members  # those without a shard too: they take part in the sum
                     }
                 )
-                raised = [(one, member) for member, one in answers.items() if isinstance(one, wire.Raised)]
-                if len(answers) == len([one for one in answers.values() if isinstance(one, wire.BackwardResult)]):
+                raised = [(answer, member) for member, answer in answers.items() if isinstance(answer, wire.Raised)]
+                if all(isinstance(answer, wire.BackwardResult) for answer in answers.values()):
                     parts: list[wire.BackwardResult] = list(answers.values())
                     sys.stdout.write("".join(part.text for part in parts))
                     call.owners = owners
                     inputs = {shard: found for part in parts for shard, found in part.inputs.items()}
                     return inputs, self._sums(call, layout, parts)
                 if raised:
-                    texts = [one.text for one in answers.values() if isinstance(one, wire.BackwardResult)]
+                    texts = [answer.text for answer in answers.values() if isinstance(answer, wire.BackwardResult)]
                     self._raise(call, members, raised, {-1: "".join(texts)})
             raise WorkerError(f"the backward of call {call.number}: workers were lost in each of {TRIES} tries")
 
@@ -397,14 +397,14 @@ class Exchange:
         self.forward(call)
 
     def _sums(
-        self, call: Call, layout: wire.Layout, parts: Sequence[wire.BackwardResult]
+        self, call: Call, layout: wire.VectorLayout, parts: Sequence[wire.BackwardResult]
     ) -> list[torch.Tensor | None]:
         """Return the gradient of each trained parameter, on its device; None for one that no shard has used."""
         device = call.version.tensors[0].device if call.version.tensors else torch.device("cpu")
         slices = zip(*(part.slices for part in parts), strict=True)
-        vectors = [on_device(torch.cat(list(map(wire.unpacked, pieces))), device) for pieces in slices]
+        vectors = [to_caller(torch.cat(list(map(wire.unpacked, pieces))), device) for pieces in slices]
         views, counts = layout.views(vectors)
-        sparse = {index: wire.of_parts(one, device) for part in parts for index, one in part.sparse.items()}
+        sparse = {index: wire.of_parts(parts_of, device) for part in parts for index, parts_of in part.sparse.items()}
         return [
             (sparse[index] if index in sparse else views[index]) if count else None
             for index, count in enumerate(counts.tolist())
@@ -418,9 +418,9 @@ class Ticket:
     """
 
     def __init__(self, exchange: Exchange, call: Call) -> None:
-        tensors = [one for shard in call.inputs for one in tensors_in(shard)]
-        call.input_versions = [one._version for one in tensors]
-        exchange.waiting[call.number] = sum(one.nbytes for one in tensors)
+        tensors = [tensor for shard in call.inputs for tensor in tensors_in(shard)]
+        call.input_versions = [tensor._version for tensor in tensors]
+        exchange.waiting[call.number] = sum(tensor.nbytes for tensor in tensors)
         self.of: tuple[Exchange, Call] | None = exchange, call
         self._end = weakref.finalize(self, exchange.drop, call.number)
         self._end.atexit = False
@@ -444,6 +444,6 @@ def popped(numbers: deque[int]) -> tuple[int, ...]:
     return tuple(numbers.popleft() for _ in range(len(numbers)))
 
 
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_caller(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host's memory on the caller's device, by way of pinned memory for a GPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor

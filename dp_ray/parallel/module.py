@@ -19,12 +19,12 @@ from dp_ray.errors import JobError, ModelError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.console import Console
-from dp_ray.parallel.exchange import Call, Exchange, SharedWorkers, Ticket, on_device
+from dp_ray.parallel.exchange import Call, Exchange, SharedWorkers, Ticket, to_caller
 from dp_ray.parallel.weights import ModuleWatch
 from dp_ray.plan.split import chunk_bounds, num_filled
 from dp_ray.tasks.modes import modes_of
 from dp_ray.tasks.shipped import Wrapper, dumped_input
-from dp_ray.tasks.wire import Packed, ShardOutput, unpacked
+from dp_ray.tasks.wire import ForwardResult, Packed, unpacked
 from dp_ray.tensors.scatter import gather_leaves, num_rows, rows_dim
 from dp_ray.tensors.tree import TreeSpec, flatten, leaf_keys, sizes, unflatten
 
@@ -167,7 +167,7 @@ class DataParallel(Wrapper):
     def _take(
         self,
         call: Call,
-        outputs: Sequence[ShardOutput],
+        outputs: Sequence[ForwardResult],
         results: Sequence["_Result"],
         batch: "_Batch",
         ranks: Sequence[int],
@@ -201,7 +201,7 @@ class DataParallel(Wrapper):
         for spec, leaves in results:
             by_key = dict(zip(leaf_keys(spec), leaves, strict=True))
             own = [by_key.get(key) for key in keys]
-            rows.append([one.shape[rows_dim(one, self.dim)] if one is not None and one.ndim else None for one in own])
+            rows.append([v.shape[rows_dim(v, self.dim)] if v is not None and v.ndim else None for v in own])
             if self.shards > 1:
                 leaves = [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves]
             flat.append((leaves, spec))
@@ -209,7 +209,7 @@ class DataParallel(Wrapper):
             merged = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy() for leaf in flat[0][0]]
         else:
             merged = gather_leaves(flat, [None] * len(flat), self.dim)
-        ends = [on_device(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in merged]
+        ends = [to_caller(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in merged]
         return ends, flat[0][1], [list(column) for column in zip(*rows, strict=True)]
 
     def _device(self, batch: "_Batch") -> torch.device:
@@ -312,7 +312,7 @@ class _Result(NamedTuple):
     leaves: list[Any]
 
     @classmethod
-    def of(cls, output: ShardOutput) -> "_Result":
+    def of(cls, output: ForwardResult) -> "_Result":
         """Read what a worker has sent."""
         return cls(pickle.loads(output.tree), [unpacked(leaf) for leaf in output.leaves])
 
@@ -368,7 +368,7 @@ class _Backward(NamedTuple):
             ]
             is_cut = self.batch.is_cut[index]
             total = torch.cat(own, rows_dim(whole, self.dim)) if is_cut else torch.stack(own).sum(0)
-            merged.append(on_device(total, whole.device))
+            merged.append(to_caller(total, whole.device))
         return merged
 
     def of_trained(self, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

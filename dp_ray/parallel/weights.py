@@ -173,16 +173,17 @@ class _Look:
         self._find(module)
         of_modules = {id(module): at for at, module in enumerate(self._modules.values())}
         self.held += self._modules.values()
-        for one in self._modules.values():
-            self._add(one._parameters)
+        for module in self._modules.values():
+            self._add(module._parameters)
         self._num_parameters = len(self.apart.all)
-        for one in self._modules.values():
-            self._add(one._buffers)
+        for module in self._modules.values():
+            self._add(module._buffers)
         self.num_registered = len(self.apart.all)
         pickled: list[Any] = []  # what is told by its pickle
-        for at, one in enumerate(self._modules.values()):
-            self.key.append((id(one), type(one), *one._modules, *map(of_modules.get, map(id, one._modules.values()))))
-            for name, value in _state(one).items():
+        for at, module in enumerate(self._modules.values()):
+            inner = map(of_modules.get, map(id, module._modules.values()))
+            self.key.append((id(module), type(module), *module._modules, *inner))
+            for name, value in _state(module).items():
                 if name in APART or (name in OF_MODULES and not value):
                     continue
                 told = self._told(value)
@@ -347,7 +348,7 @@ def _changed(tensors: list[torch.Tensor], copies: tuple[torch.Tensor, ...]) -> l
     """Return the indices of the tensors whose elements differ from their copies."""
     pairs = [(_bits(tensor), _bits(copy)) for tensor, copy in zip(tensors, copies, strict=True)]
     on_gpu = [index for index, tensor in enumerate(tensors) if is_gpu(tensor.device)]
-    found = [index for index, (one, two) in enumerate(pairs) if one.is_cpu and not torch.equal(one, two)]
+    found = [index for index, (now, sent) in enumerate(pairs) if now.is_cpu and not torch.equal(now, sent)]
     if on_gpu:  # one wait for all
         differ = torch.stack([(pairs[index][0] != pairs[index][1]).any() for index in on_gpu])
         found += [index for index, differs in zip(on_gpu, differ.tolist(), strict=True) if differs]

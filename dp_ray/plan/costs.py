@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Split, chunk_sizes, num_filled, worker_shards
 from dp_ray.text import counted, listed
 
@@ -79,12 +80,56 @@ class PlacedBlock:
 
 
 @dataclass(frozen=True)
+class PlannedSource:
+    """A source of a mixture: its name, how many rows it has, and how many a run takes of it, in all epochs."""
+
+    name: str
+    size: int
+    rows: int
+
+
+def planned_sources(mixture: Mixture, split: Split) -> tuple[PlannedSource, ...]:
+    """Return what a run takes of the sources of a mixture."""
+    taken, (epochs, steps) = dict.fromkeys(mixture.names, 0), split.cursor(split.total_steps)
+    for epoch in range(epochs + (steps > 0)):
+        stop = split.rows_kept if epoch < epochs else steps * split.batch_size
+        for name, rows in mixture.counts_between(epoch, 0, stop).items():
+            taken[name] += rows
+    named = zip(mixture.names, mixture.sizes, strict=True)
+    return tuple(PlannedSource(name, size, taken[name]) for name, size in named)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """How a dataset's rows are packed: `empty` is the share of the windows' places without a token.
+
+    `padding_before` is that of batches of the rows themselves, as many as the job has windows in a batch.
+    """
+
+    key: str
+    rows: int
+    tokens: int
+    windows: int
+    length: int
+    empty: float
+    padding_before: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key}: {self.rows:,} rows of {self.tokens:,} tokens are packed into {self.windows:,} windows of "
+            f"{self.length:,}: {100 * self.empty:.1f} % of these are empty; batches of rows would be "
+            f"{100 * self.padding_before:.1f} % padding"
+        )
+
+
+@dataclass(frozen=True)
 class Plan:
     """The course of a run: its steps, its workers, and what happens between the steps.
 
     `split` is that of the task's own dataset, over all epochs. `evaluations` and `checkpoints` are a training's.
     `blocks` are there if the job places the model's blocks on several devices, and only for `dp-ray plan`: to find
-    them, the model is built, which in a run is left to the workers. `remarks` are warnings, a line each.
+    them, the model is built, which in a run is left to the workers. So are the `sources` of a mixture. `packed` are
+    datasets whose rows are packed. `remarks` are warnings, a line each.
     """
 
     split: Split
@@ -93,7 +138,9 @@ class Plan:
     evaluations: Evaluations | None = None
     checkpoints: Checkpoints | None = None
     blocks: tuple[PlacedBlock, ...] = ()
+    sources: tuple[PlannedSource, ...] = ()
     remarks: tuple[str, ...] = ()
+    packed: tuple[PackedRows, ...] = ()
 
     @property
     def rows(self) -> dict[str, int]:
@@ -122,7 +169,9 @@ class Plan:
             "padded": 0,
             "dropped": split.dropped,
             **self._of_training(),
+            **({"sources": [asdict(source) for source in self.sources]} if self.sources else {}),
             **({"blocks": [asdict(block) for block in self.blocks]} if self.blocks else {}),
+            **({"packed": [asdict(packed) for packed in self.packed]} if self.packed else {}),
             **({"remarks": list(self.remarks)} if self.remarks else {}),
         }
 
@@ -190,7 +239,13 @@ def plan_table(plan: Plan) -> str:
         rest = split.total_steps - (epochs - 1) * steps
         early = f", the last one ends after {rest:,}" if rest < steps else ""
         lines.append(f"{epochs:,} epochs, {split.total_steps:,} steps in all{early}")
+    lines += [
+        f"  source {source.name}: {_number(source.rows, 'row')}, {source.rows / source.size:.4g} times through its "
+        f"{source.size:,}"
+        for source in plan.sources
+    ]
     lines += _batches(split, workers)
+    lines += map(str, plan.packed)
     if plan.evaluations:
         own = plan.evaluations.split
         lines.append(f"evaluations {_often(plan.evaluations.due, split)}")

@@ -86,6 +86,12 @@ def permutation(size: int, parts: Sequence[int]) -> Permutation:
     return Permutation(_alone(size), _alone(width), _alone(height), keys)
 
 
+def each_permutation(sizes: Sequence[int], streams: Words, own: Ints) -> Permutation:
+    """Return for each number its bijection: at place `own` of those that have these sizes and random streams."""
+    size, width, height = np.array([(size, *sides(size)) for size in sizes], np.uint64)[own].T
+    return Permutation(size, width, height, round_keys(streams, _ROUNDS)[:, own])
+
+
 def sides(size: int) -> tuple[int, int]:
     """Return width and height of a rectangle that is just large enough for `size` numbers.
 
@@ -312,11 +318,9 @@ class BlockOrder(EpochOrder):
     def _permutations(self, windows: Ints, shards: Ints, sizes: Ints) -> Permutation:
         """Return the bijection of the stretch of each position."""
         _, firsts, stretches = np.unique(windows * self.shards + shards, return_index=True, return_inverse=True)
-        rectangles = np.array([sides(size) for size in sizes[firsts].tolist()], np.uint64)
         stream = hashed(stream_of((self.seed, self.epoch, _STRETCHES)), windows[firsts].astype(np.uint64))
-        keys = round_keys(hashed(stream, shards[firsts].astype(np.uint64)), _ROUNDS)
-        width, height = rectangles[stretches].T
-        return Permutation(sizes.astype(np.uint64), width, height, keys[:, stretches])
+        streams = hashed(stream, shards[firsts].astype(np.uint64))
+        return each_permutation(sizes[firsts].tolist(), streams, stretches)
 
     def _of_shard(self, positions: Ints, shards: Ints) -> Ints:
         """Return how many of the positions below each of `positions` the shard runs."""

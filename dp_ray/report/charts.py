@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dp_ray.rundir.history import is_inner
+from dp_ray.rundir.history import LOSS_OF, ROWS_OF, is_inner
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.tables import known_numbers, numbers
 
@@ -70,8 +70,10 @@ TITLES = {
     "gradient_norm": "Gradient norm",
     "rows_per_second": "Rows per second",
     "data_wait_seconds": "Waiting for data (s per step)",
+    LOSS_OF: "Loss by source",
+    ROWS_OF: "Rows by source",
 }
-LAST = ("learning_rate", "gradient_norm", "rows_per_second", "data_wait_seconds")
+LAST = (ROWS_OF, "learning_rate", "gradient_norm", "rows_per_second", "data_wait_seconds")
 NOT_DRAWN = ("step", "epoch", "rows")
 FEW = 30  # points of a series that are drawn one by one
 EXACT = {"learning_rate"}  # values without noise, which are not smoothed
@@ -120,9 +122,15 @@ def charts_of(history: pa.Table | None, whole: int = WHOLE) -> list[Chart]:
 def _groups(names: Sequence[str]) -> dict[str, list[str]]:
     """Return the columns that share each chart: a value, with what an evaluation measured of it."""
     drawn = [name for name in names if name not in NOT_DRAWN and not is_inner(name)]
-    bare = dict.fromkeys(name.removeprefix("eval_").replace("epoch_loss", "loss") for name in drawn)
+    of_sources = {kind: [name for name in drawn if name.startswith(kind)] for kind in (LOSS_OF, ROWS_OF)}
+    kinds = {name: kind for kind, own in of_sources.items() for name in own}
+    bare = dict.fromkeys(
+        kinds.get(name) or name.removeprefix("eval_").replace("epoch_loss", "loss") for name in drawn
+    )
     order = [*(name for name in bare if name not in LAST), *(name for name in LAST if name in bare)]
-    groups = {name: [title for title in (name, f"eval_{name}") if title in drawn] for name in order}
+    groups = {
+        name: of_sources.get(name) or [title for title in (name, f"eval_{name}") if title in drawn] for name in order
+    }
     if "epoch_loss" in drawn:
         groups["loss"].insert(1, "epoch_loss")
     return groups

@@ -18,7 +18,8 @@ class ReplayedRow(NamedTuple):
     """A row of a step: its loss, None if not known, the sample's index, its shard, its position in the epoch.
 
     In a batch that a loop has given, there is no sample, and the position is that in the batch. If the loss is over
-    the batch, it is that of the batch, and `gradient` the norm of its gradient by the row's outputs.
+    the batch, it is that of the batch, and `gradient` the norm of its gradient by the row's outputs. A window of
+    packed rows has `parts`: each row of the dataset, and which of its tokens.
     """
 
     loss: float | None
@@ -26,6 +27,8 @@ class ReplayedRow(NamedTuple):
     shard: int
     position: int
     gradient: float | None = None
+    source: tuple[str, int, int] | None = None  # of a mixture: the row's source, its epoch, and its index there
+    parts: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def number(self) -> float | None:
@@ -33,8 +36,20 @@ class ReplayedRow(NamedTuple):
         return self.loss if self.gradient is None else self.gradient
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; without `gradient` if there is none."""
-        return {key: value for key, value in self._asdict().items() if key != "gradient" or value is not None}
+        """Return plain JSON values; without `gradient`, `parts` or a source if there is none."""
+        values = {key: value for key, value in self._asdict().items() if key != "source"}
+        values["parts"] = [list(part) for part in self.parts] or None
+        if self.source is not None:
+            values |= dict(zip(("source", "source_epoch", "source_index"), self.source, strict=True))
+        return {key: value for key, value in values.items() if key not in ("gradient", "parts") or value is not None}
+
+    @property
+    def name(self) -> str:
+        """The sample, for people: its index, or of a mixture the row of its source."""
+        if self.source is None:
+            return str(self.sample)
+        name, epoch, index = self.source
+        return f"{name} {index}, epoch {epoch}"
 
 
 @dataclass(frozen=True)
@@ -123,10 +138,14 @@ class Looked:
         has_samples = any(row.sample is not None for row in self.rows)
         table = [(what, *(["sample"] if has_samples else []), "shard", "position")]
         for row in self.rows[:shown]:
-            sample = [str(row.sample)] if has_samples else []
+            sample = [row.name] if has_samples else []
             table.append((_number(row.number), *sample, str(row.shard), str(row.position)))
         yield in_columns(table)
         yield from _more(len(self.rows) - shown)
+        for row in self.rows[:shown]:
+            if row.parts:
+                packed = listed([f"{number}[{start}:{stop}]" for number, start, stop in row.parts])
+                yield f"sample {row.sample} is packed of {counted(len(row.parts), 'row')}: {packed}"
 
 
 @dataclass(frozen=True)
@@ -232,7 +251,7 @@ class ReplayedLoop(ReplayedStep):
         return {
             **super().to_json(),
             "logged": _plain(logged),
-            "passes": _plain([one.to_json() for one in self.passes]),
+            "passes": _plain([replayed_pass.to_json() for replayed_pass in self.passes]),
         }
 
     def lines(self) -> Iterator[str]:
@@ -243,16 +262,16 @@ class ReplayedLoop(ReplayedStep):
                 (name, repr(here), repr(there), compared(here, there)) for name, (here, there) in self.logged.items()
             ]
             yield in_columns([("logged", "here", "in the history", ""), *cells])
-        spoilt = next((one for one in self.passes if one.places("pass")), None)
+        spoilt = next((replayed_pass for replayed_pass in self.passes if replayed_pass.places("pass")), None)
         if spoilt is not None:
             yield f"not finite, first in pass {spoilt.place}"
         seen = set()
-        for one in self.passes:
+        for replayed_pass in self.passes:
             yield ""
             # Of a closure that is called again, most lines would be the same again.
-            is_again = one.number in seen and not one.places("pass")
-            yield from one.lines_of_pass() if is_again else one.lines()
-            seen.add(one.number)
+            is_again = replayed_pass.number in seen and not replayed_pass.places("pass")
+            yield from replayed_pass.lines_of_pass() if is_again else replayed_pass.lines()
+            seen.add(replayed_pass.number)
 
 
 def relative_difference(here: float | None, there: float | None) -> float | None:

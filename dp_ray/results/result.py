@@ -62,7 +62,7 @@ class Result:
       `verdict` says in words what limits the run.
     - `seconds`: the wall time from the call to the merged outputs, with `seconds_before_steps` and
       `seconds_after_steps`, those outside of the steps.
-    - `flops_per_row`, with the key `flops`: the operations of a row; `mfu`: their share of the peak of the devices, if
+    - `flops_per_row`, with the key `flops`: the operations of a row. `mfu`: their share of the devices' peak, if
       that is known.
     - `outputs_path`, `weights_path`: the folder of the outputs' Parquet files, the file of the weights. The hashes of
       both are `outputs_sha256` and `weights_sha256`.

@@ -24,6 +24,7 @@ METRICS = "metrics.parquet"
 HISTORY = "history"
 RECENT = "recent.parquet"  # of an unfinished run: the rows after the last piece
 CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
+ROWS_OF, LOSS_OF = "rows_of_", "loss_of_"  # before the name of a mixture's source
 NOT_MEASURED = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
 OF_FURTHER = re.compile(r"(learning_rate|gradient_norm)_\d+")  # columns of a loop's optimizers after the first
 DIGEST = "outputs_digest"  # the metric that `verify` adds
@@ -34,7 +35,7 @@ SHARE = 0.01  # of the time, for writing them
 
 def is_measured(name: str) -> bool:
     """Return whether a column is a loss or a metric, and no place, rate, norm or time."""
-    return name not in NOT_MEASURED and OF_FURTHER.fullmatch(name) is None
+    return name not in NOT_MEASURED and not name.startswith(ROWS_OF) and OF_FURTHER.fullmatch(name) is None
 
 
 def is_inner(name: str) -> bool:
@@ -71,8 +72,8 @@ def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> 
     if at != steps:
         raise StorageError(f"{folder}: the history has {at} of {steps} steps; start anew {replacing(run)}")
     merged = pa.concat_tables(tables, promote_options="default")
-    evaluated = [name for name in merged.column_names if name.startswith("eval_")]
-    never = [name for name in evaluated if merged.column(name).null_count == len(merged)]
+    rare = [name for name in merged.column_names if name.startswith(("eval_", LOSS_OF))]
+    never = [name for name in rare if merged.column(name).null_count == len(merged)]
     write_table(run, METRICS, merged.drop_columns(never))
 
 

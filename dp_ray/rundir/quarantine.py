@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from dp_ray.engine.bad_samples import BadSample
 from dp_ray.errors import DataError
+from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Done, Shard, Split
 from dp_ray.records import Record
 from dp_ray.rundir.ledger import check_newest, committed, done_ranges
@@ -34,10 +35,12 @@ SCHEMA = pa.schema(
         *((name, pa.string()) for name in ("type", "message", "traceback", "dataset")),
     ]
 )
+OF_SOURCE = pa.schema([("source", pa.string()), ("source_epoch", pa.int64()), ("source_index", pa.int64())])
 CARRIED = "carried."  # before a key that the job carries, in the name of its column
 SHOWN = 20  # bad samples that an error lists
 
 BadRecord = dict[str, Any]
+SampleKey = tuple[str, str | None, int]
 RECORDS_JSON = Record[list[BadRecord]](list[BadRecord], hides=False, end="")
 
 
@@ -50,6 +53,7 @@ class QuarantineFiles:
     """The bad samples that this worker finds in a dataset, which it writes; it counts those of all workers.
 
     `after` is the step of a training after which the dataset is evaluated. `say` gets a line for each sample, once.
+    Of a `mixture`, a record also has the row's source, and its epoch and index there.
     """
 
     run: Storage
@@ -58,6 +62,7 @@ class QuarantineFiles:
     attempt: str | None
     say: Callable[[str], None]
     after: int | None = None
+    mixture: Mixture | None = None
 
     def __post_init__(self) -> None:
         self._files = RecordFiles(self.run.child(QUARANTINE))
@@ -74,11 +79,9 @@ class QuarantineFiles:
         files = self._files.look()
         known = distinct(others for other, others in files.items() if other != name)
         for record in records:
-            if (self.dataset, record["sample_index"]) not in known:
+            if _sample_of(record) not in known:
                 self.say(f"set aside: {_line(record)}")
-        firsts = {
-            (record["dataset"], record["sample_index"]): record for records in files.values() for record in records
-        }
+        firsts = {_sample_of(record): record for records in files.values() for record in records}
         if len(firsts) > self.limit:
             lines = [f"\n  {_line(record)}" for record in list(firsts.values())[:SHOWN]]
             lines += [f"\n  and {len(firsts) - SHOWN} more"] if len(firsts) > SHOWN else []
@@ -93,6 +96,7 @@ class QuarantineFiles:
             "epoch": shard.epoch,
             "step": step,
             "position": position,
+            **({} if self.mixture is None else dict(zip(OF_SOURCE.names, self.mixture.row(bad.sample), strict=True))),
             **({} if bad.carried is None else {"carried": bad.carried}),
             "type": encodable(bad.kind),
             "message": hide(encodable(bad.message)),
@@ -104,12 +108,21 @@ class QuarantineFiles:
 def _line(record: BadRecord) -> str:
     """Return a bad sample in a line: `sample 17 of dataset, step 3: ValueError: no such image`."""
     text = " ".join(record["message"].split())[:200]
-    return f"sample {record['sample_index']} of {record['dataset']}, step {record['step']}: {record['type']}: {text}"
+    row = f"sample {record['sample_index']}"
+    if "source" in record:
+        row = f"row {record['source_index']} of source {record['source']!r}"
+    return f"{row} of {record['dataset']}, step {record['step']}: {record['type']}: {text}"
 
 
-def distinct(files: Any) -> set[tuple[str, int]]:
+def distinct(files: Any) -> set[SampleKey]:
     """Return the samples in the records of some files: each once, with its dataset."""
-    return {(record["dataset"], record["sample_index"]) for records in files for record in records}
+    return {_sample_of(record) for records in files for record in records}
+
+
+def _sample_of(record: BadRecord) -> SampleKey:
+    """Return what tells a sample from others; a row of a mixture's source is the same one in each epoch."""
+    of = record["sample_index"] if "source" not in record else record["source_index"]
+    return record["dataset"], record.get("source"), of
 
 
 def record_files(folder: Storage) -> list[str]:
@@ -175,10 +188,12 @@ def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[Bad
     """
     files = [*RecordFiles(run.child(QUARANTINE)).look().values(), *([more] if more else [])]
     kinds = {key: _kind([_carried(record, key) for records in files for record in records]) for key in carry}
-    schema = pa.schema([*SCHEMA, *((CARRIED + key, kind) for key, kind in kinds.items())])
+    is_mixed = any("source" in record for records in files for record in records)
+    own = [*SCHEMA, *(OF_SOURCE if is_mixed else ())]
+    schema = pa.schema([*own, *((CARRIED + key, kind) for key, kind in kinds.items())])
     with run.writing(QUARANTINED) as stream, pq.ParquetWriter(stream, schema) as writer:
         for records in files:
-            columns = [pa.array([record[field.name] for record in records], field.type) for field in SCHEMA]
+            columns = [pa.array([record.get(field.name) for record in records], field.type) for field in own]
             for key, kind in kinds.items():
                 carried = [_carried(record, key) for record in records]
                 if pa.types.is_string(kind):
@@ -211,7 +226,7 @@ def still_missing(run: Storage, split: Split) -> list[BadRecord]:
     records = []
     for record in _merged(run):
         shard = next(shard for shard in shards(record["step"]) if shard.start <= record["position"] < shard.stop)
-        if shard not in done and (record["dataset"], record["sample_index"]) not in known:
+        if shard not in done and _sample_of(record) not in known:
             records.append(record)
     return records
 
@@ -223,7 +238,8 @@ def _merged(run: Storage) -> list[BadRecord]:
     records = []
     for row in read_table(run, QUARANTINED).to_pylist():
         carried = {name.removeprefix(CARRIED): value for name, value in row.items() if name.startswith(CARRIED)}
-        record = {name: value for name, value in row.items() if not name.startswith(CARRIED)}
+        lacking = [name for name in OF_SOURCE.names if row.get(name) is None]  # of a dataset that is no mixture
+        record = {name: row[name] for name in row if not name.startswith(CARRIED) and name not in lacking}
         records.append({**record, "carried": carried} if carried else record)
     return records
 

@@ -5,5 +5,5 @@ and `evaluate.py` are the tasks, `loop.py` the loop that they share; `setup.py` 
 `checkpoints.py` what they keep. `own_loop.py` is a training by a loop of the user's. `serve.py` runs the calls of
 parallel modules, and `here.py` those of `workers: 0`; `modes.py` has the caller's settings of torch. `replay.py` runs
 a step again, and `isolation.py` restores the process between jobs.
-The docs begin at docs/how-it-works.md.
+The docs begin at docs/contributing/how-it-runs.md.
 """

@@ -21,6 +21,7 @@ import torch
 
 from dp_ray.engine.clock import Part
 from dp_ray.engine.loading import Source
+from dp_ray.engine.packing import packings
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Update
 from dp_ray.engine.weights import advice_on, tensors_of
@@ -29,7 +30,7 @@ from dp_ray.job import keys
 from dp_ray.job.files import differences, same
 from dp_ray.job.job import Job
 from dp_ray.job.plan import checkpoints_of
-from dp_ray.job.samples import describe_blocks
+from dp_ray.job.samples import describe_order, mixture_of
 from dp_ray.plan.split import Split
 from dp_ray.rundir.checkpoint import CHECKPOINTS, Checkpoint, CheckpointWriter, newest, pack, steps_of
 from dp_ray.rundir.files import replacing
@@ -41,6 +42,7 @@ from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train_state import TrainState
 from dp_ray.telemetry.times import History
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
+from dp_ray.text import listed
 
 SHARE = 0.01  # of the training's time may go into checkpoints
 LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any cost
@@ -117,7 +119,10 @@ class Checkpointer(PieceKeeper):
             run.child(folder).create()
             run.child(folder).remove_unfinished()
         extra = ["epoch_loss", *job.eval_names]
-        self._history = History(run.child(HISTORY), split, trainer.measured, extra, train_state.step, context.send)
+        pieces, mixture = run.child(HISTORY), mixture_of(training.source.dataset)
+        self._history = History(
+            pieces, split, trainer.measured, extra, train_state.step, context.send, mixture=mixture
+        )
         if context.held is not None:
             context.held.look(run)
             self._history.take_in(context.held.rows)
@@ -371,16 +376,20 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
 
 def sample_layout(job: Job, split: Split, dataset: Any) -> TrainingLayout:
     """Return all that decides which samples a step holds; a checkpoint stores it."""
-    layout = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows, "batch_size": split.batch_size}
-    layout["drop_last"] = split.drop_last
-    blocks = describe_blocks(job, dataset)
-    return layout if blocks is None else {**layout, "blocks": blocks}
+    layout: TrainingLayout = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows}
+    layout |= {"batch_size": split.batch_size, "drop_last": split.drop_last, **describe_order(job, dataset)}
+    if job.pack is not None:
+        layout["pack"] = "; ".join(packing.description for packing in packings(dataset))
+    return layout
 
 
 def check_layout(what: str, about: dict[str, Any], here: TrainingLayout, advice: str) -> None:
     """Raise JobError if a checkpoint's steps hold other samples than this job's; the error names `what`."""
     there = about.get("cut")
     if there != here:
+        if there is not None and all(there.get(key) == here.get(key) for key in {*there, *here} - {"mixture"}):
+            changed = listed(differences({"dataset": there.get("mixture")}, {"dataset": here.get("mixture")}))
+            raise JobError(f"{what} differ from this job's ({changed}); {advice}")
         raise JobError(f"{what} differ from this job's: {there} there, {here} here; {advice}")
 
 

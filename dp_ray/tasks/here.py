@@ -13,7 +13,7 @@ import torch
 from dp_ray.engine.random import preserved
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.tasks.serve import Served
-from dp_ray.tasks.wire import Member, WorkerPlace
+from dp_ray.tasks.wire import ServingWorker, WorkerPlace
 
 
 class PicklerHere(pickle.Pickler):
@@ -45,9 +45,9 @@ class ServingHere:
         has_gpu = torch.cuda.is_available() and keys.gpus_per_worker != 0
         device = keys.devices[0] if keys.devices else "cuda:0" if has_gpu else "cpu"
         self._served = Served(device, self.pickler, is_worker=False)
-        self._member = Member(WorkerPlace("localhost", "", os.getpid(), device, {}))
+        self._member = ServingWorker(WorkerPlace("localhost", "", os.getpid(), device, {}))
 
-    def ready(self) -> list[Member]:
+    def ready(self) -> list[ServingWorker]:
         """Return this process."""
         return [self._member]
 

@@ -249,17 +249,17 @@ class Loop:
     def _watched(self) -> Iterator[None]:
         """Refuse, in the block, updates and gradients of the model's that the run does not know of."""
         parameters = list(self.model.parameters())
-        of_model = {id(one) for one in parameters}
+        of_model = {id(parameter) for parameter in parameters}
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            held = [one for group in optimizer.param_groups for one in group["params"]]
-            if self._step is not None and any(id(one) in self._step._model.foreign for one in held):
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if self._step is not None and any(id(parameter) in self._step._model.foreign for parameter in held):
                 raise ModelError(
                     f"{type(optimizer).__qualname__}.step() updates a parameter that is none of the model's by a "
                     "gradient that a pass gave it, which is this worker's alone; make it a part of the model, and "
                     "name it in `of`"
                 )
-            if not self._is_updating and any(id(one) in of_model for one in held):
+            if not self._is_updating and any(id(parameter) in of_model for parameter in held):
                 raise ModelError(
                     f"{type(optimizer).__qualname__}.step() was called by itself, so that the run knows nothing of "
                     "it; write update = run.optimizer(optimizer) before the loop, and update.step() in it"
@@ -267,12 +267,12 @@ class Loop:
 
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(before_step).remove)
-            for one in parameters:
-                if one.is_floating_point() or one.is_complex():
-                    trains = one.requires_grad
-                    one.requires_grad_()  # the loop may unfreeze it later
-                    handle: Any = one.register_post_accumulate_grad_hook(InEachBackward(_check_summed, self))
-                    one.requires_grad_(trains)
+            for parameter in parameters:
+                if parameter.is_floating_point() or parameter.is_complex():
+                    trains = parameter.requires_grad
+                    parameter.requires_grad_()  # the loop may unfreeze it later
+                    handle: Any = parameter.register_post_accumulate_grad_hook(InEachBackward(_check_summed, self))
+                    parameter.requires_grad_(trains)
                     stack.callback(handle.remove)
             yield
 

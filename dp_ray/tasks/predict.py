@@ -14,12 +14,12 @@ from dp_ray.engine.user_code import location
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.plan import split_of
+from dp_ray.job.samples import order_of
 from dp_ray.messages import FlopsCounted, Note
 from dp_ray.outputs.files import OUTPUTS, AttemptOutputs, drop_lost
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.outputs.previews import ROWS, Previews
-from dp_ray.plan.order import Order
 from dp_ray.plan.split import Done, Shard, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
@@ -41,8 +41,7 @@ def predict_outputs(context: Context) -> None:
     quarantine = begin_quarantine(context, dataset, lambda step, shard: Shard(step, int(shard), 0, 0) in work.done)
     aside = RecordFiles(context.run.child(QUARANTINE))
     missing = partial(list, aside.positions()) if quarantine is None else aside.positions
-    order = Order(split.rows, job.seed, 0, job.is_shuffled)
-    outputs = AttemptOutputs(context.run, begun, split, order, missing)
+    outputs = AttemptOutputs(context.run, begun, split, order_of(job, dataset), missing)
     plan = AgreedFilePlan(outputs, job.outputs.file_bytes, world, lambda: control.wants_stop)
     parts = WorkerParts(context.run.child(PARTS), work.shards, begun.attempt, world.world_size, job.batch_dim)
     times, previews = times_of(context), Previews(context.run, split.rows_kept, job.batch_dim)

@@ -16,12 +16,14 @@ from dp_ray.engine.inspect_passes import Debug, InspectedModel, PassFindings, St
 from dp_ray.engine.inspect_step import Findings, ModulePlace, StepInspection, inspection_of
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.loop_model import LoopModel, name_of
+from dp_ray.engine.packing import parts_of
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
 from dp_ray.errors import JobError
 from dp_ray.job.plan import split_of, with_schedule
+from dp_ray.job.samples import mixture_of
 from dp_ray.plan.split import Split, Work
 from dp_ray.results.replayed import (
     Replayed,
@@ -65,7 +67,7 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
     has no such step or shard.
     """
     placed = _placed_whole(context, choice)
-    context, _, split, placement = placed
+    context, dataset, split, placement = placed
     job = context.job
     step, (measures, _) = build_step(job, context.world), build_metrics(job)
     with closing(Trainer(placement, step, measures, split)) as trainer:
@@ -85,7 +87,7 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
         filled = [part for part in loaded.loaded if part.shard.rows]
         findings = look.find(filled, split.whole(choice.step), choice.shard)
         values = _values_of_step(training, choice, begun, history)
-        yield Rerun(Replayed(**values, loss=loss, **_looked(findings)), findings, look)
+        yield Rerun(Replayed(**values, loss=loss, **_looked(findings, dataset)), findings, look)
 
 
 class LoopAgain(Loop):
@@ -269,12 +271,14 @@ def _replayed_loop(
         **_values_of_step(training, choice, begun, history),
         loss=loss,
         logged={name: ReplayedNumber(number, known.get(name)) for name, number in logged.items()},
-        passes=tuple(_replayed_pass(place, found) for place, found in enumerate(trainer.found)),
+        passes=tuple(
+            _replayed_pass(place, found, training.source.dataset) for place, found in enumerate(trainer.found)
+        ),
     )
 
 
-def _replayed_pass(place: int, found: PassFindings) -> ReplayedPass:
-    looked = _looked(found.findings)
+def _replayed_pass(place: int, found: PassFindings, dataset: Any) -> ReplayedPass:
+    looked = _looked(found.findings, None if found.has_own_batch else dataset)
     if found.has_own_batch:
         looked["rows"] = tuple(row._replace(sample=None) for row in looked["rows"])
     return ReplayedPass(
@@ -294,19 +298,20 @@ def _replayed_pass(place: int, found: PassFindings) -> ReplayedPass:
     )
 
 
-def _looked(findings: Findings) -> dict[str, Any]:
+def _looked(findings: Findings, dataset: Any) -> dict[str, Any]:
     """Return the values of a `Looked`."""
-    rows = []
+    rows, mixture = [], mixture_of(dataset)
     for (_, indices, _), shard, losses in (
         (found.loaded, found.loaded.shard, found.losses) for found in findings.shards
     ):
         for at, (sample, position) in enumerate(zip(indices.tolist(), shard.positions, strict=True)):
             number = losses.values[at] if losses.values else None
-            place = sample, shard.shard, position
+            place, parts = (sample, shard.shard, position), tuple(parts_of(dataset, sample))
+            source = None if mixture is None else mixture.row(sample)
             if losses.of_batch is None:
-                rows.append(ReplayedRow(number, *place))
+                rows.append(ReplayedRow(number, *place, source=source, parts=parts))
             else:
-                rows.append(ReplayedRow(losses.of_batch, *place, number))
+                rows.append(ReplayedRow(losses.of_batch, *place, number, source, parts))
     rows.sort(key=lambda row: _falling(row.number))
     return {
         "row_losses": "; ".join(dict.fromkeys(shard.losses.how for shard in findings.shards)),

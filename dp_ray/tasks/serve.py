@@ -107,7 +107,9 @@ class Sum:
         ]
         self.sparse: dict[int, torch.Tensor] = {}
 
-    def take(self, layout: wire.Layout, sparse: frozenset[int], gradients: Sequence[torch.Tensor | None]) -> "Sum":
+    def take(
+        self, layout: wire.VectorLayout, sparse: frozenset[int], gradients: Sequence[torch.Tensor | None]
+    ) -> "Sum":
         """Take in a shard's gradients; a parameter that the shard has not used adds nothing."""
         own, counts = layout.views(self.vectors)
         counts.zero_()
@@ -132,8 +134,9 @@ def _added(left: dict[int, torch.Tensor], right: dict[int, torch.Tensor]) -> dic
     """Return the sums of sparse gradients, of which some may be dense."""
     found = {**left, **right}
     for index in left.keys() & right.keys():
-        one, two = sorted((left[index], right[index]), key=lambda each: each.is_sparse)  # torch adds to a dense one
-        total = one + two
+        # torch adds a sparse tensor to a dense one, not the other way round
+        first, second = sorted((left[index], right[index]), key=lambda each: each.is_sparse)
+        total = first + second
         found[index] = total.coalesce() if total.is_sparse else total
     return found
 
@@ -180,10 +183,10 @@ class Served:
                 return self._held_bytes(message.module_number)
         raise TypeError(f"a worker of parallel modules knows no {type(message).__name__}")
 
-    def _forward(self, asked: wire.Forward) -> list[wire.ShardOutput] | wire.Raised | wire.PeerLost:
+    def _forward(self, asked: wire.Forward) -> list[wire.ForwardResult] | wire.Raised | wire.PeerLost:
         """Take in what is new, then run the shards in order, and keep their graphs."""
         module_number, at, got, what = asked.sync.module_number, None, "", "the module cannot be made on a worker:"
-        outputs: list[wire.ShardOutput] = []
+        outputs: list[wire.ForwardResult] = []
         text = io.StringIO()
         try:
             # Without shards too: new elements come by a broadcast, in which all workers take part.
@@ -240,7 +243,7 @@ class Served:
         arguments: tuple[dict[int, torch.Tensor], Any, Any],
         got: str,
         text: io.StringIO,
-    ) -> tuple[wire.ShardOutput, Graph]:
+    ) -> tuple[wire.ForwardResult, Graph]:
         modes, (inputs, args, kwargs) = asked.modes, arguments
 
         def run() -> tuple[Any, float]:
@@ -261,10 +264,10 @@ class Served:
         kept = [end if has else None for end, has in zip(ends, has_graph, strict=True)]
         forms = [copy.structure.forms[index] for index in indices]
         graph = Graph(inputs, kept, list(trained), forms, sparse, got, modes, copy)
-        output = wire.ShardOutput(
+        output = wire.ForwardResult(
             given.shard,
             tree,
-            tuple(wire.packed(one) for one in ends),
+            tuple(wire.packed(tensor) for tensor in ends),
             tuple(has_graph),
             seconds,
             text.getvalue(),
@@ -272,8 +275,8 @@ class Served:
             ()
             if given.shard
             else tuple(
-                one if one.value is None else one._replace(value=wire.packed(one.value))
-                for one in copy.state.written()
+                written if written.value is None else written._replace(value=wire.packed(written.value))
+                for written in copy.state.written()
             ),
         )
         return output, graph
@@ -324,7 +327,7 @@ class Served:
         held: dict[Node, Sum] = {}
         of_inputs: dict[int, dict[int, wire.Packed | None]] = {}
         raised: wire.Raised | None = None
-        layout: wire.Layout | None = None
+        layout: wire.VectorLayout | None = None
         at, got, text = None, "", io.StringIO()
         try:
             graphs = self._graphs.get((asked.module_number, asked.call_number), {})
@@ -332,17 +335,17 @@ class Served:
             for shard, given in asked.gradients.items():
                 at, graph = shard, graphs[shard] if asked.keep_graph else graphs.pop(shard)
                 got = graph.got
-                seeds = [None if one is None else wire.owned(one, self._device) for one in given]
+                seeds = [None if gradient is None else wire.owned(gradient, self._device) for gradient in given]
                 # A backward may run forwards again, as of a checkpoint.
                 graph.copy.set_modes(graph.modes, self._graphs_of(asked.module_number))
                 with with_settings(graph.modes), contextlib.redirect_stdout(text):
                     found = graph.backward(seeds, asked.keep_graph)
                 inputs, trained = found[: len(graph.inputs)], found[len(graph.inputs) :]
                 of_inputs[shard] = {
-                    index: None if one is None else wire.packed(one)
-                    for index, one in zip(graph.inputs, inputs, strict=True)
+                    index: None if gradient is None else wire.packed(gradient)
+                    for index, gradient in zip(graph.inputs, inputs, strict=True)
                 }
-                layout = layout or wire.Layout(graph.forms, graph.sparse, ranks)  # which all shards share
+                layout = layout or wire.VectorLayout(graph.forms, graph.sparse, ranks)  # which all shards share
                 own = Sum(asked.lengths, self._device).take(layout, graph.sparse, trained)
                 if asked.threads is not None:
                     climb(held, (shard, shard + 1), own, above, Sum.add)
@@ -374,7 +377,7 @@ class Served:
         """Return this worker's slice of each vector's sum; on rank 0 also the sparse ones, packed."""
         ranks, rank = len(nodes), own_rank() if group is not None else 0
         held = dict(zip(nodes[rank], own, strict=True))
-        sparse = {node: {index: wire.parts_of(g) for index, g in one.sparse.items()} for node, one in held.items()}
+        sparse = {node: {index: wire.parts_of(g) for index, g in sums.sparse.items()} for node, sums in held.items()}
         slices = []
         with _collective() if group is not None else nullcontext():
             # In the order of the message, which is the same to all: one collective for each dtype.
@@ -390,11 +393,11 @@ class Served:
         if rank or not asked.has_sparse:
             return slices, {}
         found = {
-            node: {index: wire.of_parts(one, self._device) for index, one in gradients.items()}
+            node: {index: wire.of_parts(parts, self._device) for index, parts in gradients.items()}
             for of_rank in of_ranks
             for node, gradients in of_rank.items()
         }
-        return slices, {index: wire.parts_of(one) for index, one in (fold(found, root, _added) or {}).items()}
+        return slices, {index: wire.parts_of(total) for index, total in (fold(found, root, _added) or {}).items()}
 
     def _raised(
         self, error: BaseException, shard: int | None, what: str, got: str, has_module: bool, text: str

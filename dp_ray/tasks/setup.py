@@ -19,7 +19,7 @@ from dp_ray.engine.world import World, broadcast, check_same_rows, gathered, is_
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
-from dp_ray.job.samples import describe_blocks
+from dp_ray.job.samples import describe_order, mixture_of
 from dp_ray.messages import Note, Send
 from dp_ray.records import Record
 from dp_ray.rundir.quarantine import QuarantineFiles, forget_unkept
@@ -138,15 +138,15 @@ def let_files_change(run: Storage, key: str) -> None:
 
 
 def check_blocks(job: Job, dataset: Any) -> None:
-    """Raise DataError, on every rank, unless all ranks have the blocks that the job shuffles in the same sizes.
+    """Raise DataError, on every rank, unless all have the blocks, or the sources of a mixture, in the same sizes.
 
     Every rank calls this. Its checkpoint shows whether a resumed training has the same ones.
     """
-    if job.block_shuffle is None:
-        return
-    blocks = dict.fromkeys(gathered(describe_blocks(job, dataset)))
-    if len(blocks) > 1:
-        raise DataError(f"dataset: its blocks are not the same on all workers: {'; '.join(map(str, blocks))}")
+    for what, told in describe_order(job, dataset).items():
+        every = dict.fromkeys(map(str, gathered(told)))
+        if len(every) > 1:
+            has = f"{what} are" if what.endswith("s") else f"{what} is"
+            raise DataError(f"dataset: its {has} not the same on all workers: {'; '.join(every)}")
 
 
 def model_to_run(context: Context) -> Placement:
@@ -184,7 +184,12 @@ def set_aside(context: Context, key: str, dataset: Any) -> tuple[Quarantine | No
         return None, None
     reference = _reference(job, key, dataset, run)
     files = QuarantineFiles(
-        run, key, job.on_error.quarantine, context.attempt or None, lambda text: context.send(Note(text))
+        run,
+        key,
+        job.on_error.quarantine,
+        context.attempt or None,
+        lambda text: context.send(Note(text)),
+        mixture=mixture_of(dataset),
     )
     return Quarantine(reference, files.keep), files
 

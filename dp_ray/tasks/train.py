@@ -25,6 +25,7 @@ from dp_ray.engine.votes import LossWatch, NotFinite
 from dp_ray.engine.weights import check_all_tensors
 from dp_ray.engine.world import gathered
 from dp_ray.job.plan import split_of, with_schedule
+from dp_ray.job.samples import mixture_of
 from dp_ray.messages import FlopsCounted
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.rundir.ledger import begin_attempt
@@ -202,7 +203,7 @@ def begun_training(
     """
     context, dataset, split, placement = placed
     job, world = context.job, context.world
-    measures, states = build_metrics(job)
+    measures, states = build_metrics(job, mixture_of(dataset))
     check_watched(job, states)
     step, times = build_step(job, world), times_of(context)
     with closing(trainer_of(placed, step, measures, times.clock)) as trainer:

@@ -35,7 +35,7 @@ class WorkerPlace(NamedTuple):
 
 
 @dataclass(eq=False)
-class Member:
+class ServingWorker:
     """A worker, as the driver sees it; `loaded` is the last version of each module that it has taken in."""
 
     place: WorkerPlace
@@ -127,7 +127,7 @@ class ShardInput:
 class Forward:
     """Run these shards of a call; their graphs stay if `modes` enable gradients and an output has one.
 
-    The answer is a list of ShardOutput, Raised or PeerLost.
+    The answer is a list of ForwardResult, Raised or PeerLost.
     """
 
     call_number: int
@@ -139,7 +139,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class ShardOutput:
+class ForwardResult:
     """The output of a shard, and which of its leaves have a graph; `text` is what user code printed.
 
     `tree` is the output's spec, pickled, since user classes may be in it.
@@ -161,7 +161,7 @@ class Backward:
     """Run these shards' backwards of a module's call, and sum the parameters' gradients.
 
     `gradients` holds for each shard that of each output leaf, None for one without. All workers take part in the
-    sum: `owners` are the ranks that ran the shards, and `lengths` those of the vectors by dtype, of `Layout`.
+    sum: `owners` are the ranks that ran the shards, and `lengths` those of the vectors by dtype, of `VectorLayout`.
     The answer is BackwardResult, Raised or PeerLost.
     """
 
@@ -233,7 +233,7 @@ def has_left(answer: Any) -> bool:
     return isinstance(answer, Lost | PeerLost) or (isinstance(answer, Raised) and not answer.has_module)
 
 
-class Layout:
+class VectorLayout:
     """Where gradients stand in flat vectors, one for each dtype, so that few messages carry their sum.
 
     Complex ones stand as pairs of real numbers. At the end of the first vector stands of how many shards each

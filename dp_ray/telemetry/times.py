@@ -25,8 +25,9 @@ from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.world import World
 from dp_ray.messages import Logged, TimedSteps
+from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Split
-from dp_ray.rundir.history import CLOCKED, forget_from
+from dp_ray.rundir.history import CLOCKED, LOSS_OF, ROWS_OF, forget_from
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tables import PartTable, array_of, array_of_named, numbers, read_table, table_of_rows
@@ -425,38 +426,37 @@ class _Step(NamedTuple):
     measured: dict[str, float]
 
 
+@dataclass(eq=False)
 class History:
     """Rank 0's history; it reads the numbers from the device at most twice a second, and before each checkpoint.
 
     From a GPU they come while the training goes on, and are sent the next time. Only a checkpoint waits for them.
+    Of a `mixture`, each row has the rows of each source in the step's batch, also those that are set aside.
     """
 
-    def __init__(
-        self,
-        folder: Storage,
-        split: Split,
-        names: Sequence[str],
-        extra: Sequence[str],
-        step: int,
-        send: Callable[[Logged], None],
-    ) -> None:
-        self._split = split
-        self._names = names
-        self._extra = dict.fromkeys(extra)  # a dict keeps the order of the first measurement
-        self._send = send
+    folder: Storage
+    split: Split
+    names: Sequence[str]
+    extra: Sequence[str]
+    step: int
+    send: Callable[[Logged], None]
+    mixture: Mixture | None = None
+
+    def __post_init__(self) -> None:
+        self._extra = dict.fromkeys(self.extra)  # a dict keeps the order of the first measurement
         self._data_wait = 0.0
         self._pending: list[_Step] = []
         self._coming: deque[tuple[list[_Step], HostCopy]] = deque()
         self._rows: list[dict[str, Any]] = []
         self._sent = self._ended = time.perf_counter()
-        forget_from(folder, step)
+        forget_from(self.folder, self.step)
 
     def add(self, step: int, update: Update, measured: dict[str, float], data_wait: float = 0.0) -> None:
         """Add the row of a finished step; `measured` holds the values evaluated after it.
 
         `data_wait` is how long the worker has waited for data so far, in seconds.
         """
-        start, stop = self._split.batch(step)
+        start, stop = self.split.batch(step)
         now = time.perf_counter()
         waited, self._data_wait = data_wait - self._data_wait, data_wait
         self._pending.append(_Step(step, update, stop - start, now - self._ended, waited, measured))
@@ -470,7 +470,7 @@ class History:
         """Add the rows of steps that this worker, or another one, has finished before it was rank 0."""
         ended, waited = None, 0.0
         for step, update, measured, at, data_wait in steps:
-            start, stop = self._split.batch(step)
+            start, stop = self.split.batch(step)
             seconds = 0.0 if ended is None else at - ended
             self._pending.append(_Step(step, update, stop - start, seconds, max(0.0, data_wait - waited), measured))
             self._extra.update(dict.fromkeys(measured))
@@ -503,27 +503,33 @@ class History:
     def _add_rows(self, steps: Sequence[_Step], read: Sequence[Sequence[float]]) -> None:
         rows: list[dict[str, Any]] = []
         for finished, (*totals, _, missing, norm) in zip(steps, read, strict=True):
-            row: dict[str, Any] = {"step": finished.step, "epoch": finished.step // self._split.steps}
-            for name, total, weight in zip(self._names, totals[::2], totals[1::2], strict=True):
-                row[name] = total / weight if weight else float("nan")
+            row: dict[str, Any] = {"step": finished.step, "epoch": finished.step // self.split.steps}
+            for name, total, weight in zip(self.names, totals[::2], totals[1::2], strict=True):
+                none = None if name.startswith(LOSS_OF) else float("nan")  # a batch may lack a source
+                row[name] = total / weight if weight else none
             num_rows, seconds = finished.rows - int(missing), finished.seconds
             row |= {"learning_rate": finished.update.learning_rate, "gradient_norm": norm, "rows": num_rows}
             row["rows_per_second"] = num_rows / seconds if seconds > 0 else 0.0
             row["data_wait_seconds"] = finished.data_wait
+            if self.mixture is not None:
+                counts = self.mixture.counts_between(row["epoch"], *self.split.batch(finished.step))
+                row |= {f"{ROWS_OF}{name}": count for name, count in counts.items()}
             rows.append(row | finished.measured)
         self._rows += rows
-        self._send(Logged(tuple(rows)))
+        self.send(Logged(tuple(rows)))
 
     def take(self) -> pa.Table:
         """Return the rows added since the last call, for `write_piece`."""
         self.flush()
         rows, self._rows = self._rows, []
-        return table_of_rows(rows, history_schema(self._names, list(self._extra)))
+        sources = () if self.mixture is None else self.mixture.names
+        return table_of_rows(rows, history_schema(self.names, list(self._extra), sources))
 
 
-def history_schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:
+def history_schema(names: Sequence[str], extra: Sequence[str], sources: Sequence[str] = ()) -> pa.Schema:
     """Return the columns of the history: those of every step, then `extra`, which only some steps have."""
     numbers = [*names, "learning_rate", "gradient_norm"]
     fields = [("step", pa.int64()), ("epoch", pa.int64()), *((name, pa.float64()) for name in numbers)]
-    fields += [("rows", pa.int64()), *((name, pa.float64()) for name in (*CLOCKED, *extra))]
+    fields += [("rows", pa.int64()), *((f"{ROWS_OF}{name}", pa.int64()) for name in sources)]
+    fields += [(name, pa.float64()) for name in (*CLOCKED, *extra)]
     return pa.schema(fields)

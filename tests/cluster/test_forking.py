@@ -168,10 +168,10 @@ def test_a_training_has_imported_what_torch_imports_with_the_first_optimizer() -
     """Each worker would take nearly two seconds for it; a prediction and a session's first start do without."""
     trains = {"task": "train", "loss": "torch.nn:MSELoss", "optimizer": "torch.optim:SGD"}
     job = {"model": "torch.nn:Linear", "dataset": "a:B", "batch_size": 2}
-    assert set(quick_start.modules_of(Job.make({**job, **trains}, "a"))) == {*quick_start.MODULES, "torch._dynamo"}
-    assert quick_start.modules_of(Job.make(job, "a")) == quick_start.MODULES
-    assert quick_start.modules_of(KEYS) == quick_start.MODULES
-    of_modules = quick_start.modules_of(KEYS, serves=True)
+    assert set(quick_start.imports_of(Job.make({**job, **trains}, "a"))) == {*quick_start.MODULES, "torch._dynamo"}
+    assert quick_start.imports_of(Job.make(job, "a")) == quick_start.MODULES
+    assert quick_start.imports_of(KEYS) == quick_start.MODULES
+    of_modules = quick_start.imports_of(KEYS, serves=True)
     assert "dp_ray.tasks.serve" in of_modules and "dp_ray.tasks.task" not in of_modules
     asks = f"print(*sorted({set(quick_start.OF_TRAINING)!r} & {{*sys.modules}}))"
     code = f"import torch, sys; torch.optim.SGD([torch.ones(1)], 0.1); {asks}"

@@ -233,7 +233,7 @@ def test_a_byte_order_mark_within_a_file_is_a_value(tmp_path: Path) -> None:
     (tmp_path / "1.csv").write_bytes(b"x\ry\r\xef\xbb\xbfz")
     assert [item["a"] for item in Csv(tmp_path / "1.csv", names=["a"])] == ["x", "y", "\ufeffz"]
     (tmp_path / "2.jsonl").write_bytes(b'{"a": 1}\n\xef\xbb\xbf{"a": 2}')
-    with pytest.raises(DataError, match="2.jsonl"):
+    with pytest.raises(DataError, match=r"2\.jsonl"):
         JsonLines(tmp_path / "2.jsonl")
 
 

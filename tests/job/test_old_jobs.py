@@ -20,6 +20,7 @@ FILES = sorted(DATA.glob("*/jobs/*.yaml"))
 NEW_IN_0_3 = [
     "outputs.ragged: not set there, False here",
     "loop: not set there, None here",
+    "pack: not set there, None here",
     "on_lost_worker: not set there, 'restart' here",
 ]
 NEW: dict[str, list[str]] = {

@@ -29,7 +29,7 @@ from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.serve import Served
 from dp_ray.tasks.task import run_task
-from dp_ray.tasks.wire import Member, WorkerPlace, has_left
+from dp_ray.tasks.wire import ServingWorker, WorkerPlace, has_left
 from tests.sim import calls, hanging, jobs, mutants
 from tests.support import parallel_models as models
 from tests.support import simgpu, training
@@ -159,7 +159,9 @@ class Everyone:
         self.each: dict[str, float] = {}
         self.pickler: type[pickle.Pickler] = CloudPickler
         self._served = Served(str(device), CloudPickler)
-        self._members = [Member(WorkerPlace("localhost", "node", at, str(device), {})) for at in range(plan.size)]
+        self._members = [
+            ServingWorker(WorkerPlace("localhost", "node", at, str(device), {})) for at in range(plan.size)
+        ]
         self._own = self._members[rank]
 
     def serve(self, keys: WorkerKeys) -> "Everyone":

@@ -126,7 +126,7 @@ class Weighing(nn.Module):
 
 
 def labelled_step(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """The step of docs/training.md for a model whose loss is a mean over the labels that count."""
+    """The step of docs/steps.md for a model whose loss is a mean over the labels that count."""
     outputs = model(batch[0])
     count = (batch[1] != IGNORED).sum()
     loss = functional.cross_entropy(outputs, batch[1], ignore_index=IGNORED)

@@ -31,6 +31,7 @@ STAYS = "starts processes that stay: tests/support/hosts.py starts such nodes"
 OTHER_MACHINES = "needs a cluster of other machines"
 RAYS_OWN = "needs a cluster: tests/cluster/test_submitted.py runs the block on one"
 DASHBOARD, PREDICTS = "http://10.0.0.1:8265", "jobs/digits_predict.yaml"
+PLAN_OF_8 = "dp-ray plan jobs/characters.yaml --memory --workers 8 --gpu-memory 80"
 NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"
 DOWNLOAD = "pip download --only-binary=:all: --python-version 3.12"
 ON_THE_GPU = "dp-ray run jobs/digits.yaml --workers 1"
@@ -70,6 +71,7 @@ NOT_RUN = {
     f"{ON_TWO_GPUS} --name peaks": NEEDS_A_GPU,
     f"{ON_TWO_GPUS} --set strategy=fsdp --set bitwise=true --name sharded-bits": NEEDS_A_GPU,
     f"{ON_TWO_GPUS} --set strategy=fsdp --set bitwise=false --name sharded": NEEDS_A_GPU,
+    f"{PLAN_OF_8} --set model.args.width=4096 --set model.args.depth=24": "takes nine seconds of a core",
     "ray start --head --port=6379": STAYS,
     "ray start --address=10.0.0.1:6379": OTHER_MACHINES,
     "python parallel.py": "needs Ray: tests/driver/test_notebook.py runs the same loop",
@@ -162,11 +164,28 @@ def run_page(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> st
             case "text":
                 missing = set(block.text.splitlines()) - set((said or block.text).splitlines())
                 assert not missing, f"{block.place}: is not what the command says: {said}"
+            case "console":
+                lines = [without_numbers(line) for line in (said or block.text).splitlines()]
+                missing = {line for line in block.text.splitlines() if not any(shows(line, told) for told in lines)}
+                assert not missing, f"{block.place}: is not what the command says, numbers aside: {said}"
+            case "none":
+                pass  # a drawing, or an error that the page explains
             case "yaml":
                 raise AssertionError(f"{block.place}: a YAML block begins with its file's name: # NAME.yaml")
             case other:
                 raise AssertionError(f"{block.place}: no test knows what a block of {other or 'nothing'} is")
     return "".join(printed)
+
+
+def shows(line: str, told: str) -> bool:
+    """Whether a line of a page shows the told one: `...` stands for any text, and for lines that are left out."""
+    parts = re.split(r" ?\.\.\. ?", without_numbers(line))
+    return re.fullmatch(".*".join(map(re.escape, parts)), told) is not None
+
+
+def without_numbers(line: str) -> str:
+    """A line of a console, so that two runs print the same: spaces of a column as one, numbers as 0, units as s."""
+    return re.sub(r"(?<!\w)\d(?:[\d.,:e+-]*\d)?( (ms|s|min|h)\b)?", "0", " ".join(line.split()))
 
 
 def made_short(code: str) -> str:

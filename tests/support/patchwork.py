@@ -207,7 +207,7 @@ def seed_all(number: int) -> None:
 
 
 def seed_own(model: nn.Module, number: int) -> None:
-    """The generators of the model's own parts, as docs/training.md says."""
+    """The generators of the model's own parts, as docs/bits.md says."""
     for module in model.modules():
         if isinstance(module, Noise):
             module.torch.manual_seed(derive_seed(number, "generator", 0))

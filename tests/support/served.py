@@ -13,11 +13,11 @@ from ray.cloudpickle import CloudPickler
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster.own import OF_PROCESS
-from dp_ray.cluster.serving_messages import Leave
+from dp_ray.cluster.serving_messages import LeaveGroup
 from dp_ray.engine.world import World, form_group, leave_group, show_alone
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.tasks.serve import Served
-from dp_ray.tasks.wire import Lost, Member, WorkerPlace, has_left
+from dp_ray.tasks.wire import Lost, ServingWorker, WorkerPlace, has_left
 from tests.support.forked import new_process
 from tests.support.forked_python import FORKED
 
@@ -33,7 +33,7 @@ class Join(NamedTuple):
 
 
 @dataclass(eq=False, kw_only=True)
-class Process(Member):
+class Process(ServingWorker):
     """A worker's process, and the pipe to it."""
 
     process: Any
@@ -76,7 +76,7 @@ class GlooServing:
     def ready(self) -> list[Process]:
         """Return the members, each lost one replaced, in one group."""
         if self._has_changed:  # who is gone is known before others wait for it
-            self._answers(dict.fromkeys(self.members, Leave()))
+            self._answers(dict.fromkeys(self.members, LeaveGroup()))
         while len(self.members) < self.keys.max_workers:
             here, there = FORKED.Pipe()
             process = new_process(_serve, there)
@@ -139,7 +139,7 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             match asked:
-                case Leave():
+                case LeaveGroup():
                     leave_group()
                     pipe.send(None)
                 case Join():

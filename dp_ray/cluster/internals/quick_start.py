@@ -113,7 +113,7 @@ def forking(keys: WorkerKeys, early: ForkServer | None = None, serves: bool = Fa
             path = Path(folder) / "fork-server"
             listener.bind(str(path))
             listener.listen(WAITING)
-            with _started(listener, threads, modules_of(keys, serves)):
+            with _started(listener, threads, imports_of(keys, serves)):
                 listener.close()  # so that nobody waits for an answer once the server has ended
                 yield path
 
@@ -123,7 +123,7 @@ def threads_of(keys: WorkerKeys) -> str:
     return os.environ.get(THREADS, str(max(int(keys.cpus_per_worker), 1)))
 
 
-def modules_of(keys: WorkerKeys, serves: bool = False) -> Sequence[str]:
+def imports_of(keys: WorkerKeys, serves: bool = False) -> Sequence[str]:
     """Return the modules to import for a job or, with `serves`, for parallel modules.
 
     A session does not know yet whether it trains.

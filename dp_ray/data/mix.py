@@ -1,0 +1,241 @@
+"""A mixture of datasets by weights. `plan/mixture.py` has its order; here its sources are built and read."""
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+import numpy as np
+from pydantic import ValidationError
+from torch.utils.data import Dataset
+
+from dp_ray.errors import DataError, Error, JobError
+from dp_ray.job.keys import Target
+from dp_ray.job.targets import build
+from dp_ray.plan.mixture import Mixture, Stage
+from dp_ray.text import did_you_mean, listed
+
+Weights: TypeAlias = Mapping[str, Any]
+FROM = "from"  # beside the weights of a stage: the row at which it begins
+STOPS = ("first", "all")
+
+
+class Mix(Dataset[Any]):
+    """The rows of several map-style datasets, by weights: a dataset with an order of its own, which a job follows.
+
+    `sources` has a dataset for each name, or the target of one: `module:attribute`, or `{target: ..., args: ...}`.
+    `weights` has the share of each, which add up to 1; as text fractions are exact: `1/3`. A list of such mappings,
+    each with the row `from` which it holds, changes them as the run goes on. `stop` ends an epoch with the source
+    that is through `first`, when `all` are, or after `{rows: N}`. `fields` are the keys that are taken of each item.
+
+    Raises JobError for arguments that do not go together, and DataError for a source without rows.
+
+    An index is the row's id, not a place in the order: the row's index among those of all sources, in the order of
+    their names, plus the source's epoch times the number of these. `locate` tells it.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        weights: Weights | Sequence[Weights],
+        stop: str | Mapping[str, int] = "first",
+        fields: Sequence[str] | None = None,
+    ) -> None:
+        if not isinstance(sources, Mapping) or not sources or FROM in sources or not all(map(_is_name, sources)):
+            says = f"must map names to datasets, none of them {FROM!r}"
+            raise JobError(f"Mix: sources: {says}, got {sources!r:.80}")
+        self.sources = {name: _built(name, sources[name]) for name in sorted(sources)}
+        sizes = tuple(_size_of(name, source) for name, source in self.sources.items())
+        try:
+            self.mixture = Mixture(tuple(self.sources), sizes, _stages(list(self.sources), weights), _stop(stop))
+        except ValueError as error:
+            raise JobError(f"Mix: stop: {stop}: {error}") from None
+        self._fields = None if fields is None else list(fields)
+        self._first: tuple[str, int, str] | None = None  # the first item in this process: its source, row and form
+
+    def __len__(self) -> int:
+        return self.mixture.rows
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the rows with these ids, in order. Raises DataError, which names the source and the row."""
+        rows = self.mixture.locate(np.asarray(indices, np.int64))
+        items: list[Any] = [None] * len(indices)
+        for source in dict.fromkeys(rows.sources.tolist()):
+            places = np.flatnonzero(rows.sources == source)
+            name, own = self.mixture.names[source], rows.indices[places].tolist()
+            for place, row, item in zip(places.tolist(), own, self._read(name, own), strict=True):
+                items[place] = item if self._fields is None else self._of_fields(name, row, item)
+                # Not of a row by itself: a job that sets bad samples aside compares each with a good one.
+                if self._fields is None and len(indices) > 1:
+                    self._check_fields(name, row, item)
+        return items
+
+    def locate(self, index: int) -> tuple[str, int, int]:
+        """Return the source of the row with an id, the source's epoch, and the row's index in the source."""
+        return self.mixture.row(index)
+
+    @property
+    def set_epoch(self) -> Any:
+        """A function that tells each source with a `set_epoch` the epoch of the mixture; None if none has one."""
+        told = [call for source in self.sources.values() if callable(call := getattr(source, "set_epoch", None))]
+        return (lambda epoch: [call(epoch) for call in told]) if told else None
+
+    @property
+    def reads_forward(self) -> bool:
+        """Whether a source can only be read forward, so that nothing can be shuffled."""
+        return any(getattr(source, "reads_forward", False) for source in self.sources.values())
+
+    @property
+    def loader_context(self) -> str | None:
+        """How processes that read are started: as the first source asks that does ask."""
+        return next(filter(None, (getattr(source, "loader_context", None) for source in self.sources.values())), None)
+
+    @property
+    def pins(self) -> dict[str, str] | None:
+        """The state of each file of the sources that tell it; None if none does."""
+        pins = [own for source in self.sources.values() if isinstance(own := getattr(source, "pins", None), dict)]
+        return {file: state for own in pins for file, state in own.items()} if pins else None
+
+    def _read(self, name: str, rows: list[int]) -> list[Any]:
+        """Read some rows of a source."""
+        source, at = self.sources[name], rows[0]
+        try:
+            if (many := getattr(source, "__getitems__", None)) is None:
+                return [source[at := row] for row in rows]
+            at = -1
+            items: list[Any] = many(rows)
+        except Exception as error:
+            which = f"row {at}" if at >= 0 or len(rows) == 1 else f"rows {listed(rows)}"
+            where = f"{which.replace('-1', str(rows[0]))} of source {name!r}"
+            if isinstance(error, Error):
+                raise type(error)(f"{where}: {error}") from error
+            raise DataError(f"{where} raised {type(error).__name__}: {error}") from error
+        if len(items) != len(rows):
+            raise DataError(
+                f"source {name!r} gave {len(items)} items for {len(rows)} rows: it must give one for each"
+            )
+        return items
+
+    def _of_fields(self, name: str, row: int, item: Any) -> Any:
+        """Return the fields that are taken of an item. Raises DataError if it has not all of them."""
+        fields = self._fields or []
+        lacking = [key for key in fields if key not in item] if isinstance(item, Mapping) else fields
+        if lacking:
+            has = f"has no {lacking[0]!r}, but {listed(list(item))}" if isinstance(item, Mapping) else "is no dict"
+            raise DataError(f"row {row} of source {name!r} {has}; fields names keys that each item has")
+        return {key: item[key] for key in fields}
+
+    def _check_fields(self, name: str, row: int, item: Any) -> None:
+        """Raise DataError unless an item has the fields of other sources' items, as far as this process has seen."""
+        if self._first is None:
+            self._first = name, row, _form_of(item)
+        first, first_row, there = self._first
+        if name != first and (form := _form_of(item)) != there:
+            raise DataError(
+                f"row {row} of source {name!r} is {form}, and row {first_row} of source {first!r} is {there}; give "
+                "all sources the same fields, or name those to take of each item: fields: [...]"
+            )
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name != ""
+
+
+def _built(name: str, source: Any) -> Any:
+    """Return the dataset of a source, which may be a target. Raises JobError if it is not map-style."""
+    key = f"sources.{name}"
+    if isinstance(source, str | Mapping):
+        try:
+            source = Target.model_validate({"target": source} if isinstance(source, str) else dict(source))
+        except ValidationError as error:
+            says = error.errors()[0]
+            where = ".".join([key, *map(str, says["loc"])])
+            raise JobError(f"Mix: {where}: {says['msg'].removeprefix('Value error, ')}") from None
+        source = build(key, source)
+    if isinstance(source, Mix):
+        raise JobError(f"Mix: {key}: is a Mix itself; put its sources and their weights into this one")
+    lacking = [method for method in ("__len__", "__getitem__") if not hasattr(source, method)]
+    if lacking:
+        kind = type(source).__qualname__
+        raise JobError(f"Mix: {key}: must be a map-style dataset; {kind} lacks {' and '.join(lacking)}")
+    return source
+
+
+def _size_of(name: str, source: Any) -> int:
+    try:
+        size = len(source)
+    except Exception as error:
+        raise DataError(f"Mix: sources.{name}: its length raised {type(error).__name__}: {error}") from error
+    if size == 0:
+        raise DataError(f"Mix: sources.{name}: {type(source).__qualname__} has no rows; leave the source out")
+    return size
+
+
+def _stages(names: list[str], weights: Any) -> tuple[Stage, ...]:
+    """Return the stages of weights. Raises JobError, which names the stage and the source."""
+    if isinstance(weights, Mapping):
+        return (Stage(0, _shares("weights", names, weights)),)
+    if isinstance(weights, str) or not isinstance(weights, Sequence) or not weights:
+        raise JobError(f"Mix: weights: must map each source to its share, or be a list of such, got {weights!r:.80}")
+    stages: list[Stage] = []
+    for number, given in enumerate(weights):
+        key = f"weights[{number}]"
+        start = given.get(FROM) if isinstance(given, Mapping) else None
+        least = stages[-1].start + 1 if stages else 0
+        if not isinstance(start, int) or isinstance(start, bool) or start < least or (number == 0 and start):
+            must = f"a row of the run, above {least - 1}" if number else "0, where the run begins"
+            raise JobError(f"Mix: {key}.{FROM}: must be {must}; got {start!r}")
+        stages.append(Stage(start, _shares(key, names, {name: own for name, own in given.items() if name != FROM})))
+    return tuple(stages)
+
+
+def _shares(key: str, names: list[str], weights: Weights) -> tuple[Fraction, ...]:
+    """Return the weight of each source, as exact fractions that add up to 1."""
+    for name in weights:
+        if name not in names:
+            raise JobError(
+                f"Mix: {key}.{name}: there is no such source{did_you_mean(str(name), names)}; {listed(names)}"
+            )
+    lacking = [name for name in names if name not in weights]
+    if lacking:
+        raise JobError(f"Mix: {key}: source {lacking[0]!r} has no weight; give it one, or 0 to leave it out")
+    shares = []
+    for name in names:
+        try:
+            share = Fraction(str(weights[name]))
+        except (ValueError, ZeroDivisionError):
+            share = Fraction(-1)
+        if share < 0 or isinstance(weights[name], bool):
+            says = f"must be a number from 0 to 1, or a fraction as text, like '1/3'; got {weights[name]!r}"
+            raise JobError(f"Mix: {key}.{name}: {says}")
+        shares.append(share)
+    if (total := sum(shares)) != 1:
+        instead = (
+            listed([f"{name}: {share / total}" for name, share in zip(names, shares, strict=True)]) if total else ""
+        )
+        says = (
+            f"write fractions as text, exactly: {instead}"
+            if instead and len(instead) < 100
+            else "as fractions, exactly"
+        )
+        raise JobError(f"Mix: {key}: must add up to 1, and add up to {float(total):.17g}; {says}")
+    return tuple(shares)
+
+
+def _stop(stop: Any) -> str | int:
+    if isinstance(stop, str) and stop in STOPS:
+        return stop
+    rows = stop.get("rows") if isinstance(stop, Mapping) and set(stop) == {"rows"} else None
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise JobError(f"Mix: stop: must be first, all, or {{rows: N}} with N from 1 on; got {stop!r}")
+    return rows
+
+
+def _form_of(item: Any) -> str:
+    """Return what must be the same in all sources, in words: the keys of a dict, the length of a tuple, or a type."""
+    if isinstance(item, Mapping):
+        return f"a dict of {listed(sorted(map(str, item)))}"
+    kind = type(item).__qualname__
+    return f"a {kind} of {len(item)}" if isinstance(item, tuple) else f"a {kind}"
