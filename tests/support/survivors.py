@@ -115,6 +115,8 @@ class Control(StepControl):
         """Cut the connections if the view is to be left at once, as a beat does."""
         if self.is_out():
             cut_groups()
+        if (self._plans / f"end-{self._slot}").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def leave(self) -> None:
         self._pipe.send(("leaves", self.view))
@@ -209,11 +211,13 @@ class _Parent:
             self.told.ran.append((member.slot, what))
         elif kind == "done":
             process, _ = self.pipes.pop(pipe)
+            self.stopped.pop(pipe, None)
             process.join(60)
             pipe.close()
 
     def lose(self, pipe: Any) -> None:
         process, member = self.pipes.pop(pipe)
+        self.stopped.pop(pipe, None)
         process.join(60)
         pipe.close()
         self.asking.pop(member.name, None)
@@ -232,8 +236,10 @@ class _Parent:
                 if [one.name for one in self.membership.awaited()] == [member.name]:
                     self.membership.exclude(member.name)
             if now >= wakes and self.membership.is_gone(member.name):
-                del self.stopped[pipe]
                 os.kill(process.pid, signal.SIGCONT)
+            if now >= wakes + SILENT and self.membership.is_gone(member.name):
+                del self.stopped[pipe]
+                (self.plans / f"end-{member.slot}").touch()
 
     def settle(self) -> None:
         view = self.membership.settle()
