@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster.membership import Leave, Member, Membership
 from dp_ray.engine import reduce, trainer
+from dp_ray.engine import world as engine_world
 from dp_ray.engine.out_of_memory import free_memory
 from dp_ray.engine.sharded import state as sharded
 from dp_ray.engine.votes import StepControl, StopRequested
@@ -32,6 +33,7 @@ from dp_ray.messages import Logged
 from dp_ray.rundir import checkpoint
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
+from dp_ray.system.linux import open_sockets
 from dp_ray.system.threads import repeated
 from dp_ray.tasks import evaluate, train, views
 from dp_ray.tasks.held import Held
@@ -313,10 +315,20 @@ def _run_views(pipe: Any, job: Job, folder: str, control: Control, held: Held, s
                 raise
             without_frames(lost)
             cut_groups()
+        held_open = dict(engine_world._sockets)
         free_memory()
         leave_group()
+        assert_closed(held_open)
         if is_whole:
             break
+
+
+def assert_closed(sockets: dict[int, int]) -> None:
+    """Raise AssertionError unless the sockets of the groups of a view are closed, some moments after it was left."""
+    until = time.monotonic() + SECONDS / 6
+    while left := sockets.items() & open_sockets().items():
+        assert time.monotonic() < until, f"{len(left)} of {len(sockets)} sockets of the groups are open"
+        time.sleep(0.02)
 
 
 def _met(control: Control, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
