@@ -80,12 +80,13 @@ class Leave(Enum):
 class Membership:
     """The views of the workers that were started together, and of those that were started in their places.
 
-    The first view has `expected` workers. A process that was lost or excluded takes part no more, even if it lives:
-    another one may be in its place. `losses` counts the times that members were lost, between which no step was
-    finished.
+    The first view has `expected` workers, and each later one at least `least`. A process that was lost or excluded
+    takes part no more, even if it lives: another one may be in its place. `losses` counts the times that members were
+    lost, between which no step was finished.
     """
 
     expected: int
+    least: int = 1
     view: View = View()
     phase: Phase = Phase.BEGINNING
     losses: int = 0
@@ -146,6 +147,10 @@ class Membership:
         """Return whether the process of this name waits for a view."""
         return name in self._asking
 
+    def is_gone(self, name: str) -> bool:
+        """Return whether the process of this name was lost or excluded."""
+        return name in self._gone
+
     def loss_of(self, slots: Collection[int]) -> Loss | None:
         """Return what the loss of the processes in these slots would be; None if no other one lives."""
         living = [member for member in self._known() if member.name not in self._gone]
@@ -165,9 +170,9 @@ class Membership:
 
         The nodes come by their oldest member, within a node the oldest first. So rank 0 stays if it lives.
         """
-        if self.phase is Phase.SETTLED or not self._asking or self.awaited():
+        if self.phase is Phase.SETTLED or self.awaited():
             return None
-        if self.phase is Phase.BEGINNING and len(self._asking) < self.expected:
+        if len(self._asking) < (self.expected if self.phase is Phase.BEGINNING else self.least):
             return None
         number = self.view.number + 1
         by_age = sorted(self._asking.values(), key=lambda one: (self._since.get(one.name, number), one.slot))
