@@ -137,15 +137,15 @@ class Channel:
         self._groups: list[str] = []  # of workers that have had views; the last one's are those of the membership
         self._heard: dict[str, float] = {}  # when each of them has last given a sign, by its name
         self._breaks_since: float | None = None  # the view of the membership
-        self._idle_views = 0  # since a step was finished
+        self._draining: list[bytes] = []  # what the driver is told once drained members have left
         self._rejoins: dict[int, bool] = {}  # by views that were left together: whether there is a next one
         self._saved: set[int] = set()  # the views whose rank 0 has kept the work
 
-    async def put(self, message: bytes, number: int = 0, view: int = 0, name: str = "") -> Ask:
+    async def put(self, message: bytes, number: int = 0, view: int = 0, name: str = "", step: int = 0) -> Ask:
         """Take in a message about job `number`, 0: about any; the answer is what the workers are asked to do now.
 
         Workers of a job that was given up may send until they are ended; what they send is dropped. A beat has the
-        number of the `view` of its worker, and the worker's `name`.
+        number of the `view` of its worker, the worker's `name`, and the `step` that it runs.
         """
         if number in (0, self._terms.number, self._served):
             self._messages.append(message)
@@ -154,6 +154,7 @@ class Channel:
             if self._membership.is_gone(name):
                 return Ask.END
             self._heard[name] = time.monotonic()
+            self._membership.reach(progress_at(step))
             asked = self._membership.asks(view)
             if asked is Leave.NOW:
                 return Ask.LEAVE_NOW
@@ -343,11 +344,10 @@ class Channel:
         self._ended = {}
 
     def _settle(self, membership: Membership) -> None:
-        before = membership.progress
-        view = membership.settle()
-        if view is not None:
+        if membership.settle() is not None:
             self._breaks_since = None
-            self._idle_views = 0 if membership.progress > before else self._idle_views + 1
+            self._messages += self._draining  # before a message of the view
+            self._draining = []
         self._changed.notify_all()
 
     def _leave_silent_out(self, membership: Membership) -> None:
@@ -371,15 +371,37 @@ class Channel:
         if number != self._terms.number or membership is None or not membership.view.number:
             return None
         ended = self._ended.get(_end_of(membership.view.number), ())
-        if len(ended) == len(membership.view.members) or self._idle_views > VIEWS:
+        if len(ended) == len(membership.view.members) or membership.idle_views > VIEWS:
             return None  # a member may have left for good
         return membership.loss_of(slots)
+
+    async def silent(self, number: int, seconds: float) -> list[Member]:
+        """Return the members that have given no sign for so many seconds; none if no job runs in views."""
+        membership = self._membership
+        if number != self._terms.number or membership is None:
+            return []
+        late = time.monotonic() - seconds
+        return [member for member in membership.awaited() if self._heard.get(member.name, late) <= late]
+
+    async def ranks_on(self, number: int, node_ids: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the ranks of the members on these nodes, if job `number` runs in views."""
+        members = () if number != self._terms.number or self._membership is None else self._membership.view.members
+        return tuple(rank for rank, member in enumerate(members) if member.node_id in node_ids)
+
+    async def drain(self, number: int, node_ids: tuple[str, ...], message: bytes) -> None:
+        """Have the members on these nodes leave after a step, for good; then the driver gets the message."""
+        membership = self._membership
+        if number == self._terms.number and membership is not None:
+            membership.drain(node_ids)
+            self._draining = [message] if membership.drained() else []
 
     async def lose(self, number: int, slots: tuple[int, ...]) -> None:
         """Take in that the processes in these slots have died; the driver has been told."""
         if number == self._terms.number and self._membership is not None:
             async with self._changed:
                 self._membership.lose(slots)
+                if not self._membership.drained():  # they are lost before they could leave
+                    self._draining = []
                 self._settle(self._membership)
 
     async def leave(self, view: int, rank: int, world_size: int, is_kept: bool) -> bool:
@@ -422,6 +444,11 @@ class Channel:
         async with self._changed:
             await self._changed.wait_for(lambda: attempt in self._stores or self._is_broken(view))
             return self._stores.get(attempt)
+
+
+def progress_at(step: int) -> int:
+    """Return the least progress of a worker that runs this step, as `Held.progress` counts it."""
+    return 2 * step - 1
 
 
 def _end_of(view: int) -> str:

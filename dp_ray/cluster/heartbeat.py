@@ -185,7 +185,8 @@ class Heartbeat(StepControl):
         interval = beat_interval(self._world.world_size)
         while not self._stopped.wait(interval):
             try:
-                given = encoded(self._state()), self._worker.number, self._worker.view, self._worker.name
+                beat, worker = encoded(self._state()), self._worker
+                given = beat, worker.number, worker.view, worker.name, self._step or 0
                 request: Ask = ray.get(self._worker.channel.put.remote(*given))
             except ray.exceptions.RayError:
                 return  # the driver is gone, and Ray will end this worker soon

@@ -13,7 +13,7 @@ import pytest
 
 import dp_ray
 from tests.support.cluster import ROOT
-from tests.support.drivers import SLOW
+from tests.support.drivers import SLOW, told
 from tests.support.hosts import ENVIRONMENT, PORT, Host, hosts
 
 pytestmark = [pytest.mark.ray, pytest.mark.root]
@@ -132,13 +132,36 @@ def test_a_training_lives_through_a_host_killed_a_host_added_and_a_host_drained(
     result = dp_ray.load(tmp_path / "run")
     here = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="here", quiet=True)
     assert result.weights_sha256 == here.weights_sha256
-    told = result.interruptions
-    assert [one["kind"] for one in told] == ["worker", "node", "resize", "preemption"]
+    seen = result.interruptions
+    assert [one["kind"] for one in seen] == ["worker", "node", "resize", "preemption"]
     assert result.world_sizes == [3, 3, 2, 3, 2]
-    assert told[1]["nodes"] == ["10.77.0.3"]
-    assert [one["step"] - one["resumed_step"] for one in told[2:]] == [0, 0], "nothing is lost between two steps"
-    assert told[3]["what"] == "Ray drains 10.77.0.2"
+    assert seen[1]["nodes"] == ["10.77.0.3"]
+    assert [one["step"] - one["resumed_step"] for one in seen[2:]] == [0, 0], "nothing is lost between two steps"
+    assert seen[3]["what"] == "Ray drains 10.77.0.2"
     assert "10.77.0.2" not in {worker["node"] for worker in result.workers}
+    up[1].kill()  # a node that was drained takes no more work
+
+
+def test_survivors_go_on_without_a_host_until_it_comes_back_and_without_one_that_is_drained(
+    up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
+) -> None:
+    keys = {**TRAINING, "epochs": 14, "workers": 3, "retries": 1, "on_lost_worker": "go_on"}
+    inject = ["--inject", "drain node 10.77.0.2 for 60s at step 100"]
+    with Driver(up[0], *job(**keys, timeouts={"capacity": 4}), *inject) as driver:
+        driver.wait_for("epoch 0, step 9")
+        up[2].kill()
+        driver.wait_for("no node has room for another worker now: the others go on without it")
+        up[2].join()
+        driver.wait_for("interrupted, preemption: Ray drains 10.77.0.2", 200)
+        assert driver.end() == 0, "".join(driver.said)
+    result = dp_ray.load(tmp_path / "run")
+    here = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="here", quiet=True)
+    assert result.weights_sha256 == here.weights_sha256
+    assert told(result) == told(here)
+    assert result.world_sizes == [3, 2, 3, 2]
+    seen = [(one["kind"], one["nodes"], one["level"]) for one in result.interruptions]
+    assert seen == [("node", ["10.77.0.3"], "memory"), ("preemption", ["10.77.0.2"], "memory")]
+    assert all(one["step"] == one["resumed_step"] for one in result.interruptions)
     up[1].kill()  # a node that was drained takes no more work
 
 

@@ -43,7 +43,7 @@ def test_survivors_get_the_next_view_once_all_that_live_have_asked() -> None:
         assert not first.done()
         second = await soon(asks(channel, C, 8, lost=True))
         assert not second.done(), "nobody knows that the third one is dead"
-        assert await channel.survey(1, (1,)) == Loss((1,), ("node",), 1)
+        assert await channel.survey(1, (1,)) == Loss((1,), 1)
         await channel.lose(1, (1,))
         assert await first == await second == View(2, (A, C))
         assert await beat(channel, B, 1) is Ask.END
@@ -115,7 +115,7 @@ def test_nobody_goes_on_after_all_were_through_or_are_dead() -> None:
         assert await channel.survey(1, (1,)) is None, "the others may have left"
         other = await begun()
         assert await other.survey(1, (0, 1, 2)) is None
-        assert await other.survey(1, (7,)) == Loss((), (), 0)
+        assert await other.survey(1, (7,)) == Loss((), 0)
 
     played(play())
 

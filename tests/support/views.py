@@ -1,7 +1,8 @@
 """A model of workers that train in views: each event is one of theirs, of the channel's, or a fault.
 
-A view's collectives are numbered: the first one levels the state, each later one is a step. A worker goes into a
-collective, and comes out of it once all members have gone into it; or it fails, since a member is gone.
+Each slot is a node of its own. A view's collectives are numbered: the first one levels the state, each later one is a
+step. A worker goes into a collective, and comes out of it once all members have gone into it; or it fails, since a
+member is gone.
 """
 
 import copy
@@ -12,7 +13,7 @@ from dp_ray.cluster.membership import Leave, Member, Membership, Phase
 from dp_ray.tasks.held import newest
 
 Event = tuple[str, int]
-FAULTS = ("kill", "silence", "come")
+FAULTS = ("kill", "silence", "come", "drain")
 
 
 @dataclass
@@ -29,6 +30,10 @@ class Worker:
     level: int = -1  # its steps when it went into the first collective of its view
     steps: int = -1
     ran: dict[int, int] = field(default_factory=dict)  # the view of each step that it has finished
+
+
+def node(worker: Worker) -> str:
+    return f"node {worker.slot}"
 
 
 class Broken(AssertionError):
@@ -50,7 +55,7 @@ class Model:
     def copied(self) -> "Model":
         other = copy.copy(self)
         other.membership = copy.copy(self.membership)
-        for name in ("_asking", "_since", "_gone"):
+        for name in ("_asking", "_finished", "_since", "_gone"):
             setattr(other.membership, name, getattr(self.membership, name).copy())
         other.workers = [copy.copy(worker) for worker in self.workers]
         for worker in other.workers:
@@ -64,7 +69,7 @@ class Model:
             (*(value for name, value in vars(worker).items() if name != "ran"), *sorted(worker.ran.items()))
             for worker in self.workers
         )
-        asking, gone = frozenset(known._asking), frozenset(known._gone)
+        asking, gone = frozenset(known._asking), (frozenset(known._gone), known._drained)
         return workers, known.phase, known.view.number, asking, gone, frozenset(self.votes), frozenset(self.ended)
 
     # Events.
@@ -81,8 +86,11 @@ class Model:
                 continue
             if worker.state in ("done", "excluded"):
                 continue
-            if "kill" in faults and self.views:  # before the first view, all start again
-                found.append(("kill", number))
+            if self.views:  # before the first view, all start again
+                found += [("kill", number)] if "kill" in faults else []
+                found += (
+                    [("drain", number)] if "drain" in faults and node(worker) not in self.membership._drained else []
+                )
             if worker.is_silent:
                 if self.membership.phase is Phase.BREAKING and str(number) in self._awaited():
                     found.append(("exclude", number))
@@ -126,6 +134,8 @@ class Model:
         elif kind == "tell":
             worker.is_told = True
             self.membership.lose([worker.slot])
+        elif kind == "drain":
+            self.membership.drain([node(worker)])
         elif kind == "come":
             worker.is_replaced = True
             self.workers.append(Worker(worker.slot))
@@ -150,7 +160,7 @@ class Model:
 
     def _ask(self, number: int, worker: Worker, has_lost_peer: bool) -> None:
         worker.state, worker.view, worker.is_in, worker.out_of = "asking", 0, False, 0
-        if not self.membership.ask(Member(str(number), worker.slot), worker.steps, has_lost_peer):
+        if not self.membership.ask(Member(str(number), worker.slot, node(worker)), worker.steps, has_lost_peer):
             worker.state = "excluded"
 
     def _settle(self) -> None:
@@ -167,6 +177,12 @@ class Model:
             if worker.state != "asking" and not worker.is_dead:
                 raise Broken("a worker is in a view, and has not left the one before")
             worker.state, worker.view, worker.out_of, worker.is_in = "in", view.number, 0, False
+        for number, worker in enumerate(self.workers):
+            if worker.state != "asking" or worker.is_dead or number in members:
+                continue
+            worker.state = "excluded"
+            if worker.steps > max(self.workers[one].steps for one in members):
+                raise Broken("a worker leaves for good with a step that no other one has finished")
 
     def _come_out(self, number: int, worker: Worker) -> None:
         members = self.views[worker.view]
