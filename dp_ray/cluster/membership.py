@@ -79,12 +79,13 @@ class Leave(Enum):
 class Membership:
     """The views of the workers that were started together, and of those that were started in their places.
 
-    The first view has `expected` workers. A process that was lost or excluded takes part no more, even if it lives:
-    another one may be in its place. `losses` counts the views that members were lost of, one after another, between
-    which no step was finished.
+    The first view has `expected` workers, and each later one at least `least`. A process that was lost or excluded
+    takes part no more, even if it lives: another one may be in its place. `losses` counts the views that members were
+    lost of, one after another, between which no step was finished.
     """
 
     expected: int
+    least: int = 1
     view: View = View()
     phase: Phase = Phase.BEGINNING
     losses: int = 0
@@ -172,6 +173,10 @@ class Membership:
         """Return whether the process of this name waits for a view."""
         return name in self._asking
 
+    def is_gone(self, name: str) -> bool:
+        """Return whether the process of this name was lost or excluded."""
+        return name in self._gone
+
     def loss_of(self, slots: Collection[int]) -> Loss | None:
         """Return what the loss of the processes in these slots would be; None if no other one lives."""
         living = [member for member in self._known() if member.name not in self._gone]
@@ -191,9 +196,9 @@ class Membership:
 
         The nodes come by their oldest member, within a node the oldest first. So rank 0 stays if it lives.
         """
-        if self.phase is Phase.SETTLED or not self._asking or self.awaited():
+        if self.phase is Phase.SETTLED or self.awaited():
             return None
-        if self.phase is Phase.BEGINNING and len(self._asking) < self.expected:
+        if len(self._asking) < (self.expected if self.phase is Phase.BEGINNING else self.least):
             return None
         number = self.view.number + 1
         staying = {name: one for name, one in self._asking.items() if one.node_id not in self._drained}

@@ -21,10 +21,10 @@ def asks(
     return channel.ask(1, "group", member, progress, lost, 3)
 
 
-async def begun() -> Channel:
+async def begun(**terms: Any) -> Channel:
     """A channel whose job runs in its first view."""
     channel = Channel()
-    await channel.begin(Terms(1, 3, goes_on=True), ["job"])
+    await channel.begin(Terms(1, 3, goes_on=True, **terms), ["job"])
     views = await asyncio.gather(*(asks(channel, member) for member in (C, A, B)))
     assert [view and view.members for view in views] == [(A, B, C)] * 3
     return channel
@@ -46,7 +46,7 @@ def test_survivors_get_the_next_view_once_all_that_live_have_asked() -> None:
         assert await channel.survey(1, (1,)) == Loss((1,), 1)
         await channel.lose(1, (1,))
         assert await first == await second == View(2, (A, C))
-        assert await beat(channel, B, 1) is Ask.LEAVE_NOW
+        assert await beat(channel, B, 1) is Ask.END
         assert await asks(channel, B, 8) is None
 
     played(play())
@@ -144,11 +144,10 @@ def test_workers_that_were_all_started_anew_begin_anew_and_the_old_ones_are_out(
 
 
 def test_a_member_without_a_sign_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REJOIN_SECONDS", 0.3)
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
 
     async def play() -> None:
-        channel = await begun()
+        channel = await begun(rejoin=0.3)
         first = await soon(asks(channel, A, 6, lost=True))
         for _ in range(4):  # one that computes gives signs
             await asyncio.sleep(0.15)

@@ -23,26 +23,33 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.cluster.membership import Leave, Member, Membership
 from dp_ray.engine import reduce, trainer
 from dp_ray.engine.out_of_memory import free_memory
+from dp_ray.engine.sharded import state as sharded
 from dp_ray.engine.votes import StepControl, StopRequested
-from dp_ray.engine.world import World, form_group, leave_group, without_frames
-from dp_ray.errors import WorkerError
+from dp_ray.engine.world import World, cut_groups, form_group, leave_group, without_frames
+from dp_ray.errors import StorageError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.messages import Logged
 from dp_ray.rundir import checkpoint
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.tasks import evaluate, train
+from dp_ray.system.threads import repeated
+from dp_ray.tasks import evaluate, train, views
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.task import run_task
 from tests.support.forked import new_process
 from tests.support.group import LOCALHOST
 
 SECONDS = 60.0
+SILENT = 0.5  # seconds of a worker that is stopped, before the others leave it
 
 # Where a part of a step begins: what is called then, of which object.
 PARTS_OF_A_STEP: dict[str, tuple[Any, str]] = {
     "backward": (trainer.Pass, "_backward"),
     "exchange": (reduce.DdpReduction, "summed"),
+    "gather": (sharded.Gather, "__call__"),
+    "scatter": (sharded.SumScatter, "_sum"),
+    "restore": (train, "restored"),
+    "level": (views, "shared"),
     "update": (trainer.TrainingStep, "update"),
     "after": (train.AfterStep, "take"),
     "evaluation": (evaluate.Evaluator, "measure"),
@@ -52,7 +59,7 @@ PARTS_OF_A_STEP: dict[str, tuple[Any, str]] = {
 
 
 class Fault(NamedTuple):
-    """The worker of a slot is killed in a step, as a part of it begins; "stop": it is stopped, for these seconds."""
+    """The worker of a slot is killed in a step, as a part of it begins; or stopped, for these seconds."""
 
     slot: int
     step: int
@@ -95,7 +102,19 @@ class Control(StepControl):
 
     def meet(self, part: str) -> None:
         if self._armed is not None and self._armed.part == part:
-            os.kill(os.getpid(), signal.SIGKILL)
+            armed, self._armed = self._armed, None
+            if armed.seconds:
+                self._pipe.send(("stops", armed.seconds))
+            os.kill(os.getpid(), signal.SIGSTOP if armed.seconds else signal.SIGKILL)
+
+    def is_out(self) -> bool:
+        """Whether the others go on without this worker."""
+        return (self._plans / f"now-{self.view}").exists()
+
+    def look(self) -> None:
+        """Cut the connections if the view is to be left at once, as a beat does."""
+        if self.is_out():
+            cut_groups()
 
     def leave(self) -> None:
         self._pipe.send(("leaves", self.view))
@@ -126,6 +145,7 @@ class _Parent:
         self.at_end: dict[int, dict[str, Connection]] = {}
         self.store: Any = None
         self.num = 0
+        self.stopped: dict[Connection, tuple[float, float]] = {}  # when to go on without them, and when they wake up
 
     def start(self, slot: int) -> None:
         self.num += 1
@@ -142,13 +162,14 @@ class _Parent:
         try:
             until = time.monotonic() + SECONDS
             while self.pipes:
-                assert time.monotonic() < until, f"nothing more happens: {self.told}\n{self.stacks()}"
-                for pipe in wait(list(self.pipes), 1.0):
+                assert time.monotonic() < until, f"nothing more happens: {self.told.views}\n{self.stacks()}"
+                for pipe in wait(list(self.pipes), 0.1 if self.stopped else 1.0):
                     assert isinstance(pipe, Connection)
                     try:
                         self.hear(pipe, *pipe.recv())
                     except (EOFError, ConnectionResetError):
                         self.lose(pipe)
+                self.look_at_stopped()
                 self.settle()
         finally:
             for process, _ in self.pipes.values():
@@ -177,6 +198,9 @@ class _Parent:
                 pipe.send(None)
         elif kind in ("leaves", "through"):
             self.at_end.setdefault(what, {})[member.name] = pipe
+        elif kind == "stops":
+            now = time.monotonic()
+            self.stopped[pipe] = now + SILENT, now + what
         elif kind == "raised":
             raise AssertionError(what)
         elif kind == "rows":
@@ -196,6 +220,20 @@ class _Parent:
         self.membership.lose([member.slot])
         if self.replaces:
             self.start(member.slot)
+
+    def look_at_stopped(self) -> None:
+        """Go on without workers that are silent, and wake them up later."""
+        now = time.monotonic()
+        for pipe, (silent, wakes) in list(self.stopped.items()):
+            process, member = self.pipes[pipe]
+            if now >= silent and not self.membership.is_gone(member.name):
+                self.membership.break_up()
+                (self.plans / f"now-{self.membership.view.number}").touch()
+                if [one.name for one in self.membership.awaited()] == [member.name]:
+                    self.membership.exclude(member.name)
+            if now >= wakes and self.membership.is_gone(member.name):
+                del self.stopped[pipe]
+                os.kill(process.pid, signal.SIGCONT)
 
     def settle(self) -> None:
         view = self.membership.settle()
@@ -237,32 +275,42 @@ def _work(pipe: Any, slot: int, job: Job, folder: str, plans: str, faults: list[
     for part, (owner, name) in PARTS_OF_A_STEP.items():
         patch.object(owner, name, _met(control, part, getattr(owner, name))).start()
     try:
-        has_lost_peer = False
-        while True:
-            pipe.send(("ask", (held.progress, has_lost_peer)))
-            given = pipe.recv()
-            if given is None:
-                break
-            control.view, rank, size, port = given
-            is_whole, has_lost_peer = False, True
-            try:
-                form_group("gloo", TCPStore(LOCALHOST, port, wait_for_workers=False), World(rank, size))
-                run_task(job, World(rank, size), Storage(folder), send, control, held=held)
-                pipe.send(("through", control.view))
-                is_whole = pipe.recv()
-            except StopRequested:
-                has_lost_peer = False
-            except (WorkerError, torch.distributed.DistError) as lost:
-                without_frames(lost)
-            free_memory()
-            leave_group()
-            if is_whole:
-                break
+        with repeated("beats", 0.05, control.look):
+            _run_views(pipe, job, folder, control, held, send)
         pipe.send(("done", None))
     except BaseException:
         import traceback
 
         pipe.send(("raised", traceback.format_exc()))
+
+
+def _run_views(pipe: Any, job: Job, folder: str, control: Control, held: Held, send: Callable[[Any], None]) -> None:
+    has_lost_peer = False
+    while True:
+        pipe.send(("ask", (held.finished, has_lost_peer)))
+        given = pipe.recv()
+        if given is None:
+            break
+        control.view, rank, size, port = given
+        is_whole, has_lost_peer = False, True
+        try:
+            form_group("gloo", TCPStore(LOCALHOST, port, wait_for_workers=False), World(rank, size))
+            run_task(job, World(rank, size), Storage(folder), send, control, held=held)
+            pipe.send(("through", control.view))
+            is_whole = pipe.recv()
+            if not is_whole:
+                raise WorkerError("another worker was lost before all were through")
+        except StopRequested:
+            has_lost_peer = False
+        except (WorkerError, StorageError, torch.distributed.DistError) as lost:
+            if isinstance(lost, StorageError) and not control.is_out():
+                raise
+            without_frames(lost)
+            cut_groups()
+        free_memory()
+        leave_group()
+        if is_whole:
+            break
 
 
 def _met(control: Control, part: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,10 @@ import torch
 
 from dp_ray.job.job import Job
 from tests.support.group import history_of, run_group, weights_of
+from tests.support.loops import keys_of
 from tests.support.survivors import Fault, run_surviving
 from tests.support.trainings import job_of
+from tests.tasks.test_loops import PPO
 
 KEYS: dict[str, Any] = {
     "batch_size": 22,
@@ -90,6 +92,100 @@ def test_another_worker_comes_in_the_place_of_a_dead_one(tmp_path: Path, slot: i
     if slot:
         assert all(view[0] == 0 for view in told.views)
     assert_same(tmp_path / "run", expected)
+
+
+@pytest.mark.parametrize(
+    ("faults", "first"),
+    [
+        ([Fault(0, 3)], 0),  # there is no checkpoint yet
+        ([Fault(1, 9, "gather")], 5),
+        ([Fault(0, 9, "update"), Fault(2, 9, "gather")], 5),
+        ([Fault(0, 9, "checkpoint")], 5),  # it is half written, and counts as none
+        ([Fault(2, 9, "checkpoint")], 5),
+        ([Fault(1, 7, "evaluation"), Fault(2, 7, "restore")], 5),
+        ([Fault(2, 14, "weights")], None),
+    ],
+)
+def test_sharded_workers_go_on_from_the_newest_checkpoint(
+    tmp_path: Path, faults: list[Fault], first: int | None
+) -> None:
+    """Not all of four are connected to the dead for what they wait for."""
+    expected = undisturbed(tmp_path, shards=8)
+    told = run_surviving(made(workers=4, shards=8, strategy="fsdp"), tmp_path / "run", faults)
+    dead = {fault.slot for fault in faults}
+    assert told.views[0] == [0, 1, 2, 3] and told.views[-1] == [slot for slot in range(4) if slot not in dead]
+    (lives,) = {3} - dead
+    ran = [step for slot, step in told.ran if slot == lives]
+    again = [step for step, before in zip(ran[1:], ran, strict=False) if step <= before]
+    assert set(again) == (set() if first is None else {first})
+    assert_same(tmp_path / "run", expected)
+
+
+def loop_keys(loop: str, **keys: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"shards": 6, "bitwise": True, "epochs": 4, "checkpoint": {"every_steps": 4}}
+    return keys_of(loop, **{**given, **keys, **(PPO if loop == "ppo" else {})})
+
+
+@pytest.mark.parametrize("loop", ["gan", "ppo"])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault(1, 5, "backward")],
+        [Fault(0, 6, "update")],
+        [Fault(0, 7, "checkpoint"), Fault(2, 7, "exchange")],
+        [Fault(1, 11, "weights")],
+    ],
+)
+def test_a_loop_goes_on_from_the_newest_checkpoint(tmp_path: Path, loop: str, faults: list[Fault]) -> None:
+    """A step of these has several updates: the one in flight may have been half done."""
+    run_group(Job.make({**loop_keys(loop), "workers": 1}, "job"), tmp_path / "undisturbed")
+    told = run_surviving(Job.make({**loop_keys(loop), "workers": 3}, "job"), tmp_path / "run", faults)
+    assert told.views[-1] == [slot for slot in range(3) if slot not in {fault.slot for fault in faults}]
+    assert_same(tmp_path / "run", tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "loop"])
+def test_a_newcomer_reads_the_checkpoint_that_the_others_keep_for_it(tmp_path: Path, kind: str) -> None:
+    """No step runs twice for it."""
+    if kind == "loop":
+        keys = loop_keys("gan", epochs=60, checkpoint={"every_steps": 50})
+        run_group(Job.make({**keys, "workers": 1}, "job"), tmp_path / "undisturbed")
+        job = Job.make({**keys, "workers": 3}, "job")
+    else:
+        slow: dict[str, Any] = {"epochs": 40, "checkpoint": {"every_steps": 50, "best": "eval_loss"}}
+        undisturbed(tmp_path, **slow)
+        job = made(workers=3, strategy="fsdp", **slow)
+    told = run_surviving(job, tmp_path / "run", [Fault(1, 52)], replaces=True)
+    assert sorted(told.views[-1]) == [0, 1, 2]
+    ran = [step for slot, step in told.ran if slot == 0]
+    again = [step for step, before in zip(ran[1:], ran, strict=False) if step <= before]
+    assert len(again) == 1 and again[0] >= 50, "after the loss alone"
+    assert_same(tmp_path / "run", tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        ({}, Fault(1, 7, "forward", 3.0)),
+        ({"find_unused_parameters": True}, Fault(2, 7, "exchange", 3.0)),  # DDP has collectives of its own
+        ({"bitwise": False}, Fault(0, 7, "exchange", 3.0)),
+        ({}, Fault(1, 7, "evaluation", 3.0)),
+        ({}, Fault(0, 9, "checkpoint", 3.0)),
+        ({}, Fault(0, 14, "weights", 3.0)),
+        ({"strategy": "fsdp"}, Fault(2, 9, "gather", 3.0)),
+        ({"strategy": "fsdp"}, Fault(0, 9, "checkpoint", 3.0)),  # a commit waits for its rank 0
+    ],
+)
+def test_the_others_leave_a_worker_that_is_stopped_and_closes_nothing(
+    tmp_path: Path, keys: dict[str, Any], fault: Fault
+) -> None:
+    """When it wakes up the others are far, or at the end: it writes nothing."""
+    model = "mlp" if "strategy" in keys else "conv"
+    expected = undisturbed(tmp_path, model, **keys)
+    told = run_surviving(made(model, workers=3, **keys), tmp_path / "run", [fault])
+    assert told.views == [[0, 1, 2], [slot for slot in range(3) if slot != fault.slot]]
+    if keys.get("bitwise", True):
+        assert_same(tmp_path / "run", expected)
 
 
 def test_the_last_of_three_goes_on_alone(tmp_path: Path) -> None:
