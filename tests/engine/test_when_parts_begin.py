@@ -1,6 +1,7 @@
 """What is to be done as a part of a step begins, in real workers: told by what the user's code has seen by then."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Notes(StepControl):
     def before(self, step: int) -> None:
         if step == self._step:
             for part in PARTS:
-                self._clock.when(Part[part.upper()], lambda part=part: self._note(part))
+                self._clock.when(Part[part.upper()], partial(self._note, part))
 
     def _note(self, part: str) -> None:
         assert part not in self._noted

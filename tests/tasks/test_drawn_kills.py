@@ -22,6 +22,7 @@ from tests.support.survivors import Fault, Told, run_surviving
 from tests.tasks.test_survivors import loop_keys, made
 
 FEW = 6
+LOOSE = {"rtol": 1e-4, "atol": 1e-5}
 PARTS = ["forward", "backward", "exchange", "update", "after", "evaluation", "checkpoint", "weights", "level"]
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("mlp", {}),
@@ -76,8 +77,7 @@ def check(schedule: Schedule, folder: Path) -> Told:
     assert there.keys() == here.keys()
     is_exact = schedule.keys.get("bitwise", True)
     for name in there:
-        same = torch.equal if is_exact else lambda *pair: torch.allclose(*pair, rtol=1e-4, atol=1e-5)
-        assert same(there[name], here[name]), name
+        torch.testing.assert_close(here[name], there[name], **({"rtol": 0, "atol": 0} if is_exact else LOOSE))
     rows, expected = history_of(folder / "run"), history_of(folder / "undisturbed")
     assert rows == expected if is_exact else [row["step"] for row in rows] == [row["step"] for row in expected]
     return told
