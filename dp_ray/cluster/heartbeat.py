@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 import psutil
@@ -17,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from dp_ray.cluster.channel import Ask, WorkerConfig, encoded, send
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
-from dp_ray.engine.clock import StepClock
+from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import TIMEOUT, Collective, World, cut_groups, recorded_collectives
 from dp_ray.errors import ClusterError, JobError
@@ -120,15 +121,21 @@ class Heartbeat(StepControl):
             self._send(Started(self.attempt, self._world.rank, step, self._reads))
         for fault in [one for one in self._faults if one.is_due(self._world, step)]:
             self._faults.remove(fault)
-            # An earlier attempt may have injected it; a worker is slow in each attempt.
-            if fault.action != "slow" and not ray.get(self._worker.channel.fire.remote(fault.number)):
-                continue
-            self._send(FaultInjected(self.attempt, self._world, str(fault), fault.what == "driver"))
-            if fault.action == "slow":
-                self._delay += fault.seconds or 0.0
+            if fault.part:
+                self._clock.when(Part[fault.part.upper()], partial(self._inject, fault))
             else:
-                bring_about(fault, self._worker.driver_node)
+                self._inject(fault)
         self._due_delay = self._delay
+
+    def _inject(self, fault: Fault) -> None:
+        # An earlier attempt may have injected it; a worker is slow in each attempt.
+        if fault.action != "slow" and not ray.get(self._worker.channel.fire.remote(fault.number)):
+            return
+        self._send(FaultInjected(self.attempt, self._world, str(fault), fault.what == "driver"))
+        if fault.action == "slow":
+            self._delay += fault.seconds or 0.0
+        else:
+            bring_about(fault, self._worker.driver_node)
 
     def take_delay(self, rank: int) -> float:
         """Return the seconds by which faults make the current step slower, once a step."""

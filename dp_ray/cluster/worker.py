@@ -21,7 +21,7 @@ from dp_ray.cluster.group import place_of_worker, process_group, report, with_de
 from dp_ray.cluster.heartbeat import STUCK_SECONDS, Heartbeat
 from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.membership import Member, Place, View
-from dp_ray.cluster.prints import forwarded_prints
+from dp_ray.cluster.prints import Lines, forwarded_prints
 from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
 from dp_ray.engine.votes import NotFinite, StopRequested
 from dp_ray.engine.world import Trouble, World, cut_groups, leave_group, trouble_of, without_frames
@@ -65,8 +65,11 @@ def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]
     worker = replace(worker, number=terms.number, kind=terms.kind, node_id=node_id)
     attempt = f"{os.environ[GROUP]}-{terms.number}"
     prints = forwarded_prints(worker.channel, worker.number, worker.keep_prints, here)
-    with isolated() as remains, environment(env), prints:
-        ended = (run_in_views if terms.goes_on else run_once)(worker, packed, attempt, here)
+    with isolated() as remains, environment(env), prints as lines:
+        if terms.goes_on:
+            ended = run_in_views(worker, packed, attempt, here, lines)
+        else:
+            ended = run_once(worker, packed, attempt, here)
     if ended is not None:
         attempt, rank, is_stopped = ended
         imported = imported_files() if rank == 0 and not terms.is_last else ()
@@ -78,7 +81,9 @@ def run_once(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> tu
     return attempt, here.rank, run_packed(worker, packed, attempt, here) is True
 
 
-def run_in_views(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> tuple[str, int, bool] | None:
+def run_in_views(
+    worker: WorkerConfig, packed: Any, attempt: str, here: World, prints: Lines
+) -> tuple[str, int, bool] | None:
     """Run the job in one view after another, as long as workers are lost or come; return how it ended here.
 
     That is the last view's attempt, the rank in it, and whether the job stopped as the user asked; None if the job
@@ -106,6 +111,7 @@ def run_in_views(worker: WorkerConfig, packed: Any, attempt: str, here: World) -
             local_rank=place.local_rank,
             node_rank=place.node_rank,
         )
+        prints.move(world)
         of_view = f"{attempt}-{view.number}"
         in_view = replace(worker, view=view.number)
         ended = run_packed(in_view, assigned, of_view, world, Membered(held, place))

@@ -186,6 +186,35 @@ def test_a_host_that_is_cut_off_costs_time_and_no_sample(
     assert result.world_sizes[:2] == [3, 2]
 
 
+@pytest.mark.parametrize("task", ["train", "predict"])
+def test_survivors_go_on_without_a_host_that_is_cut_off_and_what_it_writes_does_not_count(
+    up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path, task: str
+) -> None:
+    """The host that is cut off reaches the storage all the time."""
+    if task == "train":
+        keys = {**TRAINING, "epochs": 8, "checkpoint": {"every_steps": 1}}
+    else:
+        dataset = {"target": "tests.driver.test_runs_on_ray:Slow", "args": {"length": 900}}
+        keys = {"model": "tests.support.models:Linear", "dataset": dataset, "batch_size": 9, "shards": 3, **ONE_EACH}
+    with Driver(up[0], *job(**keys, workers=3, on_lost_worker="go_on")) as driver:
+        driver.wait_for("3 workers on 3 nodes")
+        time.sleep(2)
+        up[2].cut()
+        driver.wait_for("interrupted, node: its node does not answer")
+        driver.wait_for("2 workers on 2 nodes")
+        driver.wait_for("from memory")
+        up[2].heal()
+        assert driver.end() == 0, "".join(driver.said)
+    result = dp_ray.load(tmp_path / "run")
+    here = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="here", quiet=True)
+    assert (result.weights_sha256, result.outputs_sha256) == (here.weights_sha256, here.outputs_sha256)
+    assert task != "train" or told(result) == told(here)
+    lost = result.interruptions[0]
+    assert (lost["kind"], lost["nodes"], lost["level"]) == ("node", ["10.77.0.3"], "memory")
+    assert result.world_sizes[:2] == [3, 2]
+    up[2].kill()  # Ray ends a node that it has called dead, some time later
+
+
 def test_a_job_that_finds_no_room_any_more_says_so_and_can_be_run_again_with_less(
     up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
 ) -> None:

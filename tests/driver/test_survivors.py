@@ -33,6 +33,21 @@ def test_a_prediction_whose_worker_is_killed(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+def test_a_worker_killed_in_each_part_of_a_step(run: Run, tmp_path: Path) -> None:
+    dataset = {"target": "tests.support.training:Images", "args": {"length": 20}}
+    keys = {**GOES_ON, "checkpoint": {"every_steps": 9}, "eval": {"dataset": dataset, "every_steps": 9}}
+    parts = {5: "1 {} in forward", 29: "1 {} in exchange", 53: "1 {} in update", 77: "2 {} in evaluation"}
+    faults = [f"kill worker {text.format(f'at step {step}')}" for step, text in parts.items()]
+    result = run(None, **keys, workers=3, inject="; ".join([*faults, "kill worker 0 at step 98 in checkpoint"]))
+    undisturbed = run(None, **keys, workers=0, name="undisturbed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert told(result) == told(undisturbed)
+    assert [one["level"] for one in result.interruptions] == ["memory"] * 5
+    assert [one["resumed_step"] for one in result.interruptions] == [5, 29, 53, 81, 99]
+    assert all(one["step"] == one["resumed_step"] for one in result.interruptions)
+
+
+@pytest.mark.ray
 def test_workers_of_a_session_go_on_and_its_next_job_has_all_of_them(session: Session, tmp_path: Path) -> None:
     keys: dict[str, Any] = {**GOES_ON, "epochs": 2, "workers": 2, "storage": str(tmp_path), "quiet": True}
     expected = dp_ray.run(None, **{**keys, "workers": 0}, name="expected")

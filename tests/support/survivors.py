@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import psutil
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -69,6 +70,14 @@ class Fault(NamedTuple):
     seconds: float = 0.0
 
 
+class Size(NamedTuple):
+    """What a process takes: bytes of memory, threads and open files."""
+
+    memory: int
+    threads: int
+    files: int
+
+
 @dataclass
 class Told:
     """What happened: the views, each with its slots; when workers died; and the steps of each row that was logged."""
@@ -77,13 +86,15 @@ class Told:
     rows: list[dict[str, Any]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     ran: list[tuple[int, int]] = field(default_factory=list)  # slot and step, as each one began
+    died: list[int] = field(default_factory=list)  # the slots of workers that were lost
+    sizes: list[tuple[int, Size]] = field(default_factory=list)  # slot and size of its process, at each gate
 
 
 class Control(StepControl):
     """Kills its worker where a fault is due, and leaves together with others."""
 
-    def __init__(self, slot: int, faults: Sequence[Fault], plans: Path, pipe: Connection) -> None:
-        self._slot, self._faults, self._plans, self._pipe = slot, faults, plans, pipe
+    def __init__(self, slot: int, faults: Sequence[Fault], plans: Path, pipe: Connection, gates: int) -> None:
+        self._slot, self._faults, self._plans, self._pipe, self._gates = slot, faults, plans, pipe, gates
         self._armed: Fault | None = None
         self.view = 0
         self.step = -1
@@ -96,11 +107,23 @@ class Control(StepControl):
 
     def before(self, step: int) -> None:
         self.step = step
+        if self._gates and step % self._gates == 0:
+            self._wait_for_all()
         self._pipe.send(("begins", step))
         for fault in self._faults:
             if (fault.slot, fault.step) == (self._slot, step):
                 self._armed = fault
                 self.meet("forward")
+
+    def _wait_for_all(self) -> None:
+        """Wait until all take part, or some are to join, or are lost."""
+        while not any(
+            (self._plans / name).exists() for name in (f"all-{self.view}", str(self.view), f"lost-{self.view}")
+        ):
+            time.sleep(0.005)
+        process = psutil.Process()
+        size = Size(process.memory_info().rss, process.num_threads(), process.num_fds())
+        self._pipe.send(("size", size))
 
     def meet(self, part: str) -> None:
         if self._armed is not None and self._armed.part == part:
@@ -131,14 +154,18 @@ def run_surviving(
     folder: Path,
     faults: Sequence[Fault] = (),
     replaces: bool = False,
+    gates: int = 0,
 ) -> Told:
-    """Run a job's workers to the end, through the faults; raises AssertionError with what a worker raised."""
-    return _Parent(job, folder, faults, replaces).run()
+    """Run a job's workers to the end, through the faults; raises AssertionError with what a worker raised.
+
+    With `gates`, all wait before each so many steps for others in the places of dead ones, which meet later faults.
+    """
+    return _Parent(job, folder, faults, replaces, gates).run()
 
 
 class _Parent:
-    def __init__(self, job: Job, folder: Path, faults: Sequence[Fault], replaces: bool) -> None:
-        self.job, self.folder, self.faults, self.replaces = job, folder, faults, replaces
+    def __init__(self, job: Job, folder: Path, faults: Sequence[Fault], replaces: bool, gates: int) -> None:
+        self.job, self.folder, self.faults, self.replaces, self.gates = job, folder, faults, replaces, gates
         self.membership = Membership(job.max_workers)
         self.plans = folder.parent / f"plans-{folder.name}"
         self.plans.mkdir()
@@ -154,8 +181,10 @@ class _Parent:
     def start(self, slot: int) -> None:
         self.num += 1
         here, there = new_pipe()
-        faults = [] if self.num > self.job.max_workers else list(self.faults)
-        process = new_process(_work, there, slot, self.job, str(self.folder), str(self.plans), faults)
+        faults = [] if self.num > self.job.max_workers and not self.gates else list(self.faults)
+        faults = [fault for fault in faults if fault.step > max((step for _, step in self.told.ran), default=-1)]
+        given = there, slot, self.job, str(self.folder), str(self.plans), faults, self.gates
+        process = new_process(_work, *given)
         process.start()
         there.close()
         self.pipes[here] = process, Member(f"w{self.num}", slot)
@@ -164,7 +193,7 @@ class _Parent:
         for slot in range(self.job.max_workers):
             self.start(slot)
         try:
-            until = time.monotonic() + SECONDS
+            until = time.monotonic() + SECONDS + 10 * len(self.faults)
             while self.pipes:
                 assert time.monotonic() < until, f"nothing more happens: {self.told.views}\n{self.stacks()}"
                 for pipe in wait(list(self.pipes), 0.1 if self.stopped else 1.0):
@@ -209,6 +238,8 @@ class _Parent:
             raise AssertionError(what)
         elif kind == "rows":
             self.told.rows += what
+        elif kind == "size":
+            self.told.sizes.append((member.slot, what))
         elif kind == "begins":
             self.told.ran.append((member.slot, what))
         elif kind == "done":
@@ -223,7 +254,9 @@ class _Parent:
         process.join(60)
         pipe.close()
         self.asking.pop(member.name, None)
-        self.membership.lose([member.slot])
+        self.told.died.append(member.slot)
+        if self.membership.lose([member.slot]):
+            (self.plans / f"lost-{self.membership.view.number}").touch()
         if self.replaces:
             self.start(member.slot)
 
@@ -247,6 +280,8 @@ class _Parent:
         view = self.membership.settle()
         if view is not None:
             self.told.views.append([member.slot for member in view.members])
+            if len(view.members) == self.job.max_workers or not self.replaces:
+                (self.plans / f"all-{view.number}").touch()
             self.store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
             for rank, member in enumerate(view.members):
                 with suppress(OSError):
@@ -268,11 +303,11 @@ def new_pipe() -> tuple[Any, Any]:
     return FORKED.Pipe()
 
 
-def _work(pipe: Any, slot: int, job: Job, folder: str, plans: str, faults: list[Fault]) -> None:
+def _work(pipe: Any, slot: int, job: Job, folder: str, plans: str, faults: list[Fault], gates: int) -> None:
     torch.set_num_threads(1)
     stacks = open(f"{plans}/stacks-{slot}-{os.getpid()}", "w")  # noqa: SIM115  (it is open as long as this process)
     faulthandler.register(signal.SIGUSR1, stacks)
-    held, control = Held(), Control(slot, faults, Path(plans), pipe)
+    held, control = Held(), Control(slot, faults, Path(plans), pipe, gates)
     one_at_a_time = threading.Lock()
 
     def send(what: Any) -> None:

@@ -32,11 +32,11 @@ def images(length: int | None = None) -> dict[str, Any]:
 OF_IMAGES = {"dataset": images(), "eval": {"dataset": images(20), "every_steps": 4}}
 
 
-def made(model: str = "mlp", **keys: Any) -> Job:
+def made(model: Any = "mlp", **keys: Any) -> Job:
     return job_of(model, **{**KEYS, **(OF_IMAGES if model == "conv" else {}), **keys})
 
 
-def undisturbed(tmp_path: Path, model: str = "mlp", **keys: Any) -> Path:
+def undisturbed(tmp_path: Path, model: Any = "mlp", **keys: Any) -> Path:
     folder = tmp_path / "undisturbed"
     run_group(made(model, workers=1, **keys), folder)
     return folder
@@ -193,4 +193,27 @@ def test_the_last_of_three_goes_on_alone(tmp_path: Path) -> None:
     faults = [Fault(0, 3, "exchange"), Fault(1, 8, "exchange")]
     told = run_surviving(made(workers=3), tmp_path / "run", faults)
     assert told.views == [[0, 1, 2], [1, 2], [2]]
+    assert_same(tmp_path / "run", expected)
+
+
+def wide() -> torch.nn.Module:
+    """4 MB of parameters, and as much in the optimizer."""
+    return torch.nn.Sequential(torch.nn.Linear(6, 1024), torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 3))
+
+
+@pytest.mark.slow
+def test_twenty_are_killed_in_one_run_and_the_one_that_lives_grows_in_nothing(tmp_path: Path) -> None:
+    parts = ["forward", "backward", "exchange", "update", "after"]
+    faults = [Fault(1 + number % 2, 10 * number + 4, parts[number % 5]) for number in range(1, 21)]
+    long: dict[str, Any] = {"epochs": 54, "checkpoint": {"every_steps": 50}}
+    model = {"target": "tests.tasks.test_survivors:wide"}
+    expected = undisturbed(tmp_path, model, **long)
+    told = run_surviving(made(model, workers=3, **long), tmp_path / "run", faults, replaces=True, gates=10)
+    assert told.died == [fault.slot for fault in faults]
+    sizes = [size for slot, size in told.sizes if slot == 0]
+    early, late = sizes[6:12], sizes[-6:]  # not the first ones, which fill caches
+    assert max(size.files for size in late) <= max(size.files for size in early)
+    assert max(size.threads for size in late) <= max(size.threads for size in early)
+    # A copy of the model that is held for each view would be 40 MB.
+    assert max(size.memory for size in late) - max(size.memory for size in early) < 8e6
     assert_same(tmp_path / "run", expected)
