@@ -243,16 +243,21 @@ class Job(MeasuringKeys):
     @property
     def why_restarts(self) -> str:
         """The key with which `on_lost_worker: go_on` cannot be done, so that all workers restart; "" without one."""
-        keys = {
-            "loop": self.task == "train" and self.loop is not None,
-            "strategy: fsdp": self.is_sharded,
-            "shards: auto": self.finds_shards,
-        }
+        return "shards: auto" if self.finds_shards else ""
+
+    @property
+    def why_reads(self) -> str:
+        """The key with which survivors of a lost worker hold no model, but read the newest checkpoint; "" without.
+
+        Of a sharded model each has a part alone. The body of a loop may have changed anything before its step's sums
+        are lost, and nobody sees what.
+        """
+        keys = {"strategy: fsdp": self.is_sharded, "loop": self.task == "train" and self.loop is not None}
         return next((key for key, is_set in keys.items() if is_set), "")
 
     @property
     def goes_on(self) -> bool:
-        """Whether the survivors of a lost worker go on from memory."""
+        """Whether the survivors of a lost worker go on in their processes."""
         return self.on_lost_worker == "go_on" and not self.why_restarts
 
     def _of_devices(self) -> Iterator[str]:

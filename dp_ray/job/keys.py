@@ -332,12 +332,14 @@ class OnError(Strict):
 
 
 class Timeouts(Strict):
-    """How long a step may take, and how long to wait for nodes that were lost."""
+    """How long a step may take, and how long to wait for nodes and workers that were lost."""
 
     step: PositiveFloat | None = 600
     """Seconds in one step after which a worker counts as hung. null: no limit."""
     capacity: PositiveFloat | None = 600
     """Seconds to wait for capacity after nodes were lost, if no autoscaler can add nodes. null: no limit."""
+    rejoin: Annotated[float, Field(ge=3)] = 10
+    """With `on_lost_worker: go_on`, seconds without a sign of a worker, after which the others go on without it."""
 
 
 def _blocks(value: Any) -> Any:
@@ -661,7 +663,7 @@ class WorkerKeys(Strict):
     """The devices of each worker, by hand: `[cpu]`, or `[cuda:0, cpu]` for a model over both. With several workers
     `cuda:0` is the first of a worker's own GPUs, which Ray reserves; else it is the machine's."""
     timeouts: Timeouts = Timeouts()
-    """How long a step may take, and how long to wait for nodes that were lost."""
+    """How long a step may take, and how long to wait for nodes and workers that were lost."""
     env: dict[str, str] = Field(default_factory=dict, repr=False)
     """Environment variables of the workers, and of the driver while it builds the dataset. Their values are not kept
     in the run directory."""
@@ -837,8 +839,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     """predict only: what is kept of the outputs, and how it is written."""
     on_lost_worker: Literal["go_on", "restart"] = "restart"
     """What the others do where a worker is lost. go_on: they run the step in flight at once, from memory, and another
-    worker comes in the place of the lost one. That is for CPUs alone. With `loop`, `strategy: fsdp` or `shards: auto`
-    all restart. restart: all workers start again from the newest checkpoint."""
+    worker comes in the place of the lost one. With `loop` or `strategy: fsdp` they read the newest checkpoint. It is
+    for CPUs alone. With `shards: auto` all restart. restart: all workers start again from the newest checkpoint."""
     retries: NonNegativeInt = 3
     """How many times all workers are started again, after a loss, a hang or an error that may pass, before the job
     fails."""

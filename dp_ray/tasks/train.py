@@ -84,6 +84,7 @@ class TrainingRun(Generic[M]):
         training, trainer = self.training, self.trainer
         context, state, split = training.context, training.state, training.split
         job, world, control, watch, held = context.job, context.world, context.control, trainer.watch, context.held
+        holds = held is not None and not job.why_reads  # the state, so that no checkpoint has to
         hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
         # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
         quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
@@ -123,7 +124,7 @@ class TrainingRun(Generic[M]):
                 stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
                 run.stops = stops and number + 1 < split.total_steps
                 if checkpointer is not None:
-                    must_save = run.stops and not control.is_to_rejoin
+                    must_save = run.stops and not (control.is_to_rejoin and holds)
                     checkpointer.after_step(number, update, measured, must_save or control.take_save())
                 elif measured and held is not None:
                     note_best(training, measured)  # as rank 0 does
@@ -143,7 +144,7 @@ class TrainingRun(Generic[M]):
         run.close()  # before the last step is kept: its times are kept with it
         context.control.through()  # writing the rest has no time limit
         if checkpointer is not None:
-            if run.stops and context.control.is_to_rejoin:
+            if run.stops and context.control.is_to_rejoin and not context.job.why_reads:
                 checkpointer.wait()
             else:
                 checkpointer.finish()
@@ -215,7 +216,6 @@ def begun_training(
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
         context = replace(context, attempt=begin_attempt(context.run).attempt)
         layout = sample_layout(job, split, dataset)
-        trainer.state.keeps_start = context.held is not None
         training = Training(context, Source(job, dataset), split, layout, trainer, times)
         training = levelled(training) or restored(training)
         with holding(training):
