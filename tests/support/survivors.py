@@ -172,6 +172,8 @@ class _Parent:
         self.at_end: dict[int, dict[str, Connection]] = {}
         self.store: Any = None
         self.num = 0
+        self.is_over = False  # all have come to the end
+        self.through: set[int] = set()  # views of which a worker has
         self.stopped: dict[Connection, tuple[float, float]] = {}  # when to go on without them, and when they wake up
 
     def start(self, slot: int) -> None:
@@ -227,6 +229,7 @@ class _Parent:
                 pipe.send(None)
         elif kind in ("leaves", "through"):
             self.at_end.setdefault(what, {})[member.name] = pipe
+            self.through |= {what} if kind == "through" else set()
         elif kind == "stops":
             now = time.monotonic()
             self.stopped[pipe] = now + SILENT, now + what
@@ -242,6 +245,8 @@ class _Parent:
             process, _ = self.pipes.pop(pipe)
             process.join(60)
             pipe.close()
+            if self.replaces and self.membership.is_gone(member.name) and not self.is_over:
+                self.start(member.slot)
 
     def lose(self, pipe: Any) -> None:
         process, member = self.pipes.pop(pipe)
@@ -251,7 +256,7 @@ class _Parent:
         self.told.died.append(member.slot)
         if self.membership.lose([member.slot]):
             (self.plans / f"lost-{self.membership.view.number}").touch()
-        if self.replaces:
+        if self.replaces and not self.is_over:
             self.start(member.slot)
 
     def look_at_stopped(self) -> None:
@@ -282,6 +287,9 @@ class _Parent:
             names = {member.name for member in self.membership.view.members}
             is_whole = number == self.membership.view.number and names <= ended.keys()
             if is_whole or self.membership.asks(number) is Leave.NOW:
+                self.is_over = self.is_over or (
+                    is_whole and not self.membership.is_breaking and number in self.through
+                )
                 for pipe in ended.values():
                     with suppress(OSError):
                         pipe.send(is_whole)
