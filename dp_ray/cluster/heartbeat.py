@@ -55,7 +55,7 @@ def bring_about(fault: Fault, driver_node: str) -> None:
 
 
 SHOWN_FRAMES = 12
-STUCK_SECONDS = 5.0  # in a collective of a view that is to be left at once
+STUCK_SECONDS = 5.0  # in a collective of a view that is to be left at once, or while the group is left
 
 
 class Heartbeat(StepControl):

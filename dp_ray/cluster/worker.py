@@ -5,6 +5,7 @@ that sends to the driver what user code prints (`prints.py`).
 """
 
 import os
+import signal
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -17,7 +18,7 @@ import torch
 
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, send
 from dp_ray.cluster.group import place_of_worker, process_group, report, with_devices
-from dp_ray.cluster.heartbeat import Heartbeat
+from dp_ray.cluster.heartbeat import STUCK_SECONDS, Heartbeat
 from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.membership import Member, Place, View
 from dp_ray.cluster.prints import Lines, forwarded_prints
@@ -34,6 +35,7 @@ from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.imports import imported_files
 from dp_ray.system.process import environment
+from dp_ray.system.threads import if_longer
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.isolation import isolated
 from dp_ray.tasks.numerics import OtherKind
@@ -115,8 +117,10 @@ def run_in_views(
         ended = run_packed(in_view, assigned, of_view, world, Membered(held, place))
         if ended is Next.AFTER_LOSS:
             cut_groups()  # so that all others hear of it
-        free_memory()  # as in `left_together`
-        leave_group()
+        # A sum that gloo has begun may not end even then. One more is dead so, and the others need not wait.
+        with if_longer(STUCK_SECONDS, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            free_memory()  # as in `left_together`
+            leave_group()
         if isinstance(ended, bool):
             return of_view, world.rank, ended
         has_lost_peer = ended is Next.AFTER_LOSS

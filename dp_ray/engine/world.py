@@ -181,6 +181,10 @@ def leave_group() -> None:
     global _everyone, _store, _num_groups
     _everyone, _store, _num_groups = None, None, 0
     _sockets.clear()
+    if "torch.distributed.tensor" in sys.modules:  # torch remembers sharded tensors, and these their group
+        from torch.distributed.tensor import debug
+
+        getattr(debug, "_clear_sharding_prop_cache", bool)()
     if dist.is_initialized():
         dist.destroy_process_group()
 

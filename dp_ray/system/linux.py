@@ -85,16 +85,17 @@ def open_sockets() -> dict[int, int]:
 
 
 def cut(sockets: Mapping[int, int]) -> None:
-    """Cut the connections of these sockets, as `open_sockets` gives them: whoever waits on either end hears it.
+    """Have these sockets, as `open_sockets` gives them, end after what has arrived, as if the peers had closed them.
 
-    They stay open, since they are another's. Any thread may call this.
+    Their owner closes them then, so that the peers hear too. It may still send until it has read that far: gloo would
+    lose a message that it cannot send, and wait for it. Any thread may call this.
     """
     for descriptor, number in sockets.items():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             # By now the descriptor may be that of another socket.
             if os.fstat(connection.fileno()).st_ino == number and connection.family != socket.AF_UNIX:
                 connection.getpeername()  # raises OSError for one that listens
-                connection.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RD)
 
 
 def processor() -> str:

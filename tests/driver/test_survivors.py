@@ -113,3 +113,40 @@ def test_three_workers_of_which_two_are_killed_at_once_and_then_rank_0(run: Run,
     assert sorted(rank for one in result.interruptions for rank in one["ranks"]) == [0, 1, 2]
     assert all(one["step"] == one["resumed_step"] for one in result.interruptions), "no step is run again"
     assert result.world_sizes[0] == 3 and max(result.world_sizes[2:]) == 3, "others come in their places"
+
+
+@pytest.mark.ray
+def test_sharded_workers_go_on_in_their_processes_from_the_newest_checkpoint(run: Run, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {**GOES_ON, "epochs": 6, "checkpoint": {"every_steps": 5}, "strategy": "fsdp"}
+    result = run(None, **keys, workers=3, inject="kill worker 0 at step 8; kill worker 2 at step 23")
+    undisturbed = run(None, **keys, workers=0, name="undisturbed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert told(result) == told(undisturbed)
+    assert {(one["level"], one["why"]) for one in result.interruptions} == {("checkpoint", "strategy: fsdp")}
+    assert all(one["resumed_step"] == one["step"] // 5 * 5 for one in result.interruptions)
+
+
+LOOP: dict[str, Any] = {
+    "task": "train",
+    "model": "tests.support.loops:Gan",
+    "dataset": {"target": "tests.support.loops:SlowPoints", "args": {"seconds": 0.02}},
+    "loop": "tests.support.loops:gan",
+    "batch_size": 6,
+    "shards": 3,
+    "shuffle": False,
+    "epochs": 12,
+    "bitwise": True,
+    "checkpoint": {"every_steps": 5},
+    "on_lost_worker": "go_on",
+}
+
+
+@pytest.mark.ray
+def test_a_loop_whose_worker_hangs_goes_on_after_that_is_named_and_killed(run: Run, tmp_path: Path) -> None:
+    result = run(None, **LOOP, workers=3, inject="pause worker 1 at step 8", timeouts={"step": 4, "rejoin": 3})
+    undisturbed = run(None, **LOOP, workers=0, name="undisturbed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert told(result) == told(undisturbed)
+    (hang,) = result.interruptions
+    assert (hang["kind"], hang["ranks"], hang["level"], hang["why"]) == ("hang", [1], "checkpoint", "loop")
+    assert (hang["step"], hang["resumed_step"]) == (8, 5)

@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster.membership import Leave, Member, Membership
 from dp_ray.engine import reduce, trainer
+from dp_ray.engine import world as engine_world
 from dp_ray.engine.out_of_memory import free_memory
 from dp_ray.engine.sharded import state as sharded
 from dp_ray.engine.votes import StepControl, StopRequested
@@ -33,6 +34,7 @@ from dp_ray.messages import Logged
 from dp_ray.rundir import checkpoint
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
+from dp_ray.system.linux import open_sockets
 from dp_ray.system.threads import repeated
 from dp_ray.tasks import evaluate, train, views
 from dp_ray.tasks.held import Held
@@ -138,6 +140,8 @@ class Control(StepControl):
         """Cut the connections if the view is to be left at once, as a beat does."""
         if self.is_out():
             cut_groups()
+        if (self._plans / f"end-{os.getpid()}").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def leave(self) -> None:
         self._pipe.send(("leaves", self.view))
@@ -243,6 +247,7 @@ class _Parent:
             self.told.ran.append((member.slot, what))
         elif kind == "done":
             process, _ = self.pipes.pop(pipe)
+            self.stopped.pop(pipe, None)
             process.join(60)
             pipe.close()
             if self.replaces and self.membership.is_gone(member.name) and not self.is_over:
@@ -250,6 +255,7 @@ class _Parent:
 
     def lose(self, pipe: Any) -> None:
         process, member = self.pipes.pop(pipe)
+        self.stopped.pop(pipe, None)
         process.join(60)
         pipe.close()
         self.asking.pop(member.name, None)
@@ -270,8 +276,10 @@ class _Parent:
                 if [one.name for one in self.membership.awaited()] == [member.name]:
                     self.membership.exclude(member.name)
             if now >= wakes and self.membership.is_gone(member.name):
-                del self.stopped[pipe]
                 os.kill(process.pid, signal.SIGCONT)
+            if now >= wakes + SILENT and self.membership.is_gone(member.name):
+                del self.stopped[pipe]
+                (self.plans / f"end-{process.pid}").touch()
 
     def settle(self) -> None:
         view = self.membership.settle()
@@ -350,10 +358,20 @@ def _run_views(pipe: Any, job: Job, folder: str, control: Control, held: Held, s
                 raise
             without_frames(lost)
             cut_groups()
+        held_open = dict(engine_world._sockets)
         free_memory()
         leave_group()
+        assert_closed(held_open)
         if is_whole:
             break
+
+
+def assert_closed(sockets: dict[int, int]) -> None:
+    """Raise AssertionError unless the sockets of the groups of a view are closed, some moments after it was left."""
+    until = time.monotonic() + SECONDS / 6
+    while left := sockets.items() & open_sockets().items():
+        assert time.monotonic() < until, f"{len(left)} of {len(sockets)} sockets of the groups are open"
+        time.sleep(0.02)
 
 
 def _met(control: Control, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
