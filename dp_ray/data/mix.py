@@ -109,15 +109,13 @@ class Mix(Dataset[Any]):
 
     def _read(self, name: str, rows: list[int]) -> list[Any]:
         """Read some rows of a source."""
-        source, at = self.sources[name], rows[0]
+        source, reading = self.sources[name], rows
         try:
             if (many := getattr(source, "__getitems__", None)) is None:
-                return [source[at := row] for row in rows]
-            at = -1
+                return [source[(reading := [row])[0]] for row in rows]
             items: list[Any] = many(rows)
         except Exception as error:
-            which = f"row {at}" if at >= 0 or len(rows) == 1 else f"rows {listed(rows)}"
-            where = f"{which.replace('-1', str(rows[0]))} of source {name!r}"
+            where = f"row{'s' * (len(reading) > 1)} {listed(reading)} of source {name!r}"
             if isinstance(error, Error):
                 raise type(error)(f"{where}: {error}") from error
             raise DataError(f"{where} raised {type(error).__name__}: {error}") from error

@@ -166,6 +166,18 @@ def test_any_workers_and_loaders_end_at_the_same_bits(tmp_path: Path, augment: b
         assert all(torch.equal(weights[name], whole[name]) for name in whole)
 
 
+@pytest.mark.ray
+def test_workers_on_ray_end_at_the_bits_of_one_process(run_in_session: Any) -> None:
+    job = job_of("mlp", mixed(), shards=4, bitwise=True)
+    alone, together = (run_in_session(job, workers=workers, name=f"on-{workers}") for workers in (0, 2))
+    assert together.weights_sha256 == alone.weights_sha256
+    told = [
+        [{name: row.get(name) for name in ("loss_of_web", "rows_of_code")} for row in run.history]
+        for run in (alone, together)
+    ]
+    assert told[0] == told[1]
+
+
 def test_other_weights_are_another_job_and_named(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"checkpoint": {"every_steps": 1}, "workers": 1}
     run_group(job_of("mlp", dataset=mix(), **keys), tmp_path, StopsBefore(3))
