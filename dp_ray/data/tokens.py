@@ -7,6 +7,7 @@ record batches, row groups. On a local disk they are mapped into memory.
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -324,7 +325,7 @@ def _look_at_npy(file: File) -> TokenFile:
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, in_fortran, kind = read(stream)
-        except (ValueError, SyntaxError) as error:
+        except (ValueError, SyntaxError, TokenError) as error:  # numpy reads the head as Python does
             raise DataError(f"{file}: is damaged, or no array of numpy: {error}") from None
         offset = stream.tell()
     if kind.kind not in "iu" or len(shape) not in (1, 2) or (in_fortran and len(shape) == 2):

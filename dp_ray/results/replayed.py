@@ -146,7 +146,8 @@ class Looked:
         for row in self.rows[:shown]:
             if row.parts:
                 packed = listed([f"{number}[{start}:{stop}]" for number, start, stop in row.parts])
-                yield f"sample {row.sample} is packed of {counted(len(row.parts), 'row')}: {packed}"
+                name = row.name if row.source else f"sample {row.name}"
+                yield f"{name} is packed of {counted(len(row.parts), 'row')}: {packed}"
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,33 @@ def test_what_is_damaged_is_named(damage: str, tmp_path: Path) -> None:
         Tokens(tmp_path)[0]
 
 
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_what_is_damaged_anywhere_is_an_error_or_another_token(
+    form: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A bit that is wrong, or an end that is missing: never another error, and never documents of other lengths."""
+    ending, write = FORMS[form]
+    folder, of = tmp_path_factory.mktemp("damaged"), [[1, 2, 3], [], [4, 5], [6] * 20, [7, 8]]
+    write(folder / f"a{ending}", of)
+    path = data.draw(st.sampled_from(sorted(folder.iterdir())))
+    whole = bytearray(path.read_bytes())
+    if data.draw(st.booleans()):
+        del whole[data.draw(st.integers(0, len(whole) - 1)) :]
+    else:
+        at = data.draw(st.integers(0, len(whole) * 8 - 1))
+        whole[at // 8] ^= 1 << at % 8
+    path.write_bytes(whole)
+    found, says = [], ""
+    try:
+        found = [len(item["input_ids"]) for item in Tokens(folder / f"a{ending}")]
+    except DataError as error:
+        says = str(error)
+    sizes = list(map(len, of)) if form not in ("plain", "npy") else [sum(map(len, of))]
+    assert f"a{ending}" in says or "a.idx" in says or found == sizes or form == "plain"
+
+
 def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
     dataset = Tokens(plain(tmp_path / "a.bin", [[1, 2, 3, 4]]))
     (tmp_path / "a.bin").write_bytes(b"ab")

@@ -350,6 +350,39 @@ def test_a_training_on_a_packed_mixture_is_the_same_on_any_workers(tmp_path: Pat
     assert all({"loss_of_a", "loss_of_b"} <= row.keys() for row in found[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_mixture_of_tokens_goes_on_with_another_number_of_workers(packs: bool, tmp_path: Path) -> None:
+    sources = {}
+    for name, rows in (("a", Texts().rows), ("b", [[5] * 30, [6] * 50])):
+        pq.write_table(pa.table({"input_ids": rows}), tmp_path / f"{name}.parquet")
+        args = {"paths": str(tmp_path / f"{name}.parquet"), **({} if packs else {"length": 16})}
+        sources[name] = {"target": "dp_ray.data:Tokens", "args": args}
+    data = mixed(sources=sources, weights={"a": "2/3", "b": "1/3"}, stop="all")
+    keys: dict[str, Any] = {"dataset": data, "shards": 3, "bitwise": True, "checkpoint": {"every_steps": 1}}
+    if not packs:
+        keys |= {"pack": None, "model": f"{HERE}:Plain", "inputs": ["input_ids"], "call": "one"}
+    run_group(job_of(workers=2, **keys), tmp_path / "whole")
+    run_group(job_of(workers=3, **keys), tmp_path / "parts", StopsBefore(2))
+    run_group(job_of(workers=1, **keys), tmp_path / "parts", StopsBefore(5))
+    run_group(job_of(workers=2, **keys), tmp_path / "parts")
+    assert history_of(tmp_path / "parts") == history_of(tmp_path / "whole")
+    whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+class Plain(nn.Module):
+    """Tokens to logits, each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, 256)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.table(input_ids).transpose(1, 2)
+        return logits
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "long": (Lists([[1], [1, 2, 3]]), {}, "row 1 of dataset has 3 tokens, and pack.length is 2; with how: whole"),
     "labels": (
