@@ -490,7 +490,7 @@ class Hooks(Strict):
     on_step: Targeted | None = None
     """Called after each step."""
     on_evaluate: Targeted | None = None
-    """Called after each evaluation."""
+    """Called after each evaluation, and once after several that follow the same step."""
     on_end: Targeted | None = None
     """Called once the training has ended, and its weights are written."""
 

@@ -19,6 +19,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import measured_by, named_evals
 from dp_ray.plan.costs import plan_table
 from dp_ray.report.charts import charts_of
+from dp_ray.rundir.files import has_kept_nothing
 from dp_ray.rundir.history import history_so_far, is_inner
 from dp_ray.rundir.quarantine import merge_quarantine
 from dp_ray.storage import Storage
@@ -27,6 +28,7 @@ from tests.support import loops, training
 from tests.support.bad_data import Broken, quarantined
 from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
+from tests.support.cluster import Run
 from tests.support.group import ProcessExit, history_of, run_group, weights_of
 from tests.support.replays import replayed
 from tests.support.survivors import Fault, run_surviving
@@ -276,6 +278,25 @@ def test_samples_that_are_set_aside_are_told_with_the_evaluation(tmp_path: Path)
             assert last[f"eval_{name}_loss"] == pytest.approx(loss, rel=1e-5)
 
 
+def test_a_model_in_parts_is_evaluated_on_each(tmp_path: Path) -> None:
+    """With FSDP a worker without shards runs dummies beside the others in the second evaluation too."""
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        run_group(made(workers=3, strategy=strategy), tmp_path / strategy)
+        found[strategy] = [evaluated(tmp_path / strategy, names) for names in (OF_TEST, OF_HARD)]
+    assert found["ddp"] == found["fsdp"], "it is bitwise"
+
+
+@pytest.mark.usefixtures("in_project")
+def test_the_shards_that_are_found_are_tried_on_each(tmp_path: Path) -> None:
+    result = run_here(tmp_path, shards="auto", epochs=1)
+    job = json.loads((tmp_path / "run" / "run.json").read_text())["job"]
+    assert job["shards"] == 1 and {name for name in result.metrics if name.startswith("eval_")} == {
+        *OF_TEST,
+        *OF_HARD,
+    }
+
+
 def test_an_error_names_the_evaluation(tmp_path: Path) -> None:
     data = {"target": "tests.support.bad_data:Broken", "args": {"length": 20, "raises": [13]}}
     job = made(workers=1, eval={"test": TEST, "hard": {**HARD, "dataset": data}})
@@ -421,6 +442,26 @@ def test_evaluate_runs_the_one_that_is_named(
     other = json.dumps({"target": "tests.support.training:Pairs", "args": {"length": 9}})
     assert status_of(monkeypatch, "evaluate", trained.run_dir, "--set", f"dataset={other}", "--name", "other") == 0
     assert dp_ray.load(tmp_path / "other").rows == 9
+
+
+def test_a_run_that_kept_the_references_of_its_evaluations_alone_has_kept_nothing(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    run.write_text("result.json", json.dumps({"status": "failed"}))
+    for name in ("test", "hard"):
+        run.write_text(f"reference-of-eval.{name}.dataset.json", "{}")
+    assert has_kept_nothing(run)
+    run.write_text("reference-of-mine.json", "{}")
+    assert not has_kept_nothing(run), "a file of the user's own"
+
+
+@pytest.mark.ray
+def test_on_ray_the_history_is_that_of_this_process(run_in_session: Run, tmp_path: Path) -> None:
+    keys = keys_of(**{**KEYS, "optimizer": SGD, "early_stopping": {"metric": "eval_hard_loss", "patience": 9}})
+    here = run_in_session(**keys, name="here")
+    there = run_in_session(**{**keys, "workers": 2}, name="there")
+    told = [[{name: row[name] for name in (*OF_TEST, *OF_HARD)} for row in run.history] for run in (here, there)]
+    assert told[0] == told[1] and here.weights_sha256 == there.weights_sha256
+    assert {name for name, value in there.metrics.items() if name.startswith("eval_")} == {*OF_TEST, *OF_HARD}
 
 
 def test_a_sweep_asks_which_one_it_goes_by() -> None:
