@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
-from dp_ray.cluster import channel as module
 from dp_ray.cluster.channel import Channel
 from dp_ray.cluster.prints import forwarded_prints
 from dp_ray.engine.world import World
@@ -28,7 +28,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def received() -> list[Any]:
         return [pickle.loads(one) for one in asyncio.run_coroutine_threadsafe(here.receive(), loop).result()]
 
-    monkeypatch.setattr(module.ray, "get", lambda sent: sent.result())
+    monkeypatch.setattr(ray, "get", lambda sent: sent.result())
     yield SimpleNamespace(put=SimpleNamespace(remote=put), received=received)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()

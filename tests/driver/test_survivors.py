@@ -1,15 +1,21 @@
 """Jobs on Ray whose workers go on where others are killed: the undisturbed run's bits, and what is told."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dp_ray
+from dp_ray.cluster.channel import GROUP
 from dp_ray.driver.sessions import Session
 from dp_ray.errors import WorkerError
 from tests.support.cluster import Run
 from tests.support.drivers import SLOW, told
+from tests.support.models import SlowPairs
+from tests.support.within import within
 
 GOES_ON: dict[str, Any] = {**SLOW, "epochs": 12, "checkpoint": {"every_steps": 50}, "on_lost_worker": "go_on"}
 PREDICTS: dict[str, Any] = {
@@ -45,6 +51,42 @@ def test_a_worker_killed_in_each_part_of_a_step(run: Run, tmp_path: Path) -> Non
     assert [one["level"] for one in result.interruptions] == ["memory"] * 5
     assert [one["resumed_step"] for one in result.interruptions] == [5, 29, 53, 81, 99]
     assert all(one["step"] == one["resumed_step"] for one in result.interruptions)
+
+
+class DeadlyToNewcomers(SlowPairs):
+    """Kills each worker that builds it before it takes part. The others read on once three have died."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(0.001)
+        self.died = Path(folder, "died")
+        self.left = 200  # reads before that
+        if GROUP in os.environ and not torch.distributed.is_initialized():
+            with self.died.open("a") as died:
+                died.write("x")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def __getitem__(self, index: int) -> Any:
+        self.left -= 1
+        if GROUP in os.environ and self.left < 0:
+            assert within(200, lambda: self.died.exists() and len(self.died.read_text()) >= 3)
+        return super().__getitem__(index)
+
+
+@pytest.mark.ray
+def test_newcomers_that_die_as_they_start_are_no_more_started_and_the_others_go_on(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dataset = {"target": "tests.driver.test_survivors:DeadlyToNewcomers", "args": {"folder": str(tmp_path)}}
+    keys = {**GOES_ON, "retries": 1, "dataset": dataset}
+    result = run(None, **keys, workers=3, quiet=False, inject="kill worker 1 at step 5")
+    undisturbed = run(None, **keys, workers=0, name="undisturbed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert result.world_sizes == [3, 2]
+    says = (
+        "no other worker is started in the place of a lost one: 3 were lost as they started: its process was killed"
+    )
+    assert says in capfd.readouterr().err
+    assert (tmp_path / "died").read_text() == "xxx"
 
 
 @pytest.mark.ray

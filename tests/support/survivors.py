@@ -140,7 +140,7 @@ class Control(StepControl):
         """Cut the connections if the view is to be left at once, as a beat does."""
         if self.is_out():
             cut_groups()
-        if (self._plans / f"end-{self._slot}").exists():
+        if (self._plans / f"end-{os.getpid()}").exists():
             os.kill(os.getpid(), signal.SIGKILL)
 
     def leave(self) -> None:
@@ -176,6 +176,8 @@ class _Parent:
         self.at_end: dict[int, dict[str, Connection]] = {}
         self.store: Any = None
         self.num = 0
+        self.is_over = False  # all have come to the end
+        self.through: set[int] = set()  # views of which a worker has
         self.stopped: dict[Connection, tuple[float, float]] = {}  # when to go on without them, and when they wake up
 
     def start(self, slot: int) -> None:
@@ -231,6 +233,7 @@ class _Parent:
                 pipe.send(None)
         elif kind in ("leaves", "through"):
             self.at_end.setdefault(what, {})[member.name] = pipe
+            self.through |= {what} if kind == "through" else set()
         elif kind == "stops":
             now = time.monotonic()
             self.stopped[pipe] = now + SILENT, now + what
@@ -247,6 +250,8 @@ class _Parent:
             self.stopped.pop(pipe, None)
             process.join(60)
             pipe.close()
+            if self.replaces and self.membership.is_gone(member.name) and not self.is_over:
+                self.start(member.slot)
 
     def lose(self, pipe: Any) -> None:
         process, member = self.pipes.pop(pipe)
@@ -257,7 +262,7 @@ class _Parent:
         self.told.died.append(member.slot)
         if self.membership.lose([member.slot]):
             (self.plans / f"lost-{self.membership.view.number}").touch()
-        if self.replaces:
+        if self.replaces and not self.is_over:
             self.start(member.slot)
 
     def look_at_stopped(self) -> None:
@@ -274,7 +279,7 @@ class _Parent:
                 os.kill(process.pid, signal.SIGCONT)
             if now >= wakes + SILENT and self.membership.is_gone(member.name):
                 del self.stopped[pipe]
-                (self.plans / f"end-{member.slot}").touch()
+                (self.plans / f"end-{process.pid}").touch()
 
     def settle(self) -> None:
         view = self.membership.settle()
@@ -290,6 +295,9 @@ class _Parent:
             names = {member.name for member in self.membership.view.members}
             is_whole = number == self.membership.view.number and names <= ended.keys()
             if is_whole or self.membership.asks(number) is Leave.NOW:
+                self.is_over = self.is_over or (
+                    is_whole and not self.membership.is_breaking and number in self.through
+                )
                 for pipe in ended.values():
                     with suppress(OSError):
                         pipe.send(is_whole)
