@@ -331,7 +331,7 @@ class OnError(Strict):
 
 
 class Timeouts(Strict):
-    """How long a step may take, and how long to wait for nodes that were lost."""
+    """How long a step may take, and how long to wait for nodes and workers that were lost."""
 
     step: PositiveFloat | None = 600
     """Seconds in one step after which a worker counts as hung. null: no limit."""
@@ -554,7 +554,7 @@ class WorkerKeys(Strict):
     """The devices of each worker, by hand: `[cpu]`, or `[cuda:0, cpu]` for a model over both. With several workers
     `cuda:0` is the first of a worker's own GPUs, which Ray reserves; else it is the machine's."""
     timeouts: Timeouts = Timeouts()
-    """How long a step may take, and how long to wait for nodes that were lost."""
+    """How long a step may take, and how long to wait for nodes and workers that were lost."""
     env: dict[str, str] = Field(default_factory=dict, repr=False)
     """Environment variables of the workers, and of the driver while it builds the dataset. Their values are not kept
     in the run directory."""

@@ -156,3 +156,32 @@ def test_a_member_without_a_sign_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
         assert await asks(channel, C, 6, lost=True) == View(2, (A, C))
 
     played(play())
+
+
+def test_a_member_that_computes_for_longer_than_a_step_may_take_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives signs all the while, and is told to end its process then."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
+
+    async def play() -> None:
+        channel = await begun(rejoin=60.0, step=0.5)
+        asking = [await soon(asks(channel, member, 6, lost=True)) for member in (A, C)]
+        while not all(one.done() for one in asking):
+            assert await beat(channel, B, 1) in (Ask.LEAVE_NOW, Ask.END)
+            await asyncio.sleep(0.05)
+        assert [await one for one in asking] == [View(2, (A, C))] * 2
+        assert await beat(channel, B, 1) is Ask.END and await channel.is_out(B.name)
+        assert not await channel.is_out(A.name)
+
+    played(play())
+
+
+def test_a_job_that_needs_all_its_workers_has_no_view_of_fewer() -> None:
+    async def play() -> None:
+        channel = await begun(needs_all=True)
+        await channel.lose(1, (1,))
+        asking = [await soon(asks(channel, member, 6, lost=True)) for member in (A, C)]
+        assert not any(one.done() for one in asking)
+        newcomer = await soon(asks(channel, NEW))
+        assert [await one for one in [*asking, newcomer]] == [View(2, (A, C, NEW))] * 3
+
+    played(play())

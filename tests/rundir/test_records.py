@@ -101,7 +101,7 @@ CASES = {
         '{\n  "world_sizes": [\n    2,\n    1\n  ],\n  "interruptions": [\n    {\n      "kind": "worker",\n'
         '      "what": "killed",\n      "step": 3,\n      "ranks": [\n        1\n      ],\n      "nodes": [\n'
         '        "10.0.0.1"\n      ],\n      "resumed_step": 2,\n      "seconds": 0.5,\n'
-        '      "level": "restart"\n    }\n  ]\n}\n',
+        '      "level": "restart",\n      "why": ""\n    }\n  ]\n}\n',
         IncidentLog((4,)),
     ),
     "lease.json": Case(

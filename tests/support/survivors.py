@@ -36,7 +36,7 @@ from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.system.linux import open_sockets
 from dp_ray.system.threads import repeated
-from dp_ray.tasks import evaluate, train, views
+from dp_ray.tasks import evaluate, train
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.task import run_task
 from tests.support.forked import new_process
@@ -52,7 +52,7 @@ PARTS_OF_A_STEP: dict[str, tuple[Any, str]] = {
     "gather": (sharded.Gather, "__call__"),
     "scatter": (sharded.SumScatter, "_sum"),
     "restore": (train, "restored"),
-    "level": (views, "shared"),
+    "level": (train, "levelled"),
     "update": (trainer.TrainingStep, "update"),
     "after": (train.AfterStep, "take"),
     "evaluation": (evaluate.Evaluator, "measure"),

@@ -48,6 +48,7 @@ class Model:
         self.membership = make(workers)
         self.level = level
         self.workers = [Worker(slot) for slot in range(workers)]
+        self.out: frozenset[int] = frozenset()  # the places of those that were excluded
         self.views: dict[int, tuple[int, ...]] = {}  # the members, by their places in `workers`
         self.votes: set[tuple[int, int]] = set()  # the view and number of collectives with which all leave
         self.ended: set[tuple[int, int]] = set()  # the view and place of workers that have nothing left to do in it
@@ -142,6 +143,7 @@ class Model:
         elif kind in ("silence", "wake"):
             worker.is_silent = kind == "silence"
         elif kind == "exclude":
+            self.out |= {number}
             self.membership.exclude(str(number))
         elif kind == "go in":
             worker.is_in = True
@@ -172,8 +174,12 @@ class Model:
         self.views[view.number] = members
         if before.members and (first := int(before.members[0].name)) in members and members[0] != first:
             raise Broken("rank 0 lives, and has another rank")
+        if len(members) < self.membership.least and before.members:
+            raise Broken("a view has fewer workers than the job needs")
         for number in members:
             worker = self.workers[number]
+            if worker.is_told or number in self.out:
+                raise Broken("a worker is in a view, and the others have gone on without it before")
             if worker.state != "asking" and not worker.is_dead:
                 raise Broken("a worker is in a view, and has not left the one before")
             worker.state, worker.view, worker.out_of, worker.is_in = "in", view.number, 0, False
@@ -189,7 +195,7 @@ class Model:
         if worker.out_of == 0:
             told = [self.workers[one].level for one in members]
             source = self.level(told)
-            worker.steps = max(0, told[source] if source is not None else 0)
+            worker.steps = self.levelled(worker, max(0, told[source] if source is not None else 0))
             if worker.steps < max(told):
                 raise Broken("a worker goes on without a step that another one has finished")
         else:
@@ -207,6 +213,10 @@ class Model:
         worker.out_of += 1
         worker.is_in = False
 
+    def levelled(self, worker: Worker, steps: int) -> int:
+        """Return the steps of a worker that has got a state of so many."""
+        return steps
+
     def _counts(self, worker: Worker) -> bool:
         is_gone = str(self.workers.index(worker)) in self.membership._gone
         return not worker.is_dead and not is_gone and worker.state != "excluded"
@@ -216,7 +226,8 @@ class Model:
         level = [one.steps for one in members if one.view == self.membership.view.number and one.out_of]
         if level and max(level) - min(level) > 1:
             raise Broken("two members of a view differ by more than a step")
-        if not self.is_over() and not self.events():
+        waits = self.membership.least > 1 and any(one.is_told and not one.is_replaced for one in self.workers)
+        if not self.is_over() and not self.events() and not waits:
             raise Broken("nothing happens any more, and workers live that have not come to the end")
 
     def is_over(self) -> bool:

@@ -103,6 +103,7 @@ def test_another_worker_comes_in_the_place_of_a_dead_one(tmp_path: Path, slot: i
         ([Fault(0, 9, "checkpoint")], 5),  # it is half written, and counts as none
         ([Fault(2, 9, "checkpoint")], 5),
         ([Fault(1, 7, "evaluation"), Fault(2, 7, "restore")], 5),
+        ([Fault(0, 9, "checkpoint"), Fault(1, 9, "restore"), Fault(2, 9, "level")], 5),
         ([Fault(2, 14, "weights")], None),
     ],
 )
@@ -142,6 +143,14 @@ def test_a_loop_goes_on_from_the_newest_checkpoint(tmp_path: Path, loop: str, fa
     told = run_surviving(Job.make({**loop_keys(loop), "workers": 3}, "job"), tmp_path / "run", faults)
     assert told.views[-1] == [slot for slot in range(3) if slot not in {fault.slot for fault in faults}]
     assert_same(tmp_path / "run", tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("second", [Fault(2, 7, "level"), Fault(0, 7, "level"), Fault(2, 7, "level", 3.0)])
+def test_another_is_lost_while_the_survivors_level(tmp_path: Path, second: Fault) -> None:
+    expected = undisturbed(tmp_path)
+    told = run_surviving(made(workers=4), tmp_path / "run", [Fault(1, 7, "exchange"), second])
+    assert told.views[-1] == [slot for slot in (0, 2, 3) if slot != second.slot] and len(told.views) == 3
+    assert_same(tmp_path / "run", expected)
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "loop"])
