@@ -21,6 +21,7 @@ NEW_IN_0_3 = [
     "outputs.ragged: not set there, False here",
     "loop: not set there, None here",
     "on_lost_worker: not set there, 'restart' here",
+    "timeouts.rejoin: not set there, 10 here",
 ]
 NEW: dict[str, list[str]] = {
     "90f781f": ["strict: not set there, True here", "bucket_cap_mb: not set there, None here", *NEW_IN_0_3],
