@@ -238,13 +238,15 @@ class FaultInjected:
 class Interrupted:
     """The workers of an attempt are being replaced, as Ray Train's controller reports; `ranks` were lost.
 
-    The driver turns `kind` WORKER into NODE or HANG where it finds so. By `level` only the lost ones are replaced.
+    The driver turns `kind` WORKER into NODE or HANG where it finds so. By `level` only the lost ones are replaced;
+    `why` says why it is not the level before.
     """
 
     kind: IncidentKind
     what: str
     ranks: tuple[int, ...]
     level: Level = Level.RESTART
+    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -450,6 +450,17 @@ def survived(failure: WorkersFailed, ranks: tuple[int, ...]) -> Interrupted | No
     return Interrupted(IncidentKind.WORKER, what_failed(failure), ranks, Level.MEMORY) if ranks else None
 
 
+def why_all_restart(failure: WorkersFailed | StartFailed) -> str:
+    """Say why no survivors go on, though the job would have them do so."""
+    if isinstance(failure, StartFailed):
+        return "no worker is left"
+    if failure.of(Ending.STOPPED):
+        return "all workers were to stop"
+    if len(failure.of(Ending.LOST_PEER)) < len(failure.ended):
+        return "a worker has raised an error"
+    return "no worker is left that can go on"
+
+
 def what_failed(failure: WorkersFailed) -> str:
     """Say in a line how workers have failed."""
     return _each([*failure.died.values(), *(end.first_line for end in failure.ended.values())])

@@ -34,6 +34,7 @@ from dp_ray.cluster.decisions import (
     is_worth_a_look,
     survived,
     what_failed,
+    why_all_restart,
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
 from dp_ray.cluster.membership import Loss
@@ -266,8 +267,11 @@ class RestartPolicy:
         self._memory = decision.memory
         if decision.do is not Restart.WAIT:  # a job that is given up leaves its memory to the next one's workers too
             self._memory = replace(self._memory, has_restarted=True)
-        if decision.message is not None:
-            send(self.channel, decision.message)
+        message = decision.message
+        if job.goes_on and isinstance(message, Interrupted):
+            message = replace(message, why=why_all_restart(failure))
+        if message is not None:
+            send(self.channel, message)
         if decision.do is Restart.GIVE_UP and job.number and not job.serves and isinstance(failure, WorkersFailed):
             ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(failure.died))))
             return Restart.GIVE_UP if job.is_last else Restart.RESTART

@@ -311,7 +311,7 @@ def interruption_of(
     if hung:
         kind, what = IncidentKind.HANG, hung
     nodes = tuple(sorted({worker.world.node for worker in lost}))
-    return Interruption(kind, what, step, message.ranks, nodes, level=message.level)
+    return Interruption(kind, what, step, message.ranks, nodes, level=message.level, why=message.why)
 
 
 @dataclass

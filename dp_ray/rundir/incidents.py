@@ -86,7 +86,8 @@ class Interruption:
         if self.level is Level.CHECKPOINT:
             why = f" ({self.why})" if self.why else ""
             return f"the others go on from step {self.resumed_step}{after}, from the newest checkpoint{why}{again}"
-        return f"resumed from step {self.resumed_step}{after}{again}"
+        why = f" ({self.why})" if self.why else ""
+        return f"resumed from step {self.resumed_step}{after}{why}{again}"
 
 
 def read_interruption(values: Mapping[str, Any]) -> Interruption:

@@ -231,7 +231,7 @@ class _Parent:
         member = self.pipes[pipe][1]
         if kind == "ask":
             progress, has_lost_peer = what
-            if self.membership.ask(member, progress, has_lost_peer):
+            if not self.is_over and self.membership.ask(member, progress, has_lost_peer):
                 self.asking[member.name] = pipe
                 if self.membership.asks(self.membership.view.number) is Leave.AFTER_A_STEP:
                     (self.plans / str(self.membership.view.number)).touch()
@@ -301,12 +301,14 @@ class _Parent:
             names = {member.name for member in self.membership.view.members}
             is_whole = number == self.membership.view.number and names <= ended.keys()
             if is_whole or self.membership.asks(number) is Leave.NOW:
-                self.is_over = self.is_over or (
-                    is_whole and not self.membership.is_breaking and number in self.through
-                )
-                for pipe in ended.values():
+                if is_whole and number in self.through:  # newcomers hear that the job has ended
+                    self.is_over, answers = True, {**self.asking, **ended}
+                    self.asking.clear()
+                else:
+                    answers = ended
+                for name, pipe in answers.items():
                     with suppress(OSError):
-                        pipe.send(is_whole)
+                        pipe.send(is_whole if name in ended else None)
                 self.at_end = {one: pipes for one, pipes in self.at_end.items() if one != number}
                 break
 

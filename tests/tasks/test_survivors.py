@@ -145,6 +145,27 @@ def test_a_loop_goes_on_from_the_newest_checkpoint(tmp_path: Path, loop: str, fa
     assert_same(tmp_path / "run", tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("fault", [Fault(1, 5), Fault(0, 4, "gather")])
+def test_a_sharded_prediction_goes_on(tmp_path: Path, fault: Fault) -> None:
+    keys: dict[str, Any] = {
+        "task": "predict",
+        "model": {"target": "tests.support.training:mlp"},
+        "dataset": {"target": "tests.support.training:Pairs"},
+        "batch_size": 6,
+        "shards": 4,
+        "bitwise": True,
+    }
+    run_group(Job.make({**keys, "workers": 1}, "job"), tmp_path / "undisturbed")
+    job = Job.make({**keys, "workers": 3, "strategy": "fsdp"}, "job")
+    told = run_surviving(job, tmp_path / "run", [fault])
+    assert told.views[-1] == [slot for slot in range(3) if slot != fault.slot]
+    found, expected = (
+        {file.name: file.read_bytes() for file in (tmp_path / name / "outputs").iterdir() if file.is_file()}
+        for name in ("run", "undisturbed")
+    )
+    assert found == expected and expected
+
+
 @pytest.mark.parametrize("second", [Fault(2, 7, "level"), Fault(0, 7, "level"), Fault(2, 7, "level", 3.0)])
 def test_another_is_lost_while_the_survivors_level(tmp_path: Path, second: Fault) -> None:
     expected = undisturbed(tmp_path)
