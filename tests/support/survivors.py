@@ -4,7 +4,9 @@ This process makes the views, as the channel does, and starts another worker in 
 to. A fault is due in a worker of a slot, in a step, at a part of it.
 """
 
+import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import threading
@@ -123,6 +125,8 @@ class Control(StepControl):
             (self._plans / name).exists() for name in (f"all-{self.view}", str(self.view), f"lost-{self.view}")
         ):
             time.sleep(0.005)
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is freed goes back to the system, so that what is held is seen
         process = psutil.Process()
         size = Size(process.memory_info().rss, process.num_threads(), process.num_fds())
         self._pipe.send(("size", size))
