@@ -7,8 +7,9 @@ from importlib import import_module
 from benchmarks.table import heading, line
 
 NAMES = (
-    *("run", "commands", "session", "predict", "outputs", "train", "faults", "reports", "growth", "order"),
-    *("feeds", "ahead", "start", "pages", "metrics", "sharding", "tax", "parallel", "loops"),
+    *("run", "commands", "session", "predict", "outputs", "train", "faults", "survivors", "reports", "growth"),
+    *("order", "feeds", "ahead", "start", "pages", "metrics", "sharding", "tax", "parallel", "loops", "mixture"),
+    "packing",
 )
 
 

@@ -48,16 +48,16 @@ def _own_ray() -> Iterator[Row]:
             return
         shutil.copy(Path(__file__).with_name("marked.py"), folder)
         for workers, processes in [(2, 0), (3, 0), (2, 2), (3, 2)]:
-            run = partial(_command, workers=workers, processes=processes)
-            ours = partial(_seconds_lost, folder, kill_one, partial(run, ROOT), MARKED)
-            theirs = partial(_seconds_lost, folder, kill_one, partial(run, folder / "earlier"), MARKED)
+            run = partial(command, workers=workers, processes=processes)
+            ours = partial(seconds_lost, folder, kill_one, partial(run, ROOT), MARKED)
+            theirs = partial(seconds_lost, folder, kill_one, partial(run, folder / "earlier"), MARKED)
             loaders = f", {processes} loader processes each" if processes else ""
             what = f"a worker killed, a Ray of its own: to the next finished step, {workers} workers{loaders}"
             limit = at_most(0.6 if processes else 0.7)
             yield compared(f"faults: {what}", alternate(ours, theirs, REPEATS), time_text, f"at {EARLIER}", limit)
 
 
-def _command(code: Path, marks: Path, workers: int, processes: int) -> None:
+def command(code: Path, marks: Path, workers: int, processes: int, **keys: Any) -> None:
     """Train by the program that stands in `code`; nobody has started a Ray."""
     job = {
         "task": "train",
@@ -71,6 +71,7 @@ def _command(code: Path, marks: Path, workers: int, processes: int) -> None:
         "epochs": 1000,
         "max_steps": 2 * MARKED,
         "checkpoint": {"every_steps": 10},
+        **keys,
     }
     file = marks.with_suffix(".yaml")
     file.write_text(json.dumps(job))  # JSON is YAML
@@ -89,7 +90,7 @@ def _worker() -> list[Row]:
             again.append(interruption["step"] - interruption["resumed_step"])
             return seconds
 
-        found = alternate(ours, lambda: _theirs(folder, kill_one, 2), REPEATS)
+        found = alternate(ours, lambda: theirs_of(folder, kill_one, 2), REPEATS)
     return [
         _row("a worker killed: to training again, 2 workers", found, 0.8),
         Row(
@@ -109,7 +110,7 @@ def _node() -> Row:
         with three_nodes() as (folder, kill_node):
             mine, _ = _ours(folder, kill_node, workers={"min": 1, "max": 3})
         with three_nodes() as (folder, kill_node):
-            found.append((mine, _theirs(folder, kill_node, (1, 3))))
+            found.append((mine, theirs_of(folder, kill_node, (1, 3))))
     return _row("a node lost: to training again, elastic 3 to 2", found, 0.3)
 
 
@@ -172,14 +173,14 @@ def _ours(folder: Path, kill: Kill, workers: Any) -> tuple[float, dp_ray.Result]
         )
         results.append(result)
 
-    return _seconds_lost(folder, kill, train), results[0]
+    return seconds_lost(folder, kill, train), results[0]
 
 
-def _theirs(folder: Path, kill: Kill, workers: int | tuple[int, int]) -> float:
-    return _seconds_lost(folder, kill, lambda ticks: recovering.run(ticks, workers, STEPS))
+def theirs_of(folder: Path, kill: Kill, workers: int | tuple[int, int]) -> float:
+    return seconds_lost(folder, kill, lambda ticks: recovering.run(ticks, workers, STEPS))
 
 
-def _seconds_lost(folder: Path, kill: Kill, train: Callable[[Path], None], marked: int = 0) -> float:
+def seconds_lost(folder: Path, kill: Kill, train: Callable[[Path], None], marked: int = 0) -> float:
     """From the kill until a worker that was not there before has done a step: until it reads for the next one.
 
     With `marked`, the kill comes after so many steps, and the training itself marks the end of each.

@@ -20,9 +20,11 @@ INDEX = (HERE / "index.md").read_text()
 SUMMARY = "Data-parallel PyTorch on Ray: the batches, gradients and outputs of one GPU, on any number of workers."
 # `<!-- tabs: YAML, Python -->`, a block for each, and `<!-- end of tabs -->`.
 _TABS = re.compile(r"^<!-- tabs: (.*) -->\n(.*?)^<!-- end of tabs -->$", re.M | re.S)
-# `<!-- autodoc: class dp_ray.Loop: steps, stop -->`: a name, and of a class the members that are shown.
-_AUTODOC = re.compile(r"^<!-- autodoc: (class|function) ([\w.]+)(?:: (.*))? -->$", re.M)
+# `<!-- autodoc: class dp_ray.Loop: steps, stop -->`: a name, and of a class the members that are shown. An `object`
+# is of a class that the reader does not call.
+_AUTODOC = re.compile(r"^<!-- autodoc: (class|object|function) ([\w.]+)(?:: (.*))? -->$", re.M)
 _BLOCK = re.compile(r"^```\w+\n.*?^```$", re.M | re.S)
+_not_called: set[str] = set()
 _ANCHOR = re.compile(r'<a id="([^"]+)">')
 
 project = "dp_ray"
@@ -75,7 +77,15 @@ def _tabs(found: re.Match[str]) -> str:
 def _autodoc(found: re.Match[str]) -> str:
     kind, name, members = found.groups()
     shown = [f"   :members: {members}"] if members else []
-    return "\n".join(["```{eval-rst}", f".. auto{kind}:: {name}", *shown, "```"])
+    directive = "function" if kind == "function" else "class"
+    if kind == "object":
+        _not_called.add(name)
+    return "\n".join(["```{eval-rst}", f".. auto{directive}:: {name}", *shown, "```"])
+
+
+def leave_out_signatures(app: Any, what: str, name: str, *_: Any) -> tuple[str, None] | None:
+    """Show a class that the reader does not call without the arguments of its `__init__`."""
+    return ("", None) if name in _not_called else None
 
 
 def note_anchors(app: Any, doctree: Any) -> None:
@@ -98,4 +108,5 @@ def write_beside_the_pages(app: Any, error: Exception | None) -> None:
 def setup(app: Any) -> None:
     app.connect("source-read", add_what_github_lacks)
     app.connect("doctree-read", note_anchors)
+    app.connect("autodoc-process-signature", leave_out_signatures)
     app.connect("build-finished", write_beside_the_pages)

@@ -34,7 +34,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "How long, by which steps, and what is measured.",
         (
             *("max_steps", "scheduler", "grad_clip", "precision", "metrics", "early_stopping", "ema", "hooks"),
-            *("stop_on_nan", "step", "loop", "compile", "find_unused_parameters"),
+            *("evaluation", "stop_on_nan", "step", "loop", "compile", "find_unused_parameters"),
         ),
     ),
     (
@@ -88,7 +88,7 @@ LINKS: dict[str, str] = {
     "loss.over": "[More](losses.md#a-loss-over-the-whole-batch)",
     "optimizer": "[More](training.md)",
     "optimizer.groups": "[An example](recipes.md#image-classification)",
-    "eval": "[More](first-day.md#evaluate)",
+    "eval": "[More](first-day.md#evaluate), [several](training.md#several-evaluations)",
     "workers": "[Elastic jobs](faults.md)",
     "storage": "[Storage](places/shared.md#storage)",
     "init_from": "[More](faults.md#start-from-another-run)",

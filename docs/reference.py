@@ -163,6 +163,8 @@ def _values(key: dict[str, Any]) -> Iterator[str]:
             yield "a list of mappings"
         case {"type": "object", "additionalProperties": {"anyOf": _}}:
             yield "targets by name"
+        case {"type": "object", "additionalProperties": {"$ref": _}}:
+            yield "mappings by name"
         case {"type": "object"}:
             yield "a mapping"
         case {"type": "boolean"}:

@@ -192,11 +192,15 @@ class Starting:
 
 @dataclass(frozen=True)
 class Started:
-    """A worker is about to run its first step."""
+    """A worker is about to run its first step.
+
+    `reads` says why it goes on from the newest checkpoint, and not from memory; "" if it does that.
+    """
 
     attempt: str
     rank: int
     step: int
+    reads: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ itself alone. `python -m jobs.gpt` trains jobs/gpt.yaml and prints what the mode
 """
 
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -36,10 +36,10 @@ def texts_of(source: str) -> list[str]:
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):
-    """The documents of some sources, `words` and `code`, as tokens: at most `longest` of each document."""
+    """The documents of a source, `words` or `code`, as tokens: at most `longest` of each document."""
 
-    def __init__(self, sources: Sequence[str] = ("words", "code"), longest: int = 4096, documents: int = 512) -> None:
-        every = [text.encode()[:longest] for source in sources for text in texts_of(source)[:documents]]
+    def __init__(self, source: str = "words", longest: int = 4096, documents: int = 512) -> None:
+        every = [text.encode()[:longest] for text in texts_of(source)[:documents]]
         self.numbers = torch.frombuffer(bytearray(b"".join(every)), dtype=torch.uint8).long()
         self.sizes = np.array([len(each) for each in every])
         self.ends = self.sizes.cumsum()

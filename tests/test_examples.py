@@ -9,6 +9,7 @@ import torch
 
 import dp_ray
 from dp_ray.job.files import load_job
+from jobs import gpt
 from jobs.characters import LETTERS, Characters, Gpt, of_run, written
 from jobs.loops.gan import NOISE, Gan
 from jobs.simclr import Encoder, by_plain_torch, found
@@ -46,6 +47,35 @@ def test_what_a_model_writes_is_drawn_by_its_seed(tmp_path: Path) -> None:
     text = "".join(written(model, count=80))
     assert len(text) == 80 and set(text) <= set(LETTERS)
     assert text == "".join(written(model, count=80)) != "".join(written(model, count=80, seed=1))
+
+
+@pytest.mark.slow
+def test_the_gpt_learns_packed_text_on_two_workers(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"model.args": {"width": 32, "depth": 1, "length": 64}, "max_steps": 20, "batch_size": 8}
+    small |= {"pack": {"length": 64, "how": "cut"}}
+    run_group(job_of_file("gpt.yaml", **small), tmp_path)
+    losses = [row["loss"] for row in history_of(tmp_path)]
+    assert all(row["loss_of_words"] and row["loss_of_code"] for row in history_of(tmp_path)), "each batch has both"
+    assert losses[0] == pytest.approx(math.log(256), rel=0.1), "a guess"
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_what_the_gpt_writes_is_drawn_by_its_seed() -> None:
+    torch.manual_seed(0)
+    model = gpt.Gpt(16, 1, 2, 32).eval()
+    text = "".join(gpt.written(model, count=80))
+    assert len(text) == 80
+    assert text == "".join(gpt.written(model, count=80)) != "".join(gpt.written(model, count=80, seed=1))
+
+
+def test_the_documents_of_the_gpt_are_those_of_python() -> None:
+    for source in ("words", "code"):
+        texts = gpt.Texts(source, longest=50, documents=10)
+        assert len(texts) == 10 and texts.lengths("input_ids").tolist() == [
+            len(texts[at]["input_ids"]) for at in range(10)
+        ]
+        for number, text in enumerate(gpt.texts_of(source)[:10]):
+            assert bytes(texts[number]["input_ids"].tolist()) == text.encode()[:50]
 
 
 @pytest.mark.slow

@@ -33,7 +33,10 @@ OF_DATA = {
     "Mix": ["sources", "weights", "stop", "fields"],
     "Parquet": ["paths", "columns", "decode", "cache_bytes"],
     "Stream": ["iterable", "rows", "decode", "files", "batch_size", "shards"],
+    "Tokens": ["paths", "length", "column", "dtype", "cache_bytes"],
     "WebDataset": ["paths", "columns", "decode", "cache_bytes"],
+    "cu_seqlens": ["document_ids"],
+    "document_mask": ["document_ids"],
     "float_image": ["value"],
     "image": ["value", "size"],
 }

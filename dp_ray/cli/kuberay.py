@@ -114,7 +114,7 @@ def _code(storage: str, claim: str | None) -> str:
     """Send the folder and dp_ray to the storage as a zip; return its URL. For a claim, write it here, and say so."""
     from dp_ray.cluster.connect import code_to_ship
     from dp_ray.cluster.internals.core import packed_files
-    from dp_ray.places.kuberay import MOUNT, packed
+    from dp_ray.places.kuberay import MOUNT, zipped
     from dp_ray.storage import Storage
 
     logging.getLogger("ray").setLevel("ERROR")  # it tells of ignore files
@@ -123,7 +123,7 @@ def _code(storage: str, claim: str | None) -> str:
     files = [("", path) for path in packed_files(str(here), [*code["excludes"], "/code-*.zip"])]
     if not package.is_relative_to(here):
         files += [("dp_ray", path) for path in packed_files(str(package), ())]
-    name, data = packed({"": here, "dp_ray": package}, files)
+    name, data = zipped({"": here, "dp_ray": package}, files)
     if claim is None:
         if "?" in storage:
             raise JobError(f"{hide(storage)}: Ray reads no code from a URL with options; give --code-in")

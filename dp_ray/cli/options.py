@@ -66,7 +66,7 @@ INJECT = click.option(
     "--inject",
     metavar="FAULTS",
     default="",
-    help="Faults to inject: 'kill worker 1 at step 20; kill node 2 at step 40'.",
+    help="Faults to inject: 'kill worker 1 at step 20 in exchange; kill node 2 at step 40'.",
 )
 PROFILE = click.option(
     "--profile", metavar="STEPS[:RANK]", help="Trace steps with torch.profiler: 10-20:0, 10-20:slowest, slowest."

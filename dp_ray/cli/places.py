@@ -5,22 +5,25 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dp_ray.cli import options
 from dp_ray.cli.options import KeyOptions, say, take
-from dp_ray.errors import JobError
+from dp_ray.errors import Error, JobError
 from dp_ray.job.files import load_job
 from dp_ray.job.job import Job
 from dp_ray.text import hide, listed
+
+if TYPE_CHECKING:
+    from dp_ray.places.node import HostsCommand
 
 ON_HOSTS = ("run", "sweep", "evaluate", "predict", "retry", "verify")  # the commands that `node` runs
 COMMAND = click.argument("command", metavar="-- run JOB.yaml ...", nargs=-1, required=True, type=click.UNPROCESSED)
 
 
-@click.command()
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--hosts", type=click.IntRange(1), metavar="N", help="How many hosts there are.")
 @click.option("--rank", type=click.IntRange(0), metavar="R", help="Which of them this is; 0 is the first.")
 @click.option(
@@ -38,16 +41,26 @@ def node(hosts: int | None, rank: int | None, meet: str | None, command: tuple[s
     from dp_ray.places.launchers import place_of
 
     place = place_of(os.environ, hosts, rank, meet)
-    jobs = jobs_of(command, may_lack=place.rank > 0)
-    from dp_ray.cluster.ray_version import check_ray
-    from dp_ray.places.node import Wanted, run_on_this_host
+    from dp_ray.places.node import run_on_this_host
     from dp_ray.places.own_ray import Machine
 
-    check_ray()
-    capacities = [job.timeouts.capacity for job in jobs] or [Wanted.capacity]
+    on_hosts = _command_on_hosts(command, may_lack=place.rank > 0)
+    sys.exit(run_on_this_host(place, on_hosts, Machine(**machine), lambda text: say(f"dp-ray node: {text}")))
+
+
+def _command_on_hosts(command: tuple[str, ...], may_lack: bool) -> "HostsCommand":
+    """Return what the hosts are to run, with the mistake in it if there is one."""
+    from dp_ray.cluster.ray_version import check_ray
+    from dp_ray.places.node import HostsCommand
+
+    try:
+        jobs = jobs_of(command, may_lack)
+        check_ray()
+    except Error as mistake:
+        return HostsCommand(command, mistake=mistake)
+    capacities = [job.timeouts.capacity for job in jobs] or [HostsCommand.capacity]
     capacity = None if None in capacities else max(filter(None, capacities))
-    wanted = Wanted(command, capacity, bool(jobs) and all(job.min_workers < job.max_workers for job in jobs))
-    sys.exit(run_on_this_host(place, wanted, Machine(**machine), lambda text: say(f"dp-ray node: {text}")))
+    return HostsCommand(command, capacity, bool(jobs) and all(job.min_workers < job.max_workers for job in jobs))
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -74,7 +87,7 @@ def slurm(
     (--array), %a in an option of the job is the number of the task.
     """
     from dp_ray.places.launchers import FOLDER
-    from dp_ray.places.slurm import PREFIX, TASK, Script, parse_options, submit
+    from dp_ray.places.slurm import PREFIX, TASK, Script, parse_options, submit_to_slurm
     from dp_ray.system.process import is_env, without_values
 
     if job_file.startswith("-"):
@@ -114,7 +127,7 @@ def slurm(
     if dry_run:
         click.echo(hide(script.text()), nl=False)
         return
-    submitted = submit(script.text(), Path(FOLDER, f"{script.name}.sbatch"))
+    submitted = submit_to_slurm(script.text(), Path(FOLDER, f"{script.name}.sbatch"))
     say(f"submitted as {PREFIX}{submitted}; dp-ray logs -f {PREFIX}{submitted} follows it, dp-ray stop stops it")
     click.echo(hide(f"{PREFIX}{submitted}"))
 
@@ -129,8 +142,11 @@ def jobs_of(command: tuple[str, ...], may_lack: bool = False) -> list[Job]:
         raise JobError(f"{name}: `dp-ray node` runs one of {listed(ON_HOSTS)}: dp-ray node ... -- run JOB.yaml")
     group = click.get_current_context().find_root().command
     assert isinstance(group, click.Group), "it has the commands"
-    with group.commands[name].make_context(f"dp-ray {name}", list(arguments)) as given:
-        flags = dict(given.params)
+    try:
+        with group.commands[name].make_context(f"dp-ray {name}", list(arguments)) as given:
+            flags = dict(given.params)
+    except click.UsageError as error:
+        raise JobError(f"dp-ray {name}: {error.format_message()}") from None
     if flags.get("address"):
         raise JobError(
             f"--address {flags['address']}: `dp-ray node` starts the Ray that the job runs on; leave it out"

@@ -1,5 +1,6 @@
 """The commands for runs that go on elsewhere: submit, status, logs, stop."""
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,9 @@ def _slurm_job(name: str | None, address: str | None) -> str | None:
     if name is not None and name.startswith(OF_SLURM):
         if address is not None:
             raise click.UsageError(f"{name} is a job of Slurm, which has no --address")
-        return name.removeprefix(OF_SLURM)
+        if not re.fullmatch(r"\d+([_+]\d+)?", job := name.removeprefix(OF_SLURM)):
+            raise click.UsageError(f"{name}: a job of Slurm is slurm:ID, and a task of an array slurm:ID_TASK")
+        return job
     if address is None:
         raise click.UsageError("Missing option '--address'; or name a job of Slurm, as slurm:12345.")
     return None
@@ -81,9 +84,9 @@ def submit(job_file: str, address: str, **flags: Any) -> None:
 def status(name: str | None, address: str | None, as_json: bool) -> None:
     """Show the submitted jobs of a cluster, or a single one: by its id, or the newest by a run's name."""
     if (of_slurm := _slurm_job(name, address)) is not None:
-        from dp_ray.places.slurm import shown as shown_by_slurm
+        from dp_ray.places.slurm import jobs_in_slurm
 
-        tasks = [job.to_json() for job in shown_by_slurm(of_slurm)]
+        tasks = [job.to_json() for job in jobs_in_slurm(of_slurm)]
         if as_json:
             click.echo(json_text(tasks))
         else:
@@ -115,12 +118,12 @@ SHOWN = ("name", "id", "status", "started", "seconds", "exit_status")
 
 
 def _row(job: Any) -> dict[str, Any]:
-    from dp_ray.cluster.submit import STATUSES, job_exit_status, name_of
+    from dp_ray.cluster.submit import STATUSES, job_exit_status, run_name_of
 
     started = None if job.start_time is None else datetime.fromtimestamp(job.start_time / 1000).astimezone()
     ended = datetime.now().timestamp() if not job.end_time else job.end_time / 1000
     return {
-        "name": name_of(job),
+        "name": run_name_of(job),
         "id": job.submission_id,
         "status": STATUSES[job.status],
         "started": started and started.isoformat(timespec="seconds"),
@@ -164,9 +167,9 @@ def logs(name: str, follows: bool, address: str | None) -> None:
 def stop(run: str, address: str | None, no_wait: bool, run_again: bool) -> None:
     """Stop a run or a sweep after its current step, and keep its work: the same command goes on from there."""
     if run.startswith(OF_SLURM):
-        from dp_ray.places.slurm import stop as stop_by_slurm
+        from dp_ray.places.slurm import stop_in_slurm
 
-        click.echo(harmless(stop_by_slurm(str(_slurm_job(run, address)), not no_wait, say, run_again)))
+        click.echo(harmless(stop_in_slurm(str(_slurm_job(run, address)), not no_wait, say, run_again)))
         return
     if address is None:
         from dp_ray.rundir.lease import stop_run

@@ -27,7 +27,8 @@ GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all w
 class WorkerConfig:
     """The settings of a worker when it starts.
 
-    `number` is that of the job that runs, `kind` that of its terms, `node_id` Ray's of the worker's node.
+    `number` is that of the job that runs, `kind` that of its terms, `node_id` Ray's of the worker's node. `name` is
+    that of the process in views, and `view` the number of its view, 0 without one.
     """
 
     channel: Any
@@ -37,6 +38,8 @@ class WorkerConfig:
     kind: str = ""
     node_id: str = ""
     is_for_modules: bool = False  # it will run no job
+    name: str = ""
+    view: int = 0
 
 
 class Ask(StrEnum):
@@ -47,6 +50,7 @@ class Ask(StrEnum):
     RESTART = "restart"  # stop, to be started again with more or fewer workers
     LEAVE = "leave"  # stop, to go on at once in the next view
     LEAVE_NOW = "leave now"  # the same, and collectives will not end
+    END = "end"  # at once, whatever it runs: the others go on without this worker
     STOP = "stop"  # for good: no later request replaces it while the job lasts
 
 
@@ -80,7 +84,8 @@ class Terms:
     says that it is no job: the workers take calls of parallel modules. `kind` is
     what a bitwise job's workers of its last attempt computed on, "" before there is one; `avoided` are the ids of the
     nodes whose workers would compute differently, `broken` those of nodes with a broken GPU. With `goes_on`, the
-    survivors of a lost worker do.
+    survivors of a lost worker do. `rejoin` and `step` are seconds, those of the job's `timeouts`. `needs_all` says
+    that no fewer workers can run the job.
     """
 
     number: int = 0
@@ -90,6 +95,9 @@ class Terms:
     is_last: bool = False
     serves: bool = False
     goes_on: bool = False
+    rejoin: float = 10.0
+    step: float | None = None
+    needs_all: bool = False
     kind: str = ""
     avoided: tuple[str, ...] = ()
     broken: tuple[str, ...] = ()
@@ -99,8 +107,7 @@ IDLE = Terms()
 
 
 HOLD_SECONDS = 0.25
-REJOIN_SECONDS = 10.0  # without a sign of a member whose view breaks, after which the others go on without it
-LOOK_SECONDS = 1.0  # between two looks for such members
+LOOK_SECONDS = 1.0  # between two looks for members that give no sign
 VIEWS = 8  # in a row in which no step is finished
 
 
@@ -129,21 +136,25 @@ class Channel:
         self._membership: Membership | None = None  # of the workers of a job that goes on
         self._groups: list[str] = []  # of workers that have had views; the last one's are those of the membership
         self._heard: dict[str, float] = {}  # when each of them has last given a sign, by its name
-        self._idle_views = 0  # since a step was finished
+        self._breaks_since: float | None = None  # the view of the membership
+        self._draining: list[bytes] = []  # what the driver is told once drained members have left
         self._rejoins: dict[int, bool] = {}  # by views that were left together: whether there is a next one
         self._saved: set[int] = set()  # the views whose rank 0 has kept the work
 
-    async def put(self, message: bytes, number: int = 0, view: int = 0, name: str = "") -> Ask:
+    async def put(self, message: bytes, number: int = 0, view: int = 0, name: str = "", step: int = 0) -> Ask:
         """Take in a message about job `number`, 0: about any; the answer is what the workers are asked to do now.
 
         Workers of a job that was given up may send until they are ended; what they send is dropped. A beat has the
-        number of the `view` of its worker, and the worker's `name`.
+        number of the `view` of its worker, the worker's `name`, and the `step` that it runs.
         """
         if number in (0, self._terms.number, self._served):
             self._messages.append(message)
             self._arrived.set()
         if view and self._membership is not None:
+            if self._membership.is_gone(name):
+                return Ask.END
             self._heard[name] = time.monotonic()
+            self._membership.reach(progress_at(step))
             asked = self._membership.asks(view)
             if asked is Leave.NOW:
                 return Ask.LEAVE_NOW
@@ -315,6 +326,10 @@ class Channel:
             is_in = self._membership is membership and membership.view.rank(member.name) is not None
             return membership.view if may_ask and is_in else None
 
+    async def is_out(self, name: str) -> bool:
+        """Return whether the others go on without the process of this name, which may live."""
+        return self._membership is None or self._membership.is_gone(name)
+
     def _membership_of(self, group: str, expected: int) -> Membership | None:
         """Return the membership of the workers of this group; None if all were started anew since."""
         if group not in self._groups:
@@ -325,23 +340,27 @@ class Channel:
         earlier = self._groups
         self._begin_views()
         self._groups = [*earlier, group]
-        self._membership = Membership(expected)
+        self._membership = Membership(expected, expected if self._terms.needs_all else 1)
         self._ended = {}
 
     def _settle(self, membership: Membership) -> None:
-        before = membership.progress
-        view = membership.settle()
-        if view is not None:
-            self._idle_views = 0 if membership.progress > before else self._idle_views + 1
+        if membership.settle() is not None:
+            self._breaks_since = None
+            self._messages += self._draining  # before a message of the view
+            self._draining = []
         self._changed.notify_all()
 
     def _leave_silent_out(self, membership: Membership) -> None:
-        late = time.monotonic() - REJOIN_SECONDS
-        if membership.is_breaking:
-            for member in membership.awaited():
-                if self._heard.get(member.name, late) <= late:
-                    membership.exclude(member.name)
-            self._settle(membership)
+        """Exclude members that have given no sign for long, or compute for longer than a step may take."""
+        if not membership.is_breaking:
+            return
+        now = time.monotonic()
+        self._breaks_since = self._breaks_since or now
+        is_hanging = self._terms.step is not None and now - self._breaks_since > self._terms.step
+        for member in membership.awaited():
+            if is_hanging or now - self._heard.get(member.name, 0.0) >= self._terms.rejoin:
+                membership.exclude(member.name)
+        self._settle(membership)
 
     async def survey(self, number: int, slots: tuple[int, ...]) -> Loss | None:
         """Return what the loss of the processes in these slots would be, as Ray Train numbers them.
@@ -352,15 +371,37 @@ class Channel:
         if number != self._terms.number or membership is None or not membership.view.number:
             return None
         ended = self._ended.get(_end_of(membership.view.number), ())
-        if len(ended) == len(membership.view.members) or self._idle_views > VIEWS:
+        if len(ended) == len(membership.view.members) or membership.idle_views > VIEWS:
             return None  # a member may have left for good
         return membership.loss_of(slots)
+
+    async def silent(self, number: int, seconds: float) -> list[Member]:
+        """Return the members that have given no sign for so many seconds; none if no job runs in views."""
+        membership = self._membership
+        if number != self._terms.number or membership is None:
+            return []
+        late = time.monotonic() - seconds
+        return [member for member in membership.awaited() if self._heard.get(member.name, late) <= late]
+
+    async def ranks_on(self, number: int, node_ids: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the ranks of the members on these nodes, if job `number` runs in views."""
+        members = () if number != self._terms.number or self._membership is None else self._membership.view.members
+        return tuple(rank for rank, member in enumerate(members) if member.node_id in node_ids)
+
+    async def drain(self, number: int, node_ids: tuple[str, ...], message: bytes) -> None:
+        """Have the members on these nodes leave after a step, for good; then the driver gets the message."""
+        membership = self._membership
+        if number == self._terms.number and membership is not None:
+            membership.drain(node_ids)
+            self._draining = [message] if membership.drained() else []
 
     async def lose(self, number: int, slots: tuple[int, ...]) -> None:
         """Take in that the processes in these slots have died; the driver has been told."""
         if number == self._terms.number and self._membership is not None:
             async with self._changed:
                 self._membership.lose(slots)
+                if not self._membership.drained():  # they are lost before they could leave
+                    self._draining = []
                 self._settle(self._membership)
 
     async def leave(self, view: int, rank: int, world_size: int, is_kept: bool) -> bool:
@@ -403,6 +444,11 @@ class Channel:
         async with self._changed:
             await self._changed.wait_for(lambda: attempt in self._stores or self._is_broken(view))
             return self._stores.get(attempt)
+
+
+def progress_at(step: int) -> int:
+    """Return the least progress of a worker that runs this step, as `Held.progress` counts it."""
+    return 2 * step - 1
 
 
 def _end_of(view: int) -> str:

@@ -17,6 +17,7 @@ from dp_ray.text import counted
 
 SETTLE_SECONDS = 3.0  # the capacity must stay the same for this long before workers start, or stop to grow
 GROW_AFTER_SECONDS = 10.0  # of running, before workers stop to grow: a restart costs time
+REPLACE_SECONDS = 60.0  # of room for lost workers, before all are started again for it: it comes without that, mostly
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class Running:
     """All facts of a decision while workers run.
 
     `draining` are the addresses of our workers' nodes that are about to be taken away. `capacity` is the number of
-    workers that fit, including those that run; None if it was not counted (see `is_worth_a_look`).
+    workers that fit, including those that run; None if it was not counted (see `is_worth_a_look`). `num_lost` of
+    those that were started are lost, and the others go on. `num_staying` can go on without those on draining nodes.
     """
 
     wanted: WorkerDemand
@@ -98,6 +100,8 @@ class Running:
     last_count: LastCount
     draining: tuple[str, ...] = ()
     capacity: int | None = None
+    num_lost: int = 0
+    num_staying: int = 0
 
 
 class Resize(Enum):
@@ -108,6 +112,7 @@ class Resize(Enum):
     GIVE_UP = auto()
     GO_ON = auto()
     ASK = auto()
+    LEAVE = auto()  # those on draining nodes, and the others go on
 
 
 class ScalingReason(Enum):
@@ -203,11 +208,13 @@ def _why_not_to_grow(running: Running, now: float) -> ScalingReason | None:
 
 
 def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
-    """Ask the workers to save or to stop if their nodes drain, or to stop if there is room for more."""
+    """Ask the workers to save, leave or stop if their nodes drain, or to stop if there is room for more."""
     if running.draining:
+        text = f"Ray drains {', '.join(running.draining)}"
+        if running.num_staying:
+            return ScalingDecision(Resize.LEAVE, ScalingReason.DRAIN, text=text)
         # Stop if the run can resume at once on the remaining capacity; else save, and run on while the nodes last.
         can_go_on = (running.capacity or 0) >= running.wanted.min_workers and running.wanted.can_stop
-        text = f"Ray drains {', '.join(running.draining)}"
         request = Request(Ask.RESTART if can_go_on else Ask.SAVE, Why.DRAIN, text)
         return ScalingDecision(Resize.ASK, ScalingReason.DRAIN, request=request)
     if why := _why_not_to_grow(running, now):
@@ -217,7 +224,7 @@ def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
         return ScalingDecision(Resize.GO_ON, ScalingReason.NO_MORE_CAPACITY, last_count=LastCount(capacity, now))
     if capacity != running.last_count.capacity:
         return ScalingDecision(Resize.GO_ON, ScalingReason.SETTLING, last_count=LastCount(capacity, now))
-    if now - running.last_count.since <= SETTLE_SECONDS:
+    if now - running.last_count.since <= (REPLACE_SECONDS if running.num_lost else SETTLE_SECONDS):
         return ScalingDecision(Resize.GO_ON, ScalingReason.SETTLING)
     if not running.wanted.can_stop:
         return ScalingDecision(Resize.GO_ON, ScalingReason.MUST_NOT_STOP)
@@ -257,6 +264,11 @@ class WorkersFailed:
     def of(self, ending: Ending) -> dict[int, WorkerExit]:
         """Return the workers that ended in this way, by rank."""
         return {rank: end for rank, end in self.ended.items() if end.kind is ending}
+
+    def without(self, ranks: Collection[int]) -> "WorkersFailed":
+        """Return the failure without these workers."""
+        ended = {rank: end for rank, end in self.ended.items() if rank not in ranks}
+        return WorkersFailed(ended, {rank: why for rank, why in self.died.items() if rank not in ranks})
 
 
 @dataclass(frozen=True)
@@ -420,7 +432,7 @@ def _while_serving(failure: StartFailed | WorkersFailed, memory: Memory, losses:
             return _after_start(failure, memory)
         what = failure.cause
     else:
-        what = _each([*failure.died.values(), *(end.first_line for end in failure.ended.values())])
+        what = what_failed(failure)
         if failure.of(Ending.MISTAKEN):
             return RestartDecision(Restart.LEAVE, RestartReason.MISTAKE, memory)
     if losses <= SERVING_STARTS:
@@ -435,8 +447,12 @@ def _while_serving(failure: StartFailed | WorkersFailed, memory: Memory, losses:
 
 def survived(failure: WorkersFailed, ranks: tuple[int, ...]) -> Interrupted | None:
     """Return what to tell of lost workers whose survivors go on; `ranks` are theirs, none if they took no part."""
-    what = _each([*failure.died.values(), *(end.first_line for end in failure.ended.values())])
-    return Interrupted(IncidentKind.WORKER, what, ranks, Level.MEMORY) if ranks else None
+    return Interrupted(IncidentKind.WORKER, what_failed(failure), ranks, Level.MEMORY) if ranks else None
+
+
+def what_failed(failure: WorkersFailed) -> str:
+    """Say in a line how workers have failed."""
+    return _each([*failure.died.values(), *(end.first_line for end in failure.ended.values())])
 
 
 def _retry(memory: Memory, reason: RestartReason, message: Interrupted) -> RestartDecision:

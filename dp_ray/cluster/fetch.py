@@ -1,4 +1,4 @@
-"""Bring a run here from the storage of a cluster: what `dp-ray fetch` does; begin at `fetch`.
+"""Bring a run here from the storage of a cluster: what `dp-ray fetch` does; begin at `fetch_run`.
 
 A storage with a URL that this machine can read is read from here. All else comes through the cluster's dashboard: a
 job on the head node offers the files (`offer.py`), and this process downloads them, checks each one's SHA-256, and
@@ -21,7 +21,7 @@ from typing import Protocol
 
 from dp_ray.cluster.connect import RUN_STORAGE
 from dp_ray.cluster.offer import LISTING, RENEW_SECONDS
-from dp_ray.cluster.submit import LOOK_SECONDS, STATUSES, Dashboard, Say, name_of, text_of_bytes
+from dp_ray.cluster.submit import LOOK_SECONDS, STATUSES, Dashboard, Say, run_name_of, text_of_bytes
 from dp_ray.errors import BAD_JOB, ClusterError, JobError, StorageError
 from dp_ray.job.job import NAME
 from dp_ray.rundir.content import (
@@ -45,7 +45,7 @@ TRIES, AGAIN_SECONDS = 6, 5.0
 STAGE = ".dp_ray-fetch-"  # before the run's name: the folder that gathers its files
 
 
-class Source(Protocol):
+class RunSource(Protocol):
     """Where a run lies: the files that it has, and their bytes."""
 
     @property
@@ -57,7 +57,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FetchRequest:
     """What to fetch: a run or sweep by its name or its job's id, and files of it of some kinds, or with none all.
 
     `storage` and `address` say where it is: the folder or URL as the cluster sees it, and the cluster's dashboard.
@@ -84,41 +84,44 @@ class Arrival:
     replaces: bool = False
 
 
-def fetch(wanted: Wanted, folder: Path, say: Say) -> list[Path]:
+def fetch_run(request: FetchRequest, folder: Path, say: Say) -> list[Path]:
     """Fetch a run into FOLDER/NAME, a sweep with its trials beside it; return the directories.
 
     Raises JobError if there is no such run, or if FOLDER/NAME holds another state of it or anything else.
     Raises StorageError if its files cannot be read or written, or change meanwhile, and ClusterError if the cluster
     goes away.
     """
-    dashboard = Dashboard(wanted.address) if wanted.address else None
-    name, place = _located(wanted, dashboard)
-    with _source(name, place, wanted.kinds, dashboard, say) as source:
+    dashboard = Dashboard(request.address) if request.address else None
+    name, place = _located(request, dashboard)
+    with _source(name, place, request.kinds, dashboard, say) as source:
         check_names(source.content, name)
         runs = dict.fromkeys(path.partition("/")[0] for path in source.content.files)
-        arrivals = [_arrival(folder / run, run, source.content, wanted.overwrite) for run in runs]
+        arrivals = [_arrival(folder / run, run, source.content, request.overwrite) for run in runs]
         stage = folder / f"{STAGE}{name}"
-        _gather(source, {path: entry for each in arrivals for path, entry in each.files.items()}, stage, say)
+        try:
+            _gather(source, {path: entry for each in arrivals for path, entry in each.files.items()}, stage, say)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("interrupted; the same command goes on from there") from None
     for each in arrivals:
         new = {path.partition("/")[2]: entry for path, entry in each.files.items()}
-        lacks = [kind for kind in each.lacks if kind not in wanted.kinds] if wanted.kinds else []
-        _settle(stage, folder, each, Fetched(hide(place), wanted.address, {**each.keeps, **new}, lacks))
+        lacks = [kind for kind in each.lacks if kind not in request.kinds] if request.kinds else []
+        _settle(stage, folder, each, Fetched(hide(place), request.address, {**each.keeps, **new}, lacks))
     shutil.rmtree(stage)
     return [folder / run for run in runs]
 
 
-def _located(wanted: Wanted, dashboard: Dashboard | None) -> tuple[str, str]:
+def _located(request: FetchRequest, dashboard: Dashboard | None) -> tuple[str, str]:
     """Return the name of the run, and the storage in which it lies."""
-    if wanted.storage is not None:
-        name, place = wanted.name, wanted.storage
+    if request.storage is not None:
+        name, place = request.name, request.storage
     elif dashboard is None:
         raise JobError(
-            f"fetch {wanted.name}: give --address, the dashboard of the cluster that ran it, or --storage, a folder "
+            f"fetch {request.name}: give --address, the dashboard of the cluster that ran it, or --storage, a folder "
             "or URL that this machine can read"
         )
     else:
-        job = dashboard.find(wanted.name)
-        name, place = name_of(job) or "", (job.metadata or {}).get(RUN_STORAGE, "")
+        job = dashboard.find(request.name)
+        name, place = run_name_of(job) or "", (job.metadata or {}).get(RUN_STORAGE, "")
         if not name or not place:
             raise JobError(
                 f"{job.submission_id} is {STATUSES[job.status]}, and has begun no run; a run that lies elsewhere is "
@@ -130,7 +133,9 @@ def _located(wanted: Wanted, dashboard: Dashboard | None) -> tuple[str, str]:
 
 
 @contextmanager
-def _source(name: str, place: str, kinds: Sequence[str], dashboard: Dashboard | None, say: Say) -> Iterator[Source]:
+def _source(
+    name: str, place: str, kinds: Sequence[str], dashboard: Dashboard | None, say: Say
+) -> Iterator[RunSource]:
     """Find the way to the files: from here where the storage has a URL that can be read, else through the cluster."""
     if "://" in place or dashboard is None:
         try:
@@ -245,7 +250,7 @@ def _arrival(run_dir: Path, run: str, content: Content, overwrite: bool) -> Arri
     raise JobError(f"{says}; fetch into another folder, or replace a run by --overwrite")
 
 
-def _gather(source: Source, files: Mapping[str, Entry], stage: Path, say: Say) -> None:
+def _gather(source: RunSource, files: Mapping[str, Entry], stage: Path, say: Say) -> None:
     """Bring files into the stage; those stay that an interrupted fetch has brought, if they are the same."""
     stage.mkdir(parents=True, exist_ok=True)
     noted, before = Storage(str(stage)), {}
@@ -277,7 +282,7 @@ def _is_there(file: Path, entry: Entry, before: Entry | None) -> bool:
     return is_same and file.is_file() and file.stat().st_size == entry.size
 
 
-def _bring(source: Source, path: str, entry: Entry, file: Path) -> None:
+def _bring(source: RunSource, path: str, entry: Entry, file: Path) -> None:
     """Write a file, which appears whole; where the connection breaks, it is begun anew, `TRIES` times at most."""
     partial = file.with_name(f"{TEMPORARY}{file.name}")
     for tries in itertools.count(1):
@@ -301,7 +306,7 @@ def _bring(source: Source, path: str, entry: Entry, file: Path) -> None:
         time.sleep(AGAIN_SECONDS)
 
 
-def _copied(source: Source, path: str, entry: Entry, file: Path) -> tuple[int, str]:
+def _copied(source: RunSource, path: str, entry: Entry, file: Path) -> tuple[int, str]:
     """Copy a file of a source to a path; return how many bytes came, and their SHA-256."""
     digest, size = hashlib.sha256(), 0
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 import psutil
@@ -17,9 +18,9 @@ from torch.distributed import distributed_c10d
 
 from dp_ray.cluster.channel import Ask, WorkerConfig, encoded, send
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
-from dp_ray.engine.clock import StepClock
+from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import TIMEOUT, Collective, World, recorded_collectives
+from dp_ray.engine.world import TIMEOUT, Collective, World, cut_groups, recorded_collectives
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.messages import Beat, FaultInjected, Message, Note, Started, beat_interval
 from dp_ray.monitor.faults import Fault
@@ -54,7 +55,7 @@ def bring_about(fault: Fault, driver_node: str) -> None:
 
 
 SHOWN_FRAMES = 12
-STUCK_SECONDS = 5.0  # in a collective of a view that is to be left at once
+STUCK_SECONDS = 5.0  # in a collective of a view that is to be left at once, or while the group is left
 
 
 class Heartbeat(StepControl):
@@ -62,8 +63,7 @@ class Heartbeat(StepControl):
 
     Once the loop has been in one step for `limit` seconds, each beat carries its stack, how far its GPU has come, and
     the collectives in which it stands; the flight recorder is written to `run`, the run's directory. Without a limit
-    a beat carries the last two after 30 minutes, for whoever ends the run. `view` is the number of the worker's view,
-    and its name in it, if the job goes on where workers are lost.
+    a beat carries the last two after 30 minutes, for whoever ends the run.
     """
 
     def __init__(
@@ -74,10 +74,8 @@ class Heartbeat(StepControl):
         run: Storage,
         limit: float | None,
         faults: Sequence[Fault] = (),
-        view: tuple[int, str] = (0, ""),
     ) -> None:
         self._worker = worker
-        self._view, self._name = view
         self._stuck_since: float | None = None  # in a collective, since it was asked to leave its view at once
         self.attempt = attempt
         self.node_id = worker.node_id
@@ -91,6 +89,7 @@ class Heartbeat(StepControl):
         self._loop = threading.get_ident()
         self._step: int | None = None
         self._first: int | None = None
+        self._reads = ""
         self._since = time.monotonic()
         self._clock = StepClock()
         self._recorded_since: float | None = None  # the `_since` for which the flight recorder was read
@@ -119,18 +118,24 @@ class Heartbeat(StepControl):
         self._since = time.monotonic()
         if self._first is None:
             self._first = step
-            self._send(Started(self.attempt, self._world.rank, step))
+            self._send(Started(self.attempt, self._world.rank, step, self._reads))
         for fault in [one for one in self._faults if one.is_due(self._world, step)]:
             self._faults.remove(fault)
-            # An earlier attempt may have injected it; a worker is slow in each attempt.
-            if fault.action != "slow" and not ray.get(self._worker.channel.fire.remote(fault.number)):
-                continue
-            self._send(FaultInjected(self.attempt, self._world, str(fault), fault.what == "driver"))
-            if fault.action == "slow":
-                self._delay += fault.seconds or 0.0
+            if fault.part:
+                self._clock.when(Part[fault.part.upper()], partial(self._inject, fault))
             else:
-                bring_about(fault, self._worker.driver_node)
+                self._inject(fault)
         self._due_delay = self._delay
+
+    def _inject(self, fault: Fault) -> None:
+        # An earlier attempt may have injected it; a worker is slow in each attempt.
+        if fault.action != "slow" and not ray.get(self._worker.channel.fire.remote(fault.number)):
+            return
+        self._send(FaultInjected(self.attempt, self._world, str(fault), fault.what == "driver"))
+        if fault.action == "slow":
+            self._delay += fault.seconds or 0.0
+        else:
+            bring_about(fault, self._worker.driver_node)
 
     def take_delay(self, rank: int) -> float:
         """Return the seconds by which faults make the current step slower, once a step."""
@@ -140,6 +145,10 @@ class Heartbeat(StepControl):
     def touch(self) -> None:
         """Restart the time in the current step, for instance during an evaluation."""
         self._since = time.monotonic()
+
+    def reads(self, why: str) -> None:
+        """Have the first step tell why the worker goes on from the newest checkpoint, and not from memory."""
+        self._reads = why
 
     def through(self) -> None:
         """Note that the last step is done, so that no time limit applies any more."""
@@ -152,9 +161,9 @@ class Heartbeat(StepControl):
 
     def leave(self) -> None:
         """Wait until the attempt's other workers have kept their work, then raise StopRequested."""
-        if self._view:
+        if self._worker.view:
             self.through()
-            place = self._view, self._world.rank, self._world.world_size
+            place = self._worker.view, self._world.rank, self._world.world_size
             self.is_to_rejoin = ray.get(self._worker.channel.leave.remote(*place, not self.is_to_rejoin))
         else:
             self._end(wait=True)
@@ -183,18 +192,23 @@ class Heartbeat(StepControl):
         interval = beat_interval(self._world.world_size)
         while not self._stopped.wait(interval):
             try:
-                given = encoded(self._state()), self._worker.number, self._view, self._name
+                beat, worker = encoded(self._state()), self._worker
+                given = beat, worker.number, worker.view, worker.name, self._step or 0
                 request: Ask = ray.get(self._worker.channel.put.remote(*given))
             except ray.exceptions.RayError:
                 return  # the driver is gone, and Ray will end this worker soon
             self.is_to_rejoin = self.is_to_rejoin or request in (Ask.LEAVE, Ask.LEAVE_NOW)
             self.wants_stop = self.is_to_rejoin or request in (Ask.RESTART, Ask.STOP)
+            if request is Ask.END:  # before it writes anything that another one writes by now
+                os.kill(os.getpid(), signal.SIGKILL)
+            if request is Ask.LEAVE_NOW:
+                cut_groups()  # a peer may be silent, and close nothing
             self._end_if_stuck(request is Ask.LEAVE_NOW)
             if request is Ask.SAVE and not self._has_saved:
                 self._save = self._has_saved = True
 
     def _end_if_stuck(self, is_to_leave: bool) -> None:
-        """End this process if it waits for a peer that closes no connection: nothing else frees it."""
+        """End this process if it waits for a peer even so, as where the connections are not known."""
         now = time.monotonic()
         self._stuck_since = (self._stuck_since or now) if is_to_leave and waits_for() else None
         if self._stuck_since is not None and now - self._stuck_since > STUCK_SECONDS:

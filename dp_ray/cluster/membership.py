@@ -52,10 +52,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Loss:
-    """Members that are lost: their ranks and nodes, and how often some were since a step was finished, now too."""
+    """Members that are lost: their ranks, and how often some were since a step was finished, now too."""
 
     ranks: tuple[int, ...]
-    node_ids: tuple[str, ...]
     losses: int
 
 
@@ -80,20 +79,25 @@ class Leave(Enum):
 class Membership:
     """The views of the workers that were started together, and of those that were started in their places.
 
-    The first view has `expected` workers. A process that was lost or excluded takes part no more, even if it lives:
-    another one may be in its place. `losses` counts the times that members were lost, between which no step was
-    finished.
+    The first view has `expected` workers, and each later one at least `least`. A process that was lost or excluded
+    takes part no more, even if it lives: another one may be in its place. `losses` counts the views that members were
+    lost of, one after another, between which no step was finished.
     """
 
     expected: int
+    least: int = 1
     view: View = View()
     phase: Phase = Phase.BEGINNING
     losses: int = 0
     _asking: dict[str, Member] = field(default_factory=dict)
+    _finished: dict[str, int] = field(default_factory=dict)  # the progress of each of these
     _since: dict[str, int] = field(default_factory=dict)  # the number of the first view of each process, by its name
     _gone: set[str] = field(default_factory=set)
-    progress: int = -1  # of the newest worker that has asked
-    _settled_at: int = -1  # the same, when a view was last made
+    _drained: frozenset[str] = frozenset()  # the ids of nodes that will be taken away
+    progress: int = -1  # the most that a worker is known to have finished
+    idle_views: int = 0  # made since a step was finished
+    _settled_at: int = -1  # the progress when a view was last made
+    _has_lost: bool = False  # whether the view has lost a member
 
     def ask(self, member: Member, progress: int, has_lost_peer: bool = False) -> bool:
         """Take in that a worker asks for a view; return whether it may have one.
@@ -103,9 +107,11 @@ class Membership:
         if member.name in self._gone:
             return False
         self._leave_out({one.name for one in self._known() if one.slot == member.slot} - {member.name})
-        self._asking[member.name] = member
-        self.progress = max(self.progress, progress)
+        self.reach(progress)
         is_newcomer = self.view.rank(member.name) is None
+        if is_newcomer and member.node_id in self._drained and self.view.members:
+            return False
+        self._asking[member.name], self._finished[member.name] = member, progress
         if has_lost_peer and not is_newcomer:
             self.phase = Phase.BREAKING
         elif self.phase is Phase.SETTLED:
@@ -120,6 +126,22 @@ class Membership:
         """Go on without a member that has given no sign for long, and may live."""
         self._leave_out({name})
 
+    def reach(self, progress: int) -> None:
+        """Take in that a worker has finished so much."""
+        self.progress = max(self.progress, progress)
+
+    def drain(self, node_ids: Collection[str]) -> None:
+        """Have the members on these nodes leave after a step, for good; the others go on, if there are any."""
+        self._drained |= frozenset(node_ids)
+        if self.phase is Phase.SETTLED and self.drained():
+            self.phase = Phase.PLANNED
+
+    def drained(self) -> list[Member]:
+        """Return the members on nodes that are drained; none if all are."""
+        here = [member for member in self.view.members if member.name not in self._gone]
+        drained = [member for member in here if member.node_id in self._drained]
+        return drained if len(drained) < len(here) else []
+
     def break_up(self) -> None:
         """Have all members leave their view at once."""
         self.phase = Phase.BREAKING
@@ -130,9 +152,14 @@ class Membership:
         for name in names & self._asking.keys():
             del self._asking[name]
         if ranks:
-            self.losses += 1
+            self.losses, self._has_lost = self._losses_with_one(), True
             self.phase = Phase.BREAKING
         return ranks
+
+    def _losses_with_one(self) -> int:
+        if self._has_lost:
+            return self.losses
+        return 1 + (self.losses if self.progress <= self._settled_at else 0)
 
     def _known(self) -> list[Member]:
         return [*self.view.members, *self._asking.values()]
@@ -146,6 +173,10 @@ class Membership:
         """Return whether the process of this name waits for a view."""
         return name in self._asking
 
+    def is_gone(self, name: str) -> bool:
+        """Return whether the process of this name was lost or excluded."""
+        return name in self._gone
+
     def loss_of(self, slots: Collection[int]) -> Loss | None:
         """Return what the loss of the processes in these slots would be; None if no other one lives."""
         living = [member for member in self._known() if member.name not in self._gone]
@@ -153,8 +184,8 @@ class Membership:
             return None
         lost = [member for member in self.view.members if member in living and member.slot in slots]
         ranks = tuple(rank for rank, member in enumerate(self.view.members) if member in lost)
-        progress = self.losses if self.progress <= self._settled_at else 0
-        return Loss(ranks, tuple(dict.fromkeys(member.node_id for member in lost)), progress + bool(lost))
+        losses = self._losses_with_one() if lost else self.losses
+        return Loss(ranks, losses)
 
     def awaited(self) -> list[Member]:
         """Return the members without whose asking there is no next view."""
@@ -165,18 +196,23 @@ class Membership:
 
         The nodes come by their oldest member, within a node the oldest first. So rank 0 stays if it lives.
         """
-        if self.phase is Phase.SETTLED or not self._asking or self.awaited():
+        if self.phase is Phase.SETTLED or self.awaited():
             return None
-        if self.phase is Phase.BEGINNING and len(self._asking) < self.expected:
+        if len(self._asking) < (self.expected if self.phase is Phase.BEGINNING else self.least):
             return None
         number = self.view.number + 1
+        staying = {name: one for name, one in self._asking.items() if one.node_id not in self._drained}
+        if max(self._finished[name] for name in self._asking) in {self._finished[name] for name in staying}:
+            self._gone |= self._asking.keys() - staying.keys()  # else they have what no other one has, and stay
+            self._asking = staying
         by_age = sorted(self._asking.values(), key=lambda one: (self._since.get(one.name, number), one.slot))
         nodes = list(dict.fromkeys(member.node_id for member in by_age))
         members = sorted(by_age, key=lambda one: nodes.index(one.node_id))
         self._since = {member.name: self._since.get(member.name, number) for member in members}
-        self.view, self.phase, self._asking = View(number, tuple(members)), Phase.SETTLED, {}
-        if self.progress > self._settled_at:
-            self.losses, self._settled_at = 0, self.progress
+        self.view, self._asking, self._finished = View(number, tuple(members)), {}, {}
+        self.phase = Phase.PLANNED if self.drained() else Phase.SETTLED
+        self.idle_views = 0 if self.progress > self._settled_at else self.idle_views + 1
+        self._settled_at, self._has_lost = self.progress, False
         return self.view
 
     def asks(self, number: int) -> Leave:

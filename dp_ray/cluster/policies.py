@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,16 +33,20 @@ from dp_ray.cluster.decisions import (
     decide_scaling,
     is_worth_a_look,
     survived,
+    what_failed,
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
+from dp_ray.cluster.membership import Loss
 from dp_ray.errors import ClusterLost
-from dp_ray.messages import Ending, GaveUp, Interrupted, Message, Note, Starting, Waits
-from dp_ray.rundir.incidents import IncidentKind
+from dp_ray.messages import Ending, GaveUp, Interrupted, Message, Note, Starting, Waits, beat_interval
+from dp_ray.rundir.incidents import IncidentKind, Level
 from dp_ray.system.imports import prepare_imports
 from dp_ray.text import counted, listed
 
 ANSWER_SECONDS = 2.0  # a node that does not take a connection in this time counts as lost
 LOOK_SECONDS = 1.0  # between two checks of the cluster
+SILENT_BEATS = 5  # that do not come, after which it is asked whether a worker's node answers
+REPLACING_STARTS = 3  # in a row, of workers in the places of lost ones
 
 
 class ElasticScalingPolicy:
@@ -116,10 +120,11 @@ class ElasticScalingPolicy:
         """Note that a start failed, so that no workers hold capacity."""
         self._may_hold = False  # no earlier workers are left
 
-    def while_running(self, node_ids: Sequence[str], started: float) -> None:
-        """Check the cluster once a second, and ask the workers to save or stop if that is decided.
+    def while_running(self, node_ids: Sequence[str], started: float, num_lost: int = 0) -> None:
+        """Check the cluster once a second, and ask the workers to save, leave or stop if that is decided.
 
-        The workers run on the nodes with these ids, one entry for each, since `started` on time.monotonic's clock.
+        The workers run on the nodes with these ids, one entry for each, since `started` on time.monotonic's clock;
+        `num_lost` others were started with them.
         """
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
@@ -130,17 +135,30 @@ class ElasticScalingPolicy:
         if request.ask in (Ask.RESTART, Ask.STOP):
             return
         self._look_at(job)
+        if job.goes_on:
+            lose_cut_off(self._channel, job, len(node_ids) + num_lost)
         draining = draining_nodes() & self._held.keys()
         nodes = ray.nodes() if draining else []
         addresses = tuple(sorted(node["NodeManagerAddress"] for node in nodes if node["NodeID"] in draining))
         wanted = self._wanted.of_job(job.workers, job.can_stop) if job.number else self._wanted
-        running = Running(wanted, len(node_ids), started, self._last_count, addresses)
+        running = Running(wanted, len(node_ids), started, self._last_count, addresses, num_lost=num_lost)
+        if job.goes_on:
+            running = replace(running, num_staying=sum(node_id not in draining for node_id in node_ids))
         if is_worth_a_look(running, now):
             running = replace(running, capacity=self._capacity(self._nodes(must_answer=False)))
         decision = decide_scaling(running, now)
         self._last_count = decision.last_count or self._last_count
         if decision.request is not None and decision.request.ask is not request.ask:
             self._request(decision.request)
+        if decision.do is Resize.LEAVE:
+            self._drain(job, tuple(draining), decision.text)
+
+    def _drain(self, job: Terms, node_ids: tuple[str, ...], text: str) -> None:
+        """Have the workers on these nodes leave their view, and the others go on."""
+        ranks = ray.get(self._channel.ranks_on.remote(job.number, node_ids))
+        if ranks:
+            told = encoded(Interrupted(IncidentKind.PREEMPTION, text, ranks, Level.MEMORY))
+            ray.get(self._channel.drain.remote(job.number, node_ids, told))
 
     def _look_at(self, job: Terms) -> None:
         self._avoided = job.avoided
@@ -184,10 +202,32 @@ def answers_at(node: dict[str, Any]) -> bool:
         return False
 
 
-def all_answer(node_ids: Sequence[str]) -> bool:
-    """Return whether all of these nodes are there, so that a worker can be replaced on them."""
+def answering(node_ids: Collection[str]) -> set[str]:
+    """Return the ids of those of these nodes that are alive and take a connection."""
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    return all(node_id in alive and answers_at(alive[node_id]) for node_id in node_ids)
+    return {node_id for node_id in node_ids if node_id in alive and answers_at(alive[node_id])}
+
+
+def lose_cut_off(channel: Any, job: Terms, num_workers: int) -> None:
+    """Have a job go on without the workers that give no sign, and whose nodes take no connection.
+
+    Ray calls such a node dead after up to a minute. A worker that gives no sign on a node that answers may compute.
+    """
+    silent = ray.get(channel.silent.remote(job.number, SILENT_BEATS * beat_interval(num_workers)))
+    there = answering({member.node_id for member in silent}) if silent else set()
+    if slots := [member.slot for member in silent if member.node_id not in there]:
+        failure = WorkersFailed({}, dict.fromkeys(slots, "its node does not answer"))
+        loss = ray.get(channel.survey.remote(job.number, tuple(slots)))
+        if loss is not None:
+            go_on_without(channel, job, failure, loss)
+
+
+def go_on_without(channel: Any, job: Terms, failure: WorkersFailed, loss: Loss) -> None:
+    """Tell the driver of lost workers, and have the others go on."""
+    told = survived(failure, loss.ranks)
+    if told is not None:
+        send(channel, told)  # first: the next view may begin at once
+    ray.get(channel.lose.remote(job.number, (*failure.died, *failure.ended)))
 
 
 @dataclass(eq=False)
@@ -197,22 +237,29 @@ class RestartPolicy:
     channel: Any
     _job: Terms = IDLE
     _memory: Memory = field(default_factory=lambda: Memory(IDLE.retries))
+    _last: Restart | None = None  # its last decision
+    _replaced: set[int] = field(default_factory=set)  # Ray Train's ranks of workers in the places of lost ones
+    _failed_starts: int = 0  # of such workers, one after another, that took no part
+    _looked: float = float("-inf")
+    _says_no_room: bool = False
 
     def on_failure(self, failure: WorkersFailed | StartFailed) -> Restart:
         """Decide what to do after a failure, and report the decision to the driver.
 
         If a job is given up, the workers are started anew for the next one.
         """
+        self._last = self._decide(failure)
+        return self._last
+
+    def _decide(self, failure: WorkersFailed | StartFailed) -> Restart:
         request, job = ray.get(self.channel.state.remote())
         if job.number != self._job.number:
             self._job, self._memory = job, Memory(job.retries, has_restarted=self._memory.has_restarted)
-        if job.goes_on and isinstance(failure, WorkersFailed) and request.ask is not Ask.STOP:
+            self._failed_starts = 0
+        if job.goes_on and request.ask is not Ask.STOP:
             do = self._with_survivors(failure, job)
             if do is not None:
                 return do
-        if job.goes_on and isinstance(failure, StartFailed):
-            what = f"no other worker could be started in the place of the lost one: {failure.cause}"
-            send(self.channel, Interrupted(IncidentKind.RESIZE, what, ()))
         losses = ray.get(self.channel.count_loss.remote()) if job.serves else None
         snapshot = Snapshot(failure, request, self._memory, job.workers or None, losses)
         decision = decide_restart(snapshot, time.monotonic())
@@ -226,28 +273,59 @@ class RestartPolicy:
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do
 
-    def on_more(self, failure: WorkersFailed | StartFailed) -> None:
+    def on_more(self, failure: WorkersFailed | StartFailed) -> Restart | None:
         """Take in all failures that are known by now, before the failed workers are replaced."""
         job = ray.get(self.channel.state.remote())[1]
-        if job.goes_on and isinstance(failure, WorkersFailed):
-            self._with_survivors(failure, job)
+        return self._with_survivors(failure, job) if job.goes_on else None
 
-    def _with_survivors(self, failure: WorkersFailed, job: Terms) -> Restart | None:
+    def _with_survivors(self, failure: WorkersFailed | StartFailed, job: Terms) -> Restart | None:
         """Replace lost workers alone, and tell the driver; None if all are to start again, or the job is given up."""
+        if isinstance(failure, StartFailed):
+            if self._last is not Restart.REPLACE:
+                return None  # all were to start again
+            self._count_failed_start(failure.cause)
+            return Restart.REPLACE
         if len(failure.of(Ending.LOST_PEER)) < len(failure.ended):
             return None  # an error of a survivor
-        slots = *failure.died, *failure.ended
-        loss = ray.get(self.channel.survey.remote(job.number, slots))
-        if loss is None or not all_answer(loss.node_ids):
+        loss = ray.get(self.channel.survey.remote(job.number, (*failure.died, *failure.ended)))
+        if loss is None:
             return None
         if loss.losses > job.retries:
             self._memory = replace(self._memory, retries=0)
             return None
-        told = survived(failure, loss.ranks)
-        if told is not None:
-            send(self.channel, told)  # first: the next view may begin at once
-        ray.get(self.channel.lose.remote(job.number, slots))
+        go_on_without(self.channel, job, failure, loss)
+        if loss.ranks:
+            self._failed_starts = 0
+        elif self._replaced & failure.died.keys():
+            self._count_failed_start(what_failed(failure))
         return Restart.REPLACE
+
+    def _count_failed_start(self, why: str) -> None:
+        self._failed_starts += 1
+        if self._failed_starts == REPLACING_STARTS:
+            times = f"{REPLACING_STARTS} were lost as they started: {why}"
+            send(self.channel, Note(f"no other worker is started in the place of a lost one: {times}"))
+
+    def with_room(self, places: Mapping[int, str]) -> set[int]:
+        """Return which of these workers, by Ray Train's ranks, can be replaced now; it looks once a second.
+
+        `places` has the ids of the nodes on which they would run, "" where Ray has none yet.
+        """
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS or self._failed_starts >= REPLACING_STARTS:
+            return set()
+        self._looked = now
+        out = draining_nodes() | set(ray.get(self.channel.state.remote())[1].avoided)
+        there = answering(set(places.values()) - out - {""})
+        found = {rank for rank, node_id in places.items() if node_id in there}
+        if not found and not self._says_no_room:
+            send(self.channel, Note("no node has room for another worker now: the others go on without it"))
+        self._says_no_room = not found
+        return found
+
+    def has_replaced(self, rank: int) -> None:
+        """Note that another worker has been started in the place of this one, by Ray Train's rank."""
+        self._replaced.add(rank)
 
 
 @dataclass

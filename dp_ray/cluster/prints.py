@@ -14,13 +14,13 @@ from dp_ray.messages import Printed
 
 
 @contextmanager
-def forwarded_prints(channel: Any, number: int, keep_prints: bool, world: World) -> Iterator[None]:
-    """Send the lines that user code prints to the driver while the block runs."""
+def forwarded_prints(channel: Any, number: int, keep_prints: bool, world: World) -> Iterator["Lines"]:
+    """Send the lines that user code prints to the driver while the block runs, as those of this rank."""
     before = sys.stdout, sys.stderr
     lines: Any = Lines(channel, number, keep_prints, world, before[0])
     sys.stdout = sys.stderr = lines
     try:
-        yield
+        yield lines
     finally:
         lines.close()
         sys.stdout, sys.stderr = before
@@ -32,13 +32,13 @@ class Lines(io.TextIOBase):
     The lines pass through a pipe, so that the forked processes of a data loader reach the driver too.
     """
 
-    _END = "\0"
+    _END, _MOVE = "\0", "\0\0"
 
     def __init__(self, channel: Any, number: int, keep_prints: bool, world: World, log: TextIO) -> None:
         self._channel = channel
         self._number = number
         self._keep_prints = keep_prints
-        self._world = world
+        self._worlds = [world]  # the first one is that of the lines which are sent now
         self._log = log
         self._pid = os.getpid()
         self._rest = ""
@@ -63,6 +63,11 @@ class Lines(io.TextIOBase):
         for line in lines:
             os.write(self._pipe, f"{line[line.rfind(chr(13)) + 1 :]}\n".encode(errors="replace"))
         return len(text)
+
+    def move(self, world: World) -> None:
+        """Have the lines that follow be of another rank."""
+        self._worlds.append(world)
+        os.write(self._pipe, f"{self._MOVE}\n".encode())
 
     def flush(self) -> None:
         self._log.flush()
@@ -91,12 +96,21 @@ class Lines(io.TextIOBase):
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             while True:
                 *lines, rest = (rest + pipe.read(1 << 16)).split(b"\n")
-                ended = self._END.encode() in lines
-                said = tuple(line.decode(errors="replace") for line in lines if line != self._END.encode())
-                if said:
-                    send(self._channel, Printed(self._world, said), self._number, wait=ended)
-                if ended:
-                    return
+                said: list[str] = []
+                for line in (line.decode(errors="replace") for line in lines):
+                    if line not in (self._END, self._MOVE):
+                        said.append(line)
+                        continue
+                    self._send(said, wait=line == self._END)
+                    said = []
+                    if line == self._END:
+                        return
+                    del self._worlds[0]
+                self._send(said)
+
+    def _send(self, said: list[str], wait: bool = False) -> None:
+        if said:
+            send(self._channel, Printed(self._worlds[0], tuple(said)), self._number, wait=wait)
 
 
 class Bytes(io.RawIOBase):

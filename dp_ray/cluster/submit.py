@@ -116,9 +116,9 @@ class Dashboard:
         """Return the job with this id, or the newest run of this name; raises JobError if there is none."""
         jobs = self.jobs()
         for job in jobs:
-            if name in (job.submission_id, name_of(job)):
+            if name in (job.submission_id, run_name_of(job)):
                 return job
-        known = listed(dict.fromkeys(name_of(job) or job.submission_id for job in jobs)) or "no submitted job"
+        known = listed(dict.fromkeys(run_name_of(job) or job.submission_id for job in jobs)) or "no submitted job"
         raise JobError(f"{self.address} has no job {name!r}; it has {known}")
 
     def details(self, submission: str) -> JobDetails:
@@ -204,7 +204,7 @@ def job_exit_status(job: JobDetails) -> int:
     return job.driver_exit_code or (INTERRUPTED if job.status == JobStatus.STOPPED else FAILED)
 
 
-def name_of(job: JobDetails) -> str | None:
+def run_name_of(job: JobDetails) -> str | None:
     """Return the name of the run that a job runs; None if it runs, or has begun, none."""
     return (job.metadata or {}).get(RUN_NAME)
 

@@ -5,6 +5,7 @@ that sends to the driver what user code prints (`prints.py`).
 """
 
 import os
+import signal
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -17,13 +18,13 @@ import torch
 
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, send
 from dp_ray.cluster.group import place_of_worker, process_group, report, with_devices
-from dp_ray.cluster.heartbeat import Heartbeat
+from dp_ray.cluster.heartbeat import STUCK_SECONDS, Heartbeat
 from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.membership import Member, Place, View
-from dp_ray.cluster.prints import forwarded_prints
+from dp_ray.cluster.prints import Lines, forwarded_prints
 from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
 from dp_ray.engine.votes import NotFinite, StopRequested
-from dp_ray.engine.world import Trouble, World, leave_group, trouble_of, without_frames
+from dp_ray.engine.world import Trouble, World, cut_groups, leave_group, trouble_of, without_frames
 from dp_ray.errors import JobError, StorageError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.messages import Ending, Finished, Logged, WorkerExit, WorkerReady
@@ -34,6 +35,7 @@ from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.imports import imported_files
 from dp_ray.system.process import environment
+from dp_ray.system.threads import if_longer
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.isolation import isolated
 from dp_ray.tasks.numerics import OtherKind
@@ -63,8 +65,11 @@ def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]
     worker = replace(worker, number=terms.number, kind=terms.kind, node_id=node_id)
     attempt = f"{os.environ[GROUP]}-{terms.number}"
     prints = forwarded_prints(worker.channel, worker.number, worker.keep_prints, here)
-    with isolated() as remains, environment(env), prints:
-        ended = (run_in_views if terms.goes_on else run_once)(worker, packed, attempt, here)
+    with isolated() as remains, environment(env), prints as lines:
+        if terms.goes_on:
+            ended = run_in_views(worker, packed, attempt, here, lines)
+        else:
+            ended = run_once(worker, packed, attempt, here)
     if ended is not None:
         attempt, rank, is_stopped = ended
         imported = imported_files() if rank == 0 and not terms.is_last else ()
@@ -76,20 +81,23 @@ def run_once(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> tu
     return attempt, here.rank, run_packed(worker, packed, attempt, here) is True
 
 
-def run_in_views(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> tuple[str, int, bool] | None:
+def run_in_views(
+    worker: WorkerConfig, packed: Any, attempt: str, here: World, prints: Lines
+) -> tuple[str, int, bool] | None:
     """Run the job in one view after another, as long as workers are lost or come; return how it ended here.
 
     That is the last view's attempt, the rank in it, and whether the job stopped as the user asked; None if the job
     has ended without this worker.
     """
-    held, member = Held(), Member(uuid.uuid4().hex, here.rank, worker.node_id)
+    worker = replace(worker, name=uuid.uuid4().hex)
+    held, member = Held(), Member(worker.name, here.rank, worker.node_id)
     group, has_lost_peer = os.environ[GROUP], False
     with reported_errors(worker, attempt, here, lambda: False):
         assigned: Assignment = ray.get(packed).load()
         if ray.get(worker.channel.has_views.remote(worker.number, group)):
             hold_in_advance(assigned, here, held)
     while True:
-        given = worker.number, group, member, held.progress, has_lost_peer, here.world_size
+        given = worker.number, group, member, held.finished, has_lost_peer, here.world_size
         view: View | None = ray.get(worker.channel.ask.remote(*given))
         if view is None:
             if ray.get(worker.channel.state.remote())[1].number != worker.number:
@@ -103,10 +111,16 @@ def run_in_views(worker: WorkerConfig, packed: Any, attempt: str, here: World) -
             local_rank=place.local_rank,
             node_rank=place.node_rank,
         )
+        prints.move(world)
         of_view = f"{attempt}-{view.number}"
-        ended = run_packed(worker, assigned, of_view, world, Membered(view.number, member.name, held, place))
-        free_memory()  # as in `left_together`
-        leave_group()
+        in_view = replace(worker, view=view.number)
+        ended = run_packed(in_view, assigned, of_view, world, Membered(held, place))
+        if ended is Next.AFTER_LOSS:
+            cut_groups()  # so that all others hear of it
+        # A sum that gloo has begun may not end even then. One more is dead so, and the others need not wait.
+        with if_longer(STUCK_SECONDS, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            free_memory()  # as in `left_together`
+            leave_group()
         if isinstance(ended, bool):
             return of_view, world.rank, ended
         has_lost_peer = ended is Next.AFTER_LOSS
@@ -128,10 +142,8 @@ class Next(Enum):
 
 
 class Membered(NamedTuple):
-    """A worker's view: its number, the worker's name and place in it; and what its process holds."""
+    """What a worker's process holds of its job, and the worker's place in its view."""
 
-    number: int
-    name: str
     held: Held
     place: Place
 
@@ -148,8 +160,7 @@ def run_packed(
         world = with_devices(here, assigned.job, assigned.job.num_devices)
         run = Storage(assigned.run_dir)
     limit, faults = assigned.job.timeouts.step, assigned.faults
-    of_view = (0, "") if view is None else (view.number, view.name)
-    heartbeat = Heartbeat(worker, attempt, world, run, limit, faults, of_view)
+    heartbeat = Heartbeat(worker, attempt, world, run, limit, faults)
     beats: AbstractContextManager[Any] = nullcontext() if view is None else heartbeat  # also while a view forms
     with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed), beats:
         try:
@@ -169,6 +180,8 @@ def run_packed(
             ray.get(worker.channel.avoid.remote(worker.number, other.node_ids))
             raise
         except Exception as error:
+            if view is not None and ray.get(worker.channel.is_out.remote(worker.name)):
+                raise WorkerError("the others go on without this worker") from None  # the error follows from it
             if trouble_of(error) is Trouble.BROKEN_GPU:
                 ray.get(worker.channel.tell_broken.remote(worker.number, worker.node_id))
             raise
@@ -191,7 +204,7 @@ def run_assigned(
     # Ray Train numbers the workers node by node; the job may take only the first of those on this node.
     first = world.rank - world.local_rank
     on_node = min(world.world_size - first, place_of_this_worker().get_local_world_size())
-    number, held = (0, None) if view is None else (view.number, view.held)
+    number, held = worker.view, None if view is None else view.held
     if view is not None:
         on_node = view.place.local_world_size
     flight = run.child(FLIGHT_RECORDER)

@@ -37,11 +37,10 @@ from dp_ray.engine.objects import check_packs, pack_object, refused
 from dp_ray.errors import ClusterLost, Error, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.messages import Failed, Finished, GaveUp, Note, WorkerReady, error_of
+from dp_ray.messages import Failed, Finished, GaveUp, Note, WorkerReady, beat_interval, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Progress
 from dp_ray.rundir.history import is_measured
-from dp_ray.rundir.incidents import Level
 from dp_ray.system.imports import postponed
 from dp_ray.system.process import environment
 from dp_ray.system.threads import repeated
@@ -62,6 +61,7 @@ if TYPE_CHECKING:  # what jobs need: workers that serve modules start without it
     from dp_ray.rundir.claim import RunDir
 
 CLOSE_SECONDS = 5.0
+SIGNS = 5  # beats that a worker must miss at least, before the others go on without it
 LOOK_SECONDS = 1.0  # between two looks at whether workers are waited for
 LEAVE_SECONDS = 60.0  # more than Ray Train takes to start workers, and to end them
 
@@ -174,6 +174,9 @@ class StartedWorkers:
             job.task != "evaluate" and not job.finds_shards,
             is_last,
             goes_on=self._goes_on(job, monitor),
+            rejoin=max(job.timeouts.rejoin, SIGNS * beat_interval(job.max_workers)),
+            step=job.timeouts.step,
+            needs_all=job.sync_batchnorm,
         )
         self.trainer.when_ended(monitor.end.has_come.set)
         packed = self._packed(job, claimed, rows, faults)
@@ -230,7 +233,7 @@ class StartedWorkers:
 
         if monitor.end.finished:
             self.take_end(monitor.end.finished)
-            self.is_mended |= any(one.level is Level.MEMORY for one in monitor.incidents.log.interruptions)
+            self.is_mended |= any(one.survives for one in monitor.incidents.log.interruptions)
             if any(worker.is_stopped for worker in monitor.end.finished):
                 raise StopRequested("stopped as it was asked")
             return

@@ -1,6 +1,6 @@
 """A mixture of datasets by weights. `plan/mixture.py` has its order; here its sources are built and read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeAlias
 
@@ -49,6 +49,7 @@ class Mix(Dataset[Any]):
             self.mixture = Mixture(tuple(self.sources), sizes, _stages(list(self.sources), weights), _stop(stop))
         except ValueError as error:
             raise JobError(f"Mix: stop: {stop}: {error}") from None
+        self._weights, self._stop = weights, stop
         self._fields = None if fields is None else list(fields)
         self._first: tuple[str, int, str] | None = None  # the first item in this process: its source, row and form
 
@@ -71,6 +72,14 @@ class Mix(Dataset[Any]):
                 if self._fields is None and len(indices) > 1:
                     self._check_fields(name, row, item)
         return items
+
+    def with_sources(self, change: Callable[[str, Any], Any]) -> "Mix":
+        """Return the same mixture of other sources: what `change` makes of each name and source.
+
+        Their items may have other fields, so all are taken.
+        """
+        sources = {name: change(name, source) for name, source in self.sources.items()}
+        return Mix(sources, self._weights, self._stop)
 
     def locate(self, index: int) -> tuple[str, int, int]:
         """Return the source of the row with an id, the source's epoch, and the row's index in the source."""

@@ -32,7 +32,7 @@ def check_targets(job: Job) -> None:
             check_after(target)
         elif key.startswith("hooks."):
             check_hook(key, target)
-        elif isinstance(target, Target) and key in ("dataset", "eval.dataset"):
+        elif isinstance(target, Target) and key in job.dataset_keys:
             bind(key, target)
         elif isinstance(target, Target):
             check_args(key, target)

@@ -12,6 +12,7 @@ from dp_ray.errors import JobError
 from dp_ray.job.args import object_in
 from dp_ray.job.files import dotted, job_of
 from dp_ray.job.job import Job
+from dp_ray.job.keys import named_evals
 from dp_ray.outputs.reopen import reopen
 from dp_ray.plan.split import Split
 from dp_ray.rundir.content import check_fetched
@@ -56,7 +57,8 @@ def follow_up(
     if task == "evaluate":
         values.pop("outputs", None)
     if "dataset" in overrides:  # then `eval` is not used, but for its batch size
-        size = (values["eval"] or {}).get("batch_size") or values["batch_size"]
+        single = {evaluation.name: evaluation.keys for evaluation in named_evals(values["eval"])}
+        size = single.get("", {}).get("batch_size") or values["batch_size"]
         values |= {"eval": None, "batch_size": size}
     check_no_objects(run, task, values, overrides)
     which = weights or _evaluated(run, kept)
@@ -77,8 +79,7 @@ def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides:
         needed |= {"loss": values["loss"], "step": values["step"], **inner}
     elif (outputs := values.get("outputs")) and "outputs" not in overrides:
         needed["outputs.after"] = outputs.get("after")
-    if values["eval"]:
-        needed["eval.dataset"] = values["eval"]["dataset"]
+    needed |= {evaluation.dataset_key: evaluation.keys["dataset"] for evaluation in named_evals(values["eval"])}
     for key, value in needed.items():
         held = value.get("args") if isinstance(value, Mapping) and f"{key}_args" not in overrides else None
         path = object_in(held, f"{key}.args")
@@ -163,7 +164,7 @@ def _lines(job: Job, run: Storage, which: Weights, kept: dict[str, Any], overrid
     lines = [f"{job.run_name}: {does} the {which} weights of {run} on {whose}{ran.dataset.target}"]
     if job.task == "evaluate" and ran.dataset_key != "dataset":
         unused = [key for key in overrides if key.startswith("dataset.")]
-        lines += [f"{job.run_name}: {key} is not used: evaluate uses eval.dataset" for key in unused]
+        lines += [f"{job.run_name}: {key} is not used: evaluate uses {ran.dataset_key}" for key in unused]
     if lost := [key for key in kept["env"] if f"env.{key}" not in overrides]:
         again = ", ".join(f"--set env.{key}=..." for key in lost)
         lines.append(f"{job.run_name}: its env is not kept: set it again where it is needed ({again})")

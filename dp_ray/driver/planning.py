@@ -12,7 +12,7 @@ from dp_ray.engine.packing import packings
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
-from dp_ray.job.plan import has_evaluations, plan_of
+from dp_ray.job.plan import evaluations_in, plan_of
 from dp_ray.job.samples import mixture_of, order_of
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, faults_for
@@ -116,13 +116,13 @@ def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
 
 
 def _datasets(job: Job) -> dict[str, Any]:
-    """Return the job's datasets: its task's own as `dataset`, and a training's `eval.dataset`.
+    """Return the job's datasets: its task's own as `dataset`, and those of its evaluations.
 
     Raises JobError if the job shuffles blocks of a dataset, but nothing says what they are.
     """
     runs_over = {"dataset": (job, job.dataset_key)}
-    if has_evaluations(job):
-        runs_over["eval.dataset"] = (job.over_eval(), "eval.dataset")
+    for evaluation in evaluations_in(job):
+        runs_over[evaluation.dataset_key] = (job.over_eval(evaluation), evaluation.dataset_key)
     built = {}
     for name, (over, key) in runs_over.items():
         dataset = seeded_dataset(over, key)
@@ -137,5 +137,7 @@ def _rows_of(datasets: Mapping[str, Any]) -> dict[str, int]:
 
 def _packed(job: Job, datasets: Mapping[str, Any]) -> tuple[PackedRows, ...]:
     """Return how the rows of the datasets are packed, of those whose rows are."""
-    over = {"dataset": job, "eval.dataset": job.over_eval() if "eval.dataset" in datasets else job}
-    return tuple(own.described(over[name]) for name, dataset in datasets.items() for own in packings(dataset))
+    over = {evaluation.dataset_key: job.over_eval(evaluation) for evaluation in evaluations_in(job)}
+    return tuple(
+        packed.described(over.get(name, job)) for name, dataset in datasets.items() for packed in packings(dataset)
+    )

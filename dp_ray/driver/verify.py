@@ -125,7 +125,9 @@ def verify(
     metrics = dict(job.metrics)
     if job.task != "predict" and not job.takes_batches:
         metrics[DIGEST] = Target(target="dp_ray.tensors.files:outputs_digest")
-    job = job.model_copy(update={"shards": job.shards or max(1, *counts), "metrics": metrics})
+    job = job.model_copy(
+        update={"shards": job.shards or max(1, *counts), "metrics": metrics, "eval": _with_digest(job)}
+    )
     tolerance = TOLERANCE[job.precision] if tolerance is None else tolerance
 
     def on(count: int) -> Job:
@@ -160,6 +162,14 @@ def verify(
         for result in runs:
             result.storage().remove()
     return verdict
+
+
+def _with_digest(job: Job) -> Any:
+    """Return the job's `eval`, in which evaluations that choose their metrics have what verify compares too."""
+    evals: dict[str, Any] = dict(job.evaluations)
+    chosen = {name: [*keys.metrics, DIGEST] for name, keys in evals.items() if keys.metrics is not None}
+    evals |= {name: evals[name].model_copy(update={"metrics": metrics}) for name, metrics in chosen.items()}
+    return evals.get("", evals or None)
 
 
 class _Halfway(Exception):

@@ -74,6 +74,17 @@ class StepClock:
         self._part = Part.OTHER
         self._at = time.perf_counter()
 
+    def when(self, part: Part, do: Callable[[], object]) -> None:
+        """Call `do` before the part is entered next; a clock that is never asked to does not look for it."""
+        enter, due = self.enter, [do]
+
+        def look(entered: Part) -> Part:
+            if entered is part and due:
+                due.pop()()
+            return enter(entered)
+
+        vars(self)["enter"] = look
+
     def restart(self) -> None:
         """Begin the first step now."""
         self._seconds = [0.0] * NUM_PARTS

@@ -32,7 +32,7 @@ from dp_ray.engine.whole_batch import (
 from dp_ray.engine.world import CPU, everyone, gathered, has_peers
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Target, is_over_batch
+from dp_ray.job.keys import NamedEval, Target, is_over_batch
 from dp_ray.job.targets import bound, build, keeps_state, resolve
 from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Shard, Work
@@ -108,8 +108,13 @@ class Evaluation:
     over_batch: Mapping[str, Compare] | None = None  # of the training, whose loss may have a state
     clock: StepClock = field(default_factory=SilentClock)
     trial: RowTrial | None = None
+    named: NamedEval | None = None  # of a training
 
     def __post_init__(self) -> None:
+        self._of = "evaluation " if self.named is None else self.named.of
+        self._size_key = "batch_size" if self.named is None else f"{self.named.key}.batch_size"
+        if self.named is not None and self.named.keys.metrics is not None:
+            self._measure_only(self.job.metrics_of(self.named))
         self._batches = WholeBatches(self.job, self.trial)
         self._states = {name: _moved(metric, self.device) for name, metric in self.states.items()}
         self._trial: MetricTrial | None = MetricTrial(self._states, self.job.batch_dim)
@@ -123,6 +128,15 @@ class Evaluation:
         # The columns of a shard's measurements.
         first = 2 * self.job.loss_over_batch
         self._of_shards = slice(first, first + 2 * len(self.measures.names(self._has_loss)))
+
+    def _measure_only(self, metrics: Mapping[str, Any]) -> None:
+        """Leave out the metrics of the job that are not among these; the loss stays."""
+        self.job = self.job.model_copy(update={"metrics": metrics})
+        functions = {name: each for name, each in self.measures.functions.items() if name in metrics}
+        self.measures = Metrics(functions, self.job.batch_dim)
+        self.states = {name: each for name, each in self.states.items() if name in metrics}
+        of_batch = (self.over_batch or {}).items()
+        self.over_batch = {name: each for name, each in of_batch if name == "loss" or name in metrics}
 
     def run(
         self, model: nn.Module, work: Work, steps: Iterator[LoadedStep]
@@ -141,9 +155,7 @@ class Evaluation:
             self._trial = None  # a single update sees all rows
         rows = 0
         with evaluating(model, self.beside) as state:
-            replica = Replica(
-                self.job.seed, model, self.device, state, work, self.forwards, self.clock, "evaluation "
-            )
+            replica = Replica(self.job.seed, model, self.device, state, work, self.forwards, self.clock, self._of)
             run_shard = partial(self.forwards.gathering(self._shard), model)
             for loaded in map(self.forwards.begin, steps):
                 own: list[ShardOutput] = []
@@ -159,12 +171,12 @@ class Evaluation:
                     try:
                         with torch.no_grad():
                             step_output, row = replica.run(shard, run_shard, batch, num_rows)
-                            with locating(f"evaluation {location(shard)}"):
+                            with locating(self._of + location(shard)):
                                 self._update_states(step_output, num_rows, states.setdefault(shard.shard, {}))
                             if self._over_batch:
                                 own.append(detached(step_output, shard))
                     except (RuntimeError, ModelError) as error:
-                        replica.raise_advised(error, shard, self.job)
+                        replica.raise_advised(error, shard, self.job, self._size_key)
                     if row is not None:
                         sums[shard.shard, self._of_shards] += row
                     if is_tried:
@@ -195,7 +207,8 @@ class Evaluation:
             self._trial.check()
             self._trial = None
         if not rows:
-            raise DataError("evaluation: all samples were set aside, so there is nothing to measure")
+            of = self._of.rstrip(", ")
+            raise DataError(f"{of}: all samples were set aside, so there is nothing to measure")
         pairs = zip(self._names, totals[::2], totals[1::2], strict=True)
         weighed = [(name, total, weight) for name, total, weight in pairs if name != "loss" or weight != math.inf]
         means = {name: total / weight if weight else float("nan") for name, total, weight in weighed}

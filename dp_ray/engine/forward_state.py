@@ -79,7 +79,7 @@ class ForwardState(Writable):
     A step calls `begin`; runs each shard's forward in `forward`, with `restore` before it but for the first one, and
     `keep` after shard 0's; then `share` and `finish`. `blocks` are those of a sharded model, with torch's records of
     their parameters, which no forward may write. Modules `beside` the model are called within its forwards, or by
-    `running` on all workers alike.
+    `running` on all workers alike. With `keeps_start` each step can be dropped before its update.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class ForwardState(Writable):
         blocks: BlockTensors = (),
         beside: Roots = NONE,
         aligns: bool = False,
+        keeps_start: bool = False,
     ) -> None:
         super().__init__(model, beside, aligns)
         self._is_compiled = is_compiled
@@ -113,7 +114,7 @@ class ForwardState(Writable):
         self._is_early = True  # whether what forwards write is looked for
         self._is_alone = self._was_alone = True
         self._layouts: dict[str, Form | None] = {}
-        self.keeps_start = False  # so that a step can be dropped
+        self._keeps_start = keeps_start
         self.is_open = False  # a step has begun, and its update has not come
         self._flat = torch.empty(0)  # what is sent, in one piece
         self._views: Values = {}  # the values in it, by their names
@@ -126,7 +127,7 @@ class ForwardState(Writable):
         self._is_alone = num_shards <= 1 and not self._has_peers
         self._was_alone = self._was_alone and self._is_alone
         self.is_open = True
-        if num_shards > 1 or self._is_early or (self.keeps_start and (self._places or self._followed)):
+        if num_shards > 1 or self._is_early or (self._keeps_start and (self._places or self._followed)):
             self._start = self._take(self._start)
         else:
             self._start = Copies(self, self._now(), {}) if self._shared else self._nothing

@@ -73,7 +73,7 @@ class LoadedStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A dataset to load from: the job that reads it, and its name in errors; those of an evaluation say so.
+    """A dataset to load from: the job that reads it, and its name in errors; of an evaluation these begin with `of`.
 
     `told` has the epoch that the dataset was last told, by id. Sources that may have the same dataset share it.
     """
@@ -81,7 +81,7 @@ class Source:
     job: Job
     dataset: Any
     name: str = "the dataset"
-    is_evaluation: bool = False
+    of: str = ""
     told: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
@@ -318,8 +318,9 @@ def _next(
     try:
         return read.pop() if read else next(loaded)
     except (Exception, SystemExit):
-        where = f"evaluation {location(shard)}" if source.is_evaluation else location(shard)
-        key = "eval.batch_size" if source.is_evaluation and source.job.task == "train" else "batch_size"
+        where = source.of + location(shard)
+        is_eval = source.of and source.job.task == "train"
+        key = f"{source.name.removesuffix('dataset')}batch_size" if is_eval else "batch_size"
         size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards, key)
         with advised(source.job, where, size), locating(where):
             raise

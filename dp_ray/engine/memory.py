@@ -70,7 +70,7 @@ def plan_memory(job: Job, gpu_bytes: int | None) -> MemoryPlan:
         remarks = []
         if job.compile:
             remarks.append("memory: that of the model without compile, whose kernels may hold less")
-        if job.eval is not None and job.over_eval().batch_size > job.batch_size:
+        if any(job.over_eval(evaluation).batch_size > job.batch_size for evaluation in job.evaluations):
             remarks.append("memory: evaluations have larger batches, and are not counted")
         if gpu_bytes is not None and job.max_workers > 1:
             # `TreeReducer` has a group of its own.

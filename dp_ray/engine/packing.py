@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dp_ray.engine.items import SampleReader, class_of, value_of
+from dp_ray.engine.user_code import reraise_as
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Pack
@@ -168,8 +169,9 @@ class Packed(Dataset[dict[str, torch.Tensor]]):
     def _lengths(self) -> Lengths:
         """Return the tokens of each row."""
         field, rows = self.pack.fields[0], len(self.dataset)
-        if hasattr(self.dataset, "lengths"):
-            told = np.asarray(self.dataset.lengths(field))
+        if callable(getattr(self.dataset, "lengths", None)):
+            with reraise_as(f"{self.name}: lengths({field!r})", kind=DataError):
+                told = np.asarray(self.dataset.lengths(field))
             is_right = told.ndim == 1 and told.dtype.kind in "iu" and len(told) == rows
             if not is_right or (told.dtype.kind == "i" and len(told) and int(told.min()) < 0):
                 must = f"one whole number from 0 up for each of the {rows} rows"

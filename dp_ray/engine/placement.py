@@ -39,7 +39,8 @@ from dp_ray.job.job import Job
 class Placement:
     """A model that each worker holds whole; `called` is the module to call. The world's device is that of inputs.
 
-    `say` takes lines for the user.
+    `say` takes lines for the user. With `outlives_group` it goes on among other workers if its own are lost, in the
+    midst of a step too.
     """
 
     job: Job
@@ -47,6 +48,7 @@ class Placement:
     called: nn.Module
     world: World
     say: Callable[[str], None] = field(default=lambda text: None, kw_only=True)
+    outlives_group: bool = field(default=False, kw_only=True)
 
     is_sharded = False  # whether each worker holds a part
 

@@ -170,11 +170,12 @@ class Replica:
                 raise
             raise_located(error, self.of + location(ran))
 
-    def raise_advised(self, error: RuntimeError | ModelError, shard: Shard, job: "Job") -> NoReturn:
-        """Raise an error of a shard again; one of memory says what to change."""
+    def raise_advised(
+        self, error: RuntimeError | ModelError, shard: Shard, job: "Job", key: str = "batch_size"
+    ) -> NoReturn:
+        """Raise an error of a shard again; one of memory says what to change, as `key`."""
         assert self.work is not None
         split = self.work.split
-        key = "eval.batch_size" if self.of and job.task == "train" else "batch_size"
         size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards, key)
         raise_advised(error, job, self.of + location(shard), size)
 

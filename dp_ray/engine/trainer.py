@@ -137,7 +137,7 @@ class TrainedModel:
         placement, job = self.placement, self.placement.job
         aligns = must_align(job, placement.world.device)
         check_sums_once({"": self.model, **beside})
-        return ForwardState(self.model, job.compile, placement.blocks, beside, aligns)
+        return ForwardState(self.model, job.compile, placement.blocks, beside, aligns, placement.outlives_group)
 
     @contextmanager
     def advising(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ Begin at `why_not`. The model, its gradients, the optimizer's state and the work
 the job. The numbers of the step mean nothing. The model is made for the trial, and is gone after it.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -46,10 +46,10 @@ class Data(NamedTuple):
     split: Split
 
 
-def why_not(job: Job, world: World, data: Data, evaluated: Data | None) -> str:
+def why_not(job: Job, world: World, data: Data, evaluated: Sequence[Data]) -> str:
     """Return why this worker's devices do not hold its shards of a step; empty if they do. Every rank calls this.
 
-    A training's step runs twice, since the first one makes the optimizer's state. `evaluated` is the data of its
+    A training's step runs twice, since the first one makes the optimizer's state. `evaluated` has the data of its
     evaluations, which run a step too. Raises the errors of user code, except for memory.
     """
     try:
@@ -63,7 +63,7 @@ def why_not(job: Job, world: World, data: Data, evaluated: Data | None) -> str:
         free_memory()  # here, where the frames of the trial, which hold its model, are gone
 
 
-def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
+def _try(job: Job, world: World, data: Data, evaluated: Sequence[Data]) -> None:
     if job.task == "train":
         job = with_schedule(job, data.split)
     placement = place(
@@ -82,9 +82,8 @@ def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
         _train(placement, data)
     elif job.task == "predict":
         _predict(job, world, model, called, forwards, data)
-    for judged in (evaluated, data if job.task == "evaluate" else None):
-        if judged is not None:
-            _evaluate(job, world, model, called, forwards, judged)
+    for judged in [*evaluated, *([data] if job.task == "evaluate" else [])]:
+        _evaluate(job, world, model, called, forwards, judged)
     del kept_free  # not before: it keeps its memory free until all has run
 
 
@@ -168,7 +167,7 @@ def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, forwar
 
 def _evaluate(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:
     """Run an evaluation's step."""
-    step, measures = build_step(job, world), build_metrics(job)[0]
+    step, measures = build_step(job, world), build_metrics(data.source.job)[0]
     run = forwards.gathering(run_step)
     with (
         closing(_load(world, data)[1]) as steps,

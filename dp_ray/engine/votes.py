@@ -186,6 +186,9 @@ class StepControl:
     def touch(self) -> None:
         """Note that the worker is still at work in its step, on an evaluation for instance."""
 
+    def reads(self, why: str) -> None:
+        """Note why the worker begins with the newest checkpoint, even if it was in another group before."""
+
     def through(self) -> None:
         """Note that the worker has run its last step; its remaining writes have no time limit."""
 

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers a backend)
 
 from dp_ray.errors import DataError, Error, JobError, ModelError, WorkerError
-from dp_ray.system.linux import SHARED_MEMORY
+from dp_ray.system.linux import SHARED_MEMORY, cut, open_sockets
 from dp_ray.system.process import patched
 from dp_ray.system.threads import waiting
 
@@ -75,6 +75,7 @@ _store: Any = None  # through which further groups form
 _backend = ""
 _num_groups = 0
 _timeout = TIMEOUT  # of the collectives
+_sockets: dict[int, int] = {}  # of the groups that were formed
 
 
 def everyone() -> dist.ProcessGroup | None:
@@ -120,6 +121,7 @@ def _made(
     global _num_groups
     _num_groups += 1
     group: dist.ProcessGroup
+    before = open_sockets()
     group, _ = distributed_c10d._new_process_group_helper(
         size,
         rank,
@@ -131,6 +133,7 @@ def _made(
         device_id=gpu,
         group_desc=describes,
     )
+    _sockets.update(open_sockets().items() - before.items())
     # As of a default group: a rank in it is a rank of the world.
     distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
@@ -164,10 +167,24 @@ def without_frames(error: BaseException) -> None:
             left += [cause.__cause__, cause.__context__]
 
 
+def cut_groups() -> None:
+    """Cut the connections of the groups that were formed: each collective that waits, here and on peers, raises.
+
+    That is how a worker leaves peers that are silent, and how all hear of a loss: of a death gloo tells those alone
+    that are connected to the dead for what they wait for. Any thread may call this. It is for gloo.
+    """
+    cut(dict(_sockets))
+
+
 def leave_group() -> None:
     """Destroy all groups that were formed, the user's too."""
     global _everyone, _store, _num_groups
     _everyone, _store, _num_groups = None, None, 0
+    _sockets.clear()
+    if "torch.distributed.tensor" in sys.modules:  # torch remembers sharded tensors, and these their group
+        from torch.distributed.tensor import debug
+
+        getattr(debug, "_clear_sharding_prop_cache", bool)()
     if dist.is_initialized():
         dist.destroy_process_group()
 

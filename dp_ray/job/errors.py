@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
-from dp_ray.job.keys import JobKeys, Target, WorkerKeys
+from dp_ray.job.keys import Eval, JobKeys, Target, WorkerKeys
 from dp_ray.job.old_keys import OLD_KEYS
 from dp_ray.text import did_you_mean, hide
 
@@ -60,10 +60,10 @@ def explain(error: ValidationError, workers: Any = None) -> list[str]:
 
 
 _MEMBERS = {
-    *("Elastic", "ActivationBudget", "ShuffleBlocks", "Target", "Optimizer", "Scheduler"),
+    *("Elastic", "ActivationBudget", "ShuffleBlocks", "Target", "Optimizer", "Scheduler", "Eval"),
     *("int", "bool", "str", "float", "none"),
 }
-_INNER = ("literal[", "constrained-", "list[", "function-", "nullable")
+_INNER = ("literal[", "constrained-", "list[", "dict[", "function-", "nullable")
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -134,6 +134,8 @@ def _nearest(path: str) -> str:
     owner: type[BaseModel] = JobKeys
     for parent in parents:
         field = owner.model_fields.get(parent)
+        if field is None and owner is Eval:
+            continue  # its name
         kinds = (field.annotation, *field.metadata) if field else ()
         owner = next((model for kind in kinds for model in _models(kind)), Target)
     is_of_target = issubclass(owner, Target)

@@ -13,7 +13,18 @@ from pydantic import ValidationError, model_validator
 
 from dp_ray.errors import JobError
 from dp_ray.job.errors import explain
-from dp_ray.job.keys import JobKeys, Scheduler, ShuffleBlocks, Target, describe_target, is_over_batch
+from dp_ray.job.keys import (
+    Eval,
+    JobKeys,
+    NamedEval,
+    Scheduler,
+    ShuffleBlocks,
+    Target,
+    describe_target,
+    is_over_batch,
+    measured_by,
+    named_evals,
+)
 from dp_ray.job.old_keys import current
 from dp_ray.plan.costs import profiled_of
 from dp_ray.text import counted, hide, hide_in, hide_in_as_before
@@ -40,12 +51,24 @@ class MeasuringKeys(JobKeys):
     """The keys of a job, with what follows from its metrics and its evaluations."""
 
     @property
+    def evaluations(self) -> tuple[NamedEval, ...]:
+        """The evaluations of a training: one without a name, or several with names."""
+        return named_evals(self.eval)
+
+    def metrics_of(self, evaluation: NamedEval) -> dict[str, Any]:
+        """Return the metrics that an evaluation measures, by name."""
+        wanted = evaluation.keys.metrics
+        return {name: metric for name, metric in self.metrics.items() if wanted is None or name in wanted}
+
+    @property
     def eval_names(self) -> tuple[str, ...]:
-        """What an evaluation during a training measures, like `eval_loss`."""
-        if self.eval is None:
-            return ()
+        """What a training's evaluations measure, like `eval_loss`, or `eval_test_loss` of the one named test."""
         has_loss = self.loss is not None or self.step is not None
-        return tuple(f"eval_{name}" for name in (["loss", *self.metrics] if has_loss else self.metrics))
+        return tuple(
+            f"{evaluation.prefix}{name}"
+            for evaluation in self.evaluations
+            for name in [*(["loss"] if has_loss else []), *self.metrics_of(evaluation)]
+        )
 
     @property
     def takes_batches(self) -> bool:
@@ -76,9 +99,10 @@ class MeasuringKeys(JobKeys):
 
     def owners(self, name: str) -> list[str]:
         """Return the metrics of which `name` may be an element: `eval_recall_0` of recall, if that gives a vector."""
-        if self.eval is None:
+        by = measured_by(self.evaluations, name)
+        if by is None:
             return []
-        return [metric for metric in self.metrics if name.startswith(f"eval_{metric}_")]
+        return [metric for metric in self.metrics_of(by) if name.startswith(f"{by.prefix}{metric}_")]
 
     def _of_metrics(self) -> Iterator[str]:
         """Yield metrics whose name is taken, and names of metrics that nothing measures."""
@@ -87,11 +111,39 @@ class MeasuringKeys(JobKeys):
                 yield f"metrics.{name}: must be a name of letters, digits, '.', '_' and '-' other than 'loss'"
             elif self.task == "train" and (name in COLUMNS or name.startswith("eval_")):
                 yield f"metrics.{name}: is a column of the history, like {', '.join(COLUMNS)} and eval_...; rename it"
+        for evaluation in self.evaluations:
+            if lacking := [name for name in evaluation.keys.metrics or () if name not in self.metrics]:
+                there = ", ".join(self.metrics) or "none"
+                yield f"{evaluation.key}.metrics: must be names of the job's metrics ({there}), got {lacking[0]!r}"
+        yield from self._of_eval_names()
         measured = ", ".join(self.eval_names) or "nothing: there is no eval"
         for key, name in self.watched.items():
             if name not in self.eval_names and not self.owners(name):
                 others = "".join(f"{other} or " for other in _OF_EPOCHS.get(key, ())[-1:])
                 yield f"{key}: must be {others}one that eval measures ({measured}), got {name!r}"
+
+    def _of_eval_names(self) -> Iterator[str]:
+        """Yield evaluations by whose names a column would not tell which of them measured it, or no task can go."""
+        evaluations = self.evaluations
+        for evaluation, other in itertools.permutations(evaluations, 2):
+            rest = other.name.removeprefix(f"{evaluation.name}_")
+            for name in ("loss", "rows", *self.metrics) if rest != other.name else ():
+                if f"{name}_".startswith(f"{rest}_") or f"{rest}_".startswith(f"{name}_"):
+                    column, mine, theirs = f"{evaluation.prefix}{name}", evaluation.name, other.name
+                    yield f"eval: a column like {column} may be of {mine!r} or of {theirs!r}; rename one of them"
+        if self.task != "evaluate":
+            return
+        has = ", ".join(evaluation.name for evaluation in evaluations if evaluation.name)
+        if has and self.evaluation is None:
+            yield f"evaluation: is missing; task evaluate runs one of those that eval names: {has}"
+        elif self.evaluation is not None and self._evaluated is None:
+            yield f"evaluation: must be one that eval names ({has or 'none'}), got {self.evaluation!r}"
+
+    @property
+    def _evaluated(self) -> NamedEval | None:
+        """The evaluation that task evaluate runs; None if it runs over the job's own dataset."""
+        named = {evaluation.name: evaluation for evaluation in self.evaluations}
+        return named.get(self.evaluation or "") if self.task == "evaluate" else None
 
 
 class Job(MeasuringKeys):
@@ -117,6 +169,7 @@ class Job(MeasuringKeys):
             "on_lost_worker",
             *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops", "strategy", "fsdp"),
             *("activation_checkpointing", "stop_on_nan", "hooks", "bucket_cap_mb"),
+            "evaluation",  # whose dataset and metrics stand in the job that runs
         )
     )
 
@@ -190,16 +243,21 @@ class Job(MeasuringKeys):
     @property
     def why_restarts(self) -> str:
         """The key with which `on_lost_worker: go_on` cannot be done, so that all workers restart; "" without one."""
-        keys = {
-            "loop": self.task == "train" and self.loop is not None,
-            "strategy: fsdp": self.is_sharded,
-            "shards: auto": self.finds_shards,
-        }
+        return "shards: auto" if self.finds_shards else ""
+
+    @property
+    def why_reads(self) -> str:
+        """The key with which survivors of a lost worker hold no model, but read the newest checkpoint; "" without.
+
+        Of a sharded model each has a part alone. The body of a loop may have changed anything before its step's sums
+        are lost, and nobody sees what.
+        """
+        keys = {"strategy: fsdp": self.is_sharded, "loop": self.task == "train" and self.loop is not None}
         return next((key for key, is_set in keys.items() if is_set), "")
 
     @property
     def goes_on(self) -> bool:
-        """Whether the survivors of a lost worker go on from memory."""
+        """Whether the survivors of a lost worker go on in their processes."""
         return self.on_lost_worker == "go_on" and not self.why_restarts
 
     def _of_devices(self) -> Iterator[str]:
@@ -307,18 +365,19 @@ class Job(MeasuringKeys):
     @property
     def dataset_key(self) -> str:
         """The key that holds the task's own dataset."""
-        return "eval.dataset" if self.task == "evaluate" and self.eval is not None else "dataset"
+        return "dataset" if self._evaluated is None else self._evaluated.dataset_key
 
     def for_task(self) -> "Job":
         """Return the job over the dataset of its task: evaluate uses that of `eval` if there is one."""
-        return self.over_eval() if self.dataset_key == "eval.dataset" else self
+        return self if self._evaluated is None else self.over_eval(self._evaluated)
 
-    def over_eval(self) -> "Job":
-        """Return the job over all samples of the dataset of `eval`, in their order, in batches of its size."""
-        assert self.eval is not None
-        size = self.eval.batch_size or self.batch_size
-        changed = {"dataset": self.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
-        return self.model_copy(update={**changed, "order": "dataset", "skip": None, "loop": None})
+    def over_eval(self, evaluation: NamedEval) -> "Job":
+        """Return the job over all samples of an evaluation's dataset, in their order, in batches of its size."""
+        keys, metrics = evaluation.keys, self.metrics_of(evaluation)
+        size = keys.batch_size or self.batch_size
+        changed = {"dataset": keys.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
+        changed |= {"order": "dataset", "skip": None, "loop": None, "metrics": metrics}
+        return self.model_copy(update=changed)
 
     @property
     def num_devices(self) -> int:
@@ -350,7 +409,12 @@ class Job(MeasuringKeys):
         targets.update({f"metrics.{name}": metric for name, metric in self.metrics.items()})
         targets["outputs.after"] = self.outputs.after
         targets.update({f"hooks.{name}": target for name, target in self.hooks.given.items()})
-        return targets if self.eval is None else {**targets, "eval.dataset": self.eval.dataset}
+        return {**targets, **{each.dataset_key: each.keys.dataset for each in self.evaluations}}
+
+    @property
+    def dataset_keys(self) -> tuple[str, ...]:
+        """The keys that hold datasets."""
+        return ("dataset", *(evaluation.dataset_key for evaluation in self.evaluations))
 
     @property
     def is_all_targets(self) -> bool:
@@ -399,10 +463,8 @@ class Job(MeasuringKeys):
         described = functools.partial(describe_target, as_objects=as_objects)
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
         values["hooks"] = {name: described(target) for name, target in self.hooks}
-        values["eval"] = self.eval and {
-            **self.eval.model_dump(exclude={"dataset"}),
-            "dataset": described(self.eval.dataset),
-        }
+        evals = {name: _described_eval(keys, described(keys.dataset)) for name, keys in self.evaluations}
+        values["eval"] = evals.get("", evals) or None
         values["outputs"] = {**self.outputs.model_dump(exclude={"after"}), "after": described(self.outputs.after)}
         values |= {key: described(getattr(self, key)) for key in self.TARGETED}
         if self.metrics:
@@ -446,6 +508,12 @@ class Job(MeasuringKeys):
             return True
         before = hide_in_as_before(self._with_secrets(as_objects=True))
         return fingerprint in (self._hash(before, False), self._hash(before, True))
+
+
+def _described_eval(keys: Eval, dataset: Any) -> dict[str, Any]:
+    """Return an evaluation as plain values; earlier versions did not know `metrics`."""
+    left_out = {"dataset"} if keys.metrics is not None else {"dataset", "metrics"}
+    return {**keys.model_dump(exclude=left_out), "dataset": dataset}
 
 
 def that_count(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
+    TypeAdapter,
     WithJsonSchema,
     model_validator,
 )
@@ -331,12 +332,14 @@ class OnError(Strict):
 
 
 class Timeouts(Strict):
-    """How long a step may take, and how long to wait for nodes that were lost."""
+    """How long a step may take, and how long to wait for nodes and workers that were lost."""
 
     step: PositiveFloat | None = 600
     """Seconds in one step after which a worker counts as hung. null: no limit."""
     capacity: PositiveFloat | None = 600
     """Seconds to wait for capacity after nodes were lost, if no autoscaler can add nodes. null: no limit."""
+    rejoin: Annotated[float, Field(ge=3)] = 10
+    """With `on_lost_worker: go_on`, seconds without a sign of a worker, after which the others go on without it."""
 
 
 def _blocks(value: Any) -> Any:
@@ -358,6 +361,13 @@ BlocksKey = Annotated[
 ]
 
 
+def _by_name(value: Any) -> Any:
+    """Return the names of metrics; the metrics themselves are the job's."""
+    if isinstance(value, Mapping | Target):
+        raise ValueError("must be a list of names of the job's metrics; define them in its own key `metrics`")
+    return value
+
+
 class Eval(Strict):
     """When and on which dataset a training evaluates its model, besides at its end."""
 
@@ -369,6 +379,82 @@ class Eval(Strict):
     """Evaluate every so many epochs. Default: 1 if `every_steps` is not set."""
     batch_size: PositiveInt | None = None
     """Samples in a global batch of an evaluation. Default: the job's `batch_size`."""
+    metrics: Annotated[list[str], BeforeValidator(_by_name)] | None = None
+    """Which of the job's `metrics` it measures, by their names. null: all."""
+
+
+EVAL_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+
+class NamedEval(NamedTuple):
+    """An evaluation of a job: its name, "" of a single one, and its keys, as an Eval or as a file describes them."""
+
+    name: str
+    keys: Any
+
+    @property
+    def key(self) -> str:
+        """The dotted key of the evaluation."""
+        return f"eval.{self.name}" if self.name else "eval"
+
+    @property
+    def dataset_key(self) -> str:
+        """The dotted key of its dataset."""
+        return f"{self.key}.dataset"
+
+    @property
+    def prefix(self) -> str:
+        """What stands before each name of what it measures, as in `eval_loss` and `eval_test_loss`."""
+        return f"eval_{self.name}_" if self.name else "eval_"
+
+    @property
+    def of(self) -> str:
+        """What stands before a place in it, in errors."""
+        return f"evaluation {self.name}, " if self.name else "evaluation "
+
+
+def named_evals(given: "Eval | Mapping[str, Any] | None") -> tuple[NamedEval, ...]:
+    """Return the evaluations of a job's `eval`, or of one that a file describes; none if it has none."""
+    if not given:
+        return ()
+    several = {"": given} if isinstance(given, Eval) or "dataset" in given else given
+    return tuple(NamedEval(name, keys) for name, keys in several.items())
+
+
+def measured_by(evals: Iterable[NamedEval], column: str) -> NamedEval | None:
+    """Return which of the evaluations measures a column of the history: of several names the longest one counts."""
+    fitting = [each for each in evals if column.startswith(each.prefix)]
+    return max(fitting, key=lambda each: len(each.name), default=None)
+
+
+def _several(value: Any) -> Any:
+    """Return an `eval` as a single evaluation, or as several by name."""
+    if not isinstance(value, Mapping):
+        return value
+    of_single = [key for key in value if key in Eval.model_fields]
+    evals = [
+        key for key, keys in value.items() if isinstance(keys, Eval) or (_is_for_eval(keys) and "dataset" in keys)
+    ]
+    if taken := [key for key in of_single if key in evals]:
+        raise ValueError(f"{taken[0]!r} is a key of an evaluation, so none can have this name; rename it")
+    if of_single and evals:
+        raise ValueError(
+            f"has {of_single[0]!r}, a key of a single evaluation, beside the evaluation {evals[0]!r}; give each a "
+            "name, like {test: {dataset: ...}, hard: {dataset: ...}}"
+        )
+    if of_single or not (evals or any(_is_for_eval(keys) for keys in value.values())):
+        return Eval.model_validate(dict(value))
+    if bad := [name for name in value if not EVAL_NAME.fullmatch(str(name))]:
+        raise ValueError(f"an evaluation's name must be a word of letters, digits, '_' and '-', got {bad[0]!r}")
+    return TypeAdapter(dict[str, Eval]).validate_python(dict(value))
+
+
+def _is_for_eval(value: Any) -> bool:
+    """Return whether a value is meant as an evaluation's keys, and not as a target."""
+    return isinstance(value, Mapping) and "target" not in value
+
+
+EvalKey = Annotated[Eval | dict[str, Eval], BeforeValidator(_several, json_schema_input_type=Eval | dict[str, Eval])]
 
 
 class EarlyStopping(Strict):
@@ -506,7 +592,7 @@ class Outputs(Strict):
 class Pack(Strict):
     """Rows of tokens, joined to windows of one length: a window is then a sample of the job."""
 
-    length: Annotated[int, Field(ge=2)]
+    length: PositiveInt
     """The tokens of a window."""
     how: Literal["cut", "whole"]
     """cut: all rows are one stream, which is cut anywhere. whole: rows stay whole; those that fill a window best are
@@ -577,7 +663,7 @@ class WorkerKeys(Strict):
     """The devices of each worker, by hand: `[cpu]`, or `[cuda:0, cpu]` for a model over both. With several workers
     `cuda:0` is the first of a worker's own GPUs, which Ray reserves; else it is the machine's."""
     timeouts: Timeouts = Timeouts()
-    """How long a step may take, and how long to wait for nodes that were lost."""
+    """How long a step may take, and how long to wait for nodes and workers that were lost."""
     env: dict[str, str] = Field(default_factory=dict, repr=False)
     """Environment variables of the workers, and of the driver while it builds the dataset. Their values are not kept
     in the run directory."""
@@ -683,8 +769,11 @@ class JobKeys(WorkerKeys, WorkKeys):
     metrics: dict[str, ComparedKey] = Field(default_factory=dict)
     """Metrics by name. Each returns what a loss returns, or is a torchmetrics class, which needs the extra `metrics`.
     Those and metrics over the batch are measured in evaluations only. A name must not be a column of the history."""
-    eval: Eval | None = None
-    """Evaluate the model during a training and at its end."""
+    eval: EvalKey | None = None
+    """Evaluate the model during a training and at its end. Several evaluations have names: `{test: {dataset: ...},
+    hard: {dataset: ...}}`. What `hard` measures is `eval_hard_loss` and so on."""
+    evaluation: str | None = None
+    """evaluate only: the name of the evaluation to run, if `eval` has several."""
     loop: Targeted | None = None
     """train only: a function of a `dp_ray.Loop`, which trains in its own way: with several losses and optimizers, as
     of a GAN. It is in place of loss, step, optimizer, scheduler and grad_clip."""
@@ -750,8 +839,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     """predict only: what is kept of the outputs, and how it is written."""
     on_lost_worker: Literal["go_on", "restart"] = "restart"
     """What the others do where a worker is lost. go_on: they run the step in flight at once, from memory, and another
-    worker comes in the place of the lost one. That is for CPUs alone. With `loop`, `strategy: fsdp` or `shards: auto`
-    all restart. restart: all workers start again from the newest checkpoint."""
+    worker comes in the place of the lost one. With `loop` or `strategy: fsdp` they read the newest checkpoint. It is
+    for CPUs alone. With `shards: auto` all restart. restart: all workers start again from the newest checkpoint."""
     retries: NonNegativeInt = 3
     """How many times all workers are started again, after a loss, a hang or an error that may pass, before the job
     fails."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Scheduler
+from dp_ray.job.keys import NamedEval, Scheduler
 from dp_ray.job.targets import unmeasured
 from dp_ray.plan import costs
 from dp_ray.plan.split import Split, chunk_sizes
@@ -12,12 +12,12 @@ from dp_ray.text import counted
 
 
 def plan_of(job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = ()) -> costs.Plan:
-    """Return the plan of a job over datasets of these lengths, by key: `dataset`, and in a training `eval.dataset`.
+    """Return the plan of a job over datasets of these lengths, by key: `dataset`, and of a training's evaluations.
 
     Raises DataError if no step is left, and JobError if workers without rows would deadlock SyncBatchNorm.
     """
     split = split_of(job, rows["dataset"])
-    evaluations = evaluations_of(job, rows["eval.dataset"]) if has_evaluations(job) else None
+    evaluations = tuple(evaluations_of(job, each, rows[each.dataset_key]) for each in evaluations_in(job))
     checkpoints = checkpoints_of(job) if job.task == "train" else None
     late = list(unmeasured(job))
     _check(job, split)
@@ -60,17 +60,17 @@ def with_schedule(job: Job, split: Split) -> Job:
     return job.model_copy(update={"scheduler": job.scheduler.planned(length)})
 
 
-def has_evaluations(job: Job) -> bool:
-    """Return whether the job evaluates its model while it trains."""
-    return job.task == "train" and job.eval is not None
+def evaluations_in(job: Job) -> tuple[NamedEval, ...]:
+    """Return how the job evaluates its model while it trains; nothing of another task."""
+    return job.evaluations if job.task == "train" else ()
 
 
-def evaluations_of(job: Job, rows: int) -> costs.Evaluations:
-    """Return the evaluations of a training whose `eval.dataset` has `rows` samples."""
-    assert job.eval is not None
-    each = job.eval.every_epochs or (None if job.eval.every_steps else 1)
-    split = Split(rows, job.over_eval().batch_size, job.num_shards)
-    return costs.Evaluations(split, costs.Due(job.eval.every_steps, each))
+def evaluations_of(job: Job, evaluation: NamedEval, rows: int) -> costs.Evaluations:
+    """Return the evaluations of a training by one of its `evaluations`, whose dataset has `rows` samples."""
+    keys = evaluation.keys
+    each = keys.every_epochs or (None if keys.every_steps else 1)
+    split = Split(rows, job.over_eval(evaluation).batch_size, job.num_shards)
+    return costs.Evaluations(split, costs.Due(keys.every_steps, each), evaluation.name)
 
 
 def checkpoints_of(job: Job) -> costs.Checkpoints:

@@ -239,14 +239,17 @@ class Incidents:
         self.console.say(f"interrupted, {by}")
         self._save()
 
-    def resume(self, step: int) -> None:
-        """Record that an attempt's first step begins, which ends the interruption before it."""
+    def resume(self, step: int, why: str = "") -> None:
+        """Record that an attempt's first step begins, which ends the interruption before it.
+
+        `why` says why survivors go on from a checkpoint, and not from memory.
+        """
         if not self.log.is_interrupted:
             return
         # After a driver that ended, this process has not seen the last step, so it cannot tell how long ago that was.
         is_known = self.log.interruptions[-1].kind is not IncidentKind.DRIVER
         seconds = round(time.monotonic() - self.advanced_at, 1) if is_known else None
-        self.log = self.log.resumed(step, seconds)
+        self.log = self.log.resumed(step, seconds, why)
         self.console.say(self.log.interruptions[-1].resumption)
         self._save()
 

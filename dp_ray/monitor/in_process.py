@@ -120,7 +120,7 @@ def _copied(job: Job, all_objects: bool) -> Job:
     others: dict[str, Any] = {}
     kept: list[Any] = []
     for key, target in job.targets.items():
-        if key in ("dataset", "eval.dataset"):
+        if key in job.dataset_keys:
             kept.append(target)
             continue
         made = target

@@ -128,13 +128,13 @@ class Monitor:
                     self._console.printed(world, line)
             case messages.Starting(what=what):
                 self.begin(what)
-            case messages.Started(attempt=attempt, rank=rank, step=step):
+            case messages.Started(attempt=attempt, rank=rank, step=step, reads=why):
                 if self.attempts.is_current(attempt):
                     self._hangs.watchdog.start(rank, step)
                 if self.attempts.is_first_step(attempt):
                     self._numerics.begin(attempt, step)
                     self.progress.run(step)
-                    self.incidents.resume(step)
+                    self.incidents.resume(step, why)
             case messages.Beat(attempt=attempt):
                 if self.attempts.is_current(attempt):
                     self._hangs.watchdog.take(message)

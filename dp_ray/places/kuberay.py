@@ -37,19 +37,19 @@ TIME = (1980, 1, 1, 0, 0, 0)  # of each file in a package, so that the same file
 
 
 @dataclass(frozen=True)
-class Note:
+class JobEnd:
     """The last end of a job in Kubernetes: the id of its manifest, and its exit status."""
 
     manifest: str
     exit_status: int
 
 
-NOTE_JSON = Record[Note | None](Note, LAST_END, missing=None, damaged=IGNORE, unreachable=IGNORE)
+JOB_END_JSON = Record[JobEnd | None](JobEnd, LAST_END, missing=None, damaged=IGNORE, unreachable=IGNORE)
 
 
 def final_status(run: Storage, manifest: str) -> int | None:
     """Return the exit status with which a job of this manifest has ended for good; None if it is to run."""
-    note = NOTE_JSON.read(run)
+    note = JOB_END_JSON.read(run)
     is_final = note is not None and note.manifest == manifest and note.exit_status in (DONE, FAILED, BAD_JOB)
     return note.exit_status if note is not None and is_final else None
 
@@ -57,7 +57,7 @@ def final_status(run: Storage, manifest: str) -> int | None:
 def note_end(run: Storage, manifest: str, exit_status: int) -> None:
     """Note how a job of this manifest has ended."""
     run.create()
-    NOTE_JSON.write(run, Note(manifest, exit_status))
+    JOB_END_JSON.write(run, JobEnd(manifest, exit_status))
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def kubernetes_name(run_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:LONGEST].rstrip("-") or "job"
 
 
-def packed(folders: Mapping[str, Path], files: Iterable[tuple[str, Path]]) -> tuple[str, bytes]:
+def zipped(folders: Mapping[str, Path], files: Iterable[tuple[str, Path]]) -> tuple[str, bytes]:
     """Pack files into a zip; return its name, by the hash of its bytes, and the bytes.
 
     `files` are a folder's name in `folders` ("" for the root), and a path below that. As Ray wants it, all is in one

@@ -22,7 +22,7 @@ OF_A_PROCESS = re.compile(
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPlace:
     """The host of rank `rank` among `hosts`; `meet` is a folder that all share, or the first host's HOST:PORT.
 
     `names` are the hosts' names in the order of their ranks, if the launcher tells them.
@@ -57,7 +57,7 @@ class _Told:
 
 def place_of(
     variables: Mapping[str, str], hosts: int | None = None, rank: int | None = None, meet: str | None = None
-) -> Place:
+) -> HostPlace:
     """Return the place of this host; what is given goes before what a launcher's variables tell.
 
     Raises JobError if something is missing, or if there are several processes to a host.
@@ -84,7 +84,7 @@ def place_of(
         raise JobError(f"--rank {rank}: of {hosts} hosts it is 0 to {hosts - 1}")
     if meet and _is_address(meet):
         raise JobError(f"--meet {meet}: an address needs a port, as {meet}:7000; else it names a folder")
-    return Place(hosts, rank, meet or "", told.names)
+    return HostPlace(hosts, rank, meet or "", told.names)
 
 
 def host_and_port(meet: str) -> tuple[str, int] | None:

@@ -25,7 +25,7 @@ import psutil
 
 from dp_ray.cluster.internals.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
 from dp_ray.errors import ClusterLost, JobError
-from dp_ray.places.launchers import Place, host_and_port
+from dp_ray.places.launchers import HostPlace, host_and_port
 from dp_ray.system.threads import repeated
 
 FIRST, STATUS, IGNORED = "first.json", "status", ".gitignore"  # in a folder where hosts meet
@@ -37,7 +37,7 @@ LONGEST = 1 << 20  # bytes of a line
 LONGEST_OF_A_STRANGER = 200
 GOES = "goes"  # in a message that a line makes itself: the other side is gone
 
-Message = dict[str, Any]
+HostMessage = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Heard:
 
     rank: int
     line: "Line"
-    message: Message
+    message: HostMessage
 
 
 class Line:
@@ -66,7 +66,7 @@ class Line:
             return True
         return False
 
-    def receive(self, longest: int = LONGEST) -> Message | None:
+    def receive(self, longest: int = LONGEST) -> HostMessage | None:
         """Return the next message; None if the other side is gone or silent, or says what is none."""
         with suppress(OSError, ValueError):
             text = self._file.readline(longest)
@@ -115,7 +115,7 @@ def listen_to(line: Line, rank: int, heard: Callable[[Heard], None]) -> None:
 class Meeting:
     """The first host's side: it hears the others, each in a thread of its own."""
 
-    def __init__(self, place: Place, token: str, heard: Callable[[Heard], None]) -> None:
+    def __init__(self, place: HostPlace, token: str, heard: Callable[[Heard], None]) -> None:
         self._token, self._heard, self._lines = token, heard, set[Line]()
         at = None if place.meets_in_folder else host_and_port(place.meet)
         port = at[1] if at else 0
@@ -162,7 +162,7 @@ class Meeting:
 
 
 @contextmanager
-def opened(place: Place, token: str, heard: Callable[[Heard], None]) -> Iterator[None]:
+def open_meeting(place: HostPlace, token: str, heard: Callable[[Heard], None]) -> Iterator[None]:
     """Listen to the other hosts while the block runs, and have the folder say where, if they meet in one."""
     if place.hosts == 1:
         yield
@@ -206,7 +206,7 @@ def _is_sent(folder: Path) -> bool:
     return Path.cwd() in folder.resolve().parents
 
 
-def leave_status(place: Place, status: int) -> None:
+def leave_status(place: HostPlace, status: int) -> None:
     """Leave the run's exit status in the folder, for the script of a launcher."""
     if place.meet and place.meets_in_folder:
         with suppress(OSError):
@@ -222,7 +222,7 @@ def check_free(folder: Path) -> None:
         raise JobError(f"--meet {folder}: another job meets there, on {found['host']}; take a folder for each job")
 
 
-def join(place: Place, hello: Message, seconds: float | None, waits: Callable[[], None]) -> tuple[Line, str]:
+def join(place: HostPlace, hello: HostMessage, seconds: float | None, waits: Callable[[], None]) -> tuple[Line, str]:
     """Connect to the first host, and return the line, which has said `hello`, and the token.
 
     Calls `waits` now and then. Raises ClusterLost if the first host does not answer within `seconds`, or has another
@@ -250,7 +250,7 @@ def join(place: Place, hello: Message, seconds: float | None, waits: Callable[[]
         waits()
 
 
-def given_token(place: Place) -> str | None:
+def given_token(place: HostPlace) -> str | None:
     """Return the token that all hosts were given; None if the first host makes one, for a folder that all share.
 
     Raises JobError if the hosts have no folder and no token.
@@ -309,7 +309,7 @@ def _token_in(folder: Path, found: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _read(folder: Path) -> Message | None:
+def _read(folder: Path) -> HostMessage | None:
     """Return what the first host has left in the folder; None if it has not."""
     with suppress(OSError, ValueError, KeyError):
         os.listdir(folder)  # NFS learns of new files by it

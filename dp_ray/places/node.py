@@ -7,6 +7,7 @@ A signal to the first host is the run's planned stop. Another host asks the firs
 have got one, the run stops anyway; else its node is drained, and the host waits until the run has left it.
 """
 
+import math
 import signal
 import subprocess
 import sys
@@ -24,8 +25,17 @@ from secrets import token_hex
 from typing import Any
 
 from dp_ray.cluster.internals.variables import ADDRESS
-from dp_ray.errors import RUN_AGAIN, ClusterError, ClusterLost, JobError, RunInterrupted, exit_status_of, stop_status
-from dp_ray.places.launchers import Place
+from dp_ray.errors import (
+    RUN_AGAIN,
+    ClusterError,
+    ClusterLost,
+    Error,
+    JobError,
+    RunInterrupted,
+    exit_status_of,
+    stop_status,
+)
+from dp_ray.places.launchers import HostPlace
 from dp_ray.places.meeting import (
     GOES,
     Heard,
@@ -34,7 +44,7 @@ from dp_ray.places.meeting import (
     join,
     leave_status,
     listen_to,
-    opened,
+    open_meeting,
     own_addresses,
 )
 from dp_ray.places.own_ray import Machine, OwnRay, clients_environment, started
@@ -45,30 +55,35 @@ from dp_ray.text import counted, listed
 
 PROGRAM = [sys.executable, "-m", "dp_ray"]
 LOOK_SECONDS = 0.2
-TELL_SECONDS = 10.0
+TELL_SECONDS, SOON_SECONDS = 10.0, 1.0
+TELL_END_SECONDS = 60.0  # for which a host that cannot take part stays at the meeting point, to tell why
 START_SECONDS = 300.0  # a Ray that is not up after that never will be
 GRACE_SECONDS = 3.0  # in which a signal that all hosts get reaches the first one
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to run, and on fewer hosts if the job is elastic and not all come within `capacity` seconds."""
+class HostsCommand:
+    """What to run, and on fewer hosts if the job is elastic and not all come within `capacity` seconds.
 
-    command: tuple[str, ...]
+    `mistake` is why this host cannot take part: it is told to the others, and then raised.
+    """
+
+    arguments: tuple[str, ...]
     capacity: float | None = 600.0
     is_elastic: bool = False
+    mistake: Error | None = None
 
 
-def run_on_this_host(place: Place, wanted: Wanted, machine: Machine, say: Say) -> int:
+def run_on_this_host(place: HostPlace, command: HostsCommand, machine: Machine, say: Say) -> int:
     """Do this host's part, and return its exit status: on all hosts the run's, or 75 where the first host was lost.
 
-    Raises RunInterrupted if a signal came before the run began, or took this host out of it, and ClusterError if a
-    Ray cannot be started or too few hosts come.
+    Raises RunInterrupted if a signal came before the run began, or took this host out of it, ClusterError if a Ray
+    cannot be started or too few hosts come, and the command's mistake.
     """
     with own_folder(short_folder()) as folder, _signals() as events:
         host = _First if place.rank == 0 else _Other
-        return host(place, wanted, machine, say, Path(folder), events).run()
+        return host(place, command, machine, say, Path(folder), events).run()
 
 
 @contextmanager
@@ -86,8 +101,8 @@ def _signals() -> Iterator["SimpleQueue[Any]"]:
 
 @dataclass
 class _Host:
-    place: Place
-    wanted: Wanted
+    place: HostPlace
+    command: HostsCommand
     machine: Machine
     say: Say
     folder: Path
@@ -116,6 +131,8 @@ class _Host:
         until = time.monotonic() + START_SECONDS
         while (address := ray.address()) is None:
             self.check_on_first()
+            if not ray.is_alive and ray.starts_again():
+                self.say(f"Ray has given up its start on {host_name()} after its own 30 s, and is started once more")
             if not ray.is_alive or time.monotonic() > until:
                 raise ClusterError(f"Ray cannot be started on {host_name()}: {ray.last_lines()}")
             self.wait_or_leave(handle)
@@ -143,50 +160,74 @@ class _Guest:
 class _First(_Host):
     guests: dict[int, _Guest] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)  # why a host cannot take part
+    came: set[int] = field(default_factory=set)  # also those that have gone
     drains: dict[int, float] = field(default_factory=dict)  # when a host asked whether to drain its node
     reached_at: str | None = None  # this host's address on the route from the others
-    ray: str | None = None
+    tells: dict[str, Any] = field(default_factory=dict)  # where the Ray is, or that all is over: also who comes later
+    late: float = field(init=False)  # when the others should have come
+
+    def __post_init__(self) -> None:
+        capacity = self.command.capacity
+        self.late = math.inf if capacity is None else time.monotonic() + capacity
 
     def run(self) -> int:
         """Start the Ray, wait for the others, run the command, and return its exit status."""
-        place, late = self.place, None
+        place = self.place
         token = given_token(place) or token_hex(32)
-        if self.wanted.capacity is not None:
-            late = time.monotonic() + self.wanted.capacity
-        with opened(place, token, self.events.put), self._end_told():
+        with open_meeting(place, token, self.events.put), self._end_told():
+            if self.command.mistake is not None:
+                raise self.command.mistake
             if place.hosts == 1:
                 own = "127.0.0.1"
-            elif self._wait_for(lambda: self.reached_at is not None, late):  # the first guest tells
+            elif self._wait_for(lambda: self.reached_at is not None):  # the first guest tells
                 own = str(self.reached_at)
             else:
                 self._go_on_without()
                 own = own_addresses()[0]
             with started(self.folder, token, own, self.machine) as ray:
-                self.ray = self.ray_up(ray, self.handle)
-                for guest in self.guests.values():
-                    guest.line.send(ray=self.ray)
+                address = self.ray_up(ray, self.handle)
+                self._tell(ray=address)
                 if url := ray.dashboard():
                     self.say(f"Ray's dashboard is at {url}")
-                if not self._wait_for(lambda: len(self._up()) == place.hosts - 1, late):
+                if not self._wait_for(lambda: len(self._up()) == place.hosts - 1):
                     self._go_on_without()
-                self.say(f"Ray is up on {counted(1 + len(self._up()), 'host')}, at {self.ray}")
-                status = self._follow()
-                self._tell_end(status)
+                self.say(f"Ray is up on {counted(1 + len(self._up()), 'host')}, at {address}")
+                status = self._follow(address)
+                self._tell(over=status)
+                leave_status(place, status)
         return status
 
     @contextmanager
     def _end_told(self) -> Iterator[None]:
-        """Tell the other hosts if the block ends by an error."""
+        """If the block ends by an error, tell the other hosts, also those that come a little later."""
         try:
             yield
         except BaseException as error:
-            self._tell_end(exit_status_of(error))
+            status = exit_status_of(error)
+            why = str(error) if isinstance(error, Error | RunInterrupted) else f"{type(error).__name__}: {error}"
+            self._tell(over=status, why=why)
+            leave_status(self.place, status)
+            if isinstance(error, Exception):
+                self._wait_to_tell(why)
             raise
 
-    def _tell_end(self, status: int) -> None:
+    def _tell(self, **tells: Any) -> None:
+        self.tells = tells
         for guest in self.guests.values():
-            guest.line.send(over=status)
-        leave_status(self.place, status)
+            guest.line.send(**tells)
+
+    def _wait_to_tell(self, why: str) -> None:
+        """Wait until all have come and been told; a signal ends that."""
+        now = time.monotonic()
+        until, say_at = min(self.late, now + TELL_END_SECONDS), now + SOON_SECONDS
+        while (missing := [rank for rank in range(1, self.place.hosts) if rank not in self.came]) and now < until:
+            if now > say_at:
+                say_at = until
+                names = listed([self._name(rank) for rank in missing])
+                self.say(f"{why}\nwaits for {names}, to tell it so, {until - now:.0f} s at most; Ctrl-C ends this")
+            if self.wait(self.handle):
+                return
+            now = time.monotonic()
 
     def handle(self, heard: Heard) -> None:
         """Take in what another host says."""
@@ -199,7 +240,7 @@ class _First(_Host):
         elif "up" in message:
             guest.is_up = True
         elif "failed" in message:
-            self.refused[rank] = f"Ray cannot be started there: {message['failed']}"
+            self.refused[rank] = message["failed"]
         elif "asks" in message:
             self.say(f"{self._name(rank)} got {message['asks']}")
             self.drains[rank] = time.monotonic() + GRACE_SECONDS
@@ -216,29 +257,33 @@ class _First(_Host):
             differs = [f"there is a host {rank} already, {self.guests[rank].host}"]
         elif not 0 < rank < self.place.hosts:
             differs = [f"of {self.place.hosts} hosts it is 1 to {self.place.hosts - 1}"]
+        self.came.add(rank)
         if differs:
             why = f"--rank {rank} on {said['host']}: {listed(differs)}"
             heard.line.send(refused=why)
             if rank not in self.guests and 0 < rank < self.place.hosts:
                 self.refused[rank] = why
             return
+        if "failed" in said:
+            self.refused[rank] = said["failed"]
+            return
         self.refused.pop(rank, None)
         self.guests[rank] = _Guest(heard.line, said["host"])
         self.reached_at = self.reached_at or heard.line.own_address
-        if self.ray is not None:
-            heard.line.send(ray=self.ray)
+        if self.tells:
+            heard.line.send(**self.tells)
 
-    def _wait_for(self, holds: Callable[[], bool], late: float | None) -> bool:
+    def _wait_for(self, holds: Callable[[], bool]) -> bool:
         """Wait until something holds, or it is late; return whether it holds. Say for whom, if it takes long."""
         tell = time.monotonic() + TELL_SECONDS
         while not holds():
             now = time.monotonic()
-            if late is not None and now > late:
+            if now > self.late:
                 return False
             if now > tell:
                 self.say(f"waiting for {listed(self._missing())}")
                 tell = now + 6 * TELL_SECONDS
-            if self.refused and not self.wanted.is_elastic:
+            if self.refused and not self.command.is_elastic:
                 raise ClusterError(listed([f"{self._name(rank)}: {why}" for rank, why in self.refused.items()]))
             self.wait_or_leave(self.handle)
             for rank in self.drains.keys() & self.guests.keys():  # it leaves before the run has begun
@@ -247,16 +292,16 @@ class _First(_Host):
         return True
 
     def _go_on_without(self) -> None:
-        missing, seconds = self._missing(), self.wanted.capacity
+        missing, seconds = self._missing(), self.command.capacity
         says = f"{listed(missing)} did not come within {seconds:g} s (timeouts.capacity)"
-        if not self.wanted.is_elastic:
+        if not self.command.is_elastic:
             raise ClusterLost(f"{says}, and the job takes no fewer workers; run it again once all hosts are there")
         self.say(f"{says}; the job is elastic, and goes on without")
 
-    def _follow(self) -> int:
+    def _follow(self, address: str) -> int:
         """Run the command, hand it the signals that come, and return its exit status."""
-        own = {**clients_environment(self.folder), ADDRESS: str(self.ray)}
-        line = ended_with_this_process([*PROGRAM, *self.wanted.command])
+        own = {**clients_environment(self.folder), ADDRESS: address}
+        line = ended_with_this_process([*PROGRAM, *self.command.arguments])
         with subprocess.Popen(line, env=own, start_new_session=True) as run:  # so that Ctrl-C reaches it once
             while (status := run.poll()) is None:
                 if name := self.wait(self.handle):
@@ -305,8 +350,13 @@ class _Other(_Host):
 
     def run(self) -> int:
         """Join the Ray of the first host, and stay until the run is over or has left this host."""
-        place, hello = self.place, {"rank": self.place.rank, "hosts": self.place.hosts, "host": host_name()}
-        line, token = join(place, {**hello, **_versions()}, self.wanted.capacity, self._waiter())
+        place, mistake = self.place, self.command.mistake
+        hello = {"rank": place.rank, "hosts": place.hosts, "host": host_name(), **_versions()}
+        if mistake is not None:
+            with suppress(ClusterLost, RunInterrupted):
+                join(place, {**hello, "failed": str(mistake)}, TELL_END_SECONDS, self._waiter())[0].close()
+            raise mistake
+        line, token = join(place, hello, self.command.capacity, self._waiter())
         threading.Thread(
             target=listen_to, args=[line, 0, self.events.put], name="the first host", daemon=True
         ).start()
@@ -331,12 +381,16 @@ class _Other(_Host):
 
     def _waiter(self) -> Callable[[], None]:
         """Return a function that waits a moment for the first host, and says so now and then."""
-        tell = time.monotonic() + TELL_SECONDS
+        mistake = self.command.mistake
+        tell = time.monotonic() + (TELL_SECONDS if mistake is None else SOON_SECONDS)
+        says = f"waiting for the first host ({self.place.name(0)}) at {self.place.meet}"
+        if mistake is not None:
+            says = f"{mistake}\n{says}, to tell it so, {TELL_END_SECONDS:.0f} s at most; Ctrl-C ends this"
 
         def wait() -> None:
             nonlocal tell
             if time.monotonic() > tell:
-                self.say(f"waiting for the first host ({self.place.name(0)}) at {self.place.meet}")
+                self.say(says)
                 tell += 6 * TELL_SECONDS
             self.wait_or_leave(self.handle)
 
@@ -349,6 +403,8 @@ class _Other(_Host):
         self.over = message.get("over", self.over)
         self.is_drained |= "drain" in message
         self.is_lost |= GOES in message
+        if "why" in message:
+            self.say(f"the first host ({self.place.name(0)}) has ended: {message['why']}")
         if "refused" in message:
             raise JobError(message["refused"])
 

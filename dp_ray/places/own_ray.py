@@ -32,6 +32,7 @@ from dp_ray.system.linux import cores, ended_with_this_process
 END_SECONDS = 5.0
 KILL_SECONDS = 60.0  # what the kernel does not end by then, it may never end
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+TIMED_OUT = "timed out during startup"  # what Ray says of a start that took more than its 30 s, as on a busy host
 TOKEN, LOG, CURRENT = "token", "ray-start.log", "ray_current_cluster"  # Ray writes the last once it is up
 SHOWN_LINES = 15
 FRAMES = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
@@ -53,8 +54,10 @@ class OwnRay:
     """This host's part of the Ray."""
 
     folder: Path
+    line: list[str]  # the arguments of `ray` that start it
     process: "subprocess.Popen[bytes]"
     raylet: psutil.Process | None = None
+    may_start_again: bool = True
 
     def address(self) -> str | None:
         """Return the address of the Ray once this host's part of it is up."""
@@ -74,6 +77,16 @@ class OwnRay:
         with suppress(psutil.Error):
             return self.raylet is None or self.raylet.status() != psutil.STATUS_ZOMBIE
         return False
+
+    def starts_again(self) -> bool:
+        """Start it once more, if its start took longer than Ray waits; return whether it did."""
+        if not self.may_start_again or TIMED_OUT not in self.last_lines():
+            return False
+        _end(self.process, self.folder)
+        for left in (CURRENT, LOG):
+            (self.folder / left).unlink(missing_ok=True)
+        self.process, self.raylet, self.may_start_again = _start(self.line, self.folder), None, False
+        return True
 
     def drain(self, why: str) -> "subprocess.Popen[bytes]":
         """Tell Ray that this host will be taken away; what runs here leaves, and then the raylet ends."""
@@ -133,11 +146,11 @@ def started(folder: Path, token: str, own: str, machine: Machine, head: str | No
             line += [f"--include-dashboard={'true' if machine.dashboard else 'false'}"]
         else:
             line += [f"--address={head}"]
-        process = _start(line, folder)
+        ray = OwnRay(folder, line, _start(line, folder))
         try:
-            yield OwnRay(folder, process)
+            yield ray
         finally:
-            _end(process, folder)
+            _end(ray.process, folder)
 
 
 @contextmanager

@@ -18,8 +18,28 @@ from dp_ray.errors import DONE, FAILED, INTERRUPTED, RUN_AGAIN, ClusterError, Jo
 from dp_ray.text import listed
 
 PREFIX = "slurm:"  # of the address of a job
-SHORT = {"-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-t": "--time", "-a": "--array", "-k": "--no-kill"}
+SHORT = {
+    "-J": "--job-name",
+    "-N": "--nodes",
+    "-n": "--ntasks",
+    "-t": "--time",
+    "-a": "--array",
+    "-k": "--no-kill",
+    "-p": "--partition",
+    "-A": "--account",
+    "-q": "--qos",
+    "-c": "--cpus-per-task",
+    "-G": "--gpus",
+}
 ONE_A_NODE = "--ntasks-per-node"
+NEED_VALUES = {  # of the options of sbatch: others may stand alone, as --exclusive
+    *SHORT.values(),
+    *("--account", "--constraint", "--cpus-per-gpu", "--cpus-per-task", "--exclude", "--gpus", "--gpus-per-node"),
+    *("--gres", "--mem", "--mem-per-cpu", "--mem-per-gpu", "--nodelist", "--output", "--partition", "--qos"),
+    *("--reservation", "--signal"),
+} - {"--no-kill"}
+# sbatch says so of an option that is wrong; else it has not reached Slurm, or Slurm has no place for the job.
+WRONG = re.compile(r"nvalid|not a valid|unrecognized option|ambiguous|requires an argument|is not available")
 TASK = "%a"  # in an argument of an array's job: the number of its task
 DEFAULTS = {"--signal": "USR2@120", "--requeue": None, "--open-mode": "append"}
 LOOK_SECONDS = 1.0
@@ -116,8 +136,11 @@ def parse_options(words: Sequence[str]) -> dict[str, str | None]:
         name, equals, value = given.pop(0).partition("=")
         if not re.fullmatch(r"--[a-z][\w-]*|-[A-Za-z]", name):
             raise JobError(f"{name}: an option of sbatch is expected here, as --time 2:00:00; JOB.yaml comes first")
-        takes = bool(equals) or (bool(given) and not given[0].startswith("-"))
-        options[SHORT.get(name, name)] = None if not takes else value if equals else given.pop(0)
+        if not equals and given and not given[0].startswith("-"):
+            value = given.pop(0)
+        if not value and (equals or SHORT.get(name, name) in NEED_VALUES):
+            raise JobError(f"{name}: needs a value, as --nodes 2 or --time 2:00:00")
+        options[SHORT.get(name, name)] = value or None
     for name in ("--ntasks", ONE_A_NODE, "--wrap"):
         if options.get(name, "1") != "1" or (name == "--ntasks" and name in options):
             raise JobError(f"{name}: dp-ray runs one task on each node, which starts its workers; give --nodes")
@@ -127,20 +150,30 @@ def parse_options(words: Sequence[str]) -> dict[str, str | None]:
     return options
 
 
-def submit(text: str, path: Path) -> str:
-    """Write the script and submit it; return the job's id. Raises ClusterError if Slurm does not take it."""
+def submit_to_slurm(text: str, path: Path) -> str:
+    """Write the script and submit it; return the job's id.
+
+    Raises JobError if an option of sbatch is wrong, and ClusterError if Slurm does not take it for another reason.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         (path.parent / ".gitignore").write_text("*\n")
         path.write_text(text)
     except OSError as error:
         raise JobError(f"{path}: cannot be written: {error.strerror or error}") from None
-    return _slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    try:
+        return _slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    except ClusterError as error:
+        raise JobError(str(error)) if WRONG.search(str(error)) else error from None
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A job as Slurm shows it; `code` is its script's exit status, 0 before its end."""
+class SlurmJob:
+    """A job as Slurm shows it.
+
+    `reason` is why it waits, or what it failed by, in a word of Slurm's. `code` is its script's exit status, 0 before
+    its end.
+    """
 
     id: str
     name: str
@@ -148,6 +181,7 @@ class Shown:
     restarts: int
     run_time: str
     nodes: str
+    reason: str
     output: str
     code: int
 
@@ -166,16 +200,16 @@ class Shown:
 
     def to_json(self) -> dict[str, Any]:
         """Return the values to show."""
-        keys = ("id", "name", "state", "restarts", "run_time", "nodes", "output")
+        keys = ("id", "name", "state", "restarts", "run_time", "nodes", "reason", "output")
         return {**{key: getattr(self, key) for key in keys}, "exit_status": self.exit_status}
 
 
-def shown(job: str) -> list[Shown]:
+def jobs_in_slurm(job: str) -> list[SlurmJob]:
     """Return what Slurm shows of a job, of an array each task. Raises JobError if Slurm does not know it."""
     try:
         text = _slurm("scontrol", "show", "job", "-o", job)
     except ClusterError as error:
-        if "nvalid job id" not in str(error):
+        if not re.search(r"nvalid job id|Job \S+ not found", str(error)):
             raise
         raise JobError(
             f"{PREFIX}{job}: Slurm does not know this job, or no longer: `sacct -j {job}` may; "
@@ -184,7 +218,7 @@ def shown(job: str) -> list[Shown]:
     return [_parsed(line) for line in text.splitlines() if line.strip()]
 
 
-def _parsed(line: str) -> Shown:
+def _parsed(line: str) -> SlurmJob:
     """Parse a line of `scontrol show job -o`, whose values may have blanks.
 
     >>> _parsed("JobId=7 JobName=a b UserId=me(1) JobState=FAILED ExitCode=75:0 StdOut=/a b/7.out Power=").name
@@ -193,13 +227,14 @@ def _parsed(line: str) -> Shown:
     fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][\w/:]*)=(.*?)(?= [A-Z][\w/:]*=|\s*$)", line))
     array, task = fields.get("ArrayJobId"), fields.get("ArrayTaskId")
     code, _, killed = fields.get("ExitCode", "0:0").partition(":")
-    return Shown(
+    return SlurmJob(
         id=f"{array}_{task}" if array and task else fields["JobId"],
         name=fields.get("JobName", ""),
         state=fields.get("JobState", ""),
         restarts=int(fields.get("Restarts", 0)),
         run_time=fields.get("RunTime", ""),
         nodes=fields.get("NodeList", "").replace("(null)", ""),
+        reason="" if fields.get("Reason") == "None" else fields.get("Reason", ""),
         output=fields.get("StdOut", ""),
         code=int(code) or (128 + int(killed) if int(killed or 0) else 0),
     )
@@ -224,20 +259,20 @@ def printed(job: str, follows: bool) -> Iterator[str]:
         time.sleep(LOOK_SECONDS)
 
 
-def single(job: str) -> Shown:
+def single(job: str) -> SlurmJob:
     """Return what Slurm shows of a job, which must not be an array. Raises JobError."""
-    found = shown(job)
+    found = jobs_in_slurm(job)
     if len(found) > 1:
         raise JobError(f"{PREFIX}{job} is an array: name a task, as {PREFIX}{found[0].id}")
     return found[0]
 
 
-def stop(job: str, waits: bool, say: Say, again: bool = False) -> str:
+def stop_in_slurm(job: str, waits: bool, say: Say, again: bool = False) -> str:
     """Stop a job after its current step, and return what became of it; Slurm requeues it only if it is to run again.
 
     Raises JobError if it does not run.
     """
-    before = shown(job)
+    before = jobs_in_slurm(job)
     if all(one.is_over for one in before):
         raise JobError(f"{PREFIX}{job} is not running: it is {before[0].state}")
     if all(one.state != "RUNNING" for one in before):
@@ -254,7 +289,7 @@ def stop(job: str, waits: bool, say: Say, again: bool = False) -> str:
     after = before
     while any(one.state == "RUNNING" and one.restarts == restarts.get(one.id) for one in after):
         time.sleep(LOOK_SECONDS)
-        after = shown(job)
+        after = jobs_in_slurm(job)
     return f"it is {listed(dict.fromkeys(one.state for one in after))}"
 
 

@@ -50,10 +50,14 @@ class Due:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The evaluations during a training: how their dataset is cut, and after which steps of the training they run."""
+    """The evaluations during a training: how their dataset is cut, and after which steps of the training they run.
+
+    `name` is theirs if the job has several kinds of them.
+    """
 
     split: Split
     due: Due
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,26 +84,6 @@ class PlacedBlock:
 
 
 @dataclass(frozen=True)
-class PlannedSource:
-    """A source of a mixture: its name, how many rows it has, and how many a run takes of it, in all epochs."""
-
-    name: str
-    size: int
-    rows: int
-
-
-def planned_sources(mixture: Mixture, split: Split) -> tuple[PlannedSource, ...]:
-    """Return what a run takes of the sources of a mixture."""
-    taken, (epochs, steps) = dict.fromkeys(mixture.names, 0), split.cursor(split.total_steps)
-    for epoch in range(epochs + (steps > 0)):
-        stop = split.rows_kept if epoch < epochs else steps * split.batch_size
-        for name, rows in mixture.counts_between(epoch, 0, stop).items():
-            taken[name] += rows
-    named = zip(mixture.names, mixture.sizes, strict=True)
-    return tuple(PlannedSource(name, size, taken[name]) for name, size in named)
-
-
-@dataclass(frozen=True)
 class PackedRows:
     """How a dataset's rows are packed: `empty` is the share of the windows' places without a token.
 
@@ -123,6 +107,26 @@ class PackedRows:
 
 
 @dataclass(frozen=True)
+class PlannedSource:
+    """A source of a mixture: its name, how many rows it has, and how many a run takes of it, in all epochs."""
+
+    name: str
+    size: int
+    rows: int
+
+
+def planned_sources(mixture: Mixture, split: Split) -> tuple[PlannedSource, ...]:
+    """Return what a run takes of the sources of a mixture."""
+    taken, (epochs, steps) = dict.fromkeys(mixture.names, 0), split.cursor(split.total_steps)
+    for epoch in range(epochs + (steps > 0)):
+        stop = split.rows_kept if epoch < epochs else steps * split.batch_size
+        for name, rows in mixture.counts_between(epoch, 0, stop).items():
+            taken[name] += rows
+    named = zip(mixture.names, mixture.sizes, strict=True)
+    return tuple(PlannedSource(name, size, taken[name]) for name, size in named)
+
+
+@dataclass(frozen=True)
 class Plan:
     """The course of a run: its steps, its workers, and what happens between the steps.
 
@@ -135,7 +139,7 @@ class Plan:
     split: Split
     min_workers: int
     max_workers: int
-    evaluations: Evaluations | None = None
+    evaluations: tuple[Evaluations, ...] = ()
     checkpoints: Checkpoints | None = None
     blocks: tuple[PlacedBlock, ...] = ()
     sources: tuple[PlannedSource, ...] = ()
@@ -145,8 +149,8 @@ class Plan:
     @property
     def rows(self) -> dict[str, int]:
         """The lengths of the datasets, by their keys."""
-        evaluated = {"eval.dataset": self.evaluations.split.rows} if self.evaluations else {}
-        return {"dataset": self.split.rows, **evaluated}
+        named = {f"eval.{each.name}.dataset" if each.name else "eval.dataset": each for each in self.evaluations}
+        return {"dataset": self.split.rows, **{key: each.split.rows for key, each in named.items()}}
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; equal batches are folded, so it is small for any number of rows.
@@ -177,11 +181,13 @@ class Plan:
 
     def _of_training(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        if self.evaluations:
-            own = self.evaluations.split
+        evaluated: dict[str, dict[str, Any]] = {}
+        for each in self.evaluations:
+            own, due = each.split, each.due.to_json(self.split)
             sizes = {"rows": own.rows, "batch_size": own.batch_size, "steps": own.steps}
-            due = self.evaluations.due.to_json(self.split)
-            values["evaluate"] = {**sizes, **due, "batches": batches(own, self.max_workers)}
+            evaluated[each.name] = {**sizes, **due, "batches": batches(own, self.max_workers)}
+        if evaluated:
+            values["evaluate"] = evaluated.get("", evaluated)  # by name if there are several
         if self.checkpoints:
             more = {key: value for key, value in asdict(self.checkpoints).items() if key != "due"}
             values["checkpoints"] = {**self.checkpoints.due.to_json(self.split), **_known(more)}
@@ -246,9 +252,9 @@ def plan_table(plan: Plan) -> str:
     ]
     lines += _batches(split, workers)
     lines += map(str, plan.packed)
-    if plan.evaluations:
-        own = plan.evaluations.split
-        lines.append(f"evaluations {_often(plan.evaluations.due, split)}")
+    for each in plan.evaluations:
+        own = each.split
+        lines.append(f"evaluations {f'of {each.name} ' if each.name else ''}{_often(each.due, split)}")
         lines.append(f"  {own.rows:,} rows in global batches of {own.batch_size:,}: {_number(own.steps, 'step')}")
         lines += [f"  {line}" for line in _batches(own, workers)]
     if plan.checkpoints:

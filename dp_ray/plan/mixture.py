@@ -207,7 +207,7 @@ class Mixture:
         """Return the source of each row of the sequence, and the row's number there over all its epochs."""
         sources, numbers = np.empty_like(rows), np.empty_like(rows)
         stages = np.searchsorted(self._begun, rows, side="right") - 1
-        for stage in np.unique(stages).tolist():
+        for stage in range(len(self.stages)):
             places = np.flatnonzero(stages == stage)
             own = rows[places] - self._begun[stage]
             for source, at, of_source in _dealt(self._trees[stage], own, places):

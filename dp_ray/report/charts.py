@@ -3,13 +3,14 @@
 Long series are thinned out: each bucket keeps its least and its largest value, so no extreme is hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from dp_ray.job.keys import NamedEval, measured_by
 from dp_ray.rundir.history import LOSS_OF, ROWS_OF, is_inner
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.tables import known_numbers, numbers
@@ -106,12 +107,15 @@ class Chart:
         return rows
 
 
-def charts_of(history: pa.Table | None, whole: int = WHOLE) -> list[Chart]:
-    """Return a chart for each measured value and its evaluation, in the order of interest; `whole`: see `thinned`."""
+def charts_of(history: pa.Table | None, evals: Iterable[NamedEval], whole: int = WHOLE) -> list[Chart]:
+    """Return a chart for each measured value and its evaluations, in the order of interest.
+
+    `evals` are those of the run's job; `whole`: see `thinned`.
+    """
     if history is None or not len(history):
         return []
     charts = []
-    for number, (name, columns) in enumerate(_groups(history.column_names).items()):
+    for number, (name, columns) in enumerate(_groups(history.column_names, tuple(evals)).items()):
         series = [series_of(column, history, whole) for column in columns]
         series = [{**line, "color": at, "dash": at} for at, line in enumerate(series) if line["x"] or line["odd"]]
         if series:
@@ -119,18 +123,18 @@ def charts_of(history: pa.Table | None, whole: int = WHOLE) -> list[Chart]:
     return charts
 
 
-def _groups(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the columns that share each chart: a value, with what an evaluation measured of it."""
+def _groups(names: Sequence[str], evals: Sequence[NamedEval]) -> dict[str, list[str]]:
+    """Return the columns that share each chart: a value, with what evaluations measured of it."""
     drawn = [name for name in names if name not in NOT_DRAWN and not is_inner(name)]
-    of_sources = {kind: [name for name in drawn if name.startswith(kind)] for kind in (LOSS_OF, ROWS_OF)}
-    kinds = {name: kind for kind, own in of_sources.items() for name in own}
-    bare = dict.fromkeys(
-        kinds.get(name) or name.removeprefix("eval_").replace("epoch_loss", "loss") for name in drawn
-    )
+    by = {name: measured_by(evals, name) for name in drawn}
+    values = {name: name.removeprefix("eval_" if each is None else each.prefix) for name, each in by.items()}
+    # The sources of a mixture share a chart.
+    values |= {name: kind for kind in (LOSS_OF, ROWS_OF) for name in drawn if name.startswith(kind)}
+    bare = dict.fromkeys(value.replace("epoch_loss", "loss") for value in values.values())
     order = [*(name for name in bare if name not in LAST), *(name for name in LAST if name in bare)]
-    groups = {
-        name: of_sources.get(name) or [title for title in (name, f"eval_{name}") if title in drawn] for name in order
-    }
+    # The value itself comes first, and then the evaluations in their order.
+    of_each = sorted(drawn, key=lambda name: -1 if (each := by[name]) is None else evals.index(each))
+    groups = {name: [title for title in of_each if values[title] == name] for name in order}
     if "epoch_loss" in drawn:
         groups["loss"].insert(1, "epoch_loss")
     return groups

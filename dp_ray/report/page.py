@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 from markupsafe import Markup
 
+from dp_ray.job.keys import named_evals
 from dp_ray.report.charts import charts_of, epochs_of, workers_chart
 from dp_ray.report.run_data import RunData, WorkerGrid, read_run
 from dp_ray.results.compare import mean_speed, rows_and_seconds
@@ -44,7 +45,10 @@ def write_page(run: Storage) -> None:
 def page_of(run: Storage, live: float | None = None) -> str:
     """Return the page of a run, finished or not, as HTML; it reloads from its server every `live` seconds."""
     data = read_run(run)
-    charts = [*charts_of(data.history), *workers_chart(data.incidents, data.steps_done)]
+    charts = [
+        *charts_of(data.history, named_evals(data.job.get("eval"))),
+        *workers_chart(data.incidents, data.steps_done),
+    ]
     maps, parts = (heat_maps(data.grid), step_parts(data.grid)) if data.grid else ([], None)
     drawing = {
         "steps": max(1, data.total_steps),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
+from dp_ray.plan.packing import Part
 from dp_ray.results.text import in_columns
 from dp_ray.text import counted, listed, relative
 
@@ -28,7 +29,7 @@ class ReplayedRow(NamedTuple):
     position: int
     gradient: float | None = None
     source: tuple[str, int, int] | None = None  # of a mixture: the row's source, its epoch, and its index there
-    parts: tuple[tuple[int, int, int], ...] = ()
+    parts: tuple[Part, ...] = ()
 
     @property
     def number(self) -> float | None:
@@ -36,12 +37,12 @@ class ReplayedRow(NamedTuple):
         return self.loss if self.gradient is None else self.gradient
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; without `gradient`, `parts` or a source if there is none."""
-        values = {key: value for key, value in self._asdict().items() if key != "source"}
-        values["parts"] = [list(part) for part in self.parts] or None
+        """Return plain JSON values; without `gradient`, a source and `parts` if there are none."""
+        values = {key: value for key, value in self._asdict().items() if key not in ("source", "parts")}
+        values |= {"parts": [list(part) for part in self.parts]} if self.parts else {}
         if self.source is not None:
             values |= dict(zip(("source", "source_epoch", "source_index"), self.source, strict=True))
-        return {key: value for key, value in values.items() if key not in ("gradient", "parts") or value is not None}
+        return {key: value for key, value in values.items() if key != "gradient" or value is not None}
 
     @property
     def name(self) -> str:

@@ -46,21 +46,28 @@ SUMMARY = (  # the values that a reader wants first
 class Result:
     """The result of a run: the values of `result.json`; outputs and shape reports are read on demand.
 
-    `steps` counts the steps of one epoch, `total_steps` those of all epochs. `seconds` is the wall time from the call
-    to the merged outputs. `world_sizes` holds the number of workers of each attempt, in order. `interruptions` lists
-    what ended the attempts (see `rundir.incidents`); `restarts` is their number. `workers` says where each worker of
-    the last attempt ran, and where the time of its loop went. `data_wait_share` is the share of these times in which
-    they waited for data. `outputs_path` is the folder of the outputs' Parquet files.
-    `run_dir` hides the secret of a URL. `location` includes it, serves to read the files, and is never written.
-    `metrics` are those at the end of a training, or those of an evaluation. `best` describes the best checkpoint, if
-    the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights. `ema` describes the
-    average of the weights, if the job keeps one: `decay`, `sha256`, and `weights`, its file. `stopped_early` says why
-    a training ended before its last step: `step`, `metric`, `best`, `times`, `text`. `quarantined` counts the
-    samples that were set aside, which `quarantine.parquet` lists. `failure` says where `error` was raised: `rank`,
-    `node`, `step`, `sample` as far as known, and `frames`, those of the user's code. `time_split` has the shares of a
-    step's parts in the workers' time, and `verdict` says in words what limits the run. `seconds_before_steps` and
-    `seconds_after_steps` are those of `seconds` outside of the steps. With the key `flops`,
-    `flops_per_row` has the operations of a row, and `mfu` their share of the peak of the devices, if that is known.
+    - `status`: "done", or why it is not. `error` says what ended it, and `failure` where: `rank`, `node`, `step`,
+      `sample` as far as known, and `frames`, those of the user's code.
+    - `rows`, `batch_size`, `shards`, `batch_dim`: those of the dataset and the job.
+    - `steps`, `epochs`, `total_steps`: the steps of one epoch, the epochs, and the steps of all of them.
+    - `metrics`: those at the end of a training, or those of an evaluation.
+    - `best`: the best checkpoint, if the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its
+      weights. `ema`: the average of the weights, if the job keeps one: `decay`, `sha256`, and `weights`, its file.
+    - `stopped_early`: why a training ended before its last step: `step`, `metric`, `best`, `times`, `text`.
+    - `quarantined`: the number of samples that were set aside, which `quarantine.parquet` lists.
+    - `world_sizes`: the number of workers of each attempt, in order. `interruptions`: what ended the attempts;
+      `restarts` is their number.
+    - `workers`: where each worker of the last attempt ran, and where the time of its loop went. `data_wait_share` is
+      the share of these times in which they waited for data, `time_split` has the shares of a step's parts, and
+      `verdict` says in words what limits the run.
+    - `seconds`: the wall time from the call to the merged outputs, with `seconds_before_steps` and
+      `seconds_after_steps`, those outside of the steps.
+    - `flops_per_row`, with the key `flops`: the operations of a row. `mfu`: their share of the devices' peak, if
+      that is known.
+    - `outputs_path`, `weights_path`: the folder of the outputs' Parquet files, the file of the weights. The hashes of
+      both are `outputs_sha256` and `weights_sha256`.
+    - `run_dir`: the run directory, without the secret of a URL. `location` includes it, serves to read the files, and
+      is never written.
 
     >>> import dp_ray, torch
     >>> rows = [torch.full((3,), float(number)) for number in range(6)]

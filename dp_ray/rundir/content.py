@@ -89,7 +89,7 @@ def content_of(base: Storage, name: str, kinds: Collection[str]) -> Content:
     files: dict[str, Entry] = {}
     for each in runs:
         found = _files_in(base.child(each))
-        files |= {f"{each}/{file}": found[file] for file in chosen(found, kinds)}
+        files |= {f"{each}/{file}": found[file] for file in chosen_files(found, kinds)}
     for kind in kinds:
         if not has_kind(kind, [path.partition("/")[2] for path in files]):
             raise JobError(f"{run} has no {kind}; fetch it without --{kind} to get what it has")
@@ -105,7 +105,7 @@ def check_fetched(run: Storage, kind: str) -> None:
         raise StorageError(f"{run}: was fetched without its {kind}; `{command}` brings what is missing")
 
 
-def chosen(names: Iterable[str], kinds: Collection[str]) -> list[str]:
+def chosen_files(names: Iterable[str], kinds: Collection[str]) -> list[str]:
     """Return which files of a run belong to these kinds, or with none all; what tells of the run always does.
 
     A training that goes on has its weights in its newest checkpoint.

@@ -62,9 +62,9 @@ TRACES = frozenset(
         *("lease.json", "stop.json", "init_from.json", "init_from", "previews", "shapes.parquet", "reports", "times"),
         *("fetched.json", LAST_END),
         *("flight_recorder", "recent.parquet", "tensorboard", "trackers", "files", "reference-of-dataset.json"),
-        *("reference-of-eval.dataset.json",),
     )
 )
+REFERENCES = re.compile(r"reference-of-eval\.([\w-]+\.)?dataset\.json")  # one more of these for each evaluation
 ABOUT = "about.json"
 PACKAGES = ("torch", "ray", "numpy", "pyarrow", "torchvision", "transformers")
 KEPT = 20  # drivers of a run that was resumed often, and attempts
@@ -169,7 +169,9 @@ def is_finished(run: Storage) -> bool:
 
 def has_kept_nothing(run: Storage) -> bool:
     """Return whether a run failed, or was interrupted, before it kept a step: then another job may take its place."""
-    return RESULT_JSON.read(run).get("status") in ("failed", "interrupted") and run.entries() <= TRACES
+    if RESULT_JSON.read(run).get("status") not in ("failed", "interrupted"):
+        return False
+    return all(name in TRACES or REFERENCES.fullmatch(name) for name in run.entries())
 
 
 def replacing(run: Storage) -> str:

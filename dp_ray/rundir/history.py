@@ -40,7 +40,7 @@ def is_measured(name: str) -> bool:
 
 def is_inner(name: str) -> bool:
     """Return whether a metric was added by `verify` for its own use, and not by the user."""
-    return name.removeprefix("eval_") == DIGEST
+    return name == DIGEST or (name.startswith("eval_") and name.endswith(f"_{DIGEST}"))
 
 
 def forget_from(folder: Storage, step: int) -> None:

@@ -16,6 +16,7 @@ class Level(StrEnum):
     """What an interruption has cost: the first of these that was possible."""
 
     MEMORY = "memory"  # the survivors have gone on with what they held
+    CHECKPOINT = "checkpoint"  # the survivors' processes have gone on, from the newest checkpoint
     RESTART = "restart"  # all workers were started again, from the newest checkpoint
 
 
@@ -38,7 +39,8 @@ class Interruption:
 
     `ranks` and `nodes` are those that were lost. `step` is the step that was running;
     for a driver's end, the step that was next. The next attempt resumed from `resumed_step`, None if there was none.
-    `seconds` is the time from the last finished step to the resumption, None if unknown. `level` says who went on.
+    `seconds` is the time from the last finished step to the resumption, None if unknown. `level` says who went on,
+    and `why` why not by the level before it; "" if it is the first one, or if the job has all restart.
     """
 
     kind: IncidentKind
@@ -49,6 +51,7 @@ class Interruption:
     resumed_step: int | None = None
     seconds: float | None = None
     level: Level = Level.RESTART
+    why: str = ""
 
     def __str__(self) -> str:
         where = f" (rank {', '.join(map(str, self.ranks))} on {', '.join(self.nodes)})" if self.ranks else ""
@@ -62,7 +65,14 @@ class Interruption:
         values = {**asdict(self), "level": self.level.value}
         if self.level is Level.RESTART:
             del values["level"]  # earlier versions do not know it
+        if not self.why:
+            del values["why"]
         return {**values, "kind": self.kind.value, "ranks": list(self.ranks), "nodes": list(self.nodes)}
+
+    @property
+    def survives(self) -> bool:
+        """Whether survivors go on in their processes."""
+        return self.level is not Level.RESTART
 
     @property
     def resumption(self) -> str:
@@ -73,6 +83,9 @@ class Interruption:
         after = "" if self.seconds is None else f" after {self.seconds:.1f} s"
         if self.level is Level.MEMORY:
             return f"the others go on from step {self.resumed_step}{after}, from memory{again}"
+        if self.level is Level.CHECKPOINT:
+            why = f" ({self.why})" if self.why else ""
+            return f"the others go on from step {self.resumed_step}{after}, from the newest checkpoint{why}{again}"
         return f"resumed from step {self.resumed_step}{after}{again}"
 
 
@@ -98,12 +111,22 @@ class IncidentLog:
         """Return the log after an interruption."""
         return replace(self, interruptions=(*self.interruptions, by))
 
-    def resumed(self, step: int, seconds: float | None) -> "IncidentLog":
-        """Return the log after the run has resumed from `step`, `seconds` after the last finished step."""
-        *before, last = self.interruptions
-        # More steps may be kept than the workers had reported.
-        over = replace(last, step=max(last.step, step), resumed_step=step, seconds=seconds)
-        return replace(self, interruptions=(*before, over))
+    def resumed(self, step: int, seconds: float | None, why: str = "") -> "IncidentLog":
+        """Return the log after the run has resumed from `step`, `seconds` after the last finished step.
+
+        If survivors read a checkpoint, `why` says why. Those of several losses go on together.
+        """
+        first = len(self.interruptions) - 1
+        while first and (before := self.interruptions[first - 1]).resumed_step is None and before.survives:
+            first -= 1
+        over = []
+        for one in self.interruptions[first:]:
+            level = Level.CHECKPOINT if why and one.survives else one.level
+            # More steps may be kept than the workers had reported.
+            most = max(one.step, step)
+            told = why if one.survives else one.why
+            over.append(replace(one, step=most, resumed_step=step, seconds=seconds, level=level, why=told))
+        return replace(self, interruptions=(*self.interruptions[:first], *over))
 
     @property
     def driver_end(self) -> Interruption | None:

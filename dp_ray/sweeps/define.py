@@ -287,10 +287,12 @@ def chosen_metric(job: Job, metric: str | None, mode: Mode | None) -> tuple[str 
     known: list[str] = []
     if job.task == "evaluate":
         has_loss = job.loss is not None or job.step is not None
-        known = [*(["loss"] if has_loss else []), *job.metrics]
+        known = [*(["loss"] if has_loss else []), *job.for_task().metrics]
     elif job.task != "predict":
         known = ["loss", "epoch_loss", *job.metrics, *job.eval_names]
     if metric is None:
+        if best is None and job.task == "train" and len(job.evaluations) > 1:
+            raise JobError(f"--metric: is missing; the job has several evaluations: name one of {', '.join(known)}")
         metric = best.metric if best else next((name for name in ("eval_loss", "loss") if name in known), None)
         metric = metric or next(iter(known), None)
     elif metric not in known and not any(metric.startswith(f"{name}_") for name in known):
@@ -302,6 +304,6 @@ def chosen_metric(job: Job, metric: str | None, mode: Mode | None) -> tuple[str 
         return metric, mode or "min"
     if best and metric == best.metric:
         return metric, best.mode
-    if metric not in ("loss", "eval_loss", "epoch_loss"):
+    if metric not in ("loss", "epoch_loss", *(f"{evaluation.prefix}loss" for evaluation in job.evaluations)):
         raise JobError(f"--metric {metric}: say which value is best: --minimize or --maximize")
     return metric, "min"

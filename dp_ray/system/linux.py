@@ -8,8 +8,10 @@ import ctypes
 import glob
 import os
 import signal
+import socket
+import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 # Tests set these as another system has them.
@@ -49,8 +51,8 @@ def start_of(pid: int) -> str | None:
     """
     if os.path.exists(f"{PROC}/self/stat"):
         try:
-            with open(f"{PROC}/{pid}/stat") as stat:
-                state, *fields = stat.read().rpartition(")")[2].split()
+            with open(f"{PROC}/{pid}/stat") as file:
+                state, *fields = file.read().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             return None
         return None if state == "Z" else fields[18]
@@ -68,6 +70,32 @@ def path_of_stdout() -> str:
     with suppress(OSError):
         return os.readlink(f"{PROC}/self/fd/1")
     return ""
+
+
+def open_sockets() -> dict[int, int]:
+    """Return the sockets that this process has open, by file descriptor, each with its own number; none elsewhere."""
+    found = {}
+    with suppress(OSError):
+        for name in os.listdir(f"{PROC}/self/fd"):
+            with suppress(OSError):  # it is closed meanwhile, as that of the folder is
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+def cut(sockets: Mapping[int, int]) -> None:
+    """Have these sockets, as `open_sockets` gives them, end after what has arrived, as if the peers had closed them.
+
+    Their owner closes them then, so that the peers hear too. It may still send until it has read that far: gloo would
+    lose a message that it cannot send, and wait for it. Any thread may call this.
+    """
+    for descriptor, number in sockets.items():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            # By now the descriptor may be that of another socket.
+            if os.fstat(connection.fileno()).st_ino == number and connection.family != socket.AF_UNIX:
+                connection.getpeername()  # raises OSError for one that listens
+                connection.shutdown(socket.SHUT_RD)
 
 
 def processor() -> str:

@@ -376,11 +376,10 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
 
 def sample_layout(job: Job, split: Split, dataset: Any) -> TrainingLayout:
     """Return all that decides which samples a step holds; a checkpoint stores it."""
-    layout: TrainingLayout = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows}
-    layout |= {"batch_size": split.batch_size, "drop_last": split.drop_last, **describe_order(job, dataset)}
-    if job.pack is not None:
-        layout["pack"] = "; ".join(packing.description for packing in packings(dataset))
-    return layout
+    layout = {"seed": job.seed, "shuffle": job.is_shuffled, "rows": split.rows, "batch_size": split.batch_size}
+    layout["drop_last"] = split.drop_last
+    packed = {"pack": "; ".join(packing.description for packing in packings(dataset))} if job.pack is not None else {}
+    return {**layout, **describe_order(job, dataset), **packed}
 
 
 def check_layout(what: str, about: dict[str, Any], here: TrainingLayout, advice: str) -> None:

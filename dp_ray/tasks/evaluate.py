@@ -9,6 +9,7 @@ from dp_ray.engine.step import StepEnd, build_step
 from dp_ray.engine.weights import synchronise
 from dp_ray.engine.world import check_same_rows
 from dp_ray.errors import JobError
+from dp_ray.job.keys import measured_by
 from dp_ray.job.plan import evaluations_of, split_of
 from dp_ray.messages import Measured
 from dp_ray.plan.split import Work
@@ -31,7 +32,7 @@ def evaluate(context: Context) -> None:
     for module in evaluation.beside.values():
         synchronise(module)
     quarantine = begin_quarantine(context, dataset, lambda *_: False)
-    source = Source(job, dataset, is_evaluation=True)
+    source = Source(job, dataset, of="evaluation ")
     with (
         closing(load_steps(source, work, world.device, quarantine, times=times)) as loaded,
         Run(context, called, split, times) as run,
@@ -53,12 +54,14 @@ def evaluate(context: Context) -> None:
 
 
 class Evaluator:
-    """The evaluations of a training: at the steps that the job sets, and after the last step.
+    """The evaluations of a training by one of its `eval`: at the steps that the job sets, and after the last step.
 
     They evaluate the average of the weights if the job says so, else the optimizer's weights to evaluate.
     """
 
     def __init__(self, training: Training, evaluation: Evaluation) -> None:
+        assert evaluation.named is not None
+        named = evaluation.named
         context, trainer = training.context, training.trainer
         job = context.job
         average = trainer.average if job.ema is not None and job.ema.evaluate else None
@@ -68,12 +71,12 @@ class Evaluator:
         self._evaluation = evaluation
         self._world = context.world
         self._told = training.source.told  # the dataset may be that of the training
-        self._job = job.over_eval()
-        self._dataset = context.dataset(self._job, "eval.dataset")
-        check_same_rows("eval.dataset", len(self._dataset), context.rows_on_driver)
-        check_unchanged(context, "eval.dataset", self._dataset)
-        self._planned = evaluations_of(job, len(self._dataset))
-        self._quarantine, self._files = set_aside(replace(context, job=self._job), "eval.dataset", self._dataset)
+        self._named, self._job = named, job.over_eval(named)
+        self._dataset = context.dataset(self._job, named.dataset_key)
+        check_same_rows(named.dataset_key, len(self._dataset), context.rows_on_driver)
+        check_unchanged(context, named.dataset_key, self._dataset)
+        self._planned = evaluations_of(job, named, len(self._dataset))
+        self._quarantine, self._files = set_aside(replace(context, job=self._job), named.dataset_key, self._dataset)
 
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate after `step`."""
@@ -84,7 +87,8 @@ class Evaluator:
         work = Work(self._planned.split, self._world.world_size, self._world.rank)
         if self._files is not None:
             self._files.after = step
-        source = Source(self._job, self._dataset, "eval.dataset", is_evaluation=True, told=self._told)
+        named = self._named
+        source = Source(self._job, self._dataset, named.dataset_key, named.of, self._told)
         with (
             self._in_place(),
             closing(load_steps(source, work, self._world.device, self._quarantine)) as steps,
@@ -95,8 +99,8 @@ class Evaluator:
                     self._control.touch()
         assert isinstance(done, Evaluated)
         metrics = done.metrics if self._quarantine is None else {**done.metrics, "rows": done.rows}
-        measured = {f"eval_{name}": value for name, value in metrics.items()}
+        measured = {f"{named.prefix}{name}": value for name, value in metrics.items()}
         for where, name in self._job.watched.items():
-            if name not in measured:
+            if name not in measured and measured_by(self._job.evaluations, name) == named:
                 raise JobError(f"{where}: eval measures {', '.join(measured)}; got {name!r}")
         return measured

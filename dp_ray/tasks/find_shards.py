@@ -7,7 +7,7 @@ from dp_ray.engine.out_of_memory import ShardSize, advice
 from dp_ray.engine.trial import Data, why_not
 from dp_ray.engine.world import check_same_rows, gathered
 from dp_ray.errors import JobError
-from dp_ray.job.plan import evaluations_of, has_evaluations, split_of
+from dp_ray.job.plan import evaluations_in, evaluations_of, split_of
 from dp_ray.messages import ShardsFound
 from dp_ray.plan.costs import shard_counts
 from dp_ray.plan.split import chunk_sizes
@@ -27,7 +27,7 @@ def find_shards(context: Context) -> None:
     worst = ""
     for count in shard_counts(rows, job.max_workers):
         trial = _with_shards(data, count)
-        trial_evaluated = None if evaluated is None else _with_shards(evaluated, count)
+        trial_evaluated = [_with_shards(each, count) for each in evaluated]
         reasons = gathered(why_not(trial.source.job, world, trial, trial_evaluated))
         worst = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), "")
         fits = "fits" if count == 1 else "fit"
@@ -45,16 +45,19 @@ def find_shards(context: Context) -> None:
     )
 
 
-def _data(context: Context) -> tuple[Data, Data | None]:
+def _data(context: Context) -> tuple[Data, list[Data]]:
     """Return the task's data, and that of a training's evaluations."""
     job, dataset = context.job, load_dataset(context)
-    data = Data(Source(job, dataset, job.dataset_key, job.task == "evaluate"), split_of(job, len(dataset)))
-    if not has_evaluations(job):
-        return data, None
-    over_eval = job.over_eval()
-    evaluated = seeded_dataset(over_eval, "eval.dataset")
-    check_same_rows("eval.dataset", len(evaluated), context.rows_on_driver)
-    return data, Data(Source(over_eval, evaluated, "eval.dataset", True), evaluations_of(job, len(evaluated)).split)
+    of = "evaluation " if job.task == "evaluate" else ""
+    data = Data(Source(job, dataset, job.dataset_key, of), split_of(job, len(dataset)))
+    evaluated = []
+    for evaluation in evaluations_in(job):
+        over_eval, key = job.over_eval(evaluation), evaluation.dataset_key
+        of_eval = seeded_dataset(over_eval, key)
+        check_same_rows(key, len(of_eval), context.rows_on_driver)
+        planned = evaluations_of(job, evaluation, len(of_eval))
+        evaluated.append(Data(Source(over_eval, of_eval, key, evaluation.of), planned.split))
+    return data, evaluated
 
 
 def _with_shards(data: Data, count: int) -> Data:

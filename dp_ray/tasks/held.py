@@ -25,7 +25,8 @@ class Held:
     """What a process keeps of its job from one view to the next; `state` is a training's, None if it has none.
 
     `rows` are the finished steps that no piece of the history may hold yet: rank 0 may die, and another worker
-    writes them. `most_rows` is their number at which to look which of them are there by now.
+    writes them. `most_rows` is their number at which to look which of them are there by now. `finished` is the
+    progress of the state that it held last, whether it holds it still or not; `why` is why it does not.
     """
 
     datasets: dict[str, Any] = field(default_factory=dict)
@@ -34,6 +35,8 @@ class Held:
     running: TrainState = field(default_factory=TrainState)
     rows: list[FinishedStep] = field(default_factory=list)
     most_rows: int = ROWS
+    finished: int = -1
+    why: str = ""
 
     def dataset(self, job: "Job", key: str) -> Any:
         """Return the dataset of `key`, built once."""
@@ -43,16 +46,13 @@ class Held:
 
     @property
     def progress(self) -> int:
-        """How much this process has finished: two for each step, and its second one with all that follows the step.
+        """The progress of the state that this process holds; -1 without one."""
+        return -1 if self.state is None else self.running.progress
 
-        -1 if it has no state.
-        """
-        return -1 if self.state is None else 2 * self.running.step - (self.running.unfinished is not None)
-
-    def forget(self) -> None:
+    def forget(self, why: str = "") -> None:
         """Hold neither state nor model: the next view reads a checkpoint, or begins with new weights."""
         self.state = self.placement = None
-        self.running = TrainState()
+        self.running, self.why = TrainState(), why
 
     def begin(self, step: int) -> None:
         """Drop the rows of steps that run again, since a checkpoint was read after all."""

@@ -227,7 +227,7 @@ def _steps_again(training: Training, history: StepRows, wanted: int) -> Generato
     _check_watched(trainer, begun, wanted, history)
     quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
     context.say(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
-    progress, said = AfterStep(training, RecordedEvaluations(history)), time.monotonic()
+    progress, said = AfterStep(training, [RecordedEvaluations(history)]), time.monotonic()
     until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
     with closing(load_steps(source, until, context.world.device, quarantine)) as loaded:
         for number in range(begun, wanted + 1):
@@ -306,12 +306,12 @@ def _looked(findings: Findings, dataset: Any) -> dict[str, Any]:
     ):
         for at, (sample, position) in enumerate(zip(indices.tolist(), shard.positions, strict=True)):
             number = losses.values[at] if losses.values else None
-            place, parts = (sample, shard.shard, position), tuple(parts_of(dataset, sample))
             source = None if mixture is None else mixture.row(sample)
-            if losses.of_batch is None:
-                rows.append(ReplayedRow(number, *place, source=source, parts=parts))
-            else:
-                rows.append(ReplayedRow(losses.of_batch, *place, number, source, parts))
+            place = sample, shard.shard, position
+            row = ReplayedRow(number, *place, source=source, parts=tuple(parts_of(dataset, sample)))
+            if losses.of_batch is not None:
+                row = row._replace(loss=losses.of_batch, gradient=number)
+            rows.append(row)
     rows.sort(key=lambda row: _falling(row.number))
     return {
         "row_losses": "; ".join(dict.fromkeys(shard.losses.how for shard in findings.shards)),

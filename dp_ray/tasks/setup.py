@@ -62,12 +62,13 @@ class Context:
     def place(self) -> Placement:
         """Build the model, or return the one that the process holds; every rank calls this."""
         held = self.held
-        if held is None:
+        if held is None or self.job.why_reads:
             return place(self.job, self.world, self.say)
         if held.placement is None:
             held.placement = place(self.job, self.world, self.say)
         before = held.placement
-        return replace(before, world=self.world.with_inputs_on(before.world.device), say=self.say)
+        world = self.world.with_inputs_on(before.world.device)
+        return replace(before, world=world, say=self.say, outlives_group=True)
 
     def say(self, text: str) -> None:
         """Send a line for the user, from rank 0 alone: the other ranks would repeat it."""

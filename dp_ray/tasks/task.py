@@ -54,6 +54,8 @@ def run_task(
     control = control or StepControl()
     with broken_gpu_named(world), settings_of(job, world), retries_told(job, world, send):
         try:
+            if job.why_reads:
+                control.reads(job.why_reads)
             # Before the first step: of workers that compute otherwise, each step would give other bits.
             check_numerics(job, world, send, control)
             task(Context(job.for_task(), world, run, send, control, rows_on_driver or {}, held=held))

@@ -5,11 +5,12 @@ loop of the user's (`own_loop.py`). `declared` makes what is a declared training
 and evaluates after it.
 """
 
+import itertools
+import operator
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from dp_ray.engine.bad_samples import Quarantine
@@ -72,7 +73,7 @@ class TrainingRun(Generic[M]):
 
     training: Training
     trainer: M
-    evaluation: Evaluation
+    evaluations: Sequence[Evaluation]
 
     def steps(self, stopping: Stopping | None = None) -> Generator[TrainingStep, None, None]:
         """Yield the steps that are left, to run passes and updates, and do after each what follows it.
@@ -83,6 +84,7 @@ class TrainingRun(Generic[M]):
         training, trainer = self.training, self.trainer
         context, state, split = training.context, training.state, training.split
         job, world, control, watch, held = context.job, context.world, context.control, trainer.watch, context.held
+        holds = held is not None and not job.why_reads  # the state, so that no checkpoint has to
         hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
         # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
         quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
@@ -95,10 +97,12 @@ class TrainingRun(Generic[M]):
             # Within the run: the writer's thread has the recorder send, also after an error.
             checkpointing(training, run.recorder.keep) as checkpointer,
         ):
-            evaluator = Evaluator(training, self.evaluation) if job.eval is not None else None
-            after = AfterStep(training, evaluator, stopping)
+            evaluators = [Evaluator(training, evaluation) for evaluation in self.evaluations]
+            after = AfterStep(training, evaluators, stopping)
             on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
-            for number in chain([] if state.unfinished is None else [state.unfinished[0]], run.steps(start)):
+            for number in itertools.chain(
+                [] if state.unfinished is None else [state.unfinished[0]], run.steps(start)
+            ):
                 if state.unfinished is None:
                     step = TrainingStep(trainer, number, next(loaded), on_shard, control.wants_stop)
                     yield step
@@ -120,7 +124,7 @@ class TrainingRun(Generic[M]):
                 stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
                 run.stops = stops and number + 1 < split.total_steps
                 if checkpointer is not None:
-                    must_save = run.stops and not control.is_to_rejoin
+                    must_save = run.stops and not (control.is_to_rejoin and holds)
                     checkpointer.after_step(number, update, measured, must_save or control.take_save())
                 elif measured and held is not None:
                     note_best(training, measured)  # as rank 0 does
@@ -140,7 +144,7 @@ class TrainingRun(Generic[M]):
         run.close()  # before the last step is kept: its times are kept with it
         context.control.through()  # writing the rest has no time limit
         if checkpointer is not None:
-            if run.stops and context.control.is_to_rejoin:
+            if run.stops and context.control.is_to_rejoin and not context.job.why_reads:
                 checkpointer.wait()
             else:
                 checkpointer.finish()
@@ -212,7 +216,6 @@ def begun_training(
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
         context = replace(context, attempt=begin_attempt(context.run).attempt)
         layout = sample_layout(job, split, dataset)
-        trainer.state.keeps_start = context.held is not None
         training = Training(context, Source(job, dataset), split, layout, trainer, times)
         training = levelled(training) or restored(training)
         with holding(training):
@@ -221,10 +224,16 @@ def begun_training(
                 context.held.begin(training.state.step)
             trainer.synchronise()  # with the restored state: the average of the weights begins with it
             ways = placement.forwards(), trainer.over_batch
-            trial = placement.row_trial()
-            evaluation = Evaluation(job, step, measures, states, world.device, *ways, trial=trial)
+            evaluations = [
+                Evaluation(
+                    *(job, step, measures, states, world.device, *ways),
+                    trial=placement.row_trial(),
+                    named=named,
+                )
+                for named in job.evaluations
+            ]
             with trainer.advising():
-                yield TrainingRun(training, trainer, evaluation)
+                yield TrainingRun(training, trainer, evaluations)
 
 
 def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> None:
@@ -242,7 +251,7 @@ def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> 
 
 
 class Evaluates(Protocol):
-    """An evaluator of a training, or the recorded values of one."""
+    """An evaluator of a training, or the recorded values of them all."""
 
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate after a step."""
@@ -257,10 +266,10 @@ class AfterStep:
     `stops` is set once the training is to stop early.
     """
 
-    def __init__(self, training: Training, evaluator: Evaluates | None, stopping: Stopping | None = None) -> None:
+    def __init__(self, training: Training, evaluators: Sequence[Evaluates], stopping: Stopping | None = None) -> None:
         self._state, self._split, self._schedule = training.state, training.split, training.trainer.schedule
         self._clock = training.times.clock
-        self._evaluator = evaluator
+        self._evaluators = evaluators
         self._stopping = stopping
         self.stops = False
 
@@ -271,8 +280,8 @@ class AfterStep:
             state.step = step + 1
             state.add(update.sums)
             state.unfinished, state.is_torn = (step, update, {}, 0.0, 0.0), False
-        is_evaluated = self._evaluator is not None and self._evaluator.is_due(step)
-        measured = self._evaluate(step) if is_evaluated else {}
+        due = [evaluator.is_due(step) for evaluator in self._evaluators]
+        measured = self._evaluate(step, itertools.compress(self._evaluators, due))
         if (step + 1) % self._split.steps == 0:
             state.is_torn = True
             measured = {**measured, "epoch_loss": state.end_epoch()}
@@ -280,17 +289,17 @@ class AfterStep:
                 self._schedule.after_epoch({**state.measured, "loss": measured["epoch_loss"]})
         if self._stopping is not None and self._stopping.take(measured):
             self.stops = state.is_torn = True
-            if not is_evaluated:
-                measured |= self._evaluate(step)  # as after the last step
+            # As after the last step: what is not evaluated yet.
+            measured |= self._evaluate(step, itertools.compress(self._evaluators, map(operator.not_, due)))
         state.is_torn = False
         return measured
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        if self._evaluator is None:
-            return {}
-        self._clock.enter(Part.EVALUATION)
-        measured = self._evaluator.measure(step)
-        self._clock.enter(Part.OTHER)
+    def _evaluate(self, step: int, evaluators: Iterable[Evaluates]) -> dict[str, float]:
+        measured: dict[str, float] = {}
+        for evaluator in evaluators:
+            self._clock.enter(Part.EVALUATION)
+            measured |= evaluator.measure(step)
+            self._clock.enter(Part.OTHER)
         self._state.measured.update(measured)
         return measured
 

@@ -39,6 +39,11 @@ class TrainState:
         (total, weight), self.epoch_loss = self.epoch_loss, [0.0, 0.0]
         return total / weight if weight else float("nan")
 
+    @property
+    def progress(self) -> int:
+        """How much is finished: two for each step, and the second one with all that follows the step."""
+        return 2 * self.step - (self.unfinished is not None)
+
     def to_json(self) -> dict[str, Any]:
         """Return the values as a checkpoint holds them."""
         self._read()

@@ -2,7 +2,7 @@
 
 Workers that survive the loss of another one form a new group, a view, and their task is called again with what each
 holds (`held.py`). All go on from one state, that of a worker which has finished most. Nothing is read from a
-checkpoint then.
+checkpoint then. If no worker holds a state, or the job is such that none can, all read the newest checkpoint.
 """
 
 from collections.abc import Iterator
@@ -24,6 +24,9 @@ from dp_ray.tasks.checkpoints import Training
 from dp_ray.tasks.held import Held, newest
 from dp_ray.tasks.setup import Context
 
+NOBODY = "no worker that is left has the state"
+TORN = "a worker was lost in a part of a step that cannot be done again"
+
 
 def levelled(training: Training) -> Training | None:
     """Return the training at the state of the worker that has finished most; None if none has a state.
@@ -32,13 +35,15 @@ def levelled(training: Training) -> Training | None:
     that was to write them is gone, all forget what they hold, and raise WorkerError: in another view an earlier
     checkpoint leads to those weights again.
     """
-    held = training.context.held
-    if held is None:
+    held, control = training.context.held, training.context.control
+    if held is None or training.context.job.why_reads:
         return None
-    told = gathered(held.progress)
+    told, whys = zip(*gathered((held.progress, held.why)), strict=True)
     source = newest(told)
     if source is None:
+        control.reads(next(filter(None, whys), NOBODY))
         return None
+    held.why = ""
     if min(told) < told[source]:
         sent = shared(held.to_send() if own_rank() == source else None, source)
         if held.progress < told[source]:
@@ -46,8 +51,8 @@ def levelled(training: Training) -> Training | None:
     best = held.running.best_step
     is_there = best is None or best in steps_of(training.context.run.child(CHECKPOINTS))
     if not broadcast("there" if is_there else ""):
-        held.forget()
-        raise WorkerError("the best weights so far were to be kept by a worker that is lost")
+        held.forget(why := "the best weights so far were to be kept by a worker that is lost")
+        raise WorkerError(why)
     assert held.state is not None
     training.trainer.load_state_dict(held.state)
     held.state = None  # the trainer has it now
@@ -77,11 +82,12 @@ def keep(held: Held, training: Training) -> None:
     If a step cannot be undone, neither state nor model is held.
     """
     placement, running = held.placement, training.state
-    held.forget()
+    held.finished = running.progress
+    held.forget(TORN)
     trainer = training.trainer
-    assert isinstance(trainer.optimizer_step, OptimizerStep)
-    if running.is_torn:
+    if running.is_torn or training.context.job.why_reads:
         return
+    assert isinstance(trainer.optimizer_step, OptimizerStep)
     if (unfinished := running.unfinished) is not None:
         step, update, measured, ended, data_wait = unfinished
         running.unfinished = step, update._replace(stops=False), measured, ended, data_wait
@@ -89,7 +95,7 @@ def keep(held: Held, training: Training) -> None:
         trainer.state.drop()
         trainer.optimizer_step.drop_gradients()
         held.state = trainer.state_dict()
-        held.placement, held.running = placement, running
+        held.placement, held.running, held.why = placement, running, ""
 
 
 @contextmanager
@@ -104,11 +110,15 @@ def holding(training: Training) -> Iterator[None]:
 
 
 def prepare(context: Context) -> None:
-    """Hold what a worker needs that is to join others, while they go on without it: datasets and model."""
+    """Hold what a worker needs that is to join others, while they go on without it: datasets and model.
+
+    A model is built later if the process does not hold it either.
+    """
     job = context.job
     dataset = context.dataset(job, job.dataset_key)
     if job.task == "train":
-        if job.eval is not None:
-            context.dataset(job.over_eval(), "eval.dataset")
+        for evaluation in job.evaluations:
+            context.dataset(job.over_eval(evaluation), evaluation.dataset_key)
         job = with_schedule(job, split_of(job, len(dataset)))
-    replace(context, job=job).place()
+    if not job.why_reads:
+        replace(context, job=job).place()

@@ -505,8 +505,8 @@ class History:
         for finished, (*totals, _, missing, norm) in zip(steps, read, strict=True):
             row: dict[str, Any] = {"step": finished.step, "epoch": finished.step // self.split.steps}
             for name, total, weight in zip(self.names, totals[::2], totals[1::2], strict=True):
-                none = None if name.startswith(LOSS_OF) else float("nan")  # a batch may lack a source
-                row[name] = total / weight if weight else none
+                if weight or self.mixture is None or not name.startswith(LOSS_OF):  # a batch may lack a source
+                    row[name] = total / weight if weight else float("nan")
             num_rows, seconds = finished.rows - int(missing), finished.seconds
             row |= {"learning_rate": finished.update.learning_rate, "gradient_norm": norm, "rows": num_rows}
             row["rows_per_second"] = num_rows / seconds if seconds > 0 else 0.0

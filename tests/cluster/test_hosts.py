@@ -13,7 +13,7 @@ import pytest
 
 import dp_ray
 from tests.support.cluster import ROOT
-from tests.support.drivers import SLOW
+from tests.support.drivers import SLOW, told
 from tests.support.hosts import ENVIRONMENT, PORT, Host, hosts
 
 pytestmark = [pytest.mark.ray, pytest.mark.root]
@@ -132,13 +132,36 @@ def test_a_training_lives_through_a_host_killed_a_host_added_and_a_host_drained(
     result = dp_ray.load(tmp_path / "run")
     here = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="here", quiet=True)
     assert result.weights_sha256 == here.weights_sha256
-    told = result.interruptions
-    assert [one["kind"] for one in told] == ["worker", "node", "resize", "preemption"]
+    seen = result.interruptions
+    assert [one["kind"] for one in seen] == ["worker", "node", "resize", "preemption"]
     assert result.world_sizes == [3, 3, 2, 3, 2]
-    assert told[1]["nodes"] == ["10.77.0.3"]
-    assert [one["step"] - one["resumed_step"] for one in told[2:]] == [0, 0], "nothing is lost between two steps"
-    assert told[3]["what"] == "Ray drains 10.77.0.2"
+    assert seen[1]["nodes"] == ["10.77.0.3"]
+    assert [one["step"] - one["resumed_step"] for one in seen[2:]] == [0, 0], "nothing is lost between two steps"
+    assert seen[3]["what"] == "Ray drains 10.77.0.2"
     assert "10.77.0.2" not in {worker["node"] for worker in result.workers}
+    up[1].kill()  # a node that was drained takes no more work
+
+
+def test_survivors_go_on_without_a_host_until_it_comes_back_and_without_one_that_is_drained(
+    up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
+) -> None:
+    keys = {**TRAINING, "epochs": 14, "workers": 3, "retries": 1, "on_lost_worker": "go_on"}
+    inject = ["--inject", "drain node 10.77.0.2 for 60s at step 100"]
+    with Driver(up[0], *job(**keys, timeouts={"capacity": 4}), *inject) as driver:
+        driver.wait_for("epoch 0, step 9")
+        up[2].kill()
+        driver.wait_for("no node has room for another worker now: the others go on without it")
+        up[2].join()
+        driver.wait_for("interrupted, preemption: Ray drains 10.77.0.2", 200)
+        assert driver.end() == 0, "".join(driver.said)
+    result = dp_ray.load(tmp_path / "run")
+    here = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="here", quiet=True)
+    assert result.weights_sha256 == here.weights_sha256
+    assert told(result) == told(here)
+    assert result.world_sizes == [3, 2, 3, 2]
+    seen = [(one["kind"], one["nodes"], one["level"]) for one in result.interruptions]
+    assert seen == [("node", ["10.77.0.3"], "memory"), ("preemption", ["10.77.0.2"], "memory")]
+    assert all(one["step"] == one["resumed_step"] for one in result.interruptions)
     up[1].kill()  # a node that was drained takes no more work
 
 
@@ -161,6 +184,35 @@ def test_a_host_that_is_cut_off_costs_time_and_no_sample(
     assert result.interruptions[0]["kind"] == "node"
     assert result.interruptions[0]["nodes"] == ["10.77.0.3"]
     assert result.world_sizes[:2] == [3, 2]
+
+
+@pytest.mark.parametrize("task", ["train", "predict"])
+def test_survivors_go_on_without_a_host_that_is_cut_off_and_what_it_writes_does_not_count(
+    up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path, task: str
+) -> None:
+    """The host that is cut off reaches the storage all the time."""
+    if task == "train":
+        keys = {**TRAINING, "epochs": 8, "checkpoint": {"every_steps": 1}}
+    else:
+        dataset = {"target": "tests.driver.test_runs_on_ray:Slow", "args": {"length": 900}}
+        keys = {"model": "tests.support.models:Linear", "dataset": dataset, "batch_size": 9, "shards": 3, **ONE_EACH}
+    with Driver(up[0], *job(**keys, workers=3, on_lost_worker="go_on")) as driver:
+        driver.wait_for("3 workers on 3 nodes")
+        time.sleep(2)
+        up[2].cut()
+        driver.wait_for("interrupted, node: its node does not answer")
+        driver.wait_for("2 workers on 2 nodes")
+        driver.wait_for("from memory")
+        up[2].heal()
+        assert driver.end() == 0, "".join(driver.said)
+    result = dp_ray.load(tmp_path / "run")
+    here = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="here", quiet=True)
+    assert (result.weights_sha256, result.outputs_sha256) == (here.weights_sha256, here.outputs_sha256)
+    assert task != "train" or told(result) == told(here)
+    lost = result.interruptions[0]
+    assert (lost["kind"], lost["nodes"], lost["level"]) == ("node", ["10.77.0.3"], "memory")
+    assert result.world_sizes[:2] == [3, 2]
+    up[2].kill()  # Ray ends a node that it has called dead, some time later
 
 
 def test_a_job_that_finds_no_room_any_more_says_so_and_can_be_run_again_with_less(

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dp_ray.cluster.membership import Leave, Member, Membership, Phase, Place, View
+from dp_ray.cluster.membership import Leave, Loss, Member, Membership, Phase, Place, View
 from dp_ray.tasks.held import newest
-from tests.support.views import FAULTS, Broken, Model
+from tests.support.views import FAULTS, Broken, Model, Worker
 
-BUDGETS = [{"kill": 2}, {"kill": 1, "come": 1}, {"silence": 1, "kill": 1}]
+BUDGETS = [{"kill": 2}, {"kill": 1, "come": 1}, {"silence": 1, "kill": 1}, {"drain": 2, "kill": 1}]
 
 
 def explored(model: Model, budget: dict[str, int]) -> int:
@@ -33,7 +33,16 @@ def explored(model: Model, budget: dict[str, int]) -> int:
 
 @pytest.mark.parametrize("budget", BUDGETS, ids="-".join)
 def test_three_workers_in_every_interleaving(budget: dict[str, int]) -> None:
-    assert explored(Model(3, 2), budget) > 10_000
+    steps = 2 if "drain" in budget else 3  # else it takes long
+    assert explored(Model(3, steps), budget) > 20_000
+
+
+def all_of_three(workers: int) -> Membership:
+    return Membership(workers, least=workers)
+
+
+def test_a_job_that_needs_all_its_workers_waits_for_the_newcomer() -> None:
+    assert explored(Model(3, 3, all_of_three), {"kill": 1, "come": 1}) > 3_000
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -81,18 +90,37 @@ class TakesTheExcluded(Membership):
         return super().ask(member, progress, has_lost_peer)
 
 
+class NeedsNobody(Membership):
+    def settle(self) -> View | None:
+        self.least = 1
+        view = super().settle()
+        self.least = self.expected
+        return view
+
+
 class RanksBySlot(Membership):
     def settle(self) -> View | None:
         self._since.clear()
         return super().settle()
 
 
+class LeavesOutAtOnce(Membership):
+    """Those on drained nodes leave for good, whatever the others have finished."""
+
+    def settle(self) -> View | None:
+        self._finished = dict.fromkeys(self._finished, 0)
+        return super().settle()
+
+
 @pytest.mark.parametrize(
     ("make", "budget", "says"),
     [
+        (LeavesOutAtOnce, {"drain": 1, "kill": 1}, "leaves for good with a step"),
         (WaitsForNobody, {"kill": 1}, "not left the one before|runs again"),
         (NeverSaysNow, {"silence": 1, "kill": 1}, "nothing happens"),
         (TakesTheDeadForAlive, {"kill": 1}, "nothing happens"),
+        (TakesTheExcluded, {"silence": 1, "kill": 1}, "gone on without it before"),
+        (lambda workers: NeedsNobody(workers, least=workers), {"kill": 1}, "fewer workers than the job needs"),
         (RanksBySlot, {"kill": 1, "come": 1}, "rank 0 lives"),
     ],
 )
@@ -109,20 +137,13 @@ def test_a_state_that_is_not_the_newest_is_found() -> None:
         explored(Model(3, 2, level=rank_0), {"kill": 1})
 
 
-def test_a_membership_that_takes_the_excluded_runs_steps_again() -> None:
-    """A process that was left out is behind, or another one has its place."""
-    membership = TakesTheExcluded(2)
-    for slot in (0, 1):
-        membership.ask(Member(str(slot), slot), -1)
-    membership.settle()
-    membership.lose([1])
-    assert membership.ask(Member("1", 1), 4)
-    plain = Membership(2)
-    for slot in (0, 1):
-        plain.ask(Member(str(slot), slot), -1)
-    plain.settle()
-    plain.lose([1])
-    assert not plain.ask(Member("1", 1), 4)
+def test_a_newcomer_that_does_not_get_the_others_state_is_found() -> None:
+    class NewcomersAreAhead(Model):
+        def levelled(self, worker: Worker, steps: int) -> int:
+            return steps + 2 * (worker.level < 0 and steps > 0)
+
+    with pytest.raises(Broken, match="differ by more than a step"):
+        explored(NewcomersAreAhead(3, 3), {"kill": 1, "come": 1})
 
 
 def test_ranks_go_node_by_node_and_the_oldest_first() -> None:
@@ -156,11 +177,47 @@ def test_losses_count_while_no_step_is_finished() -> None:
     for slot in (0, 1):
         membership.ask(Member(str(slot), slot), 4, has_lost_peer=True)
     membership.settle()
-    assert membership.losses == 0  # steps were finished since the first view
+    assert (membership.losses, membership.idle_views) == (1, 0)
+    assert membership.loss_of([1]) == Loss((1,), 2), "the second worker in a row, and no step between"
+    membership.reach(7)
+    assert membership.loss_of([1]) == Loss((1,), 1)
     membership.lose([1])
-    membership.ask(Member("0", 0), 4, has_lost_peer=True)
+    membership.ask(Member("0", 0), 7, has_lost_peer=True)
     membership.settle()
-    assert membership.losses == 1
+    assert (membership.losses, membership.idle_views) == (1, 0)
+
+
+def test_several_that_are_lost_of_one_view_count_once() -> None:
+    membership = Membership(4)
+    for slot in range(4):
+        membership.ask(Member(str(slot), slot), -1)
+    membership.settle()
+    membership.lose([1])
+    assert membership.loss_of([2]) == Loss((2,), 1)
+    membership.lose([2])
+    for slot in (0, 3):
+        membership.ask(Member(str(slot), slot), -1, has_lost_peer=True)
+    membership.settle()
+    assert (membership.losses, membership.idle_views) == (1, 2)
+
+
+def test_those_on_a_drained_node_leave_for_good_after_a_step() -> None:
+    membership = Membership(3)
+    members = [Member(name, slot, node) for slot, (name, node) in enumerate(zip("abc", "xyy", strict=True))]
+    for member in members:
+        membership.ask(member, -1)
+    membership.settle()
+    membership.drain(["x"])
+    assert membership.asks(1) is Leave.AFTER_A_STEP
+    for member in members:
+        assert membership.settle() is None
+        assert membership.ask(member, 4)
+    assert membership.settle() == View(2, tuple(members[1:]))
+    assert membership.losses == 0 and not membership.is_asking("a")
+    assert not membership.ask(Member("d", 0, "x"), -1), "another one on that node"
+    assert membership.ask(Member("e", 0, "z"), -1)
+    membership.drain(["y", "z"])
+    assert membership.drained() == [], "nobody would go on"
 
 
 def test_the_first_of_those_that_have_finished_most_gives_its_state() -> None:

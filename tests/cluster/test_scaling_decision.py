@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dp_ray.cluster.channel import Ask, Why
 from dp_ray.cluster.decisions import (
     GROW_AFTER_SECONDS,
+    REPLACE_SECONDS,
     SETTLE_SECONDS,
     Idle,
     LastCount,
@@ -112,7 +113,13 @@ LONG = SETTLE_SECONDS + 0.1
             ScalingReason.MUST_NOT_STOP,
             None,
         ),
-        # Drain: stop where enough capacity is left, else keep what is done; at once, however young the workers are.
+        # Where workers are lost and the others go on, others come in their places; else all start again, much later.
+        (running(3, 4, (4, LONG), num_lost=1), Resize.GO_ON, ScalingReason.SETTLING, None),
+        (running(3, 4, (4, REPLACE_SECONDS), num_lost=1), Resize.GO_ON, ScalingReason.SETTLING, None),
+        (running(3, 4, (4, REPLACE_SECONDS + 0.1), num_lost=1), Resize.ASK, ScalingReason.GROWTH, Ask.RESTART),
+        # Drain: those leave whose nodes are drained, if others can go on; whatever room there is.
+        (running(4, 1, draining=("10.0.0.2",), num_staying=1), Resize.LEAVE, ScalingReason.DRAIN, None),
+        # Else stop where enough capacity is left, else keep what is done; at once, however young the workers are.
         (running(4, 3, draining=("10.0.0.2",), ran=0.0), Resize.ASK, ScalingReason.DRAIN, Ask.RESTART),
         (running(4, 2, draining=("10.0.0.2",)), Resize.ASK, ScalingReason.DRAIN, Ask.RESTART),
         (running(4, 1, draining=("10.0.0.2",)), Resize.ASK, ScalingReason.DRAIN, Ask.SAVE),

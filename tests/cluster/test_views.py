@@ -21,10 +21,10 @@ def asks(
     return channel.ask(1, "group", member, progress, lost, 3)
 
 
-async def begun() -> Channel:
+async def begun(**terms: Any) -> Channel:
     """A channel whose job runs in its first view."""
     channel = Channel()
-    await channel.begin(Terms(1, 3, goes_on=True), ["job"])
+    await channel.begin(Terms(1, 3, goes_on=True, **terms), ["job"])
     views = await asyncio.gather(*(asks(channel, member) for member in (C, A, B)))
     assert [view and view.members for view in views] == [(A, B, C)] * 3
     return channel
@@ -43,10 +43,10 @@ def test_survivors_get_the_next_view_once_all_that_live_have_asked() -> None:
         assert not first.done()
         second = await soon(asks(channel, C, 8, lost=True))
         assert not second.done(), "nobody knows that the third one is dead"
-        assert await channel.survey(1, (1,)) == Loss((1,), ("node",), 1)
+        assert await channel.survey(1, (1,)) == Loss((1,), 1)
         await channel.lose(1, (1,))
         assert await first == await second == View(2, (A, C))
-        assert await beat(channel, B, 1) is Ask.LEAVE_NOW
+        assert await beat(channel, B, 1) is Ask.END
         assert await asks(channel, B, 8) is None
 
     played(play())
@@ -115,7 +115,7 @@ def test_nobody_goes_on_after_all_were_through_or_are_dead() -> None:
         assert await channel.survey(1, (1,)) is None, "the others may have left"
         other = await begun()
         assert await other.survey(1, (0, 1, 2)) is None
-        assert await other.survey(1, (7,)) == Loss((), (), 0)
+        assert await other.survey(1, (7,)) == Loss((), 0)
 
     played(play())
 
@@ -144,16 +144,44 @@ def test_workers_that_were_all_started_anew_begin_anew_and_the_old_ones_are_out(
 
 
 def test_a_member_without_a_sign_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REJOIN_SECONDS", 0.3)
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
 
     async def play() -> None:
-        channel = await begun()
+        channel = await begun(rejoin=0.3)
         first = await soon(asks(channel, A, 6, lost=True))
         for _ in range(4):  # one that computes gives signs
             await asyncio.sleep(0.15)
             await beat(channel, C, 1)
         assert not first.done()
         assert await asks(channel, C, 6, lost=True) == View(2, (A, C))
+
+    played(play())
+
+
+def test_a_member_that_computes_for_longer_than_a_step_may_take_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives signs all the while, and is told to end its process then."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
+
+    async def play() -> None:
+        channel = await begun(rejoin=60.0, step=0.5)
+        asking = [await soon(asks(channel, member, 6, lost=True)) for member in (A, C)]
+        while not all(one.done() for one in asking):
+            assert await beat(channel, B, 1) in (Ask.LEAVE_NOW, Ask.END)
+            await asyncio.sleep(0.05)
+        assert [await one for one in asking] == [View(2, (A, C))] * 2
+        assert await beat(channel, B, 1) is Ask.END and await channel.is_out(B.name)
+        assert not await channel.is_out(A.name)
+
+    played(play())
+
+
+def test_a_job_that_needs_all_its_workers_has_no_view_of_fewer() -> None:
+    async def play() -> None:
+        channel = await begun(needs_all=True)
+        await channel.lose(1, (1,))
+        asking = [await soon(asks(channel, member, 6, lost=True)) for member in (A, C)]
+        assert not any(one.done() for one in asking)
+        newcomer = await soon(asks(channel, NEW))
+        assert [await one for one in [*asking, newcomer]] == [View(2, (A, C, NEW))] * 3
 
     played(play())

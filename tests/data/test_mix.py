@@ -110,6 +110,45 @@ def test_a_training_is_plain_torchs_with_its_loss_by_source(tmp_path: Path) -> N
     )
 
 
+def pairs(outputs: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return torch.nn.functional.cross_entropy(outputs, target, reduction="sum"), len(target)
+
+
+def of_rows(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs, target, reduction="none")
+
+
+def users_step(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return of_rows(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_there"),
+    [
+        ({"loss": of_rows}, True),
+        ({"step": users_step, "loss": None}, True),
+        ({"loss": pairs}, False),
+        ({"loss": {"target": "torch.nn:CrossEntropyLoss", "over": "batch"}}, False),
+    ],
+)
+def test_the_loss_by_source_is_there_where_rows_have_losses(
+    tmp_path: Path, keys: dict[str, Any], is_there: bool
+) -> None:
+    data = Mix({"a": Pairs(20), "b": Pairs(30)}, {"a": "1/3", "b": "2/3"}, {"rows": 14})
+    given = keys_of(storage=str(tmp_path), dataset=data, shuffle=True, batch_size=14, shards=3)
+    (row,) = dp_ray.run(**{**given, **keys}).history
+    ids = MixtureOrder(data.mixture).indices(0, 14).tolist()
+    inputs, targets = default_collate([data[number] for number in ids])
+    losses = of_rows(initial(mlp)(inputs), targets)
+    assert row["loss"] == pytest.approx(losses.mean().item())
+    names = [data.locate(number)[0] for number in ids]
+    assert {name: row[f"rows_of_{name}"] for name in "ab"} == Counter(names)
+    assert ("loss_of_a" in row) == is_there
+    for name in "ab" if is_there else "":
+        own = torch.tensor([source == name for source in names])
+        assert row[f"loss_of_{name}"] == pytest.approx(losses[own].mean().item())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("augment", [False, True])
 def test_any_workers_and_loaders_end_at_the_same_bits(tmp_path: Path, augment: bool) -> None:

@@ -20,12 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dp_ray
-from dp_ray.data import Parquet, WebDataset, files
+from dp_ray.data import Parquet, Tokens, WebDataset, files, tokens
 from dp_ray.data.blocks import Block
 from dp_ray.driver.from_run import reopened, retried
 from dp_ray.driver.run import Options, execute
 from dp_ray.errors import DataError
 from dp_ray.storage import Storage
+from tests.data.test_tokens import FORMS
 from tests.support import tables
 from tests.support.feeds import MEMORY, PREDICT, ROWS, InMemory, job_of, loader, predicted, rows, trained
 from tests.support.group import ProcessExit, run_group
@@ -81,6 +82,31 @@ def test_a_glob_by_url_finds_shards_whose_index_is_kept_beside_them(server: "Ser
     assert ".0.tar.samples.json" in server.objects("shards")
     assert [item["cls"] for item in WebDataset(url)] == list(range(9))
     assert set(dataset.pins) == {"s3://bucket/shards/0.tar", "s3://bucket/shards/1.tar"}
+
+
+def test_tokens_by_url_are_those_of_the_disk_and_keep_their_lengths_beside_them(
+    server: "Server", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.s3 import SECRET
+
+    monkeypatch.setattr(tokens, "BLOCK_BYTES", 64)
+    documents = [[number] * (number % 7) for number in range(40)]
+    for name, (ending, write) in FORMS.items():
+        folder = tmp_path / name.replace(" ", "-")
+        folder.mkdir()
+        write(folder / f"a{ending}", documents)
+        url = upload(server, folder, f"tokens/{folder.name}")
+        for length in (None, 9):
+            here, there = Tokens(folder / f"a{ending}", length), Tokens(url, length)
+            assert there.loader_context == "spawn" and there.block_rows.tolist() == here.block_rows.tolist()
+            for mine, its in zip(there, here, strict=True):
+                assert all(torch.equal(mine[key], its[key]) for key in its)
+        assert all(SECRET not in text for text in there.pins)
+    (kept,) = (name for name in server.objects("tokens/parquet") if name != "a.parquet")
+    assert kept == ".a.parquet.lengths-input_ids.arrow"
+    monkeypatch.setattr(Parquet, "_table", None)
+    url = server.url("tokens/parquet")
+    assert Parquet(url).lengths("input_ids").tolist() == [len(document) for document in documents]
 
 
 def test_keys_of_any_name_are_found_by_url(server: "Server", tmp_path: Path) -> None:

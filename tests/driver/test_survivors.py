@@ -1,15 +1,21 @@
 """Jobs on Ray whose workers go on where others are killed: the undisturbed run's bits, and what is told."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dp_ray
+from dp_ray.cluster.channel import GROUP
 from dp_ray.driver.sessions import Session
 from dp_ray.errors import WorkerError
 from tests.support.cluster import Run
 from tests.support.drivers import SLOW, told
+from tests.support.models import SlowPairs
+from tests.support.within import within
 
 GOES_ON: dict[str, Any] = {**SLOW, "epochs": 12, "checkpoint": {"every_steps": 50}, "on_lost_worker": "go_on"}
 PREDICTS: dict[str, Any] = {
@@ -30,6 +36,57 @@ def test_a_prediction_whose_worker_is_killed(run: Run, tmp_path: Path) -> None:
     undisturbed = run(None, **PREDICTS, workers=0, name="undisturbed")
     assert result.outputs_sha256 == undisturbed.outputs_sha256
     assert [one["level"] for one in result.interruptions] == ["memory"]
+
+
+@pytest.mark.ray
+def test_a_worker_killed_in_each_part_of_a_step(run: Run, tmp_path: Path) -> None:
+    dataset = {"target": "tests.support.training:Images", "args": {"length": 20}}
+    keys = {**GOES_ON, "checkpoint": {"every_steps": 9}, "eval": {"dataset": dataset, "every_steps": 9}}
+    parts = {5: "1 {} in forward", 29: "1 {} in exchange", 53: "1 {} in update", 77: "2 {} in evaluation"}
+    faults = [f"kill worker {text.format(f'at step {step}')}" for step, text in parts.items()]
+    result = run(None, **keys, workers=3, inject="; ".join([*faults, "kill worker 0 at step 98 in checkpoint"]))
+    undisturbed = run(None, **keys, workers=0, name="undisturbed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert told(result) == told(undisturbed)
+    assert [one["level"] for one in result.interruptions] == ["memory"] * 5
+    assert [one["resumed_step"] for one in result.interruptions] == [5, 29, 53, 81, 99]
+    assert all(one["step"] == one["resumed_step"] for one in result.interruptions)
+
+
+class DeadlyToNewcomers(SlowPairs):
+    """Kills each worker that builds it before it takes part. The others read on once three have died."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(0.001)
+        self.died = Path(folder, "died")
+        self.left = 200  # reads before that
+        if GROUP in os.environ and not torch.distributed.is_initialized():
+            with self.died.open("a") as died:
+                died.write("x")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def __getitem__(self, index: int) -> Any:
+        self.left -= 1
+        if GROUP in os.environ and self.left < 0:
+            assert within(200, lambda: self.died.exists() and len(self.died.read_text()) >= 3)
+        return super().__getitem__(index)
+
+
+@pytest.mark.ray
+def test_newcomers_that_die_as_they_start_are_no_more_started_and_the_others_go_on(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dataset = {"target": "tests.driver.test_survivors:DeadlyToNewcomers", "args": {"folder": str(tmp_path)}}
+    keys = {**GOES_ON, "retries": 1, "dataset": dataset}
+    result = run(None, **keys, workers=3, quiet=False, inject="kill worker 1 at step 5")
+    undisturbed = run(None, **keys, workers=0, name="undisturbed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert result.world_sizes == [3, 2]
+    says = (
+        "no other worker is started in the place of a lost one: 3 were lost as they started: its process was killed"
+    )
+    assert says in capfd.readouterr().err
+    assert (tmp_path / "died").read_text() == "xxx"
 
 
 @pytest.mark.ray
@@ -56,3 +113,40 @@ def test_three_workers_of_which_two_are_killed_at_once_and_then_rank_0(run: Run,
     assert sorted(rank for one in result.interruptions for rank in one["ranks"]) == [0, 1, 2]
     assert all(one["step"] == one["resumed_step"] for one in result.interruptions), "no step is run again"
     assert result.world_sizes[0] == 3 and max(result.world_sizes[2:]) == 3, "others come in their places"
+
+
+@pytest.mark.ray
+def test_sharded_workers_go_on_in_their_processes_from_the_newest_checkpoint(run: Run, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {**GOES_ON, "epochs": 6, "checkpoint": {"every_steps": 5}, "strategy": "fsdp"}
+    result = run(None, **keys, workers=3, inject="kill worker 0 at step 8; kill worker 2 at step 23")
+    undisturbed = run(None, **keys, workers=0, name="undisturbed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert told(result) == told(undisturbed)
+    assert {(one["level"], one["why"]) for one in result.interruptions} == {("checkpoint", "strategy: fsdp")}
+    assert all(one["resumed_step"] == one["step"] // 5 * 5 for one in result.interruptions)
+
+
+LOOP: dict[str, Any] = {
+    "task": "train",
+    "model": "tests.support.loops:Gan",
+    "dataset": {"target": "tests.support.loops:SlowPoints", "args": {"seconds": 0.02}},
+    "loop": "tests.support.loops:gan",
+    "batch_size": 6,
+    "shards": 3,
+    "shuffle": False,
+    "epochs": 12,
+    "bitwise": True,
+    "checkpoint": {"every_steps": 5},
+    "on_lost_worker": "go_on",
+}
+
+
+@pytest.mark.ray
+def test_a_loop_whose_worker_hangs_goes_on_after_that_is_named_and_killed(run: Run, tmp_path: Path) -> None:
+    result = run(None, **LOOP, workers=3, inject="pause worker 1 at step 8", timeouts={"step": 4, "rejoin": 3})
+    undisturbed = run(None, **LOOP, workers=0, name="undisturbed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert told(result) == told(undisturbed)
+    (hang,) = result.interruptions
+    assert (hang["kind"], hang["ranks"], hang["level"], hang["why"]) == ("hang", [1], "checkpoint", "loop")
+    assert (hang["step"], hang["resumed_step"]) == (8, 5)

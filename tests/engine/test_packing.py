@@ -21,10 +21,11 @@ import dp_ray
 from dp_ray.data import Parquet, Stream, Tokens
 from dp_ray.driver.planning import plan_job
 from dp_ray.engine.loading import seeded_dataset
-from dp_ray.engine.packing import Packed, packed, packings, parts_of
+from dp_ray.engine.packing import Packed, packings, parts_of
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Pack
+from dp_ray.job.samples import order_of
 from dp_ray.plan import packing
 from dp_ray.plan.order import Order
 from jobs.gpt import Gpt
@@ -70,7 +71,7 @@ def gpt() -> Gpt:
 
 
 def job_of(**keys: Any) -> Job:
-    common = {
+    common: dict[str, Any] = {
         "task": "train",
         "model": f"{HERE}:gpt",
         "dataset": f"{HERE}:Texts",
@@ -184,7 +185,7 @@ def plain_losses(how: Any, epochs: int = 2) -> list[float]:
             logits = model(*(batch[key] for key in KEYS))
             loss = nn.functional.cross_entropy(logits, batch["labels"])
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
     return losses
@@ -228,16 +229,16 @@ def test_a_training_goes_on_anywhere_with_another_number_of_workers(
 @pytest.mark.parametrize("processes", [0, 2])
 def test_blocks_of_files_are_read_for_their_windows_alone(processes: int, tmp_path: Path) -> None:
     """A training on two workers, by blocks, from Parquet: the same bits as from lists."""
-    rows = [row * 3 for row in Texts().rows] * 60
+    rows = [*Texts().rows] * 60
     pq.write_table(pa.table({"input_ids": rows}), tmp_path / "a.parquet", row_group_size=100)
-    found = []
+    found: list[Any] = []
     for data, more in (
         ({"target": "dp_ray.data:Parquet", "args": {"paths": str(tmp_path / "a.parquet")}}, {"processes": processes}),
         ({"target": f"{HERE}:Lists", "args": {"rows": rows}}, {}),
     ):
         folder = tmp_path / f"run-{len(found)}"
         keys = {"dataset": data, "loader": more, "shuffle": {"window_blocks": 2}, "batch_size": 200, "epochs": 1}
-        run_group(job_of(**keys, workers=2, shards=4, bitwise=True, pack={"length": 64, "how": "cut"}), folder)
+        run_group(job_of(**keys, workers=2, shards=4, bitwise=True, pack={"length": 16, "how": "cut"}), folder)
         found.append(history_of(folder))
     assert found[0] == found[1] and len(found[0]) > 3
 
@@ -261,6 +262,8 @@ def test_an_evaluation_packs_its_dataset_too(tmp_path: Path) -> None:
     keys = {"eval": {"dataset": f"{HERE}:Texts"}, "workers": 0, "storage": str(tmp_path), "epochs": 1}
     result = dp_ray.run(job_of(**keys), quiet=True)
     assert math.isfinite(result.metrics["eval_loss"])
+    page = (Path(result.run_dir) / "report.html").read_text()
+    assert "tokens are packed into" in page, "the page has the plan"
     assert [own.key for own in plan_job(job_of(**{**keys, "storage": str(tmp_path / "other")})).packed] == [
         "dataset",
         "eval.dataset",
@@ -317,27 +320,34 @@ def test_a_replay_tells_the_rows_of_a_window(tmp_path: Path) -> None:
     assert any(line.startswith(f"sample {again.rows[0].sample} is packed of ") for line in again.lines())
 
 
-class Mixed(Dataset[Any]):
-    """What a mixture does for packing."""
-
-    def __init__(self, sources: dict[str, Any]) -> None:
-        self.sources = sources
-
-    def with_sources(self, change: Any) -> "Mixed":
-        return Mixed({name: change(name, source) for name, source in self.sources.items()})
-
-    def locate(self, index: int) -> tuple[str, int, int]:
-        return "b", 0, index
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sources.values()))
+def mixed(**more: Any) -> dict[str, Any]:
+    lists, texts = {"target": f"{HERE}:Lists", "args": {"rows": [[7] * 40, [8] * 30]}}, f"{HERE}:Texts"
+    weights = [{"from": 0, "a": "1/4", "b": "3/4"}, {"from": 20, "a": "1/2", "b": "1/2"}]
+    args = {"sources": {"a": lists, "b": texts}, "weights": weights, "stop": {"rows": 40}, **more}
+    return {"target": "dp_ray.data:Mix", "args": args}
 
 
 def test_the_sources_of_a_mixture_are_packed_each_by_itself() -> None:
-    made = packed(job_of(), Mixed({"a": Lists([[1] * 20]), "b": Lists([[2] * 40])}), "dataset")
-    assert {name: len(own) for name, own in made.sources.items()} == {"a": 2, "b": 3}
-    assert [own.name for own in packings(made)] == ["dataset.a", "dataset.b"]
-    assert parts_of(made, 1) == [(0, 16, 32)]
+    job = job_of(dataset=mixed(fields=["input_ids"]), shuffle=False)
+    dataset = seeded_dataset(job)
+    assert [(own.name, len(own)) for own in packings(dataset)] == [("dataset.a", 5), ("dataset.b", 16)]
+    order = order_of(job, dataset).indices(0, 40).tolist()
+    of_sources = [dataset.locate(sample) for sample in order]
+    assert [name for name, _, _ in of_sources].count("a") == 20 // 4 + 20 // 2
+    for sample, (name, _, index) in zip(order, of_sources, strict=True):
+        assert parts_of(dataset, sample) == dataset.sources[name].parts(index)
+        assert torch.equal(dataset[sample]["input_ids"], dataset.sources[name][index]["input_ids"])
+
+
+@pytest.mark.slow
+def test_a_training_on_a_packed_mixture_is_the_same_on_any_workers(tmp_path: Path) -> None:
+    found = []
+    for workers in (1, 3):
+        job = job_of(dataset=mixed(), workers=workers, shards=3, bitwise=True, batch_size=8)
+        run_group(job, tmp_path / str(workers))
+        found.append(history_of(tmp_path / str(workers)))
+    assert found[0] == found[1] and len(found[0]) == 10
+    assert all({"loss_of_a", "loss_of_b"} <= row.keys() for row in found[0])
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -372,6 +382,8 @@ def test_lengths_must_be_numbers() -> None:
             DataError, match=r"lengths\('input_ids'\) must give one whole number from 0 up for each of the 2"
         ):
             Packed(Told([[1], [2]], lengths=lengths), Pack(length=2, how="cut"))
+    with pytest.raises(DataError, match=r"dataset: lengths\('input_ids'\) raised KeyError"):
+        Packed(Told([[1], [2]]), Pack(length=2, how="cut"))
     with pytest.raises(DataError, match="row 1 of dataset: has 1 tokens now, and had 2 when the rows were packed"):
         Packed(Told([[1], [2]], lengths=[1, 2]), Pack(length=3, how="cut"))[0]
 
@@ -400,7 +412,7 @@ def some() -> Any:
 @pytest.mark.parametrize(
     ("pack", "says"),
     [
-        ({"length": 1, "how": "cut"}, r"pack\.length: "),
+        ({"length": 0, "how": "cut"}, r"pack\.length: "),
         ({"length": 8}, r"pack\.how: is missing"),
         ({"length": 8, "how": "best"}, r"pack\.how: must be 'cut' or 'whole'"),
         ({"length": 8, "how": "cut", "fields": ["a", "a"]}, "pack: fields names 'a' twice"),

@@ -156,16 +156,19 @@ def test_what_is_no_job_is_told(given: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "why"),
+    ("keys", "restarts", "reads"),
     [
-        ({}, ""),
-        ({"task": "evaluate", "loss": "torch.nn:CrossEntropyLoss"}, ""),
-        ({"strategy": "fsdp"}, "strategy: fsdp"),
-        ({"shards": "auto"}, "shards: auto"),
-        ({"task": "train", "loop": "tests.support.loops:plain"}, "loop"),
+        ({}, "", ""),
+        ({"task": "evaluate", "loss": "torch.nn:CrossEntropyLoss"}, "", ""),
+        ({"task": "train", "loop": "tests.support.loops:plain"}, "", "loop"),
+        ({"loop": "tests.support.loops:plain"}, "", ""),
+        ({"strategy": "fsdp"}, "", "strategy: fsdp"),
+        ({"shards": "auto"}, "shards: auto", ""),
     ],
 )
-def test_survivors_go_on_if_they_are_to_and_no_key_forbids_it(keys: dict[str, Any], why: str) -> None:
+def test_survivors_go_on_if_they_are_to_and_no_key_forbids_it(
+    keys: dict[str, Any], restarts: str, reads: str
+) -> None:
     goes_on = make(**keys, on_lost_worker="go_on")
-    assert (goes_on.why_restarts, goes_on.goes_on) == (why, not why)
+    assert (goes_on.why_restarts, goes_on.why_reads, goes_on.goes_on) == (restarts, reads, not restarts)
     assert not make(**keys).goes_on, "all restart by default"

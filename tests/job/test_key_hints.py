@@ -1,6 +1,7 @@
 """Keys as other libraries name them are answered with the key that does it here."""
 
 import re
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -134,7 +135,13 @@ def owner_of(path: str) -> Any:
 
 def inner(annotation: Any) -> Any:
     """The model that a field holds, maybe; a target where it holds none."""
-    found = [annotation, *(inner for part in get_args(annotation) for inner in (part, *get_args(part)))]
+
+    def parts(of: Any) -> Iterator[Any]:
+        yield of
+        for part in get_args(of):
+            yield from parts(part)
+
+    found = parts(annotation)
     return next((kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseModel)), Target)
 
 

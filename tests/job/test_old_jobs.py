@@ -22,6 +22,7 @@ NEW_IN_0_3 = [
     "loop: not set there, None here",
     "pack: not set there, None here",
     "on_lost_worker: not set there, 'restart' here",
+    "evaluation: not set there, None here",
 ]
 NEW: dict[str, list[str]] = {
     "90f781f": ["strict: not set there, True here", "bucket_cap_mb: not set there, None here", *NEW_IN_0_3],

@@ -16,11 +16,11 @@ import pytest
 
 import dp_ray
 from dp_ray.cluster import fetch as fetching
-from dp_ray.cluster.fetch import FromHere, Wanted, fetch
+from dp_ray.cluster.fetch import FetchRequest, FromHere, fetch_run
 from dp_ray.cluster.internals.variables import VARIABLES
 from dp_ray.driver.from_run import follow_up
 from dp_ray.errors import ClusterError, Error, JobError, StorageError
-from dp_ray.rundir.content import FETCHED, Content, Entry, check_names, chosen
+from dp_ray.rundir.content import FETCHED, Content, Entry, check_names, chosen_files
 from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT, Cluster
@@ -43,7 +43,7 @@ def quiet(_: str) -> None:
 
 def bring(storage: Path, folder: Path, *kinds: str, name: str = "trained", overwrite: bool = False) -> list[Path]:
     """Fetch a run from a storage that this machine reads."""
-    return fetch(Wanted(name, kinds, str(storage), None, overwrite), folder, quiet)
+    return fetch_run(FetchRequest(name, kinds, str(storage), None, overwrite), folder, quiet)
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +64,12 @@ def test_what_is_asked_for_comes_and_what_tells_of_the_run() -> None:
     outputs = ["outputs/00000-of-00001.parquet", "outputs.parquet", "parts/steps-0-1-shards-0-1.arrow"]
     rest = ["report.html", "tensorboard/events"]
     names = [*about, *drivers, *weights, *many, *old, *new, *pieces, *outputs, *rest]
-    assert set(chosen(names, ())) == set(names) - set(drivers)
-    assert set(chosen(names, ["weights"])) == {*about, *weights, *many}
-    assert set(chosen(names, ["outputs"])) == {*about, *outputs}
-    assert set(chosen(names, ["page", "outputs"])) == {*about, *outputs, "report.html"}
+    assert set(chosen_files(names, ())) == set(names) - set(drivers)
+    assert set(chosen_files(names, ["weights"])) == {*about, *weights, *many}
+    assert set(chosen_files(names, ["outputs"])) == {*about, *outputs}
+    assert set(chosen_files(names, ["page", "outputs"])) == {*about, *outputs, "report.html"}
     goes_on = [name for name in names if name not in (*weights, *many)]
-    assert set(chosen(goes_on, ["weights"])) == {*about, *new, *pieces}
+    assert set(chosen_files(goes_on, ["weights"])) == {*about, *new, *pieces}
 
 
 @pytest.mark.parametrize("path", ["r/../x", "/etc/x", "x", "r/", "r//x", "../r/x", "r/./x", "r/a\0b", "r/\x1b[2Jx"])
@@ -171,7 +171,7 @@ def test_an_interrupted_fetch_leaves_nothing_half_and_goes_on(
 
     whole = FromHere.pieces
     monkeypatch.setattr(FromHere, "pieces", broken)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="interrupted; the same command goes on from there"):
         bring(trained, tmp_path)
     assert not (tmp_path / "trained").exists()
     came, read[:] = read[:3], ["no 4th any more"] * 4
@@ -204,7 +204,7 @@ def test_what_cannot_be_fetched_is_named(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(JobError, match="is no name of a run"):
         bring(trained, tmp_path, name="../trained")
     with pytest.raises(JobError, match="give --address"):
-        fetch(Wanted("trained"), tmp_path, quiet)
+        fetch_run(FetchRequest("trained"), tmp_path, quiet)
     assert os.listdir(tmp_path) == []
 
 
@@ -246,7 +246,7 @@ def test_a_connection_that_breaks_is_made_again(
     assert digests(tmp_path / "trained") == digests(trained / "trained")
 
 
-@pytest.mark.slow
+@pytest.mark.places
 def test_a_sweep_comes_with_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "job.yaml").write_text(json.dumps({**QUICK, "name": "s"}))
     monkeypatch.chdir(ROOT)
@@ -266,7 +266,7 @@ def test_a_run_in_a_store_with_a_url_is_read_from_here(trained: Path, tmp_path: 
         if path.is_file():
             with store.writing(path.relative_to(trained / "trained").as_posix()) as stream:
                 stream.write(path.read_bytes())
-    fetch(Wanted("trained", (), url), tmp_path, quiet)
+    fetch_run(FetchRequest("trained", (), url), tmp_path, quiet)
     assert digests(tmp_path / "trained") == digests(trained / "trained")
     noted = (tmp_path / "trained" / FETCHED).read_text()
     assert "s3://bucket/fetched" in noted
@@ -282,17 +282,31 @@ def program(*args: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.ray
-def test_the_run_of_a_submitted_job_comes_through_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("variables_kept")
+def test_a_run_comes_through_the_cluster(trained: Path, cluster: Cluster, tmp_path: Path) -> None:
     """And large files, of any bytes, come as they are; the cluster keeps nothing of it."""
+    there = tmp_path / "there" / "trained"
+    shutil.copytree(trained / "trained", there)
+    (there / "files").mkdir()
+    (there / "files" / "empty").touch()
+    (there / "files" / "any bytes").write_bytes(os.urandom(40_000_000))
+    said: list[str] = []
+    request = FetchRequest("trained", (), str(there.parent), cluster.dashboard)
+    assert fetch_run(request, tmp_path / "here", said.append) == [tmp_path / "here" / "trained"]
+    assert "through the cluster at" in said[0]
+    assert digests(tmp_path / "here" / "trained") == digests(there)
+    assert within(60, lambda: not list(cluster.folder.rglob("session_*/logs/dp_ray-own-*"))), "its folder is gone"
+
+
+@pytest.mark.ray
+@pytest.mark.places
+def test_the_run_of_a_submitted_job_is_found_by_its_name_and_its_id(cluster: Cluster, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(json.dumps({**QUICK, "name": "far", "workers": 0}))
     there, at = tmp_path / "there", ("--address", cluster.dashboard)
     submitted = program("submit", str(job), "--storage", str(there), *at)
     assert submitted.returncode == 0, submitted.stderr
     assert f"the run will lie in {there}/far; dp-ray fetch far {shlex.join(at)} brings it here" in submitted.stderr
-    (there / "far" / "files").mkdir()
-    (there / "far" / "files" / "empty").touch()
-    (there / "far" / "files" / "any bytes").write_bytes(os.urandom(40_000_000))
     fetched = program("fetch", "far", *at, cwd=tmp_path)
     assert (fetched.returncode, fetched.stdout) == (0, "runs/far\n"), fetched.stderr
     assert digests(tmp_path / "runs" / "far") == digests(there / "far")
@@ -304,4 +318,3 @@ def test_the_run_of_a_submitted_job_comes_through_the_cluster(cluster: Cluster, 
     assert lost.returncode == 2
     assert f"cannot offer gone: {there}/gone holds no run; the runs there: {there}/far" in lost.stderr
     assert "dp_ray-own" not in program("status", *at).stdout
-    assert within(60, lambda: not list(cluster.folder.rglob("session_*/logs/dp_ray-own-*"))), "its folder is gone"

@@ -19,7 +19,7 @@ import dp_ray
 from dp_ray.cli import main
 from dp_ray.cluster.internals.variables import JOB_STOP_WAIT, VARIABLES
 from dp_ray.cluster.submit import Dashboard
-from dp_ray.places.kuberay import ID, LONGEST, final_status, kubernetes_name, note_end, packed, parse_toleration
+from dp_ray.places.kuberay import ID, LONGEST, final_status, kubernetes_name, note_end, parse_toleration, zipped
 from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT, Cluster
@@ -188,7 +188,7 @@ def test_names_and_tolerations() -> None:
 def test_a_package_keeps_what_is_executable(tmp_path: Path) -> None:
     (tmp_path / "go.sh").write_text("true")
     (tmp_path / "go.sh").chmod(0o755)
-    _, data = packed({"": tmp_path}, [("", tmp_path / "go.sh")])
+    _, data = zipped({"": tmp_path}, [("", tmp_path / "go.sh")])
     with zipfile.ZipFile(BytesIO(data)) as package:
         (info,) = package.infolist()
     assert (info.external_attr >> 16) & 0o111
@@ -276,7 +276,15 @@ def test_the_entrypoint_notes_how_the_job_ended(folder: Path, capsys: pytest.Cap
     again = entrypoint(broken, folder)
     assert again.returncode == 2
     assert "a cluster of this manifest has ended the job with exit status 2, which a new try does not" in again.stderr
-    whole = printed(capsys, *more, "--set", "epochs=1")  # another printing: the job is mended
+
+
+@pytest.mark.places
+def test_a_job_that_is_mended_or_done(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another printing of the manifest runs it again; a later cluster of that one ends at once."""
+    storage = folder.parent / "runs"
+    more = ["--storage", f"file://{storage}", "--workers", "0", "--code-in", "."]
+    assert entrypoint(printed(capsys, *more, "--set", "model=jobs.digits:Nobody"), folder).returncode == 2
+    whole = printed(capsys, *more, "--set", "epochs=1")
     done = entrypoint(whole, folder)
     assert done.returncode == 0, done.stderr
     later = entrypoint(whole, folder)  # of a cluster that was made though the job was done

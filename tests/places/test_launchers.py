@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_ray.errors import JobError
-from dp_ray.places.launchers import Place, expand_hosts, host_and_port, place_of, without_own
+from dp_ray.places.launchers import HostPlace, expand_hosts, host_and_port, place_of, without_own
 
 SLURM = {
     "SLURM_JOB_ID": "12345",
@@ -49,22 +49,22 @@ OF_PYTORCH_JOB = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0",
 @pytest.mark.parametrize(
     ("variables", "place"),
     [
-        (SLURM, Place(4, 2, "/home/me/project/.dp-ray/slurm-12345-0-0", NAMES)),
-        (SLURM | {"SLURM_RESTART_COUNT": "3"}, Place(4, 2, "/home/me/project/.dp-ray/slurm-12345-3-0", NAMES)),
-        (TORCHRUN, Place(2, 1, "10.0.0.1:29500")),
-        (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, Place(2, 1, "10.0.0.1:29501")),
-        (PET, Place(3, 2, "job-worker-0:23456")),
-        (PET | {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job:80"}, Place(3, 2, "job:80")),
-        (OF_PYTORCH_JOB, Place(3, 1, "job-master-0:23456")),
-        (JOBSET, Place(2, 1, "train-workers-0-0.train:29500")),
-        (SLURM | OPEN_MPI, Place(2, 1, "/shared")),
-        (SLURM | PMI, Place(4, 2, "/home/me/project/.dp-ray/slurm-12345-0-0", NAMES)),
-        (PMI, Place(2, 0, "/shared")),
-        (SLURM | OF_PYTORCH_JOB, Place(4, 2, "/home/me/project/.dp-ray/slurm-12345-0-0", NAMES)),
+        (SLURM, HostPlace(4, 2, "/home/me/project/.dp-ray/slurm-12345-0-0", NAMES)),
+        (SLURM | {"SLURM_RESTART_COUNT": "3"}, HostPlace(4, 2, "/home/me/project/.dp-ray/slurm-12345-3-0", NAMES)),
+        (TORCHRUN, HostPlace(2, 1, "10.0.0.1:29500")),
+        (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, HostPlace(2, 1, "10.0.0.1:29501")),
+        (PET, HostPlace(3, 2, "job-worker-0:23456")),
+        (PET | {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job:80"}, HostPlace(3, 2, "job:80")),
+        (OF_PYTORCH_JOB, HostPlace(3, 1, "job-master-0:23456")),
+        (JOBSET, HostPlace(2, 1, "train-workers-0-0.train:29500")),
+        (SLURM | OPEN_MPI, HostPlace(2, 1, "/shared")),
+        (SLURM | PMI, HostPlace(4, 2, "/home/me/project/.dp-ray/slurm-12345-0-0", NAMES)),
+        (PMI, HostPlace(2, 0, "/shared")),
+        (SLURM | OF_PYTORCH_JOB, HostPlace(4, 2, "/home/me/project/.dp-ray/slurm-12345-0-0", NAMES)),
     ],
-    ids=lambda one: one.meet if isinstance(one, Place) else None,
+    ids=lambda one: one.meet if isinstance(one, HostPlace) else None,
 )
-def test_a_launchers_variables(variables: Mapping[str, str], place: Place) -> None:
+def test_a_launchers_variables(variables: Mapping[str, str], place: HostPlace) -> None:
     assert place_of(variables, meet="/shared" if place.meet == "/shared" else None) == place
 
 
@@ -78,8 +78,8 @@ def test_skypilot_names_no_port_and_all_hosts_take_the_same() -> None:
 
 
 def test_options_go_before_variables() -> None:
-    assert place_of(SLURM, hosts=2, rank=0, meet="head:80") == Place(2, 0, "head:80", NAMES)
-    assert place_of({}, hosts=1) == Place(1, 0, "")
+    assert place_of(SLURM, hosts=2, rank=0, meet="head:80") == HostPlace(2, 0, "head:80", NAMES)
+    assert place_of({}, hosts=1) == HostPlace(1, 0, "")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import pytest
 from dp_ray.cluster.internals.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
 from dp_ray.errors import ClusterLost, JobError
 from dp_ray.places import meeting
-from dp_ray.places.launchers import Place
-from dp_ray.places.meeting import GOES, Heard, Line, given_token, join, leave_status, listen_to, opened
+from dp_ray.places.launchers import HostPlace
+from dp_ray.places.meeting import GOES, Heard, Line, given_token, join, leave_status, listen_to, open_meeting
 from tests.support.cluster import free_port
 from tests.support.within import within
 
@@ -33,25 +33,25 @@ def no_token_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 @contextmanager
-def listening(place: Place, token: str = TOKEN) -> Iterator["SimpleQueue[Heard]"]:
+def listening(place: HostPlace, token: str = TOKEN) -> Iterator["SimpleQueue[Heard]"]:
     heard: SimpleQueue[Heard] = SimpleQueue()
-    with opened(place, token, heard.put):
+    with open_meeting(place, token, heard.put):
         yield heard
 
 
-def joined(place: Place, seconds: float = SECONDS) -> tuple[Line, str]:
+def joined(place: HostPlace, seconds: float = SECONDS) -> tuple[Line, str]:
     return join(place, {"rank": place.rank}, seconds, lambda: time.sleep(0.05))
 
 
-def places(hosts: int, meet: object) -> list[Place]:
-    return [Place(hosts, rank, str(meet)) for rank in range(hosts)]
+def places(hosts: int, meet: object) -> list[HostPlace]:
+    return [HostPlace(hosts, rank, str(meet)) for rank in range(hosts)]
 
 
 def test_hosts_that_come_in_any_order_hear_each_other(tmp_path: Path) -> None:
     first, *others = places(4, tmp_path / "shared")
     lines: dict[int, Line] = {}
 
-    def come(place: Place) -> None:
+    def come(place: HostPlace) -> None:
         line, token = joined(place)
         assert token == TOKEN
         lines[place.rank] = line
@@ -106,7 +106,7 @@ def test_a_token_in_the_folder_that_is_sent_to_all_nodes_is_left_out(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").touch()
     for folder in ("meet", ".dp-ray/slurm-1-0-0"):
-        with listening(Place(2, 0, folder)):
+        with listening(HostPlace(2, 0, folder)):
             code = code_to_ship()
             assert [path.name for path in packed_files(code["working_dir"], code["excludes"])] == ["model.py"]
 
@@ -117,11 +117,11 @@ def test_a_gitignore_of_the_users_stays(tmp_path: Path, monkeypatch: pytest.Monk
     own = tmp_path / meet / ".gitignore"
     own.parent.mkdir(exist_ok=True)
     own.write_text("*.bin\n")
-    with listening(Place(2, 0, meet)):
+    with listening(HostPlace(2, 0, meet)):
         assert own.read_text() == "*.bin\n"
     assert [path.name for path in own.parent.iterdir()] == [".gitignore"]
     own.unlink()
-    with listening(Place(2, 0, meet)):
+    with listening(HostPlace(2, 0, meet)):
         assert own.exists() == (meet == "meet"), "of the folder in which the user stands all is sent"
     assert not own.exists()
 
@@ -177,8 +177,9 @@ def test_a_proof_of_one_side_is_none_of_the_other(tmp_path: Path) -> None:
     there.close()
 
 
-def test_what_a_killed_attempt_has_left_is_passed_over(tmp_path: Path) -> None:
+def test_what_a_killed_attempt_has_left_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port is closed, or another program's, and its token another one."""
+    monkeypatch.setattr(meeting, "CONNECT_SECONDS", 1.0)
     first, other = places(2, tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as strange:
         strange.settimeout(0.1)
@@ -213,7 +214,7 @@ def test_a_port_in_use_is_an_error() -> None:
         port = taken.getsockname()[1]
         with (
             pytest.raises(JobError, match=f"--meet head:{port}: port {port} cannot be used on this host"),
-            listening(Place(2, 0, f"head:{port}")),
+            listening(HostPlace(2, 0, f"head:{port}")),
         ):
             pass
 
@@ -228,6 +229,7 @@ def test_a_host_that_is_silent_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
         line.close()
 
 
+@pytest.mark.places
 def test_signs_of_life_keep_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "SILENT_SECONDS", 3.0)
     monkeypatch.setattr(meeting, "BEAT_SECONDS", 0.1)
@@ -244,8 +246,8 @@ def test_signs_of_life_keep_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_port, in_folder = Place(2, 0, "head:80"), Place(2, 0, str(tmp_path))
-    assert given_token(in_folder) is None and given_token(Place(1, 0, "")) is None
+    at_port, in_folder = HostPlace(2, 0, "head:80"), HostPlace(2, 0, str(tmp_path))
+    assert given_token(in_folder) is None and given_token(HostPlace(1, 0, "")) is None
     with pytest.raises(JobError, match=r"the hosts need the same token, and this one has none: .*get-auth-token"):
         given_token(at_port)
     path = Path(os.environ[AUTH_TOKEN_PATH])

@@ -105,6 +105,20 @@ def test_a_killed_host_is_told_and_an_elastic_job_goes_on_without_it(tmp_path: P
 
 
 @places
+def test_a_killed_host_comes_again_while_the_run_waits_for_it(tmp_path: Path) -> None:
+    with hosts_in(tmp_path) as hosts:
+        for rank in (0, 1):
+            hosts.start(rank, "run", job_in(tmp_path, **SLOWLY))
+        hosts.wait_for_steps(tmp_path / "run")
+        hosts.processes[1].kill()
+        hosts.wait_until_said(0, "went away")
+        hosts.start(1, "run", job_in(tmp_path, **SLOWLY))
+        assert hosts.statuses() == [0, -signal.SIGKILL, 0], hosts.all_said()
+    assert dp_ray.load(tmp_path / "run").restarts
+    assert bits(tmp_path / "run") == undisturbed(tmp_path, **SLOWLY)
+
+
+@places
 def test_if_the_first_host_is_killed_the_others_end_to_be_run_again(tmp_path: Path) -> None:
     with hosts_in(tmp_path) as hosts:
         for rank in (0, 1):
@@ -156,6 +170,6 @@ def test_a_mistake_in_the_command_is_told_at_once(tmp_path: Path) -> None:
     }
     with hosts_in(tmp_path) as hosts:
         for command in cases:
-            hosts.start(0, *command)
+            hosts.start(0, *command, hosts=1, meet="")
         assert hosts.statuses() == [2] * len(cases), hosts.said(0)
         assert all(says in hosts.said(0) for says in cases.values()), hosts.said(0)

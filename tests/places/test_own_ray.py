@@ -45,7 +45,7 @@ def test_of_a_traceback_the_exception_is_shown(tmp_path: Path) -> None:
     said = f"Usage stats are off.\nTraceback (most recent call last):\n{frames}Exception: The node timed out.\n"
     (tmp_path / own_ray.LOG).write_text(said)
     with subprocess.Popen(["true"]) as ended:
-        assert OwnRay(tmp_path, ended).last_lines() == "Usage stats are off.\nException: The node timed out."
+        assert OwnRay(tmp_path, [], ended).last_lines() == "Usage stats are off.\nException: The node timed out."
 
 
 def test_a_node_is_drained_by_what_its_raylet_was_told() -> None:

@@ -34,7 +34,7 @@ def dry(*args: str) -> str:
 
 
 def test_the_options_of_sbatch_are_passed_on() -> None:
-    text = dry("--nodes", "4", "--gpus-per-node", "8", "-t", "2:00:00", "--exclusive", "-p", "a b", "--mail-type=END")
+    text = dry("--nodes", "4", "--gpus-per-node", "8", "-t", "2:00:00", "--exclusive", "-L", "a b", "--mail-type=END")
     assert directives(text) == [
         "--job-name=digits",
         "--signal=USR2@120",
@@ -44,7 +44,7 @@ def test_the_options_of_sbatch_are_passed_on() -> None:
         "--gpus-per-node=8",
         "--time=2:00:00",
         "--exclusive",
-        *("-p", "a b"),
+        *("-L", "a b"),
         "--mail-type=END",
         "--ntasks-per-node=1",
     ]
@@ -78,11 +78,25 @@ def test_in_a_container_runs_what_the_nodes_run_and_not_the_script() -> None:
         (["--ntasks-per-node=8"], "--ntasks-per-node: dp-ray runs one task"),
         (["--comment", "a\nb"], "--comment=a\nb: a line break cannot stand"),
         (["--nodes", "2", "other.yaml"], "other.yaml: an option of sbatch is expected here"),
+        (["--nodes"], "--nodes: needs a value"),
+        (["-N", "--time", "2:00"], "-N: needs a value"),
+        (["--comment="], "--comment: needs a value"),
         (["--set", "env.TOKEN=abc"], r"env.TOKEN=\(not shown\)': a secret would stand in the script"),
         (["--storage", "s3://key:secret@bucket/runs"], "a secret would stand in the script"),
         (["--workers", "0"], "workers: 0 runs digits in a single process"),
     ],
-    ids=["tasks", "tasks_per_node", "line_break", "word", "env", "url", "no_workers"],
+    ids=[
+        "tasks",
+        "tasks_per_node",
+        "line_break",
+        "word",
+        "last",
+        "before_another",
+        "empty",
+        "env",
+        "url",
+        "no_workers",
+    ],
 )
 def test_what_cannot_work_is_an_error(args: list[str], says: str) -> None:
     done = slurm(*args, "--dry-run")
@@ -213,7 +227,7 @@ def test_a_run_is_overwritten_by_the_first_attempt_alone(tmp_path: Path) -> None
     [
         ("JobState=RUNNING ExitCode=0:0", None),
         ("JobState=PENDING Reason=BeginTime ExitCode=75:0", None),
-        ("JobState=COMPLETED ExitCode=0:0", 0),
+        ("JobState=COMPLETED Reason=None ExitCode=0:0", 0),
         ("JobState=FAILED ExitCode=1:0", 1),
         ("JobState=FAILED ExitCode=130:0", 130),
         ("JobState=CANCELLED ExitCode=0:15", 143),
@@ -228,5 +242,6 @@ def test_the_exit_status_of_a_job_that_slurm_shows(fields: str, status: int | No
     line += f" {fields} Restarts=3 RunTime=00:01:00 NodeList=n[1-2] StdOut=/home/me/my job/slurm-12_2.out Power="
     job = _parsed(line)
     assert (job.id, job.name, job.restarts, job.nodes) == ("12_2", "it's a=b job", 3, "n[1-2]")
+    assert job.reason == ("BeginTime" if job.state == "PENDING" else "")
     assert job.output == "/home/me/my job/slurm-12_2.out"
     assert job.exit_status == status and job.is_over == (status is not None)

@@ -76,16 +76,27 @@ def folder(two_nodes: Slurm, tmp_path: Path) -> Iterator[Path]:
     assert not [path.name for path in two_nodes.cwd.glob(".dp-ray/slurm-*")], "no meeting, and no token"
 
 
-def test_a_job_that_gets_the_signal_of_its_time_limit_is_requeued_and_goes_on(two_nodes: Slurm, folder: Path) -> None:
+def test_a_job_that_gets_the_signal_of_its_time_limit_is_requeued(two_nodes: Slurm, folder: Path) -> None:
     """The signal is sent as Slurm does, to all nodes at once."""
     job = Job(two_nodes, folder)
     job.begins()
     two_nodes.run("scancel", "--signal=USR2", job.id)
     job.is_requeued()
     assert job.signals == "SIGUSR2" and not (folder / "drained").exists()
+    assert two_nodes.log(job.id).count("asks Slurm to requeue the job") == 1
+    two_nodes.wait_for(job.id, "PENDING")
+    waits = job.dp_ray("status", f"slurm:{job.id}").stdout.splitlines()[1]
+    assert waits.split()[:4] == [job.id, "job", "PENDING", "1"] and waits.split()[6] == "BeginTime"
+
+
+@places
+def test_a_requeued_job_goes_on_to_its_end(two_nodes: Slurm, folder: Path) -> None:
+    job = Job(two_nodes, folder)
+    job.begins()
+    two_nodes.run("scancel", "--signal=USR2", job.id)
+    job.is_requeued()
     job.begins()
     job.ends(0, "COMPLETED")
-    assert two_nodes.log(job.id).count("asks Slurm to requeue the job") == 1
     shown = job.dp_ray("status", f"slurm:{job.id}").stdout.splitlines()[1]
     assert shown.split()[:4] == [job.id, "job", "COMPLETED", "1"]
     followed = job.dp_ray("logs", "-f", f"slurm:{job.id}")
@@ -210,10 +221,23 @@ def test_of_an_array_the_task_that_was_signalled_is_requeued(two_nodes: Slurm, f
     assert done.returncode == 2 and "is an array: name a task" in done.stderr
 
 
-def test_what_slurm_does_not_know_or_take(two_nodes: Slurm) -> None:
-    for command in ("status", "logs", "stop"):
-        done = two_nodes.run(sys.executable, "-m", "dp_ray", command, "slurm:4711")
-        assert done.returncode == 2 and "slurm:4711: Slurm does not know this job" in done.stderr, done.stderr
-    job = job_in(two_nodes.cwd, "nowhere")
-    done = two_nodes.run(sys.executable, "-m", "dp_ray", "slurm", job, "--partition=nowhere")
-    assert done.returncode == 1 and "invalid partition" in done.stderr, done.stderr
+def test_what_slurm_does_not_know_or_take(two_nodes: Slurm, folder: Path) -> None:
+    folder.mkdir()
+    job = job_in(folder, "nowhere")
+    bad = {
+        ("status", "slurm:4711"): "slurm:4711: Slurm does not know this job",
+        ("stop", "slurm:4711_2"): "slurm:4711_2: Slurm does not know this job",
+        ("logs", "slurm:"): "slurm:: a job of Slurm is slurm:ID, and a task of an array slurm:ID_TASK",
+        ("slurm", job, "--partition=nowhere"): "invalid partition",
+        ("slurm", job, "--nodse", "2"): "unrecognized option '--nodse=2'",
+    }
+    for args, says in bad.items():
+        done = two_nodes.run(sys.executable, "-m", "dp_ray", *args)
+        assert done.returncode == 2 and says in done.stderr, done.stderr
+
+
+@places
+def test_a_job_says_what_it_waits_for(two_nodes: Slurm, folder: Path) -> None:
+    job = Job(two_nodes, folder, "--nodes=3")
+    row = job.dp_ray("status", f"slurm:{job.id}").stdout.splitlines()[1]
+    assert row.split()[2] == "PENDING" and row.split()[6] == "PartitionNodeLimit"

@@ -1,6 +1,7 @@
 """Loops of a user's, as `dp_ray.Loop` runs them, and the same trainings in plain torch on whole batches."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,18 @@ class Points(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.real[index], self.noise[index]
+
+
+class SlowPoints(Points):
+    """The same, each of which takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
 
 
 class Gan(nn.Module):

@@ -22,12 +22,13 @@ from tests.support.within import within
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel")
 SECONDS = 120.0  # the machine may be busy
 # Without cgroups, of which a machine has one set. As with them, a signal is for tasks, not for what they start.
+# The time limits are for a busy machine; a requeued job waits for `cred_expire`.
 CONF = """\
 ClusterName=tests
 SlurmctldHost=n1(10.77.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -45,6 +46,9 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=300
+MessageTimeout=60
+TCPTimeout=30
+BatchStartTimeout=120
 KillWait=120
 MinJobAge=3600
 NodeName=n[1-{count}] NodeAddr=10.77.0.[1-{count}] CPUs=4 RealMemory=2000

@@ -36,8 +36,12 @@ def given(name: str) -> str:
 
 def start(folder: Path) -> None:
     """Be up at once, with a raylet; end if that does with an error, as Ray does."""
-    if (folder / "broken").exists() and "--head" not in sys.argv:
+    if (folder / ("broken_head" if "--head" in sys.argv else "broken")).exists():
         sys.exit("this Ray is broken")
+    if (folder / "times_out").exists() and "--head" not in sys.argv:
+        if (folder / "times_out").read_text() == "once":
+            (folder / "times_out").unlink()
+        sys.exit("Exception: The current node timed out during startup.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     raylet = subprocess.Popen([*OWN, "raylet", "--gcs-address=10.0.0.1:6379", "--node_id=abc"])
     try:

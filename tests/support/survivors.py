@@ -17,20 +17,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import psutil
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster.membership import Leave, Member, Membership
 from dp_ray.engine import reduce, trainer
+from dp_ray.engine import world as engine_world
 from dp_ray.engine.out_of_memory import free_memory
+from dp_ray.engine.sharded import state as sharded
 from dp_ray.engine.votes import StepControl, StopRequested
-from dp_ray.engine.world import World, form_group, leave_group, without_frames
-from dp_ray.errors import WorkerError
+from dp_ray.engine.world import World, cut_groups, form_group, leave_group, without_frames
+from dp_ray.errors import StorageError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.messages import Logged
 from dp_ray.rundir import checkpoint
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
+from dp_ray.system.linux import open_sockets
+from dp_ray.system.threads import repeated
 from dp_ray.tasks import evaluate, train
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.task import run_task
@@ -38,26 +43,40 @@ from tests.support.forked import new_process
 from tests.support.group import LOCALHOST
 
 SECONDS = 60.0
+SILENT = 0.5  # seconds of a worker that is stopped, before the others leave it
 
 # Where a part of a step begins: what is called then, of which object.
 PARTS_OF_A_STEP: dict[str, tuple[Any, str]] = {
     "backward": (trainer.Pass, "_backward"),
     "exchange": (reduce.DdpReduction, "summed"),
+    "gather": (sharded.Gather, "__call__"),
+    "scatter": (sharded.SumScatter, "_sum"),
+    "restore": (train, "restored"),
+    "level": (train, "levelled"),
     "update": (trainer.TrainingStep, "update"),
     "after": (train.AfterStep, "take"),
     "evaluation": (evaluate.Evaluator, "measure"),
+    "second evaluation": (evaluate.Evaluator, "measure"),
     "checkpoint": (checkpoint.CheckpointWriter, "_write"),
     "weights": (train, "keep_weights"),
 }
 
 
 class Fault(NamedTuple):
-    """The worker of a slot is killed in a step, as a part of it begins; "stop": it is stopped, for these seconds."""
+    """The worker of a slot is killed in a step, as a part of it begins; or stopped, for these seconds."""
 
     slot: int
     step: int
     part: str = "forward"
     seconds: float = 0.0
+
+
+class Size(NamedTuple):
+    """What a process takes: bytes of memory, threads and open files."""
+
+    memory: int
+    threads: int
+    files: int
 
 
 @dataclass
@@ -68,14 +87,17 @@ class Told:
     rows: list[dict[str, Any]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     ran: list[tuple[int, int]] = field(default_factory=list)  # slot and step, as each one began
+    died: list[int] = field(default_factory=list)  # the slots of workers that were lost
+    sizes: list[tuple[int, Size]] = field(default_factory=list)  # slot and size of its process, at each gate
 
 
 class Control(StepControl):
     """Kills its worker where a fault is due, and leaves together with others."""
 
-    def __init__(self, slot: int, faults: Sequence[Fault], plans: Path, pipe: Connection) -> None:
-        self._slot, self._faults, self._plans, self._pipe = slot, faults, plans, pipe
+    def __init__(self, slot: int, faults: Sequence[Fault], plans: Path, pipe: Connection, gates: int) -> None:
+        self._slot, self._faults, self._plans, self._pipe, self._gates = slot, faults, plans, pipe, gates
         self._armed: Fault | None = None
+        self._has_evaluated = False
         self.view = 0
         self.step = -1
 
@@ -87,14 +109,44 @@ class Control(StepControl):
 
     def before(self, step: int) -> None:
         self.step = step
+        if self._gates and step % self._gates == 0:
+            self._wait_for_all()
         self._pipe.send(("begins", step))
         for fault in self._faults:
             if (fault.slot, fault.step) == (self._slot, step):
                 self._armed = fault
                 self.meet("forward")
 
+    def _wait_for_all(self) -> None:
+        """Wait until all take part, or some are to join, or are lost."""
+        while not any(
+            (self._plans / name).exists() for name in (f"all-{self.view}", str(self.view), f"lost-{self.view}")
+        ):
+            time.sleep(0.005)
+        process = psutil.Process()
+        size = Size(process.memory_info().rss, process.num_threads(), process.num_fds())
+        self._pipe.send(("size", size))
+
     def meet(self, part: str) -> None:
-        if self._armed is not None and self._armed.part == part:
+        if self._armed is None or self._armed.part != part:
+            return
+        if part == "second evaluation" and not self._has_evaluated:
+            self._has_evaluated = True
+            return
+        armed, self._armed = self._armed, None
+        if armed.seconds:
+            self._pipe.send(("stops", armed.seconds))
+        os.kill(os.getpid(), signal.SIGSTOP if armed.seconds else signal.SIGKILL)
+
+    def is_out(self) -> bool:
+        """Whether the others go on without this worker."""
+        return (self._plans / f"now-{self.view}").exists()
+
+    def look(self) -> None:
+        """Cut the connections if the view is to be left at once, as a beat does."""
+        if self.is_out():
+            cut_groups()
+        if (self._plans / f"end-{os.getpid()}").exists():
             os.kill(os.getpid(), signal.SIGKILL)
 
     def leave(self) -> None:
@@ -108,14 +160,18 @@ def run_surviving(
     folder: Path,
     faults: Sequence[Fault] = (),
     replaces: bool = False,
+    gates: int = 0,
 ) -> Told:
-    """Run a job's workers to the end, through the faults; raises AssertionError with what a worker raised."""
-    return _Parent(job, folder, faults, replaces).run()
+    """Run a job's workers to the end, through the faults; raises AssertionError with what a worker raised.
+
+    With `gates`, all wait before each so many steps for others in the places of dead ones, which meet later faults.
+    """
+    return _Parent(job, folder, faults, replaces, gates).run()
 
 
 class _Parent:
-    def __init__(self, job: Job, folder: Path, faults: Sequence[Fault], replaces: bool) -> None:
-        self.job, self.folder, self.faults, self.replaces = job, folder, faults, replaces
+    def __init__(self, job: Job, folder: Path, faults: Sequence[Fault], replaces: bool, gates: int) -> None:
+        self.job, self.folder, self.faults, self.replaces, self.gates = job, folder, faults, replaces, gates
         self.membership = Membership(job.max_workers)
         self.plans = folder.parent / f"plans-{folder.name}"
         self.plans.mkdir()
@@ -126,12 +182,17 @@ class _Parent:
         self.at_end: dict[int, dict[str, Connection]] = {}
         self.store: Any = None
         self.num = 0
+        self.is_over = False  # all have come to the end
+        self.through: set[int] = set()  # views of which a worker has
+        self.stopped: dict[Connection, tuple[float, float]] = {}  # when to go on without them, and when they wake up
 
     def start(self, slot: int) -> None:
         self.num += 1
         here, there = new_pipe()
-        faults = [] if self.num > self.job.max_workers else list(self.faults)
-        process = new_process(_work, there, slot, self.job, str(self.folder), str(self.plans), faults)
+        faults = [] if self.num > self.job.max_workers and not self.gates else list(self.faults)
+        faults = [fault for fault in faults if fault.step > max((step for _, step in self.told.ran), default=-1)]
+        given = there, slot, self.job, str(self.folder), str(self.plans), faults, self.gates
+        process = new_process(_work, *given)
         process.start()
         there.close()
         self.pipes[here] = process, Member(f"w{self.num}", slot)
@@ -140,15 +201,16 @@ class _Parent:
         for slot in range(self.job.max_workers):
             self.start(slot)
         try:
-            until = time.monotonic() + SECONDS
+            until = time.monotonic() + SECONDS + 10 * len(self.faults)
             while self.pipes:
-                assert time.monotonic() < until, f"nothing more happens: {self.told}\n{self.stacks()}"
-                for pipe in wait(list(self.pipes), 1.0):
+                assert time.monotonic() < until, f"nothing more happens: {self.told.views}\n{self.stacks()}"
+                for pipe in wait(list(self.pipes), 0.1 if self.stopped else 1.0):
                     assert isinstance(pipe, Connection)
                     try:
                         self.hear(pipe, *pipe.recv())
                     except (EOFError, ConnectionResetError):
                         self.lose(pipe)
+                self.look_at_stopped()
                 self.settle()
         finally:
             for process, _ in self.pipes.values():
@@ -177,30 +239,60 @@ class _Parent:
                 pipe.send(None)
         elif kind in ("leaves", "through"):
             self.at_end.setdefault(what, {})[member.name] = pipe
+            self.through |= {what} if kind == "through" else set()
+        elif kind == "stops":
+            now = time.monotonic()
+            self.stopped[pipe] = now + SILENT, now + what
         elif kind == "raised":
             raise AssertionError(what)
         elif kind == "rows":
             self.told.rows += what
+        elif kind == "size":
+            self.told.sizes.append((member.slot, what))
         elif kind == "begins":
             self.told.ran.append((member.slot, what))
         elif kind == "done":
             process, _ = self.pipes.pop(pipe)
+            self.stopped.pop(pipe, None)
             process.join(60)
             pipe.close()
+            if self.replaces and self.membership.is_gone(member.name) and not self.is_over:
+                self.start(member.slot)
 
     def lose(self, pipe: Any) -> None:
         process, member = self.pipes.pop(pipe)
+        self.stopped.pop(pipe, None)
         process.join(60)
         pipe.close()
         self.asking.pop(member.name, None)
-        self.membership.lose([member.slot])
-        if self.replaces:
+        self.told.died.append(member.slot)
+        if self.membership.lose([member.slot]):
+            (self.plans / f"lost-{self.membership.view.number}").touch()
+        if self.replaces and not self.is_over:
             self.start(member.slot)
+
+    def look_at_stopped(self) -> None:
+        """Go on without workers that are silent, and wake them up later."""
+        now = time.monotonic()
+        for pipe, (silent, wakes) in list(self.stopped.items()):
+            process, member = self.pipes[pipe]
+            if now >= silent and not self.membership.is_gone(member.name):
+                self.membership.break_up()
+                (self.plans / f"now-{self.membership.view.number}").touch()
+                if [one.name for one in self.membership.awaited()] == [member.name]:
+                    self.membership.exclude(member.name)
+            if now >= wakes and self.membership.is_gone(member.name):
+                os.kill(process.pid, signal.SIGCONT)
+            if now >= wakes + SILENT and self.membership.is_gone(member.name):
+                del self.stopped[pipe]
+                (self.plans / f"end-{process.pid}").touch()
 
     def settle(self) -> None:
         view = self.membership.settle()
         if view is not None:
             self.told.views.append([member.slot for member in view.members])
+            if len(view.members) == self.job.max_workers or not self.replaces:
+                (self.plans / f"all-{view.number}").touch()
             self.store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
             for rank, member in enumerate(view.members):
                 with suppress(OSError):
@@ -209,6 +301,9 @@ class _Parent:
             names = {member.name for member in self.membership.view.members}
             is_whole = number == self.membership.view.number and names <= ended.keys()
             if is_whole or self.membership.asks(number) is Leave.NOW:
+                self.is_over = self.is_over or (
+                    is_whole and not self.membership.is_breaking and number in self.through
+                )
                 for pipe in ended.values():
                     with suppress(OSError):
                         pipe.send(is_whole)
@@ -222,11 +317,11 @@ def new_pipe() -> tuple[Any, Any]:
     return FORKED.Pipe()
 
 
-def _work(pipe: Any, slot: int, job: Job, folder: str, plans: str, faults: list[Fault]) -> None:
+def _work(pipe: Any, slot: int, job: Job, folder: str, plans: str, faults: list[Fault], gates: int) -> None:
     torch.set_num_threads(1)
     stacks = open(f"{plans}/stacks-{slot}-{os.getpid()}", "w")  # noqa: SIM115  (it is open as long as this process)
     faulthandler.register(signal.SIGUSR1, stacks)
-    held, control = Held(), Control(slot, faults, Path(plans), pipe)
+    held, control = Held(), Control(slot, faults, Path(plans), pipe, gates)
     one_at_a_time = threading.Lock()
 
     def send(what: Any) -> None:
@@ -237,32 +332,52 @@ def _work(pipe: Any, slot: int, job: Job, folder: str, plans: str, faults: list[
     for part, (owner, name) in PARTS_OF_A_STEP.items():
         patch.object(owner, name, _met(control, part, getattr(owner, name))).start()
     try:
-        has_lost_peer = False
-        while True:
-            pipe.send(("ask", (held.progress, has_lost_peer)))
-            given = pipe.recv()
-            if given is None:
-                break
-            control.view, rank, size, port = given
-            is_whole, has_lost_peer = False, True
-            try:
-                form_group("gloo", TCPStore(LOCALHOST, port, wait_for_workers=False), World(rank, size))
-                run_task(job, World(rank, size), Storage(folder), send, control, held=held)
-                pipe.send(("through", control.view))
-                is_whole = pipe.recv()
-            except StopRequested:
-                has_lost_peer = False
-            except (WorkerError, torch.distributed.DistError) as lost:
-                without_frames(lost)
-            free_memory()
-            leave_group()
-            if is_whole:
-                break
+        with repeated("beats", 0.05, control.look):
+            _run_views(pipe, job, folder, control, held, send)
         pipe.send(("done", None))
     except BaseException:
         import traceback
 
         pipe.send(("raised", traceback.format_exc()))
+
+
+def _run_views(pipe: Any, job: Job, folder: str, control: Control, held: Held, send: Callable[[Any], None]) -> None:
+    has_lost_peer = False
+    while True:
+        pipe.send(("ask", (held.finished, has_lost_peer)))
+        given = pipe.recv()
+        if given is None:
+            break
+        control.view, rank, size, port = given
+        is_whole, has_lost_peer = False, True
+        try:
+            form_group("gloo", TCPStore(LOCALHOST, port, wait_for_workers=False), World(rank, size))
+            run_task(job, World(rank, size), Storage(folder), send, control, held=held)
+            pipe.send(("through", control.view))
+            is_whole = pipe.recv()
+            if not is_whole:
+                raise WorkerError("another worker was lost before all were through")
+        except StopRequested:
+            has_lost_peer = False
+        except (WorkerError, StorageError, torch.distributed.DistError) as lost:
+            if isinstance(lost, StorageError) and not control.is_out():
+                raise
+            without_frames(lost)
+            cut_groups()
+        held_open = dict(engine_world._sockets)
+        free_memory()
+        leave_group()
+        assert_closed(held_open)
+        if is_whole:
+            break
+
+
+def assert_closed(sockets: dict[int, int]) -> None:
+    """Raise AssertionError unless the sockets of the groups of a view are closed, some moments after it was left."""
+    until = time.monotonic() + SECONDS / 6
+    while left := sockets.items() & open_sockets().items():
+        assert time.monotonic() < until, f"{len(left)} of {len(sockets)} sockets of the groups are open"
+        time.sleep(0.02)
 
 
 def _met(control: Control, part: str, function: Callable[..., Any]) -> Callable[..., Any]:

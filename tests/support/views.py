@@ -1,7 +1,8 @@
 """A model of workers that train in views: each event is one of theirs, of the channel's, or a fault.
 
-A view's collectives are numbered: the first one levels the state, each later one is a step. A worker goes into a
-collective, and comes out of it once all members have gone into it; or it fails, since a member is gone.
+Each slot is a node of its own. A view's collectives are numbered: the first one levels the state, each later one is a
+step. A worker goes into a collective, and comes out of it once all members have gone into it; or it fails, since a
+member is gone.
 """
 
 import copy
@@ -12,7 +13,7 @@ from dp_ray.cluster.membership import Leave, Member, Membership, Phase
 from dp_ray.tasks.held import newest
 
 Event = tuple[str, int]
-FAULTS = ("kill", "silence", "come")
+FAULTS = ("kill", "silence", "come", "drain")
 
 
 @dataclass
@@ -31,6 +32,10 @@ class Worker:
     ran: dict[int, int] = field(default_factory=dict)  # the view of each step that it has finished
 
 
+def node(worker: Worker) -> str:
+    return f"node {worker.slot}"
+
+
 class Broken(AssertionError):
     """An invariant does not hold."""
 
@@ -43,6 +48,7 @@ class Model:
         self.membership = make(workers)
         self.level = level
         self.workers = [Worker(slot) for slot in range(workers)]
+        self.out: frozenset[int] = frozenset()  # the places of those that were excluded
         self.views: dict[int, tuple[int, ...]] = {}  # the members, by their places in `workers`
         self.votes: set[tuple[int, int]] = set()  # the view and number of collectives with which all leave
         self.ended: set[tuple[int, int]] = set()  # the view and place of workers that have nothing left to do in it
@@ -50,7 +56,7 @@ class Model:
     def copied(self) -> "Model":
         other = copy.copy(self)
         other.membership = copy.copy(self.membership)
-        for name in ("_asking", "_since", "_gone"):
+        for name in ("_asking", "_finished", "_since", "_gone"):
             setattr(other.membership, name, getattr(self.membership, name).copy())
         other.workers = [copy.copy(worker) for worker in self.workers]
         for worker in other.workers:
@@ -64,7 +70,7 @@ class Model:
             (*(value for name, value in vars(worker).items() if name != "ran"), *sorted(worker.ran.items()))
             for worker in self.workers
         )
-        asking, gone = frozenset(known._asking), frozenset(known._gone)
+        asking, gone = frozenset(known._asking), (frozenset(known._gone), known._drained)
         return workers, known.phase, known.view.number, asking, gone, frozenset(self.votes), frozenset(self.ended)
 
     # Events.
@@ -81,8 +87,11 @@ class Model:
                 continue
             if worker.state in ("done", "excluded"):
                 continue
-            if "kill" in faults and self.views:  # before the first view, all start again
-                found.append(("kill", number))
+            if self.views:  # before the first view, all start again
+                found += [("kill", number)] if "kill" in faults else []
+                found += (
+                    [("drain", number)] if "drain" in faults and node(worker) not in self.membership._drained else []
+                )
             if worker.is_silent:
                 if self.membership.phase is Phase.BREAKING and str(number) in self._awaited():
                     found.append(("exclude", number))
@@ -126,12 +135,15 @@ class Model:
         elif kind == "tell":
             worker.is_told = True
             self.membership.lose([worker.slot])
+        elif kind == "drain":
+            self.membership.drain([node(worker)])
         elif kind == "come":
             worker.is_replaced = True
             self.workers.append(Worker(worker.slot))
         elif kind in ("silence", "wake"):
             worker.is_silent = kind == "silence"
         elif kind == "exclude":
+            self.out |= {number}
             self.membership.exclude(str(number))
         elif kind == "go in":
             worker.is_in = True
@@ -150,7 +162,7 @@ class Model:
 
     def _ask(self, number: int, worker: Worker, has_lost_peer: bool) -> None:
         worker.state, worker.view, worker.is_in, worker.out_of = "asking", 0, False, 0
-        if not self.membership.ask(Member(str(number), worker.slot), worker.steps, has_lost_peer):
+        if not self.membership.ask(Member(str(number), worker.slot, node(worker)), worker.steps, has_lost_peer):
             worker.state = "excluded"
 
     def _settle(self) -> None:
@@ -162,18 +174,28 @@ class Model:
         self.views[view.number] = members
         if before.members and (first := int(before.members[0].name)) in members and members[0] != first:
             raise Broken("rank 0 lives, and has another rank")
+        if len(members) < self.membership.least and before.members:
+            raise Broken("a view has fewer workers than the job needs")
         for number in members:
             worker = self.workers[number]
+            if worker.is_told or number in self.out:
+                raise Broken("a worker is in a view, and the others have gone on without it before")
             if worker.state != "asking" and not worker.is_dead:
                 raise Broken("a worker is in a view, and has not left the one before")
             worker.state, worker.view, worker.out_of, worker.is_in = "in", view.number, 0, False
+        for number, worker in enumerate(self.workers):
+            if worker.state != "asking" or worker.is_dead or number in members:
+                continue
+            worker.state = "excluded"
+            if worker.steps > max(self.workers[one].steps for one in members):
+                raise Broken("a worker leaves for good with a step that no other one has finished")
 
     def _come_out(self, number: int, worker: Worker) -> None:
         members = self.views[worker.view]
         if worker.out_of == 0:
             told = [self.workers[one].level for one in members]
             source = self.level(told)
-            worker.steps = max(0, told[source] if source is not None else 0)
+            worker.steps = self.levelled(worker, max(0, told[source] if source is not None else 0))
             if worker.steps < max(told):
                 raise Broken("a worker goes on without a step that another one has finished")
         else:
@@ -191,6 +213,10 @@ class Model:
         worker.out_of += 1
         worker.is_in = False
 
+    def levelled(self, worker: Worker, steps: int) -> int:
+        """Return the steps of a worker that has got a state of so many."""
+        return steps
+
     def _counts(self, worker: Worker) -> bool:
         is_gone = str(self.workers.index(worker)) in self.membership._gone
         return not worker.is_dead and not is_gone and worker.state != "excluded"
@@ -200,7 +226,8 @@ class Model:
         level = [one.steps for one in members if one.view == self.membership.view.number and one.out_of]
         if level and max(level) - min(level) > 1:
             raise Broken("two members of a view differ by more than a step")
-        if not self.is_over() and not self.events():
+        waits = self.membership.least > 1 and any(one.is_told and not one.is_replaced for one in self.workers)
+        if not self.is_over() and not self.events() and not waits:
             raise Broken("nothing happens any more, and workers live that have not come to the end")
 
     def is_over(self) -> bool:

@@ -8,8 +8,10 @@ import torch
 
 from dp_ray.job.job import Job
 from tests.support.group import history_of, run_group, weights_of
+from tests.support.loops import keys_of
 from tests.support.survivors import Fault, run_surviving
 from tests.support.trainings import job_of
+from tests.tasks.test_loops import PPO
 
 KEYS: dict[str, Any] = {
     "batch_size": 22,
@@ -30,11 +32,11 @@ def images(length: int | None = None) -> dict[str, Any]:
 OF_IMAGES = {"dataset": images(), "eval": {"dataset": images(20), "every_steps": 4}}
 
 
-def made(model: str = "mlp", **keys: Any) -> Job:
+def made(model: Any = "mlp", **keys: Any) -> Job:
     return job_of(model, **{**KEYS, **(OF_IMAGES if model == "conv" else {}), **keys})
 
 
-def undisturbed(tmp_path: Path, model: str = "mlp", **keys: Any) -> Path:
+def undisturbed(tmp_path: Path, model: Any = "mlp", **keys: Any) -> Path:
     folder = tmp_path / "undisturbed"
     run_group(made(model, workers=1, **keys), folder)
     return folder
@@ -92,9 +94,135 @@ def test_another_worker_comes_in_the_place_of_a_dead_one(tmp_path: Path, slot: i
     assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.parametrize(
+    ("faults", "first"),
+    [
+        ([Fault(0, 3)], 0),  # there is no checkpoint yet
+        ([Fault(1, 9, "gather")], 5),
+        ([Fault(0, 9, "update"), Fault(2, 9, "gather")], 5),
+        ([Fault(0, 9, "checkpoint")], 5),  # it is half written, and counts as none
+        ([Fault(2, 9, "checkpoint")], 5),
+        ([Fault(1, 7, "evaluation"), Fault(2, 7, "restore")], 5),
+        ([Fault(0, 9, "checkpoint"), Fault(1, 9, "restore"), Fault(2, 9, "level")], 5),
+        ([Fault(2, 14, "weights")], None),
+    ],
+)
+def test_sharded_workers_go_on_from_the_newest_checkpoint(
+    tmp_path: Path, faults: list[Fault], first: int | None
+) -> None:
+    """Not all of four are connected to the dead for what they wait for."""
+    expected = undisturbed(tmp_path, shards=8)
+    told = run_surviving(made(workers=4, shards=8, strategy="fsdp"), tmp_path / "run", faults)
+    dead = {fault.slot for fault in faults}
+    assert told.views[0] == [0, 1, 2, 3] and told.views[-1] == [slot for slot in range(4) if slot not in dead]
+    (lives,) = {3} - dead
+    ran = [step for slot, step in told.ran if slot == lives]
+    again = [step for step, before in zip(ran[1:], ran, strict=False) if step <= before]
+    assert set(again) == (set() if first is None else {first})
+    assert_same(tmp_path / "run", expected)
+
+
+def loop_keys(loop: str, **keys: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"shards": 6, "bitwise": True, "epochs": 4, "checkpoint": {"every_steps": 4}}
+    return keys_of(loop, **{**given, **keys, **(PPO if loop == "ppo" else {})})
+
+
+@pytest.mark.parametrize("loop", ["gan", "ppo"])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault(1, 5, "backward")],
+        [Fault(0, 6, "update")],
+        [Fault(0, 7, "checkpoint"), Fault(2, 7, "exchange")],
+        [Fault(1, 11, "weights")],
+    ],
+)
+def test_a_loop_goes_on_from_the_newest_checkpoint(tmp_path: Path, loop: str, faults: list[Fault]) -> None:
+    """A step of these has several updates: the one in flight may have been half done."""
+    run_group(Job.make({**loop_keys(loop), "workers": 1}, "job"), tmp_path / "undisturbed")
+    told = run_surviving(Job.make({**loop_keys(loop), "workers": 3}, "job"), tmp_path / "run", faults)
+    assert told.views[-1] == [slot for slot in range(3) if slot not in {fault.slot for fault in faults}]
+    assert_same(tmp_path / "run", tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("second", [Fault(2, 7, "level"), Fault(0, 7, "level"), Fault(2, 7, "level", 3.0)])
+def test_another_is_lost_while_the_survivors_level(tmp_path: Path, second: Fault) -> None:
+    expected = undisturbed(tmp_path)
+    told = run_surviving(made(workers=4), tmp_path / "run", [Fault(1, 7, "exchange"), second])
+    assert told.views[-1] == [slot for slot in (0, 2, 3) if slot != second.slot] and len(told.views) == 3
+    assert_same(tmp_path / "run", expected)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "loop"])
+def test_a_newcomer_reads_the_checkpoint_that_the_others_keep_for_it(tmp_path: Path, kind: str) -> None:
+    """No step runs twice for it."""
+    if kind == "loop":
+        keys = loop_keys("gan", epochs=60, checkpoint={"every_steps": 50})
+        run_group(Job.make({**keys, "workers": 1}, "job"), tmp_path / "undisturbed")
+        job = Job.make({**keys, "workers": 3}, "job")
+    else:
+        slow: dict[str, Any] = {"epochs": 40, "checkpoint": {"every_steps": 50, "best": "eval_loss"}}
+        undisturbed(tmp_path, **slow)
+        job = made(workers=3, strategy="fsdp", **slow)
+    told = run_surviving(job, tmp_path / "run", [Fault(1, 52)], replaces=True)
+    assert sorted(told.views[-1]) == [0, 1, 2]
+    ran = [step for slot, step in told.ran if slot == 0]
+    again = [step for step, before in zip(ran[1:], ran, strict=False) if step <= before]
+    assert len(again) == 1 and again[0] >= 50, "after the loss alone"
+    assert_same(tmp_path / "run", tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        ({}, Fault(1, 7, "forward", 3.0)),
+        ({"find_unused_parameters": True}, Fault(2, 7, "exchange", 3.0)),  # DDP has collectives of its own
+        ({"bitwise": False}, Fault(0, 7, "exchange", 3.0)),
+        ({}, Fault(1, 7, "evaluation", 3.0)),
+        ({}, Fault(0, 9, "checkpoint", 3.0)),
+        ({}, Fault(0, 14, "weights", 3.0)),
+        ({"strategy": "fsdp"}, Fault(2, 9, "gather", 3.0)),
+        ({"strategy": "fsdp"}, Fault(0, 9, "checkpoint", 3.0)),  # a commit waits for its rank 0
+    ],
+)
+def test_the_others_leave_a_worker_that_is_stopped_and_closes_nothing(
+    tmp_path: Path, keys: dict[str, Any], fault: Fault
+) -> None:
+    """When it wakes up the others are far, or at the end: it writes nothing."""
+    model = "mlp" if "strategy" in keys else "conv"
+    expected = undisturbed(tmp_path, model, **keys)
+    told = run_surviving(made(model, workers=3, **keys), tmp_path / "run", [fault])
+    assert told.views == [[0, 1, 2], [slot for slot in range(3) if slot != fault.slot]]
+    if keys.get("bitwise", True):
+        assert_same(tmp_path / "run", expected)
+
+
 def test_the_last_of_three_goes_on_alone(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path)
     faults = [Fault(0, 3, "exchange"), Fault(1, 8, "exchange")]
     told = run_surviving(made(workers=3), tmp_path / "run", faults)
     assert told.views == [[0, 1, 2], [1, 2], [2]]
+    assert_same(tmp_path / "run", expected)
+
+
+def wide() -> torch.nn.Module:
+    """4 MB of parameters, and as much in the optimizer."""
+    return torch.nn.Sequential(torch.nn.Linear(6, 1024), torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 3))
+
+
+@pytest.mark.slow
+def test_twenty_are_killed_in_one_run_and_the_one_that_lives_grows_in_nothing(tmp_path: Path) -> None:
+    parts = ["forward", "backward", "exchange", "update", "after"]
+    faults = [Fault(1 + number % 2, 10 * number + 4, parts[number % 5]) for number in range(1, 21)]
+    long: dict[str, Any] = {"epochs": 54, "checkpoint": {"every_steps": 50}}
+    model = {"target": "tests.tasks.test_survivors:wide"}
+    expected = undisturbed(tmp_path, model, **long)
+    told = run_surviving(made(model, workers=3, **long), tmp_path / "run", faults, replaces=True, gates=10)
+    assert told.died == [fault.slot for fault in faults]
+    sizes = [size for slot, size in told.sizes if slot == 0]
+    early, late = sizes[6:12], sizes[-6:]  # not the first ones, which fill caches
+    assert max(size.files for size in late) <= max(size.files for size in early)
+    assert max(size.threads for size in late) <= max(size.threads for size in early)
+    # A copy of the model that is held for each view would be 40 MB.
+    assert max(size.memory for size in late) - max(size.memory for size in early) < 8e6
     assert_same(tmp_path / "run", expected)

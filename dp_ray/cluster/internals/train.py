@@ -5,7 +5,7 @@ own policies.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -127,8 +127,9 @@ class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
         """Called by Ray Train's controller, again and again, while workers run; it never resizes them itself."""
         self._request_nodes()
-        node_ids = [worker.metadata.node_id for worker in worker_group_state.workers]
-        self._policy.while_running(node_ids, worker_group_state.start_time)
+        workers, failed = worker_group_state.workers, worker_group_status.errors
+        node_ids = [worker.metadata.node_id for rank, worker in enumerate(workers) if rank not in failed]
+        self._policy.while_running(node_ids, worker_group_state.start_time, len(workers) - len(node_ids))
         return NoopDecision()
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -221,6 +222,7 @@ class OwnController(TrainController):  # type: ignore[misc]
         package.worker_group.SynchronizationActor = NoSynchronization
         package.worker_group.bundle_to_remote_args = _with_messages
         package.state._shutdown_sync_actor = _kill_unless_missing
+        self._to_replace: set[int] = set()  # the ranks of failed workers
         super().__init__(**given)
 
     def _execute_failure_decision(self, failure_decision: Any, training_failed_error: Any, **keys: Any) -> Any:
@@ -229,14 +231,35 @@ class OwnController(TrainController):  # type: ignore[misc]
             return super()._execute_failure_decision(failure_decision, training_failed_error, **keys)
         group = self._worker_group
         status = group and group.get_latest_poll_status()
-        if not status or status.failing_replica_group_indices == status.all_replica_group_indices:
-            instead = _WITH_SURVIVORS[failure_decision]
-            return super()._execute_failure_decision(instead, training_failed_error, **keys)
-        state = RunningState()
-        if failure_decision is Restart.REPLACE:
-            self._manages_replica_groups = True
-            each = group.get_worker_group_context().resources_per_worker
-            state = SchedulingState(ResizeDecision(num_workers=len(group), resources_per_worker=each))
+        instead = _WITH_SURVIVORS[failure_decision]
+        if status and status.finished:  # the others have left, and nobody waits for those that failed
+            instead = FailureDecision.RAISE
+        elif status and status.failing_replica_group_indices != status.all_replica_group_indices:
+            state = self._state_after_loss(failure_decision, group, status)
+            return self._result(state, training_failed_error)
+        return super()._execute_failure_decision(instead, training_failed_error, **keys)
+
+    def _state_after_loss(self, decision: Restart, group: Any, status: Any) -> Any:
+        """Replace those failed workers that there is room for now; else go on, and look at the cluster."""
+        if decision is Restart.REPLACE:
+            self._to_replace = self._failure_policy.with_room(self._places(group, status.errors))
+            if self._to_replace:
+                self._manages_replica_groups = True
+                each = group.get_worker_group_context().resources_per_worker
+                return SchedulingState(ResizeDecision(num_workers=len(group), resources_per_worker=each))
+        # Ray Train does not ask it while some have failed.
+        self._scaling_policy.make_decision_for_running_worker_group(group.get_worker_group_state(), status)
+        return RunningState()
+
+    @staticmethod
+    def _places(group: Any, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the ids of the nodes on which other workers would run in the place of these; "" if there is none."""
+        placed = group.get_worker_group_state().placement_group_handle.placement_group
+        nodes = ray.util.placement_group_table(placed)["bundles_to_node_id"]
+        workers = group.get_workers()
+        return {rank: nodes.get(workers[rank].placement_group_bundle_index) or "" for rank in ranks}
+
+    def _result(self, state: Any, training_failed_error: Any) -> Any:
         return TrainControllerLoopIterationResult(
             run_attempt_id=self._get_run_attempt_id(),
             previous_state=self.get_state(),
@@ -251,11 +274,20 @@ class OwnController(TrainController):  # type: ignore[misc]
         return super()._execute_resize_decision(decision)
 
     def _replace_bad_workers(self, poll_status: Any) -> None:
-        """Shut all failed workers down first: where Ray Train replaces one, it waits for an answer of all others."""
-        groups = self._worker_group.get_replica_groups()
-        for index in poll_status.failing_replica_group_indices:
+        """Replace those that there is room for.
+
+        All that have failed are shut down first: where Ray Train replaces one, it waits for an answer of all others.
+        """
+        groups, failing = self._worker_group.get_replica_groups(), poll_status.failing_replica_group_indices
+        for index in failing:
             groups[index].shutdown()
-        super()._replace_bad_workers(poll_status)
+        for index in sorted(failing & self._to_replace):
+            self._worker_group.replace_replica_group(index)
+            self._failure_policy.has_replaced(index)
+
+    def _start_worker_group(self, **given: Any) -> None:
+        self._failure_policy.begin()
+        super()._start_worker_group(**given)
 
 
 _WITH_SURVIVORS = {Restart.REPLACE: FailureDecision.RETRY, Restart.LEAVE: FailureDecision.RAISE}  # else
@@ -272,12 +304,46 @@ class WorkerRestarts(FailurePolicy):  # type: ignore[misc]
     def __init__(self, failure_config: Any, policy: "RestartPolicy") -> None:
         super().__init__(failure_config)
         self._policy = policy
+        self._awaited: set[int] = set()  # the ranks of workers that are to be replaced, which the policy knows
+
+    def begin(self) -> None:
+        """Note that all workers are started anew."""
+        self._awaited.clear()
 
     def make_decision(self, training_failed_error: Exception) -> Any:
-        """Called by Ray Train's controller after a failure; after NOOP again soon, with the failures known then."""
-        do = self._policy.on_failure(failure_of(training_failed_error))
+        """Called by Ray Train's controller after a failure; after NOOP again soon, with the failures known then.
+
+        So it is called while workers wait to be replaced, with the same failures.
+        """
+        failure = failure_of(training_failed_error)
+        new = self._without_awaited(failure)
+        if new is None:
+            return Restart.REPLACE
+        do = self._policy.on_failure(new)
+        self._note(new, do)
         return _DECISIONS.get(do, do)  # the rest is for OwnController
 
     def tell_more(self, training_failed_error: Exception) -> None:
         """Tell of all failures that are known by now, before the failed workers are replaced."""
-        self._policy.on_more(failure_of(training_failed_error))
+        new = self._without_awaited(failure_of(training_failed_error))
+        if new is not None:
+            self._note(new, self._policy.on_more(new))
+
+    def with_room(self, places: Mapping[int, str]) -> set[int]:
+        """Return the ranks of those workers that can be replaced now, on these nodes."""
+        return self._policy.with_room({rank: node for rank, node in places.items() if rank in self._awaited})
+
+    def has_replaced(self, rank: int) -> None:
+        """Note that another worker has been started in the place of this one."""
+        self._awaited.discard(rank)
+        self._policy.has_replaced(rank)
+
+    def _without_awaited(self, failure: WorkersFailed | StartFailed) -> WorkersFailed | StartFailed | None:
+        if isinstance(failure, StartFailed):
+            return failure
+        new = failure.without(self._awaited)
+        return new if new.ended or new.died else None
+
+    def _note(self, failure: WorkersFailed | StartFailed, do: Restart | None) -> None:
+        if do is Restart.REPLACE and isinstance(failure, WorkersFailed):
+            self._awaited |= failure.ended.keys() | failure.died.keys()

@@ -1,0 +1,121 @@
+"""Draw docs/gallery.md: each training of jobs/, with the curve of its loss and its figures; `python docs/gallery.py`.
+
+The figures are of this machine, in one process (`--workers 0`): nothing compares them. It takes minutes.
+"""
+
+import importlib.util
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import dp_ray
+
+HERE = Path(__file__).parent
+PAGE, PICTURES = HERE / "gallery.md", HERE / "pictures" / "jobs"
+BEGIN, END = "<!-- `python docs/gallery.py` writes what follows. -->\n", "<!-- The end of what it writes. -->\n"
+WIDTH, HEIGHT, EDGE = 240, 100, 8
+
+
+class Shown(NamedTuple):
+    """A job of the gallery: its file in jobs/, what it shows, the model's file, the test, and what it needs."""
+
+    job: str
+    says: str
+    test: str
+    before: tuple[str, ...] = ()
+    needs: str = ""
+
+
+JOBS = (
+    Shown("digits", "images: a small CNN, the same bits on 1 to 8 workers", "tests/driver/test_training_runs.py"),
+    Shown("characters", "a GPT of characters, [sharded](sharding.md) over two workers", "tests/test_examples.py"),
+    Shown("hugging_face", "a model of transformers, sharded", "tests/test_examples.py", needs="transformers"),
+    Shown("simclr", "SimCLR: a loss that sees the whole batch", "tests/test_examples.py"),
+    Shown(
+        "detection", "a detector of torchvision: boxes in, and out", "tests/test_detection.py", needs="torchvision"
+    ),
+    Shown(
+        "model_parallel_train", "a model [over two devices](devices.md) of a worker", "tests/engine/test_devices.py"
+    ),
+    Shown("loops/gan", "a GAN, in [a loop of its own](loops.md)", "tests/test_examples.py"),
+    Shown(
+        "loops/distillation",
+        "a student that learns from a teacher, in a loop",
+        "tests/test_examples.py",
+        before=("jobs/digits.yaml",),
+    ),
+    Shown("loops/reinforce", "REINFORCE: the data is what the policy does", "tests/test_examples.py"),
+    Shown("loops/lbfgs", "LBFGS: a step that computes the loss many times", "tests/test_examples.py"),
+)
+
+
+def main() -> None:
+    """Run each job in a folder of its own; draw its curve, and write the page."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    lines = ["| | job | figures, in one process |", "|---|---|---|"]
+    for shown in JOBS:
+        name = shown.job.rpartition("/")[2]
+        found = None if shown.needs and importlib.util.find_spec(shown.needs) is None else ran(shown)
+        if found is not None:
+            (PICTURES / f"{name}.svg").write_text(curve(found.losses))
+        has_picture = (PICTURES / f"{name}.svg").exists()
+        image = f'<img src="pictures/jobs/{name}.svg" width="240" alt="The loss of {name}, step by step">'
+        module = "model_parallel" if name == "model_parallel_train" else shown.job
+        links = f"[job file](../jobs/{shown.job}.yaml), [code](../jobs/{module}.py)"
+        needs = f"; it needs {shown.needs}" if shown.needs else ""
+        told = f"**{name}**: {shown.says}. {links}{needs}; `{shown.test}`"
+        lines.append(
+            f"| {image if has_picture else ''} | {told} | {'' if found is None else figures(found.result)} |"
+        )
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{rest.partition(END)[2]}")
+
+
+class Ran(NamedTuple):
+    """A training that has ended, and its losses."""
+
+    result: dp_ray.Result
+    losses: list[float]
+
+
+def ran(shown: Shown) -> Ran:
+    """Run the job, after those that it needs, in a folder of its own that has the repository's jobs."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(HERE.parent / "jobs", Path(folder) / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
+        for job in (*shown.before, f"jobs/{shown.job}.yaml"):
+            command = [sys.executable, "-m", "dp_ray", "run", job, "--workers", "0", "--quiet"]
+            subprocess.run(command, cwd=folder, check=True)
+        result = dp_ray.load(f"{folder}/runs/{Path(shown.job).name}")
+        return Ran(result, [row["loss"] for row in result.history])
+
+
+def curve(losses: list[float]) -> str:
+    """Return the losses as a line, in an SVG that fits light and dark pages."""
+    kept = [loss for loss in losses if math.isfinite(loss)]
+    low, high = min(kept), max(kept)
+    width, height = WIDTH - 2 * EDGE, HEIGHT - 2 * EDGE
+    points = " ".join(
+        f"{EDGE + width * at / max(1, len(kept) - 1):.1f},{EDGE + height * (high - loss) / ((high - low) or 1):.1f}"
+        for at, loss in enumerate(kept)
+    )
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">'
+    )
+    line = f'<polyline points="{points}" fill="none" stroke="#2f7ed8" stroke-width="1.5"/>'
+    frame = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#8888881a"/>'
+    return f"{head}{frame}{line}</svg>\n"
+
+
+def figures(result: dp_ray.Result) -> str:
+    """Return what a reader wants of a training, as the cell of a table."""
+    wanted = [name for name in result.metrics if name in ("epoch_loss", "reward", "generator") or "eval" in name]
+    numbers = ", ".join(f"{name} {result.metrics[name]:.3g}" for name in wanted)
+    return f"{result.total_steps} steps in {result.seconds:.0f} s: {numbers}"
+
+
+if __name__ == "__main__":
+    main()
