@@ -88,7 +88,7 @@ LINKS: dict[str, str] = {
     "loss.over": "[More](losses.md#a-loss-over-the-whole-batch)",
     "optimizer": "[More](training.md)",
     "optimizer.groups": "[An example](recipes.md#image-classification)",
-    "eval": "[More](first-day.md#evaluate), [several](training.md#several-evaluations)",
+    "eval": "[Several](training.md#several-evaluations)",
     "workers": "[Elastic jobs](faults.md)",
     "storage": "[Storage](places/shared.md#storage)",
     "init_from": "[More](carry-on.md#start-from-another-run)",
