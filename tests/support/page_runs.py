@@ -185,7 +185,7 @@ def shows(line: str, told: str) -> bool:
 
 def without_numbers(line: str) -> str:
     """A line of a console, so that two runs print the same: spaces of a column as one, numbers as 0, units as s."""
-    return re.sub(r"(?<!\w)\d(?:[\d.,:e+-]*\d)?( (ms|s|min|h)\b)?", "0", " ".join(line.split()))
+    return re.sub(r"(?<!\w)-?\d(?:[\d.,:e+-]*\d)?( (ms|s|min|h)\b)?", "0", " ".join(line.split()))
 
 
 def made_short(code: str) -> str:
