@@ -1,10 +1,11 @@
-"""Draw docs/gallery.md: each training of jobs/, with the curve of its loss and its figures; `python docs/gallery.py`.
+"""Draw docs/gallery.md: each training of jobs/, with the curve of its loss; `python docs/gallery.py [NAME...]`.
 
-The figures are of this machine, in one process (`--workers 0`): nothing compares them. It takes minutes.
+Each runs in one process (`--workers 0`). It takes minutes, on a busy machine many.
 """
 
 import importlib.util
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ class Shown(NamedTuple):
 JOBS = (
     Shown("digits", "images: a small CNN, the same bits on 1 to 8 workers", "tests/driver/test_training_runs.py"),
     Shown("characters", "a GPT of characters, [sharded](sharding.md) over two workers", "tests/test_examples.py"),
+    Shown("gpt", "a GPT of bytes, on [packed](packing.md) documents of two sources", "tests/engine/test_packing.py"),
     Shown("hugging_face", "a model of transformers, sharded", "tests/test_examples.py", needs="transformers"),
     Shown("simclr", "SimCLR: a loss that sees the whole batch", "tests/test_examples.py"),
     Shown(
@@ -53,26 +55,32 @@ JOBS = (
 )
 
 
-def main() -> None:
-    """Run each job in a folder of its own; draw its curve, and write the page."""
+def main(names: list[str]) -> None:
+    """Run the jobs of these names, or all; draw their curves, and write the page. The others' rows stay."""
     PICTURES.mkdir(parents=True, exist_ok=True)
-    lines = ["| | job | figures, in one process |", "|---|---|---|"]
-    for shown in JOBS:
-        name = shown.job.rpartition("/")[2]
-        found = None if shown.needs and importlib.util.find_spec(shown.needs) is None else ran(shown)
-        if found is not None:
-            (PICTURES / f"{name}.svg").write_text(curve(found.losses))
-        has_picture = (PICTURES / f"{name}.svg").exists()
-        image = f'<img src="pictures/jobs/{name}.svg" width="240" alt="The loss of {name}, step by step">'
-        module = "model_parallel" if name == "model_parallel_train" else shown.job
-        links = f"[job file](../jobs/{shown.job}.yaml), [code](../jobs/{module}.py)"
-        needs = f"; it needs {shown.needs}" if shown.needs else ""
-        told = f"**{name}**: {shown.says}. {links}{needs}; `{shown.test}`"
-        lines.append(
-            f"| {image if has_picture else ''} | {told} | {'' if found is None else figures(found.result)} |"
-        )
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{rest.partition(END)[2]}")
+    table, _, after = rest.partition(END)
+    rows = {found: row for row in table.splitlines() for found in re.findall(r"\*\*(\w+)\*\*", row)}
+    for shown in JOBS:
+        name = Path(shown.job).name
+        if name in (names or [name]):
+            rows[name] = drawn(shown, name)
+    lines = ["| its loss | job | at its end |", "|---|---|---|", *(rows[Path(shown.job).name] for shown in JOBS)]
+    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}")
+
+
+def drawn(shown: Shown, name: str) -> str:
+    """Run a job and draw its curve; return its row. Without a package that it needs, there is neither."""
+    image = at_its_end = ""
+    if not shown.needs or importlib.util.find_spec(shown.needs) is not None:
+        found = ran(shown)
+        (PICTURES / f"{name}.svg").write_text(curve(found.losses))
+        image = f'<img src="pictures/jobs/{name}.svg" width="240" alt="The loss of {name}, step by step">'
+        at_its_end = figures(found.result)
+    module = "model_parallel" if name == "model_parallel_train" else shown.job
+    links = f"[job file](../jobs/{shown.job}.yaml), [code](../jobs/{module}.py)"
+    needs = f"; it needs {shown.needs}" if shown.needs else ""
+    return f"| {image} | **{name}**: {shown.says}. {links}{needs}; `{shown.test}` | {at_its_end} |"
 
 
 class Ran(NamedTuple):
@@ -114,8 +122,8 @@ def figures(result: dp_ray.Result) -> str:
     """Return what a reader wants of a training, as the cell of a table."""
     wanted = [name for name in result.metrics if name in ("epoch_loss", "reward", "generator") or "eval" in name]
     numbers = ", ".join(f"{name} {result.metrics[name]:.3g}" for name in wanted)
-    return f"{result.total_steps} steps in {result.seconds:.0f} s: {numbers}"
+    return f"{result.total_steps} steps: {numbers}"
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -32,7 +32,7 @@ _TEXT = re.compile(r'<text (?=[^>]*clip-path="url\(#[\w-]+-line-(\d+)\)")')
 
 
 class Picture(NamedTuple):
-    """A command in a terminal of so many columns; `streams` are those that it shows, `begins` the lines it shows."""
+    """A command in a terminal of so many columns, after the commands `before` it, and the lines that it shows."""
 
     command: str
     columns: int
@@ -40,14 +40,25 @@ class Picture(NamedTuple):
     shows_stderr: bool = False
     is_recorded: bool = False
     most_lines: int = 40
+    before: tuple[str, ...] = ()
 
 
 PICTURES = {
     "plan": Picture("dp-ray plan jobs/digits.yaml --workers 3", 92, "the plan of a training"),
     "shards": Picture(
-        "dp-ray run jobs/tutorial.yaml --workers 3 --shapes", 88, "the shards of each batch", most_lines=9
+        "dp-ray run jobs/tutorial.yaml --workers 3 --shapes", 88, "the shards of each batch", most_lines=8
     ),
     "verify": Picture("dp-ray verify jobs/digits.yaml --workers 1,2,3,8", 90, "the same bits on 1 to 8 workers"),
+    "compare": Picture(
+        "dp-ray compare runs/digits runs/slower",
+        92,
+        "two runs side by side",
+        most_lines=34,
+        before=(
+            "dp-ray run jobs/digits.yaml --workers 0",
+            "dp-ray run jobs/digits.yaml --workers 0 --set optimizer.args.lr=0.001 --name slower",
+        ),
+    ),
     "killed": Picture(
         'dp-ray run jobs/digits.yaml --workers 3 --inject "kill worker 1 at step 60"',
         100,
@@ -78,8 +89,12 @@ def said(picture: Picture) -> list[Line]:
     """Run the picture's command in a folder of its own, and return what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(HERE.parent / "jobs", Path(folder) / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
-        command = [sys.executable, "-m", "dp_ray", *shlex.split(picture.command)[1:]]
+        *before, command = (
+            [sys.executable, "-m", "dp_ray", *shlex.split(line)[1:]] for line in (*picture.before, picture.command)
+        )
         other = subprocess.DEVNULL
+        for line in before:
+            subprocess.run(line, cwd=folder, check=True, stdout=other, stderr=other)
         streams = (other, subprocess.PIPE) if picture.shows_stderr else (subprocess.PIPE, other)
         process = subprocess.Popen(command, cwd=folder, stdout=streams[0], stderr=streams[1], text=True)
         began, lines = time.monotonic(), list[Line]()

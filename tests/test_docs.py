@@ -138,6 +138,20 @@ def test_each_cell_of_the_comparison_has_its_source() -> None:
         assert all("](https://" in cell for cell in others), name
 
 
+def test_the_gallery_has_every_training_of_the_jobs() -> None:
+    gallery = ROOT / "docs" / "gallery.md"
+    jobs = {path for path in (ROOT / "jobs").rglob("*.yaml") if "task: train" in path.read_text()}
+    assert len(jobs) > 8
+    assert jobs - {(gallery.parent / link).resolve() for link in links_of(gallery)} == set()
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "pictures").rglob("*.svg")), ids=lambda path: path.name)
+def test_a_picture_is_shown_and_loads_nothing(picture: Path) -> None:
+    shown = {(page.parent / link).resolve() for page in PAGES for link in links_of(page)}
+    assert picture in shown
+    assert not re.search(r"(?:href|src|url)\W+https?:", picture.read_text())
+
+
 def test_every_command_has_an_anchor() -> None:
     anchors = "\n".join(anchors_of(ROOT / "docs" / "commands.md"))
     assert {name for name in main.cli.commands if not re.search(rf"\b{name}\b", anchors)} == set()

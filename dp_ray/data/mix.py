@@ -31,6 +31,11 @@ class Mix(Dataset[Any]):
 
     An index is the row's id, not a place in the order: the row's index among those of all sources, in the order of
     their names, plus the source's epoch times the number of these. `locate` tells it.
+
+    >>> import dp_ray
+    >>> mix = dp_ray.data.Mix({"web": [1.0] * 6, "code": [2.0] * 3}, {"web": "2/3", "code": "1/3"})
+    >>> len(mix)
+    8
     """
 
     def __init__(

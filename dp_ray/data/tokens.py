@@ -65,6 +65,11 @@ class Tokens(Blocks[Any]):
     not tell it, by default uint16.
 
     Raises DataError for files that are missing or damaged, by name.
+
+    >>> import dp_ray, numpy
+    >>> numpy.array([5, 6, 7, 8, 9], numpy.uint16).tofile("text.bin")
+    >>> dp_ray.data.Tokens("text.bin", length=2)[0]
+    {'input_ids': tensor([5, 6]), 'labels': tensor([6, 7])}
     """
 
     SUFFIXES = (".bin", ".npy", *Arrow.SUFFIXES, *Parquet.SUFFIXES)
@@ -409,6 +414,12 @@ def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
 
     `document_ids` [rows, length] gives a truth value [rows, 1, length, length], as
     `torch.nn.functional.scaled_dot_product_attention` takes it: one for all heads.
+
+    >>> import dp_ray, torch
+    >>> dp_ray.data.document_mask(torch.tensor([[0, 0, 1]]))[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
     """
     length = document_ids.shape[-1]
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
@@ -420,6 +431,10 @@ def cu_seqlens(document_ids: torch.Tensor) -> torch.Tensor:
 
     It is what attention of variable lengths takes (`cu_seqlens`) for tokens [rows * length]. What is not filled in a
     window counts as a document.
+
+    >>> import dp_ray, torch
+    >>> dp_ray.data.cu_seqlens(torch.tensor([[0, 0, 1, 1, 1]]))
+    tensor([0, 2, 5], dtype=torch.int32)
     """
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
